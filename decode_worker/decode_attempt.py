@@ -111,6 +111,7 @@ def _chain(request: pb.DecodeRequest) -> LoanChain:
         request_id=request.request_id,
         token_ids=lead_tokens(request),
         cache_salt=request.cache_salt,
+        adapter=request.adapter,
         priority=request.priority,
         router_id=request.router_id,
         placement_sequence=request.placement_sequence,

@@ -76,6 +76,7 @@ def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
             beam=_beam(sampling),
         ),
         cache_salt=request.cache_salt,
+        adapter=request.adapter,
         priority=request.priority,
         borrow=request.HasField("lender"),
         lender_computes=request.lender.may_compute,

@@ -14,11 +14,17 @@ import numpy as np
 
 BlockKey = bytes
 KEY_BYTES = 16
+ADAPTER_BYTES = 16
+"""Length of an adapter's fingerprint."""
 
 
-def root_key(model_fingerprint: bytes, cache_salt: str) -> BlockKey:
-    """Return the parent of the first block of every chain of this model and salt."""
-    return blake2b(cache_salt.encode(), key=model_fingerprint[:64], digest_size=KEY_BYTES).digest()
+def root_key(model_fingerprint: bytes, cache_salt: str, adapter: bytes = b"") -> BlockKey:
+    """Return the parent of the first block of every chain of this model, salt and adapter.
+
+    `adapter`: fingerprint of a LoRA adapter, empty for none.
+    """
+    salt, key = cache_salt.encode(), model_fingerprint[:64]
+    return blake2b(salt, key=key, person=adapter, digest_size=KEY_BYTES).digest()
 
 
 def block_keys(parent: BlockKey, token_ids: Sequence[int], block_tokens: int, first_token: int = 0) -> list[BlockKey]:

@@ -83,6 +83,10 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
     """Directory of a LoRA adapter as PEFT saves it (adapter_config.json, adapter_model.safetensors), merged into the
     weights at load, before quantisation. Routers do not see it: all workers of a model need the same adapter; a
     model with another adapter is a directory of its own."""
+    adapters: dict[str, Path] = Field(default_factory=dict)
+    """Directories of LoRA adapters as PEFT saves them, by name (vllm and sim engines). Clients ask for an adapter as
+    for a model of its own. Workers of a model may have different adapters: a request goes to workers that have its
+    adapter loaded."""
     kv_dtype: KvDtype = "auto"
     """Format of stored, lent and moved KV. auto: as computed. int8 (any device), fp8 (GPUs): each vector quantised with
     its own scale, so nearly twice as many blocks fit into `kv_memory_mib`. Only workers with equal settings exchange
@@ -217,6 +221,9 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
 
         Raises EngineStartError where the engine has no weights.
         """
+        if self.engine == "torch" and self.adapters:
+            reason = "the torch engine serves no unmerged adapters: set lora to merge one, or engine: vllm"
+            raise EngineStartError("adapters", reason)
         if self.engine == "sim" and self.weights != "auto":
             raise EngineStartError("weights", "the sim engine has no weights")
         if self.engine == "sim" and self.lora is not None:

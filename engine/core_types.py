@@ -124,6 +124,8 @@ class Sequence:
     """Whether a beam's candidates are known, while its search waits for the other beams."""
     num_scored: int = 0
     """Prompt tokens after the first whose requested log probabilities were already returned."""
+    adapter: bytes = b""
+    """Fingerprint of the LoRA adapter that computes it; empty for none."""
 
     @property
     def num_tokens(self) -> int:

@@ -44,6 +44,8 @@ class Generate:
     """Choices that an earlier attempt finished."""
     num_scored: int = 0
     """Prompt tokens whose log probabilities an earlier attempt returned."""
+    adapter: bytes = b""
+    """Fingerprint of the LoRA adapter; empty for none."""
 
     def emitted_of(self, choice: int) -> tuple[int, ...]:
         """Return the tokens that an earlier attempt emitted of `choice`."""
@@ -105,6 +107,8 @@ class Lend:
     """Whether a source is named that holds more of the chain: borrow from it before computing."""
     fast_path: bytes = b""
     """Address for fast-path announcements, see `engine/lending/fast_path.py`; empty for none."""
+    adapter: bytes = b""
+    """Fingerprint of the LoRA adapter; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +172,8 @@ class Ready:
     num_blocks: int
     vocab_size: int
     max_context_tokens: int
+    adapters: tuple[tuple[str, bytes], ...] = ()
+    """Names and fingerprints of the loaded LoRA adapters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,12 @@ class ModelInfo:
     vocab_size: int
     max_context_tokens: int
     eos_token_ids: frozenset[int]
+    adapters: tuple[tuple[str, bytes], ...] = ()
+    """Names and fingerprints of the LoRA adapters that it serves."""
+
+    @property
+    def adapter_fingerprints(self) -> frozenset[bytes]:
+        return frozenset(fingerprint for _, fingerprint in self.adapters)
 
 
 class ModelRunner(ABC):

@@ -128,6 +128,7 @@ def _lend(context: WorkerContext, loan_id: str, want: pb.Want) -> messages.Lend:
         token_ids=tokens,
         first_block=want.first_block,
         cache_salt=want.cache_salt,
+        adapter=want.adapter,
         may_compute=want.may_compute,
         priority=want.priority,
         mark=PlacementMark(want.router_id, want.placement_sequence),
@@ -145,4 +146,4 @@ def _tokens(want: pb.Want) -> "array[int]":
 
 def _chain(want: pb.Want) -> LoanChain:
     """Return the chain that the loan reads from its source; without a placement, since a source computes nothing."""
-    return LoanChain(want.request_id, _tokens(want), want.cache_salt, want.priority, "", 0)
+    return LoanChain(want.request_id, _tokens(want), want.cache_salt, want.adapter, want.priority, "", 0)

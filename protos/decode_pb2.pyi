@@ -165,6 +165,7 @@ class DecodeRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     MODEL_REASON_FIELD_NUMBER: _builtins.int
     PRICE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     worker_incarnation: _builtins.bytes
     """Incarnation of the intended worker; another process at the same address refuses."""
@@ -181,6 +182,8 @@ class DecodeRequest(_message.Message):
     model: _builtins.str
     """Model and the reason for its choice, copied into the receipt."""
     model_reason: _builtins.str
+    adapter: _builtins.bytes
+    """Fingerprint of the LoRA adapter; empty: none."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -240,10 +243,11 @@ class DecodeRequest(_message.Message):
         model: _builtins.str = ...,
         model_reason: _builtins.str = ...,
         price: _inference_pb2.Price | None = ...,
+        adapter: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lender", b"lender", "placement", b"placement", "price", b"price", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "lender", b"lender", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "placement_sequence", b"placement_sequence", "price", b"price", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "lender", b"lender", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "placement_sequence", b"placement_sequence", "price", b"price", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

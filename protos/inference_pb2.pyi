@@ -1294,6 +1294,7 @@ class Model(_message.Message):
     OUTPUT_PER_MILLION_FIELD_NUMBER: _builtins.int
     QUALITY_FIELD_NUMBER: _builtins.int
     TASKS_FIELD_NUMBER: _builtins.int
+    BASE_MODEL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_context_tokens: _builtins.int
     vocab_size: _builtins.int
@@ -1307,6 +1308,8 @@ class Model(_message.Message):
     output_per_million: _builtins.float
     quality: _builtins.float
     """Configured quality, in [0, 1], and tasks of the model; no task: any."""
+    base_model: _builtins.str
+    """Model that this LoRA adapter changes; empty: no adapter."""
     @_builtins.property
     def tasks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -1322,10 +1325,11 @@ class Model(_message.Message):
         output_per_million: _builtins.float | None = ...,
         quality: _builtins.float = ...,
         tasks: _abc.Iterable[_builtins.str] | None = ...,
+        base_model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_input_per_million", b"_input_per_million", "_output_per_million", b"_output_per_million", "input_per_million", b"input_per_million", "output_per_million", b"output_per_million"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_input_per_million", b"_input_per_million", "_output_per_million", b"_output_per_million", "decode_workers", b"decode_workers", "has_tokenizer", b"has_tokenizer", "input_per_million", b"input_per_million", "max_context_tokens", b"max_context_tokens", "name", b"name", "output_per_million", b"output_per_million", "prefill_workers", b"prefill_workers", "quality", b"quality", "tasks", b"tasks", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_input_per_million", b"_input_per_million", "_output_per_million", b"_output_per_million", "base_model", b"base_model", "decode_workers", b"decode_workers", "has_tokenizer", b"has_tokenizer", "input_per_million", b"input_per_million", "max_context_tokens", b"max_context_tokens", "name", b"name", "output_per_million", b"output_per_million", "prefill_workers", b"prefill_workers", "quality", b"quality", "tasks", b"tasks", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__input_per_million: _TypeAlias = _typing.Literal["input_per_million"]  # noqa: Y015
     _WhichOneofArgType__input_per_million: _TypeAlias = _typing.Literal["_input_per_million", b"_input_per_million"]  # noqa: Y015

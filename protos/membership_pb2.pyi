@@ -310,6 +310,7 @@ class Hello(_message.Message):
     RESERVE_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     TRAFFIC_SHARE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.bytes
     role: Global___Role.ValueType
@@ -335,6 +336,10 @@ class Hello(_message.Message):
     """Share of its model's requests for the workers that state this share. 0: all requests that the other workers do not
     take.
     """
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """Loaded LoRA adapters, each served as a model of its own."""
+
     def __init__(
         self,
         *,
@@ -354,14 +359,41 @@ class Hello(_message.Message):
         reserve_output_tokens: _builtins.int = ...,
         protocol: _builtins.int = ...,
         traffic_share: _builtins.float = ...,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol", b"protocol", "reserve_output_tokens", b"reserve_output_tokens", "role", b"role", "traffic_share", b"traffic_share", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol", b"protocol", "reserve_output_tokens", b"reserve_output_tokens", "role", b"role", "traffic_share", b"traffic_share", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class Adapter(_message.Message):
+    """LoRA adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the model that clients ask for."""
+    fingerprint: _builtins.bytes
+    """Digest of its files, 16 bytes. Part of the keys of its blocks."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        fingerprint: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class CacheEvents(_message.Message):

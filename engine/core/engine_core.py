@@ -116,6 +116,7 @@ class EngineCore:
             self._fast_path,
             limits.max_queued_loans,
             self._next_arrival,
+            runner.info.adapter_fingerprints,
         )
         self._requests = RequestManager(
             self._kv_cache,
@@ -126,6 +127,7 @@ class EngineCore:
             self._next_arrival,
             limits.reserve_output_tokens,
             runner.copy_block,
+            runner.info.adapter_fingerprints,
         )
         times = ReportSchedule(limits.report_interval_s, limits.min_report_interval_s, limits.max_step_s)
         self._reports = LoadReporter(self._kv_cache, self._requests, self._lender_manager, times, emit, speculator)
@@ -150,6 +152,7 @@ class EngineCore:
             num_blocks=self._kv_cache.pool.num_blocks,
             vocab_size=info.vocab_size,
             max_context_tokens=info.max_context_tokens,
+            adapters=info.adapters,
         )
 
     def post(self, message: ReadCompletion) -> None:

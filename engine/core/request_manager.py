@@ -71,10 +71,11 @@ class RequestManager:
         next_arrival: Callable[[], int],
         reserve_output_tokens: int,
         copy_block: Callable[[int, int], None],
+        adapters: frozenset[bytes] = frozenset(),
     ) -> None:
         """Create the manager.
 
-        `next_arrival` numbers arrivals and turns.
+        `next_arrival` numbers arrivals and turns. `adapters`: fingerprints of the loaded LoRA adapters.
 
         `copy_block(source, target)` is called between steps.
         """
@@ -85,6 +86,7 @@ class RequestManager:
         self._eos_token_ids = eos_token_ids
         self._emit = emit
         self._next_arrival = next_arrival
+        self._adapters = adapters
         self._requests: dict[str, _Request] = {}
         self._num_parted = 0
         """Number of requests with forked sequences."""
@@ -105,11 +107,14 @@ class RequestManager:
     def admit(self, message: Generate) -> None:
         """Start a request with blocks reserved for its prompt and some output, or send Rejected."""
         layout, pool = self._kv_cache.layout, self._kv_cache.pool
-        root = root_key(self._model_fingerprint, message.cache_salt)
+        root = root_key(self._model_fingerprint, message.cache_salt, message.adapter)
         search = search_of(message, self._eos_token_ids)
         chains = chains_of(message, root, search, self._next_arrival)
         if message.request_id in self._requests:
             self._reject(message.request_id, "a request of this id is running here", permanent=True)
+            return
+        if message.adapter and message.adapter not in self._adapters:
+            self._reject(message.request_id, f"no adapter {message.adapter.hex()} is loaded here", permanent=True)
             return
         if not message.prompt or not chains or any(c.num_tokens >= c.max_num_tokens for c in chains):
             reason = f"nothing to compute: {len(message.prompt)} prompt tokens, {len(message.emitted)} emitted"

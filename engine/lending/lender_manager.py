@@ -57,10 +57,12 @@ class LenderManager:
         fast_path: FastPath,
         max_queued: int,
         next_arrival: Callable[[], int],
+        adapters: frozenset[bytes] = frozenset(),
     ) -> None:
         """Create the manager.
 
-        `next_arrival` numbers loans and requests alike, since the scheduler orders them together.
+        `next_arrival` numbers loans and requests alike, since the scheduler orders them together. `adapters`:
+        fingerprints of the loaded LoRA adapters.
         """
         self._kv_cache = kv_cache
         self._borrower_manager = borrowing
@@ -71,6 +73,7 @@ class LenderManager:
         self._loans: dict[str, _Loan] = {}
         self._waiting: list[str] = []
         self._next_arrival = next_arrival
+        self._adapters = adapters
 
     @property
     def num_loans(self) -> int:
@@ -114,6 +117,8 @@ class LenderManager:
         num_blocks = len(request.token_ids) // width
         if request.loan_id in self._loans or not request.first_block < num_blocks:
             self._refuse(request.loan_id, f"no block wanted in [{request.first_block}, {num_blocks})", bad=True)
+        elif request.adapter and request.adapter not in self._adapters:
+            self._refuse(request.loan_id, f"no adapter {request.adapter.hex()} is loaded here", bad=True)
         elif num_blocks > self._kv_cache.pool.num_blocks:
             self._refuse(
                 request.loan_id, f"{num_blocks} blocks in a pool of {self._kv_cache.pool.num_blocks}", bad=False
@@ -215,6 +220,7 @@ class LenderManager:
             token_ids=list(request.token_ids[: len(keys) * width]),
             num_prompt=len(keys) * width,
             root=self._root(request),
+            adapter=request.adapter,
             sampling=None,
             priority=request.priority,
             arrival=loan.arrival,
@@ -262,7 +268,7 @@ class LenderManager:
         self._emit(message)
 
     def _root(self, request: Lend) -> BlockKey:
-        return root_key(self._model_fingerprint, request.cache_salt)
+        return root_key(self._model_fingerprint, request.cache_salt, request.adapter)
 
     def _keys(self, request: Lend) -> list[BlockKey]:
         return block_keys(self._root(request), request.token_ids, self._kv_cache.layout.block_tokens)

@@ -6,6 +6,7 @@ A follower rank needs nothing else of an engine.
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from engine.errors import EngineStartError
 from engine.host.core_allocation import CoreAllocation
 from engine.host.core_sharing import CoreShare
 from engine.host.memory import belongs_in_file
+from engine.model.adapters import read_adapters
 from engine.process.spec import RankSpec
 from engine.process.start_up import num_threads
 
@@ -26,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def open_sim_runner(config: WorkerConfig, pool_in_file: bool = False) -> SimRunner:
-    return sim_runner(
+    runner = sim_runner(
         config.model,
         config.block_tokens,
         config.kv_bytes,
@@ -35,6 +37,9 @@ def open_sim_runner(config: WorkerConfig, pool_in_file: bool = False) -> SimRunn
         reads_all=config.sim_reads == "all",
         pool_in_file=pool_in_file,
     )
+    adapters = tuple((adapter.name, adapter.fingerprint) for adapter in read_adapters(config.adapters))
+    runner.info = replace(runner.info, adapters=adapters)
+    return runner
 
 
 def open_core_allocation(config: WorkerConfig, role: Role) -> CoreAllocation | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
+from engine.model.adapters import read_adapters
 
 VERSION = "0.32"
 """The minor version of vLLM whose scheduler and connector interface this backend uses."""
@@ -24,8 +25,14 @@ OWN = (
     "scheduling_policy",
     "skip_tokenizer_init",
     "disable_log_stats",
+    "enable_lora",
+    "max_cpu_loras",
 )
 """Arguments that Tandem sets itself."""
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of max_lora_rank that vLLM takes on every device."""
+MAX_ACTIVE_ADAPTERS = 8
+"""Adapters of one step, unless vllm_options.max_loras says otherwise."""
 
 
 def vllm_python(config: WorkerConfig) -> Path:
@@ -56,7 +63,7 @@ def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
     others = {
         "weights": (config.weights != "auto", "set vllm_options.quantization"),
         "kv_dtype": (config.kv_dtype != "auto", "set vllm_options.kv_cache_dtype"),
-        "lora": (config.lora is not None, "the vllm engine does not merge adapters"),
+        "lora": (config.lora is not None, "the vllm engine does not merge adapters: set adapters"),
         "backend": (config.backend != "auto", "set vllm_options.attention_backend"),
         "speculation": (config.speculation not in (None, "off"), "the vllm engine does not speculate under Tandem"),
         "kv_host_memory_mib": (config.kv_host_memory_mib > 0, "the vllm engine has no tiers below its pool"),
@@ -80,5 +87,22 @@ def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
         "scheduling_policy": "priority",
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
+        **_lora_arguments(config),
         **config.vllm_options,
+    }
+
+
+def _lora_arguments(config: WorkerConfig) -> dict[str, Any]:
+    """Return the arguments for adapters: all of them in main memory, the most recently used ones on the device."""
+    adapters = read_adapters(config.adapters)
+    if not adapters:
+        return {}
+    rank = max(adapter.rank for adapter in adapters)
+    if (allowed := next((each for each in LORA_RANKS if each >= rank), None)) is None:
+        raise EngineStartError("adapters", f"rank {rank} is above {LORA_RANKS[-1]}, vLLM's largest")
+    return {
+        "enable_lora": True,
+        "max_lora_rank": allowed,
+        "max_loras": min(len(adapters), MAX_ACTIVE_ADAPTERS),
+        "max_cpu_loras": len(adapters),
     }

@@ -27,6 +27,7 @@ from engine.core_types import StepBudget
 from engine.errors import EngineStartError
 from engine.host.memory import belongs_in_file
 from engine.messages import StartFailed
+from engine.model.adapters import read_adapters
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelInfo
 from engine.process.assembly import IDLE_TURN_S
@@ -50,6 +51,8 @@ class _Started:
     memory: Any
     block_pool: Any
     info: ModelInfo
+    lora: dict[bytes, Any]
+    """vLLM's LoRARequest of each adapter, by the adapter's fingerprint."""
 
 
 def main() -> None:
@@ -173,13 +176,22 @@ def _start_vllm(spec: EngineSpec) -> _Started:
     config = spec.config
     model_dir = ModelDir.open(config.model)
     arguments = engine_arguments(config)  # first: importing vLLM takes seconds
+    adapters = read_adapters(config.adapters)
     try:
         import vllm
     except ImportError as error:
         raise EngineStartError("vllm_python", f"{sys.executable} cannot import vLLM: {error}") from None
     check_version(vllm.__version__)
+    from vllm.platforms import current_platform
+
+    if adapters and current_platform.is_cpu():
+        if "max_loras" in config.vllm_options:
+            raise EngineStartError("vllm_options", "max_loras is set by Tandem on CPUs")
+        # vLLM's CPU kernels give tokens without an adapter index -1, the last slot: it stays empty, so all zeros.
+        arguments["max_loras"] = arguments["max_cpu_loras"] = len(adapters) + 1
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
@@ -213,6 +225,9 @@ def _start_vllm(spec: EngineSpec) -> _Started:
         raise EngineStartError("block_tokens", f"vLLM uses blocks of {block_tokens} tokens here")
     backends = sorted({type(layer.impl).__name__ for layer in _attention_layers(vllm_config)})
     about = f"{vllm.__version__},{'+'.join(backends)},{vllm_config.cache_config.cache_dtype}"
+    requests = [LoRARequest(each.name, i, str(each.path)) for i, each in enumerate(adapters, 1)]
+    for request in requests:
+        engine.add_lora(request)
     num_blocks = int(vllm_config.cache_config.num_gpu_blocks)
     memory = VllmKvMemory(offered.caches, num_blocks, block_tokens, about, offered.pools)
     weights = model_dir.weights_fingerprint() + f"{vllm_config.model_config.quantization}".encode()
@@ -221,8 +236,10 @@ def _start_vllm(spec: EngineSpec) -> _Started:
         vocab_size=model_dir.vocab_size,
         max_context_tokens=int(vllm_config.model_config.max_model_len),
         eos_token_ids=model_dir.eos_token_ids,
+        adapters=tuple((each.name, each.fingerprint) for each in adapters),
     )
-    return _Started(engine, memory, offered.block_pool, info)
+    lora = {each.fingerprint: request for each, request in zip(adapters, requests, strict=True)}
+    return _Started(engine, memory, offered.block_pool, info, lora)
 
 
 def _attention_layers(vllm_config: Any) -> list[Any]:
@@ -245,6 +262,7 @@ def _open_core(spec: EngineSpec, started: _Started, transport: Any, front: Front
         started.memory,
         started.block_pool,
         started.info,
+        started.lora,
         transport,
         limits,
         front.send,

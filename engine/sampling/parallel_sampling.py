@@ -62,6 +62,7 @@ def chains_of(
             arrival=next_arrival(),
             num_emitted_before=len(emitted),
             choice=choice,
+            adapter=message.adapter,
         )
         chain.num_scored = min(chain.num_to_score, chain.num_to_score if chains else message.num_scored)
         chains.append(chain)

@@ -21,6 +21,8 @@ class LoanChain:
     """The client's request id, for logs."""
     token_ids: Sequence[int]
     cache_salt: str
+    adapter: bytes
+    """Fingerprint of the LoRA adapter; empty for none."""
     priority: int
     router_id: str
     placement_sequence: int
@@ -91,6 +93,7 @@ class LenderStreams:
             lender_incarnation=holder.incarnation,
             model_fingerprint=self._model_fingerprint,
             cache_salt=chain.cache_salt,
+            adapter=chain.adapter,
             token_ids=pack_tokens(chain.token_ids[: wanted.end_block * self._block_tokens]),
             first_block=wanted.first_block,
             may_compute=wanted.may_compute,

@@ -142,7 +142,7 @@ class InferenceService:
         return await self._handler.tokenize(request, self._principal(context))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=map(_listed, self._models.only(self._principal(context).models)))
+        return pb.ListModelsResponse(models=map(_listed, self._models.only(self._principal(context).models).listed()))
 
     def _principal(self, context: Any) -> Principal:
         """Return the caller.
@@ -215,7 +215,7 @@ def _parsed(kind: type[Parsed], raw: bytes) -> Parsed:
 
 
 def _listed(model: ModelRuntime) -> pb.Model:
-    workers = [worker for worker in model.fleet.workers if worker.load is not None and not worker.draining]
+    workers = [worker for worker in model.workers() if worker.load is not None and not worker.draining]
     num_decode = sum(worker.decodes for worker in workers)
     prices = model.costs.prices
     return pb.Model(
@@ -229,4 +229,5 @@ def _listed(model: ModelRuntime) -> pb.Model:
         output_per_million=prices.output_per_million if prices else None,
         quality=model.entry.quality,
         tasks=model.entry.tasks,
+        base_model=model.base_model,
     )

@@ -9,9 +9,11 @@ from typing import Any
 from cluster.error_status import to_status
 from cluster.errors import AlreadyExists, Incompatible, InvalidRequest, ServiceError
 from cluster.protocol import PROTOCOL
+from engine.block_keys import ADAPTER_BYTES
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from router.membership.status import load_status
+from router.models.config import AUTO
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.placement.worker_records import Worker
 
@@ -72,6 +74,7 @@ class MembershipService(pb_grpc.MembershipServicer):
         hello = first.hello
         _check(hello)
         model = self._models.of_worker(hello)
+        _check_adapters(hello, model, self._models)
         for other in self._models:  # an id means one worker, whatever it serves
             if (old := other.fleet.worker(hello.worker_id)) is not None:
                 self._replace(old, hello)
@@ -150,6 +153,23 @@ def _strangers(hello: pb.Hello, workers: Iterable[Worker]) -> str:
     here, there = (f"{each.block_tokens} tokens in {each.block_bytes} bytes" for each in (hello, other))
     differs = f"its blocks are {here}, not {there}" if here != there else "its weights or dtypes are others"
     return f"{hello.worker_id} exchanges no KV with {other.worker_id}, nor with any other of {hello.model}: {differs}"
+
+
+def _check_adapters(hello: pb.Hello, model: ModelRuntime, models: Iterable[ModelRuntime]) -> None:
+    """Check that the names of a worker's LoRA adapters mean nothing else.
+
+    Raises InvalidRequest.
+    """
+    for adapter in hello.adapters:
+        if not adapter.name or len(adapter.fingerprint) != ADAPTER_BYTES:
+            raise InvalidRequest("adapters", f"{adapter.name!r}: a name and {ADAPTER_BYTES} bytes are needed")
+        for other in models:
+            if adapter.name == other.name:
+                raise InvalidRequest("adapters", f"{adapter.name!r} is the name of a served model")
+            if other is not model and adapter.name in other.fleet.adapters:
+                raise InvalidRequest("adapters", f"{adapter.name!r} is an adapter of {other.name!r}")
+        if adapter.name == AUTO:
+            raise InvalidRequest("adapters", f"{AUTO!r} is what clients say to have their model chosen")
 
 
 def _check(hello: pb.Hello) -> None:

@@ -4,6 +4,7 @@ A router has one or several, by name.
 """
 
 import asyncio
+import copy
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -109,15 +110,36 @@ class ModelRuntime:
         self.grammars = GrammarChecker(files.model_dir, grammar_limit_s)
         self.links = DecodeStreams(fleet, trust)
         self.costs = Costs(files.entry)
+        self.base_model = ""
+        """Name of the model that the adapter changes; empty without an adapter."""
+        self.adapter = b""
+        """Fingerprint of the LoRA adapter; empty for none."""
         self._reported = asyncio.Event()
         """Event set when a decode worker reports, for requests that wait for the first one."""
 
     async def close(self) -> None:
         await self.grammars.close()
 
+    def with_adapter(self, name: str) -> "ModelRuntime | None":
+        """Return the model of this name that a LoRA adapter makes of this one; None where no worker has the adapter.
+
+        It shares everything but its name, its workers and its block keys.
+        """
+        if (fingerprint := self.fleet.adapters.get(name)) is None:
+            return None
+        adapted = copy.copy(self)
+        adapted.name, adapted.base_model, adapted.adapter = name, self.name, fingerprint
+        return adapted
+
+    def workers(self) -> list[Worker]:
+        """Workers that serve it; with an adapter only those that have it."""
+        if not self.adapter:
+            return list(self.fleet.workers)
+        return [w for w in self.fleet.workers if any(a.fingerprint == self.adapter for a in w.hello.adapters)]
+
     def decode_workers(self) -> list[Worker]:
         """Decode workers whose engine has reported; a hanging one may join again and again without a report."""
-        workers = self.fleet.workers
+        workers = self.workers()
         return [worker for worker in workers if worker.decodes and worker.load is not None and not worker.draining]
 
     async def await_decode_workers(self, give_up_at: float) -> None:
@@ -161,8 +183,10 @@ class ModelRuntime:
         )
         usable = chains[0][: demand.num_usable_blocks * demand.block_tokens]
         own, *others = (
-            block_keys(root_key(version, cache_salt), usable, demand.block_tokens) for version in self._versions(hello)
+            block_keys(root_key(version, cache_salt, self.adapter), usable, demand.block_tokens)
+            for version in self._versions(hello)
         )
+        demand = replace(demand, adapter=self.adapter.hex()) if self.adapter else demand
         return (replace(demand, other_keys=tuple(map(tuple, others))) if others else demand), own
 
     def _versions(self, hello: membership_pb2.Hello) -> list[bytes]:
@@ -172,7 +196,7 @@ class ModelRuntime:
         """
         there = {
             worker.hello.model_fingerprint
-            for worker in self.fleet.workers
+            for worker in self.workers()
             if worker.hello.block_tokens == hello.block_tokens
         }
         return [hello.model_fingerprint, *sorted(there - {hello.model_fingerprint})[: MAX_VERSIONS - 1]]
@@ -199,13 +223,35 @@ def _hello_for(workers: Sequence[Worker], traffic_hash: float) -> membership_pb2
     return min(workers, key=lambda worker: (worker.hello.traffic_share > 0) != (traffic_hash < share)).hello
 
 
+class _Adapters:
+    """Models that are a LoRA adapter over one of `bases`, as present workers have them."""
+
+    def __init__(self, bases: Sequence[ModelRuntime], names: Collection[str] | None) -> None:
+        """Create it; `names` are the visible ones, None: all."""
+        self._bases = bases
+        self._names = names
+
+    def __iter__(self) -> Iterator[ModelRuntime]:
+        names = dict.fromkeys(name for base in self._bases for name in base.fleet.adapters)
+        return (adapted for name in names if (adapted := self.get(name)) is not None)
+
+    def get(self, name: str) -> ModelRuntime | None:
+        if self._names is not None and name not in self._names:
+            return None
+        return next((adapted for base in self._bases if (adapted := base.with_adapter(name)) is not None), None)
+
+
 class ModelRuntimes:
     """Model runtimes of a router, in the order of the configuration."""
 
-    def __init__(self, models: Sequence[ModelRuntime], default_model: str) -> None:
-        """Create them; `default_model` is as in the configuration, already checked."""
+    def __init__(self, models: Sequence[ModelRuntime], default_model: str, adapters: "_Adapters | None" = None) -> None:
+        """Create them; `default_model` is as in the configuration, already checked.
+
+        `adapters`: the adapters of models that are not among `models`, if they are fewer than all.
+        """
         self._models = {model.name: model for model in models}
         self._default = default_model
+        self._adapters = _Adapters(models, None) if adapters is None else adapters
 
     def __iter__(self) -> Iterator[ModelRuntime]:
         return iter(self._models.values())
@@ -222,19 +268,26 @@ class ModelRuntimes:
         if names is None:
             return self
         default = self._default if self._default in names or self._default == AUTO else ""
-        return ModelRuntimes([model for model in self if model.name in names], default)
+        models = [model for model in self if model.name in names]
+        return ModelRuntimes(models, default, _Adapters(list(self), frozenset(names)))
+
+    def listed(self) -> list[ModelRuntime]:
+        """Return every model that clients may name: those of the configuration, then adapters of present workers."""
+        return [*self, *self._adapters]
 
     def asked_for(self, name: str) -> tuple[ModelRuntime | None, str]:
         """Return the runtime that a request's `model` means, None for AUTO, and why.
 
         Raises UnknownModel, or InvalidRequest where the name is empty and there are several models.
         """
-        if not self._models:
+        if not self._models and not any(self._adapters):
             raise Forbidden("this key may use none of the models that are served here", "model")
         if name == AUTO:
             return None, AUTO
         if name:
             if name not in self._models:
+                if (adapted := self._adapters.get(name)) is not None:
+                    return adapted, "named by the request"
                 served = f"{self._names()} {'is' if len(self) == 1 else 'are'}"
                 raise UnknownModel(f"{name!r} is not served here; {served}", "model")
             return self._models[name], "named by the request"

@@ -56,7 +56,7 @@ def _plain(value: Any) -> Any:
     """
     if isinstance(value, np.ndarray):
         return {"dtype": value.dtype.str, "values": value.tolist()}
-    return list(value) if isinstance(value, tuple) else value
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _made(kind: type[T], said: dict[str, Any]) -> T:
@@ -66,4 +66,4 @@ def _made(kind: type[T], said: dict[str, Any]) -> T:
 def _value(value: Any) -> Any:
     if isinstance(value, dict) and "dtype" in value:
         return np.array(value["values"], value["dtype"])
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_value, value)) if isinstance(value, list) else value

@@ -29,6 +29,8 @@ class Demand:
     """Keys of the prompt's blocks for each other version of the weights among the model's workers."""
     traffic_hash: float = 1.0
     """Traffic hash in [0, 1): below a canary's share the request is for the canary. 1: for no canary."""
+    adapter: str = ""
+    """Fingerprint of the LoRA adapter, in hexadecimal digits; empty for none."""
 
     def num_promised_blocks(self, reserve_output_tokens: int) -> int:
         """Return the blocks that a worker with this reservation must have free; 0 reserves everything."""

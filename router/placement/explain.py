@@ -24,7 +24,7 @@ def explain(
     if not workers.ids:
         return []
     sources = [best_source(demand, workers, hits, rates, lender) for lender in range(len(workers.ids))]
-    computing = workers.computing_lenders(demand.num_usable_blocks, demand.traffic_hash)
+    computing = workers.computing_lenders(demand)
     candidates = [
         assess(demand, workers, hits, rates, way)
         for decode in np.flatnonzero(startable(demand, workers, available))

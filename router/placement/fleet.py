@@ -10,7 +10,8 @@ The worker table that placement reads is updated row by row with each event, so 
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -57,6 +58,8 @@ class Fleet:
         self._sequence = 0
         self.keeps_snapshots = False
         """Whether placements keep the snapshot of their decision."""
+        self.adapters: dict[str, bytes] = {}
+        """Fingerprints of the LoRA adapters of its decode workers, by name."""
         self._decided: tuple[Demand, Hits, Ints | None] | None = None
         """Inputs of the last decision that found a route."""
 
@@ -317,6 +320,7 @@ class Fleet:
             if None not in rows:
                 self._snapshot.compatible[rows] = False
         self._learner.arrange(self._snapshot.ids)
+        self.adapters = _adapters(worker.hello for worker in there if worker.decodes)
 
     def _refresh(self, worker: Worker) -> None:
         """Update a worker's row."""
@@ -346,7 +350,20 @@ class Fleet:
             reserve_output_tokens=worker.hello.reserve_output_tokens,
             draining=worker.draining,
             traffic_share=worker.hello.traffic_share,
+            adapters=frozenset(adapter.fingerprint.hex() for adapter in worker.hello.adapters),
         )
+
+
+def _adapters(hellos: Iterable[pb.Hello]) -> dict[str, bytes]:
+    """Return the fingerprint of each adapter by name.
+
+    Of several versions, the one that most workers have, and of equally many the first in order.
+    """
+    counts: dict[str, Counter[bytes]] = {}
+    for hello in hellos:
+        for adapter in hello.adapters:
+            counts.setdefault(adapter.name, Counter())[adapter.fingerprint] += 1
+    return {name: min(versions, key=lambda each: (-versions[each], each)) for name, versions in sorted(counts.items())}
 
 
 def _running(worker: Worker) -> int:

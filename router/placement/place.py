@@ -64,12 +64,13 @@ class Decision:
 def startable(demand: Demand, workers: WorkerTable, available: Ints | None = None) -> Bools:
     """Return which decode workers can start the request now, [W], by `available` blocks if given.
 
-    The traffic hash decides between canaries and other workers. A worker that could not hold the whole request would
-    refuse it for good.
+    The worker must have the request's adapter. The traffic hash decides between canaries and other workers. A worker
+    that could not hold the whole request would refuse it for good.
     """
     promised = np.array([demand.num_promised_blocks(reserve) for reserve in workers.reserves], np.int64)
     there = workers.available_blocks if available is None else available
     could: Bools = workers.starts & (workers.num_blocks >= demand.num_total_blocks)
+    could = workers.with_adapter(could, demand.adapter)
     return workers.in_share(could & (there >= promised[workers.reserve_of]), could, demand.traffic_hash)
 
 
@@ -192,7 +193,7 @@ class _Matrices:
         """
         demand, workers, rates = self._demand, self._workers, self._rates
         usable = demand.num_usable_blocks
-        lenders = np.flatnonzero(workers.computing_lenders(usable, demand.traffic_hash))
+        lenders = np.flatnonzero(workers.computing_lenders(demand))
         if not len(lenders) or self._own.min() == usable:
             return None
         sources, have, read_s = self._sources(lenders)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from router.placement.demand import Demand
 from router.placement.rates import Bools, Floats, Ints
 
 
@@ -28,6 +29,8 @@ class WorkerView:
     """Whether it accepts no request and computes for none; its blocks can be read."""
     traffic_share: float = 0.0
     """Canary share, from its Hello."""
+    adapters: frozenset[str] = frozenset()
+    """Fingerprints of its LoRA adapters, in hexadecimal digits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,16 +59,25 @@ class WorkerTable:
     traffic_shares: Floats
     """Canary shares; 0: no canary."""
     with_canaries: bool
+    adapters: tuple[tuple[str, ...], ...] = ()
+    """LoRA adapters of each worker, by fingerprint."""
 
     @property
     def starts(self) -> Bools:
         """Decode workers that are not draining, on which requests may start, [W]."""
         return self.decodes & ~self.draining
 
-    def computing_lenders(self, num_blocks: int, traffic_hash: float) -> Bools:
-        """Return the prefill workers that may compute so many blocks for a request with this traffic hash, [W]."""
-        could: Bools = ~self.decodes & ~self.draining & (self.num_blocks >= num_blocks)
-        return self.in_share(could, could, traffic_hash)
+    def computing_lenders(self, demand: Demand) -> Bools:
+        """Return the prefill workers that may compute the request's blocks, [W]."""
+        could: Bools = ~self.decodes & ~self.draining & (self.num_blocks >= demand.num_usable_blocks)
+        could = self.with_adapter(could, demand.adapter)
+        return self.in_share(could, could, demand.traffic_hash)
+
+    def with_adapter(self, able: Bools, adapter: str) -> Bools:
+        """Return those of the `able` workers that have the adapter, if one is needed, [W]."""
+        if not adapter:
+            return able
+        return able & np.array([adapter in each for each in self.adapters], np.bool_)
 
     def in_share(self, able: Bools, could: Bools, traffic_hash: float) -> Bools:
         """Return those of the `able` workers that the traffic hash selects, [W].
@@ -103,6 +115,7 @@ class WorkerTable:
             reserve_of=_column(reserves.index(view.reserve_output_tokens) for view in views),
             traffic_shares=np.array([view.traffic_share for view in views], np.float64),
             with_canaries=any(view.traffic_share for view in views),
+            adapters=tuple(tuple(sorted(view.adapters)) for view in views),
         )
 
 

@@ -38,6 +38,7 @@ def decode_request(
         emitted_prompt_logprobs=emitted.num_prompt_logprobs,
         sampling=prepared.sampling,
         cache_salt=prepared.cache_salt,
+        adapter=model.adapter,
         priority=prepared.request.priority,
         placement=public_pb.Placement(
             decode_worker=decision.decode_id,

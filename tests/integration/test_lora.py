@@ -1,6 +1,5 @@
 """LoRA adapters, as PEFT saves them, merged at load."""
 
-import json
 import math
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.backends.torch import loader
@@ -19,34 +18,15 @@ from engine.backends.torch.quantised import QuantisedLinear, quantise
 from engine.errors import EngineStartError
 from engine.model.model_dir import ModelDir
 from engine.model.quantization import AS_SAVED, QuantizationConfig
+from support.adapters import ALPHA, RANK, adapter_weights, write_adapter
 
 CPU = torch.device("cpu")
-RANK, ALPHA = 4, 10
 Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 SIZES = {Q: (64, 64), DOWN: (64, 128)}
-CONFIG = {
-    "peft_type": "LORA",
-    "r": RANK,
-    "lora_alpha": ALPHA,
-    "target_modules": ["q_proj", "down_proj"],
-    "bias": "none",
-    "base_model_name_or_path": "somewhere/else",
-    "task_type": "CAUSAL_LM",
-    "lora_dropout": 0.05,
-    "init_lora_weights": True,
-    "use_dora": False,
-    "modules_to_save": None,
-    "rank_pattern": {},
-}
 
 
 def weights_of(seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    made = {}
-    for name, (n, k) in SIZES.items():
-        for side, shape in (("A", (RANK, k)), ("B", (n, RANK))):
-            made[f"base_model.model.{name}.lora_{side}.weight"] = torch.randn(shape, generator=generator) * 0.1
-    return made
+    return adapter_weights(SIZES, seed)
 
 
 @pytest.fixture
@@ -54,11 +34,7 @@ def adapter(tmp_path: Path) -> Callable[..., Path]:
     """adapter(weights, **changes to its config) -> its directory."""
 
     def write(weights: dict[str, Tensor] | None = None, **changes: Any) -> Path:
-        path = tmp_path / "adapter"
-        path.mkdir(exist_ok=True)
-        (path / "adapter_config.json").write_text(json.dumps(CONFIG | changes))
-        save_file(weights_of() if weights is None else weights, path / "adapter_model.safetensors")
-        return path
+        return write_adapter(tmp_path / "adapter", weights_of() if weights is None else weights, **changes)
 
     return write
 

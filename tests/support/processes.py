@@ -229,7 +229,7 @@ async def lending(worker: RoleProcess, num_loans: int, num_blocks: int) -> None:
 
 async def workers_joined(client: Client, num_prefill: int, num_decode: int) -> None:
     async def joined() -> bool:
-        (served,) = await client.list_models()
+        served, *_ = await client.list_models()  # adapters come after their model
         return (served.prefill_workers, served.decode_workers) == (num_prefill, num_decode)
 
     await until(joined, f"{num_prefill} prefill and {num_decode} decode workers have joined")

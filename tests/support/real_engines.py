@@ -81,7 +81,8 @@ class RealEngine(EngineListener):
                     lender, request = self.lent[request_id]
                     lender.borrowers[request_id] = self
                     tokens = request.prompt[: end * self.ready.block_tokens]
-                    lender.send(Lend(request_id, tokens, first, request.cache_salt, may_compute, 0))
+                    lend = Lend(request_id, tokens, first, request.cache_salt, may_compute, 0, adapter=request.adapter)
+                    lender.send(lend)
                 case ReleaseLoan(request_id, first, count):
                     self.lent[request_id][0].send(LendReleased(request_id, first, count))
                 case CloseLoan(request_id):

@@ -57,6 +57,7 @@ def cases(draw: st.DrawFn) -> Case:
             reserve_output_tokens=draw(st.sampled_from([0, 8])),
             draining=draw(st.sampled_from([False, False, False, True])),
             traffic_share=draw(st.sampled_from([0.0, 0.0, 0.2, 0.5])) if canaries else 0.0,
+            adapters=draw(st.sampled_from([frozenset(), frozenset({"aa"}), frozenset({"aa", "bb"})])),
         )
         for name in names
     ]
@@ -64,6 +65,7 @@ def cases(draw: st.DrawFn) -> Case:
     tokens = 4 * usable + draw(st.integers(1, 4))
     block_bytes, traffic_hash = draw(st.sampled_from([100, 1000, 100_000])), draw(st.sampled_from([0.1, 0.3, 0.7, 1.0]))
     demand = Demand(tokens, usable, usable + 9, 4, block_bytes, (tokens,), tokens + 30, traffic_hash=traffic_hash)
+    demand = replace(demand, adapter=draw(st.sampled_from(["", "", "aa", "bb", "cc"])))
     held = {name: draw(st.integers(0, usable)) for name in names if draw(st.booleans())}
     due = {name: max(held.get(name, 0), draw(st.integers(0, usable))) for name in names if draw(st.booleans())}
     return Case(demand, views, held, held | due)
@@ -153,8 +155,10 @@ def plain_costs(case: Case) -> Iterator[tuple[float, str, str, bool, str | None]
 
     could = [view for view in case.views if view.decodes and not view.draining]
     could = [view for view in could if view.num_blocks >= demand.num_total_blocks]
+    could = [view for view in could if not demand.adapter or demand.adapter in view.adapters]
     able = [view for view in could if view.available_blocks >= demand.num_promised_blocks(view.reserve_output_tokens)]
     computing = [view for view in case.views if not view.decodes and not view.draining and view.num_blocks >= usable]
+    computing = [view for view in computing if not demand.adapter or demand.adapter in view.adapters]
     computing = theirs(demand.traffic_hash, computing, computing)
     for decode in theirs(demand.traffic_hash, able, could):
         yield cost_s(decode, 0.0, held(decode)), decode.worker_id, "", False, None

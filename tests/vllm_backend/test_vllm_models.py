@@ -1,14 +1,17 @@
 """Models of every kind of KV cache: prefill and decode on two vLLM engines give the tokens of one alone."""
 
+import asyncio
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cluster.errors import StartError
+from support.adapters import LLAMA, adapter_weights, write_adapter
 from support.long_runs import mostly_long
-from support.real_engines import engines, greedy
+from support.real_engines import RealEngine, engines, greedy
 from support.vllm_engines import BLOCK, ids, need_vllm, vllm_engine
 from support.vllm_models import KINDS, VOCAB, write_model
 
@@ -37,6 +40,43 @@ async def test_prefill_and_decode_give_the_tokens_of_one_engine(kind: str, tmp_p
             assert account is not None
             assert account.moved_blocks == (length - 1) // BLOCK
             assert account.mismatched_blocks == 0
+        for engine in (lender, borrower):
+            assert (await engine.audited()).reserved_blocks == 0
+
+
+async def test_two_adapters_and_their_base_model_at_once(tmp_path: Path) -> None:
+    """Each gives its own tokens, and those of prefill and decode are those of one engine."""
+    model = write_model("llama", tmp_path)
+    paths = {
+        name: write_adapter(tmp_path / name, adapter_weights(LLAMA, seed, 0.3)) for seed, name in enumerate(("a", "b"))
+    }
+    cores = sorted(os.sched_getaffinity(0))
+    lender = vllm_engine("lender", "prefill", model, cores=(cores[0],), adapters=paths)
+    borrower = vllm_engine("borrower", model=model, cores=(cores[-1],), adapters=paths)
+    prompt = [random.Random(5).randrange(3, VOCAB) for _ in range(100)]
+    async with engines(lender, borrower):
+        fingerprints = {"": b""} | dict(borrower.ready.adapters)
+        assert sorted(fingerprints) == ["", "a", "b"]
+
+        async def answers(prefix: str, engine: RealEngine, *others: RealEngine) -> dict[str, list[int]]:
+            requests = {
+                name: replace(greedy(f"{prefix}-{name}", prompt, ignore_eos=True), adapter=fingerprint)
+                for name, fingerprint in fingerprints.items()
+            }
+            streams = await asyncio.gather(*(engine.answer(request, *others) for request in requests.values()))
+            for stream in streams:
+                account = stream[0].account
+                assert account is not None
+                assert (account.moved_blocks, account.mismatched_blocks) == (3 if others else 0, 0)
+            return {name: ids(stream) for name, stream in zip(requests, streams, strict=True)}
+
+        borrowed = await answers("pair", borrower, lender)
+        alone = await answers("alone", lender)
+        assert borrowed == alone
+        assert len({tuple(tokens) for tokens in alone.values()}) == 3
+        unknown = replace(greedy("unknown", prompt), adapter=bytes(16))
+        with pytest.raises(Exception, match="no adapter 0000"):
+            await borrower.answer(unknown)
         for engine in (lender, borrower):
             assert (await engine.audited()).reserved_blocks == 0
 

@@ -77,7 +77,7 @@ class SimRunner(ModelRunner):
 
     def _write(self, chunk: Chunk) -> None:
         width, sequence, start = self.layout.block_tokens, chunk.sequence, chunk.start
-        before = self._root
+        before = self._root ^ int.from_bytes(sequence.adapter[:8], "little")
         if start:
             before = int(self._words[sequence.blocks[(start - 1) // width], 0, (start - 1) % width, 0])
         if chunk.num_rows == 1:  # the common case

@@ -6,7 +6,7 @@ scheduler and block pool are used by the driving thread alone, and no request is
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
@@ -67,6 +67,7 @@ class VllmCore:
         memory: VllmKvMemory,
         block_pool: Any,
         info: ModelInfo,
+        lora: Mapping[bytes, Any],
         transport: Transport,
         limits: EngineLimits,
         emit: Callable[[FromEngine], None],
@@ -75,7 +76,8 @@ class VllmCore:
     ) -> None:
         """Create the core.
 
-        `engine` is vLLM's EngineCore and `block_pool` its BlockPool. The other arguments are as for
+        `engine` is vLLM's EngineCore and `block_pool` its BlockPool. `lora` has vLLM's LoRARequest of each adapter, by
+        the adapter's fingerprint. The other arguments are as for
         `engine/core/engine_core.py`.
         """
         self._engine = engine
@@ -113,9 +115,10 @@ class VllmCore:
             self._fast_path,
             limits.max_queued_loans,
             self._next_arrival,
+            info.adapter_fingerprints,
         )
         self._submissions = Submissions(
-            self._scheduler, self._kv_cache, info.eos_token_ids, self._on_scheduled, self._on_filled
+            self._scheduler, self._kv_cache, info.eos_token_ids, lora, self._on_scheduled, self._on_filled
         )
         self._requests = VllmRequests(
             self._kv_cache,
@@ -126,6 +129,7 @@ class VllmCore:
             emit,
             self._next_arrival,
             limits.reserve_output_tokens,
+            info.adapter_fingerprints,
         )
         times = ReportSchedule(limits.report_interval_s, limits.min_report_interval_s, limits.max_step_s)
         self._reports = LoadReporter(self._kv_cache, self._requests, self._lender_manager, times, emit)
@@ -145,6 +149,7 @@ class VllmCore:
             num_blocks=self._kv_cache.pool.num_blocks,
             vocab_size=self._info.vocab_size,
             max_context_tokens=self._info.max_context_tokens,
+            adapters=self._info.adapters,
         )
 
     def post(self, message: ReadCompletion) -> None:

@@ -48,6 +48,7 @@ class VllmRequests:
         emit: Callable[[FromEngine], None],
         next_arrival: Callable[[], int],
         reserve_output_tokens: int,
+        adapters: frozenset[bytes],
     ) -> None:
         self._kv_cache = kv_cache
         self._borrower_manager = borrower_manager
@@ -57,6 +58,7 @@ class VllmRequests:
         self._emit = emit
         self._next_arrival = next_arrival
         self._reserve_output_tokens = reserve_output_tokens
+        self._adapters = adapters
         self._requests: dict[str, _Request] = {}
         self.num_preemptions = 0
 
@@ -101,13 +103,16 @@ class VllmRequests:
     def admit(self, message: Generate) -> None:
         """Start a request with blocks reserved for its prompt and some output, or send Rejected."""
         layout, pool = self._kv_cache.layout, self._kv_cache.pool
-        root = root_key(self._model_fingerprint, message.cache_salt)
+        root = root_key(self._model_fingerprint, message.cache_salt, message.adapter)
         if message.sampling.beam is not None:
             self._reject(message.request_id, "sampling.beam_width: the vllm engine has no beam search", permanent=True)
             return
         chains = chains_of(message, root, None, self._next_arrival)
         if message.request_id in self._requests:
             self._reject(message.request_id, "a request of this id is running here", permanent=True)
+            return
+        if message.adapter and message.adapter not in self._adapters:
+            self._reject(message.request_id, f"no adapter {message.adapter.hex()} is loaded here", permanent=True)
             return
         if not message.prompt or not chains or any(c.num_tokens >= c.max_num_tokens for c in chains):
             reason = f"nothing to compute: {len(message.prompt)} prompt tokens, {len(message.emitted)} emitted"

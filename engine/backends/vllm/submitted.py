@@ -1,6 +1,6 @@
 """Sequences that vLLM schedules: requests, and the jobs of loans."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,17 +46,20 @@ class Submissions:
         scheduler: Any,
         kv_cache: VllmKVCache,
         eos_token_ids: frozenset[int],
+        lora: Mapping[bytes, Any],
         on_scheduled: Callable[[Submitted, int], None],
         on_filled: Callable[[Submitted, int], None],
     ) -> None:
         """Create it.
 
-        `on_scheduled` is called with the blocks found in the cache when vLLM starts to compute a sequence, `on_filled`
-        with the number of full blocks that the sequence had before a step filled more.
+        `lora` has vLLM's LoRARequest of each adapter. `on_scheduled` is called with the blocks found in the cache when
+        vLLM starts to compute a sequence, `on_filled` with the number of full blocks that the sequence had before a
+        step filled more.
         """
         self._scheduler = scheduler
         self._kv_cache = kv_cache
         self._eos_token_ids = eos_token_ids
+        self._lora = lora
         self._on_scheduled = on_scheduled
         self._on_filled = on_filled
         self._by_id: dict[str, Submitted] = {}
@@ -95,6 +98,7 @@ class Submissions:
             pooling_params=None,
             arrival_time=float(sequence.arrival),
             priority=-sequence.priority,
+            lora_request=self._lora[sequence.adapter] if sequence.adapter else None,
             block_hasher=_hasher(sequence, self._kv_cache.layout.block_tokens),
         )
         submitted = Submitted(sequence, request, promised)

@@ -43,11 +43,11 @@ def make_app(
         return models.only(caller_of(request.headers, keys).principal.models)
 
     async def list_models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model(model, started_at) for model in seen(request)]})
+        return JSONResponse({"object": "list", "data": [_model(model, started_at) for model in seen(request).listed()]})
 
     async def one_model(request: Request) -> Response:
         name = request.path_params["name"]
-        for model in seen(request):
+        for model in seen(request).listed():
             if model.name == name:
                 return JSONResponse(_model(model, started_at))
         return _response(error_answer(UnknownModel(f"{name!r} is not served here", "model"), {}))
@@ -109,5 +109,6 @@ def _model(model: ModelRuntime, started_at: int) -> dict[str, Any]:
         "object": "model",
         "created": started_at,
         "owned_by": "tandem",
+        "parent": model.base_model or None,
         "max_model_len": model.model_dir.max_context_tokens,
     }
