@@ -1,19 +1,33 @@
-"""vLLM's NixlConnector with NIXL's progress thread off, which polls without a pause and would take the model's core.
+"""vLLM's NixlConnector whose NIXL progress thread sleeps until UCX has an event.
 
-vLLM has no setting for it. Without the thread its agents make progress when the connector looks at its transfers, at
-every step. The prefill server also notes where its KV memory lies, so that a byte of it can be flipped.
+NIXL fixes that thread's delay at 0, which polls without a pause and takes half of the model's core; vLLM has no setting
+for it. Tandem's own agents have the same delay (`kvtransfer/nixl_agent.py`). The prefill server also notes where its KV
+memory lies, so that a byte of it can be flipped.
 """
 
 import json
 import os
-from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlConnector
 
-base_worker.nixl_agent_config = partial(base_worker.nixl_agent_config, enable_prog_thread=False)
+from kvtransfer.nixl_agent import PROGRESS_DELAY_US
+
+_bindings: Any = import_module("nixl._bindings")
+"""NIXL's C++ module, by the name that vLLM imports; it cannot be imported under a second name."""
+
+
+class SleepyConfig(_bindings.nixlAgentConfig):  # type: ignore[misc]
+    """Configuration of an agent with Tandem's delay."""
+
+    def __setattr__(self, key: str, value: object) -> None:
+        super().__setattr__(key, PROGRESS_DELAY_US if key == "pthrDelay" else value)
+
+
+_bindings.nixlAgentConfig = SleepyConfig
 
 
 class NixlCalm(NixlConnector):
