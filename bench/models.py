@@ -58,8 +58,11 @@ def llama_8b(device: str) -> "BuiltModel":
     return BuiltModel(model, info)
 
 
-def qwen2_half_b(path: Path) -> Path:
-    """Make the shape of Qwen2 0.5 B in bfloat16 once, with a tokenizer of one word per token."""
+def qwen2_half_b(path: Path, num_layers: int | None = None, dtype: str = "bfloat16") -> Path:
+    """Make the shape of Qwen2 0.5 B once, with a tokenizer of one word per token.
+
+    `num_layers` replaces the shape's 24.
+    """
     if (path / "tokenizer.json").exists():
         return path
     import torch
@@ -69,7 +72,8 @@ def qwen2_half_b(path: Path) -> Path:
     shutil.rmtree(path, ignore_errors=True)
     torch.manual_seed(0)
     with torch.device("cpu"):
-        model = Qwen2ForCausalLM(Qwen2Config(**QWEN2_HALF_B)).to(torch.bfloat16)
+        shape = QWEN2_HALF_B | ({} if num_layers is None else {"num_hidden_layers": num_layers})
+        model = Qwen2ForCausalLM(Qwen2Config(**shape)).to(getattr(torch, dtype))
     model.save_pretrained(path)
     vocabulary = {f"w{number}": number for number in range(QWEN2_HALF_B["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))

@@ -16,7 +16,7 @@ from bench.vllm.compared import VLLM
 from bench.vllm.faulty import Side, Tandem, Vllm, settled
 
 ROUNDS = int(os.environ.get("TANDEM_VLLM_FAULTS", "20"))
-KILLS_OF_VLLM = 5
+KILLS_OF_VLLM = 3
 """Rounds with a restart of a vLLM server, each a minute."""
 PROMPT, OUTPUT, VOCAB = 640, 48, 2048
 DEADLINE_S, FREE_S = 30.0, 40.0

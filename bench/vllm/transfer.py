@@ -1,6 +1,7 @@
 """Cost of fingerprints, and how much of a transfer is left when the lender has computed its last chunk."""
 
 import asyncio
+import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from kvtransfer.fingerprint import PlaneFingerprints
 from protos import inference_pb2 as pb
 
 PROMPT_TOKENS, CHUNK, ROUNDS = 1024, 256, 6
-LAYERS, HEADS, HEAD_DIM, ITEM_BYTES = 24, 2, 64, 2
-"""Shape of the KV of `bench.models.qwen2_half_b` in bfloat16."""
+HEAD_DIM = 64
+"""Head size of `bench.models.qwen2_half_b`."""
 
 
 async def measure_transfer(model: Path, cores: Sequence[int], console: Console) -> dict[str, Any]:
@@ -41,7 +42,7 @@ async def measure_transfer(model: Path, cores: Sequence[int], console: Console) 
                 left.append(stages["transfer of the last blocks"])
                 whole.append(stages["lender prefill"] + stages["transfer of the last blocks"])
                 ttfts.append(1e3 * (first_at - asked_at))
-    folding_ms = await asyncio.to_thread(_fingerprint_ms, PROMPT_TOKENS // BLOCK)
+    folding_ms = await asyncio.to_thread(_fingerprint_ms, model, PROMPT_TOKENS // BLOCK)
     figures = {
         "left_ms": statistics.median(left),
         "whole_ms": statistics.median(whole),
@@ -54,11 +55,13 @@ async def measure_transfer(model: Path, cores: Sequence[int], console: Console) 
     return figures
 
 
-def _fingerprint_ms(num_blocks: int) -> float:
+def _fingerprint_ms(model: Path, num_blocks: int) -> float:
     """Return the time to fingerprint a prompt's blocks once; lender and borrower do it once each."""
-    span = HEADS * BLOCK * 2 * HEAD_DIM * ITEM_BYTES
-    pool = np.random.Generator(np.random.PCG64(0)).integers(0, 256, LAYERS * num_blocks * span, np.uint8)
-    fingerprints = PlaneFingerprints(pool, num_blocks, LAYERS, HEADS)
+    shape = json.loads((model / "config.json").read_text())
+    layers, heads = shape["num_hidden_layers"], shape["num_key_value_heads"]
+    span = heads * BLOCK * 2 * HEAD_DIM * (4 if shape["dtype"] == "float32" else 2)
+    pool = np.random.Generator(np.random.PCG64(0)).integers(0, 256, layers * num_blocks * span, np.uint8)
+    fingerprints = PlaneFingerprints(pool, num_blocks, layers, heads)
     blocks, times = list(range(num_blocks)), []
     for _ in range(20):
         started_at = time.perf_counter()

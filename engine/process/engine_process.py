@@ -30,7 +30,7 @@ from engine.process.assembly import IDLE_TURN_S, draft_of, open_core
 from engine.process.fast_path_socket import open_fast_path_socket
 from engine.process.front_link import FrontLink, receive_spec
 from engine.process.message_socket import MessageSocket
-from engine.process.ranks import Ranks
+from engine.process.ranks import JOIN_POLL_S, Ranks, leave, start_failure
 from engine.process.runners import open_core_allocation, open_sim_runner, open_torch_runner
 from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import become_child, own_transport, prepare
@@ -38,8 +38,6 @@ from engine.tensor_parallel.runner import ParallelRunner
 from kvtransfer.errors import TransportUnavailable
 
 log = logging.getLogger(__name__)
-
-JOIN_POLL_S = 0.02
 
 
 def main() -> None:
@@ -57,9 +55,9 @@ def main() -> None:
         prepare(spec.config.of_rank(0))
         core, computer = _start(spec, front, ranks)
     except (EngineStartError, TransportUnavailable, RankLost) as error:
-        front.send(StartFailed(str(error) if isinstance(error, EngineStartError) else _start_failure(error)))
+        front.send(StartFailed(str(error) if isinstance(error, EngineStartError) else start_failure(error)))
         front.finish()
-        _leave(ranks)
+        leave(ranks)
         return
     spare_the_started()
     try:
@@ -73,22 +71,7 @@ def main() -> None:
         os._exit(1)  # the compute thread may wait in such a sum for ever; the other ranks die with this one
     computer.stop()
     core.close()
-    _leave(ranks)
-
-
-def _start_failure(error: TransportUnavailable | RankLost) -> str:
-    field = "tensor_parallel" if isinstance(error, RankLost) else "transport"
-    return f"{field}: {error}"
-
-
-def _leave(ranks: Ranks | None) -> None:
-    """End the process.
-
-    With ranks, the compute thread may be waiting for them for ever.
-    """
-    if ranks is not None:
-        ranks.close()
-        os._exit(0)
+    leave(ranks)
 
 
 class _ComputeThread:

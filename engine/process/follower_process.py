@@ -11,11 +11,14 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cluster.garbage_collection import spare_the_started
 from cluster.logs import set_up
@@ -24,6 +27,7 @@ from engine.lending.block_reads import BlockRead, LocalRank
 from engine.process.runners import open_torch_runner
 from engine.process.spec import RankSpec
 from engine.process.start_up import become_child, own_transport, prepare
+from engine.process.vllm_start import prepare_vllm, start_vllm
 from engine.tensor_parallel.messages import (
     HEARTBEAT_S,
     Answer,
@@ -39,10 +43,9 @@ from engine.tensor_parallel.messages import (
 )
 from engine.tensor_parallel.steps import StepReader, filled_blocks
 from kvtransfer.errors import TransportUnavailable
+from kvtransfer.fingerprint import Folding
 from kvtransfer.ranks import BlockPart
-
-if TYPE_CHECKING:
-    from engine.backends.torch.runner import TorchRunner
+from kvtransfer.transport import AnyPool
 
 log = logging.getLogger(__name__)
 
@@ -65,41 +68,85 @@ class _Rank0:
             os._exit(0)  # rank 0 is gone
 
 
+class FollowerRunner(Protocol):
+    """Runner of this rank's shard of the model."""
+
+    pool: AnyPool
+    part: BlockPart
+    """Part of each block that `pool` holds."""
+    folding: Folding | None
+
+    def follow(self, step: bytes) -> NDArray[np.uint64]:
+        """Compute rank 0's step; return this rank's fingerprints of the blocks that it filled, [blocks, KV heads]."""
+
+    def fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
+        """Return fingerprints of this rank's part of blocks, [blocks, its KV heads].
+
+        From any thread.
+        """
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Make block `target` equal to `source`."""
+
+
+class _TorchFollower:
+    def __init__(self, spec: RankSpec) -> None:
+        self._runner = open_torch_runner(spec.config, spec.engine.role, rank=spec)
+        self._reader = StepReader()
+        self.pool = self._runner.pool
+        self.part = BlockPart(self._runner.layout.block_bytes, spec.rank, spec.ranks)
+        self.folding = self._runner.folding
+        self.fingerprints = self._runner.fingerprints
+        self.copy_block = self._runner.copy_block
+
+    def follow(self, step: bytes) -> NDArray[np.uint64]:
+        batch = self._reader.batch(pickle.loads(step))
+        self._runner.follow(batch)
+        return self.fingerprints(filled_blocks(batch, self._runner.layout.block_tokens))
+
+
+def _open_runner(spec: RankSpec) -> FollowerRunner:
+    """Load this rank's shard, on the thread that computes.
+
+    Raises EngineStartError.
+    """
+    if spec.config.engine != "vllm":
+        return _TorchFollower(spec)
+    started = start_vllm(spec.config, spec.engine.role, spec)
+    from engine.backends.vllm.rank_executor import VllmFollower
+
+    return VllmFollower(started.engine.model_executor, started.memory)
+
+
 class _Stepper:
     """Thread that loads the model and computes."""
 
     def __init__(self, spec: RankSpec, steps: Connection) -> None:
         self._spec = spec
         self._steps = steps
-        self._made: Future[TorchRunner] = Future()
+        self._made: Future[FollowerRunner] = Future()
         threading.Thread(target=self._run, name="rank-compute", daemon=True).start()
 
-    def runner(self) -> "TorchRunner":
+    def runner(self) -> FollowerRunner:
         """Wait until the model is loaded; return the runner. Raises EngineStartError."""
         return self._made.result()
 
     def _run(self) -> None:
         try:
-            runner = open_torch_runner(self._spec.config, self._spec.engine.role, rank=self._spec)
+            runner = _open_runner(self._spec)
         except BaseException as error:
             self._made.set_exception(error)
             return
         self._made.set_result(runner)
         try:
-            self._follow(runner)
+            while True:
+                filled = runner.follow(self._steps.recv_bytes())
+                self._steps.send_bytes(pickle.dumps(filled, pickle.HIGHEST_PROTOCOL))
         except (EOFError, OSError):
             os._exit(0)  # rank 0 is gone; the main thread may be within a call that never ends
         except BaseException:
             log.exception("rank %d cannot go on", self._spec.rank)
             os._exit(1)
-
-    def _follow(self, runner: "TorchRunner") -> None:
-        reader = StepReader()
-        while True:
-            batch = reader.batch(pickle.loads(self._steps.recv_bytes()))
-            runner.follow(batch)
-            filled = runner.fingerprints(filled_blocks(batch, runner.layout.block_tokens))
-            self._steps.send_bytes(pickle.dumps(filled, pickle.HIGHEST_PROTOCOL))
 
 
 def main() -> None:
@@ -111,6 +158,8 @@ def main() -> None:
     set_up(spec.engine.role, f"{spec.engine.worker_id}/rank {spec.rank}", spec.config)
     try:
         prepare(spec.config)
+        if spec.config.engine == "vllm":
+            prepare_vllm(spec.config)
         transport = own_transport(spec.config, spec.agent_name)
         runner = _Stepper(spec, steps).runner()
         endpoint = transport.register(runner.pool)
@@ -118,8 +167,7 @@ def main() -> None:
         field, reason = (error.field, error.reason) if isinstance(error, EngineStartError) else ("transport", error)
         rank0.send(NotJoined(field, str(reason)))
         os._exit(1)  # other threads may wait for ranks that never come
-    part = BlockPart(runner.layout.block_bytes, spec.rank, spec.ranks)
-    rank = LocalRank(transport, part, runner.fingerprints, runner.folding)
+    rank = LocalRank(transport, runner.part, runner.fingerprints, runner.folding)
     rank0.send(Joined(endpoint))
     spare_the_started()
     try:

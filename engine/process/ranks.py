@@ -42,6 +42,7 @@ from engine.tensor_parallel.messages import (
     Withdraw,
 )
 from engine.tensor_parallel.runner import FollowingRank
+from kvtransfer.errors import TransportUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ ANSWER_S = 20.0
 """Seconds without an answer of its main thread after which a follower counts as gone, whatever its process does."""
 SILENT_S = 1.0
 """Seconds without a heartbeat after which a follower counts as hanging; the engine then sends no load reports."""
+JOIN_POLL_S = 0.02
 END_S = 3.0
 """Seconds for a follower that was told to end."""
 
@@ -216,7 +218,7 @@ class Ranks:
         `wake` is called, on any thread, when a follower is lost.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="tandem-ranks-"))
-        self.meeting = self._folder / "meeting"
+        self.meeting = self._folder / self._folder.name  # vLLM names shared memory after the file's name
         self.followers = [
             Follower(RankSpec(spec, rank, self.meeting), wake) for rank in range(1, spec.config.tensor_parallel)
         ]
@@ -251,6 +253,19 @@ class Ranks:
         self.met()
         for follower in self.followers:
             follower.close()
+
+
+def start_failure(error: TransportUnavailable | RankLost) -> str:
+    """Return the message of a start that failed for want of a transport or a rank."""
+    field = "tensor_parallel" if isinstance(error, RankLost) else "transport"
+    return f"{field}: {error}"
+
+
+def leave(ranks: Ranks | None) -> None:
+    """End the process if it has other ranks: its compute thread may be waiting for them for ever."""
+    if ranks is not None:
+        ranks.close()
+        os._exit(0)
 
 
 def _start_process() -> tuple["subprocess.Popen[bytes]", Connection, Connection]:

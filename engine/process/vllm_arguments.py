@@ -18,6 +18,7 @@ OWN = (
     "kv_cache_memory_bytes",
     "max_num_batched_tokens",
     "tensor_parallel_size",
+    "distributed_executor_backend",
     "kv_transfer_config",
     "logits_processors",
     "enable_prefix_caching",
@@ -68,20 +69,21 @@ def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
         "speculation": (config.speculation not in (None, "off"), "the vllm engine does not speculate under Tandem"),
         "kv_host_memory_mib": (config.kv_host_memory_mib > 0, "the vllm engine has no tiers below its pool"),
         "kv_disk_dir": (config.kv_disk_dir is not None, "the vllm engine has no tiers below its pool"),
-        "tensor_parallel": (config.tensor_parallel > 1, "the vllm engine lends from one rank only"),
     }
     for name, (is_set, reason) in others.items():
         if is_set:
             raise EngineStartError(name, reason)
     if reserved := sorted(set(OWN) & set(config.vllm_options)):
         raise EngineStartError("vllm_options", f"{reserved[0]} is set by Tandem")
+    ranks = config.tensor_parallel
     return {
         "model": str(config.model),
         "block_size": config.block_tokens,
         "dtype": config.dtype,
-        "kv_cache_memory_bytes": config.kv_bytes,
+        "kv_cache_memory_bytes": config.kv_bytes // ranks,
         "max_num_batched_tokens": config.max_batch_tokens,
-        "tensor_parallel_size": 1,
+        "tensor_parallel_size": ranks,
+        "distributed_executor_backend": "external_launcher" if ranks > 1 else None,
         "enable_prefix_caching": True,
         "async_scheduling": False,
         "scheduling_policy": "priority",

@@ -7,21 +7,21 @@ scheduler and block pool are used by the driving thread alone, and no request is
 
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
-from vllm.v1.core.sched.output import SchedulerOutput
-
 from engine.backends.vllm.block_pool import VllmBlockPool
 from engine.backends.vllm.kv_cache import VllmKVCache
 from engine.backends.vllm.kv_memory import VllmKvMemory
+from engine.backends.vllm.rank_executor import Batch
 from engine.backends.vllm.requests import VllmRequests
 from engine.backends.vllm.submitted import Submissions, Submitted
 from engine.core.engine_core import EngineLimits, Input
 from engine.core.load_reports import LoadReporter, ReportSchedule
 from engine.core_types import Sequence
-from engine.lending.block_reads import LocalRank
+from engine.lending.block_reads import LocalRank, RemoteRank
 from engine.lending.borrower_manager import BorrowerManager, BorrowRequest, ReadCompletion
 from engine.lending.fast_path import FastPath, FastPathLink
 from engine.lending.lender_manager import LenderManager
@@ -42,7 +42,7 @@ from engine.messages import (
     TakeSnapshot,
 )
 from engine.model_runner import ModelInfo
-from kvtransfer.ranks import BlockPart, with_planes
+from kvtransfer.ranks import join_endpoints, with_planes
 from kvtransfer.transport import Transport
 
 
@@ -73,12 +73,12 @@ class VllmCore:
         emit: Callable[[FromEngine], None],
         wake: Callable[[], None] = lambda: None,
         fast_path: FastPathLink | None = None,
+        others: Seq[RemoteRank] = (),
     ) -> None:
         """Create the core.
 
         `engine` is vLLM's EngineCore and `block_pool` its BlockPool. `lora` has vLLM's LoRARequest of each adapter, by
-        the adapter's fingerprint. The other arguments are as for
-        `engine/core/engine_core.py`.
+        the adapter's fingerprint. The other arguments are as for `engine/core/engine_core.py`.
         """
         self._engine = engine
         self._scheduler = engine.scheduler
@@ -94,9 +94,8 @@ class VllmCore:
         """Whether the last schedule was empty, and nothing has happened since."""
         self._model_fingerprint = memory.layout.fingerprint(info.weights_fingerprint)
         self._kv_cache = VllmKVCache(memory, VllmBlockPool(block_pool), time.monotonic, self._finished)
-        layout = memory.layout
-        self._part = BlockPart(layout.block_bytes, planes=layout.planes, num_blocks=memory.num_blocks)
-        own = LocalRank(transport, self._part, memory.fingerprints)
+        own = LocalRank(transport, memory.part, memory.part_fingerprints)
+        self._others = others
         self._fast_path = FastPath(fast_path)
         self._borrower_manager = _HardeningBorrower(
             self._kv_cache,
@@ -105,6 +104,7 @@ class VllmCore:
             self.post,
             own,
             self._fast_path,
+            others,
             read_silence_s=limits.read_silence_s,
         )
         self._lender_manager = LenderManager(
@@ -136,7 +136,9 @@ class VllmCore:
 
     def start(self) -> Ready:
         """Register the pool and return the facts that the front announces."""
-        endpoint = with_planes(self._transport.register(self._memory.pool), self._part.planes, self._part.num_blocks)
+        part = self._memory.part
+        ranks = [self._transport.register(self._memory.pool), *(rank.endpoint for rank in self._others)]
+        endpoint = with_planes(join_endpoints(ranks), part.planes, part.num_blocks)
         self._fast_path.lends_from(endpoint)
         layout = self._memory.layout
         return Ready(
@@ -176,7 +178,7 @@ class VllmCore:
         self._transport.close()
         self._engine.shutdown()
 
-    def begin_step(self) -> SchedulerOutput | None:
+    def begin_step(self) -> Batch | None:
         """Return vLLM's next batch, which may be empty but for requests to forget; None when there is nothing to do."""
         if not self._lender_manager.num_loans and not self._scheduler.has_requests():
             return None
@@ -187,17 +189,18 @@ class VllmCore:
         budget = self._limits.budget
         most = budget.max_prefill_tokens + self._submissions.num_decoding
         self._scheduler.max_num_scheduled_tokens = min(budget.max_tokens, most)
-        output: SchedulerOutput = self._scheduler.schedule()
+        output = self._scheduler.schedule()
         self._submissions.after_schedule(output)
         self._blocked = not output.total_num_scheduled_tokens and not output.finished_req_ids
         if self._blocked:  # vLLM must see the outcome of each schedule, also of an empty one
             self._reports.changed = True
         self._reports.step_began(self._kv_cache.clock())
         self._kv_cache.stepping = True
-        return output
+        return Batch(output, self._submissions.filled_by(output) if self._others else [])
 
-    def end_step(self, output: SchedulerOutput, computed: Any) -> None:
+    def end_step(self, batch: Batch, computed: Any) -> None:
         """Process the executor's result of the batch from `begin_step`."""
+        output = batch.output
         seconds = self._reports.step_ended()
         num_requests = self._requests.num_requests
         prompt_tokens = sum(count for count in output.num_scheduled_tokens.values() if count > 1)
@@ -208,8 +211,8 @@ class VllmCore:
         self._submissions.abort_removed()
         outputs = self._scheduler.update_from_output(output, computed)
         self._kv_cache.stepping = False
-        for batch in outputs.values():
-            for each in batch.outputs:
+        for of_client in outputs.values():
+            for each in of_client.outputs:
                 submitted = self._submissions.get(each.request_id)
                 if submitted is not None and submitted.sequence.sampling is not None:
                     self._requests.produced(submitted, each)

@@ -1,7 +1,7 @@
 """KV memory of a vLLM engine: where vLLM allocates it, how a block lies in it, and its fingerprints."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -17,13 +17,13 @@ from engine.errors import EngineStartError
 from engine.host.memory import pool_memory
 from engine.kv.layout import KV_FORMAT, KvLayout
 from kvtransfer.fingerprint import Fingerprints, PlaneFingerprints
-from kvtransfer.ranks import MAX_PLANES
+from kvtransfer.ranks import MAX_PLANES, BlockPart
 from kvtransfer.transport import AnyPool, DevicePool, Pool
 
 
 @dataclass(frozen=True, slots=True)
 class VllmLayout(KvLayout):
-    """Layout of a block in vLLM's memory.
+    """Layout of a block in vLLM's memory, all tensor-parallel ranks together.
 
     A block is one span per plane. Each span is [kv_heads, block_tokens, elements], with keys and values as vLLM's
     attention packs them.
@@ -92,9 +92,18 @@ class VllmKvMemory:
     """KV memory of one rank after vLLM has allocated it."""
 
     def __init__(
-        self, caches: Mapping[str, Tensor], num_blocks: int, block_tokens: int, backend: str, pools: Sequence[Pool]
+        self,
+        caches: Mapping[str, Tensor],
+        num_blocks: int,
+        block_tokens: int,
+        backend: str,
+        pools: Sequence[Pool],
+        ranks: int = 1,
+        rank: int = 0,
     ) -> None:
         """Read the layout off the tensors that vLLM gives its attention layers, [num_blocks, ...] each.
+
+        This process is `rank` of `ranks`.
 
         Raises EngineStartError for a layout in which a block is not one span per layer, or one span in all.
         """
@@ -112,36 +121,52 @@ class VllmKvMemory:
         apart = all(offset == plane * step * num_blocks for plane, offset in enumerate(offsets))
         if planes * step * num_blocks != total or planes > MAX_PLANES or not (planes == 1 or apart):
             raise EngineStartError("model", f"an unknown layout of KV memory: {tuple(first.shape)}, {first.stride()}")
+        kv_heads = first.shape[1] if first.dim() == 4 else 1  # MLA: [blocks, block_tokens, elements]
         self.layout = VllmLayout(
             layers=len(tensors),
-            kv_heads=first.shape[1] if first.dim() == 4 else 1,  # MLA: [blocks, block_tokens, elements]
+            kv_heads=kv_heads * ranks,
             head_dim=first.shape[-1],
             block_tokens=block_tokens,
             dtype=str(first.dtype).removeprefix("torch."),
             planes=planes,
-            span_bytes=step,
+            span_bytes=step * ranks,
             backend=backend,
         )
         self.num_blocks = num_blocks
-        self.pool = self._pool_of(first, total, pools)
+        self.part = BlockPart(self.layout.block_bytes, rank, ranks, planes, num_blocks)
+        """Part of each block that this rank holds."""
+        self.part_fingerprints: Callable[[Sequence[int]], NDArray[np.uint64]]
+        """Function that returns fingerprints of this rank's part of blocks, [blocks, this rank's KV heads]."""
+        self.filled: Mapping[int, NDArray[np.uint64]] = {}
+        """Fingerprints, of all ranks' heads, of the blocks that the last step filled; used with several ranks."""
+        self.pool = self._pool_of(first, total, pools, kv_heads)
 
-    def _pool_of(self, tensor: Tensor, num_bytes: int, pools: Sequence[Pool]) -> AnyPool:
-        heads, planes = self.layout.kv_heads, self.layout.planes
-        address, block_bytes = tensor.untyped_storage().data_ptr(), self.layout.block_bytes
+    def fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
+        """Return fingerprints of whole blocks, [blocks, KV heads].
+
+        With several ranks, only of blocks that the last step filled.
+        """
+        if self.part.ranks == 1:
+            return self.part_fingerprints(blocks)
+        return np.array([self.filled[block] for block in blocks], np.uint64).reshape(-1, self.layout.kv_heads)
+
+    def _pool_of(self, tensor: Tensor, num_bytes: int, pools: Sequence[Pool], heads: int) -> AnyPool:
+        planes = self.layout.planes
+        address, block_bytes = tensor.untyped_storage().data_ptr(), self.part.num_bytes
         if tensor.device.type != "cpu":
             if planes > 1:
                 raise EngineStartError("model", "on a GPU a block must be one span (BHLNC)")
             raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             raw.set_(tensor.untyped_storage(), 0, (self.num_blocks, block_bytes))  # type: ignore[call-overload]
-            self.fingerprints = TensorFingerprints(raw, heads).of
+            self.part_fingerprints = TensorFingerprints(raw, heads).of
             return DevicePool(address, self.num_blocks, block_bytes, tensor.device.index or 0, owner=tensor)
         if len(pools) != 1 or pools[0].memory.ctypes.data != address or pools[0].num_bytes != num_bytes:
             raise EngineStartError("model", f"vLLM allocated KV memory in {len(pools)} parts; Tandem needs one")
         memory = pools[0].memory.reshape(self.num_blocks, block_bytes)
         if planes == 1:
-            self.fingerprints = Fingerprints(memory, heads).of
+            self.part_fingerprints = Fingerprints(memory, heads).of
         else:
-            self.fingerprints = PlaneFingerprints(memory, self.num_blocks, planes, heads).of
+            self.part_fingerprints = PlaneFingerprints(memory, self.num_blocks, planes, heads).of
         return Pool(memory, file=pools[0].file)
 
     def read_blocks(self, blocks: Sequence[int]) -> Sequence[NDArray[np.uint8]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm import SamplingParams as VllmParams
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor, MoveDirectionality
 
 from engine.backends.torch.sampler import is_plain, sample
@@ -91,20 +92,42 @@ class TandemSampling(LogitsProcessor):
                 self._rows[source] = replaced
 
     def apply(self, logits: Tensor) -> Tensor:
+        """Leave one possible token in each row that Tandem samples.
+
+        Rank 0 has the sequences and draws; every rank must go on with the same tokens, so it sends them to the others.
+        """
+        if (ranks := get_tp_group()).world_size == 1:
+            return self._draw(logits)[0]
+        if ranks.rank_in_group == 0:
+            logits, drawn = self._draw(logits)
+            ranks.broadcast(drawn, src=0)
+            return logits
+        drawn = ranks.broadcast(torch.empty(len(logits), dtype=torch.int64, device=logits.device), src=0)
+        return _only(logits, drawn)
+
+    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits, and the token drawn for each row: int64 [rows], -1 where vLLM takes the likeliest."""
         rows, places = list[int](), list[Sequence]()
         for row, request_id in self._rows.items():
             sequence = sampling.sequences.get(request_id)
             if sequence is not None and row < len(logits) and not is_plain(sequence):
                 rows.append(row)
                 places.append(sequence)
+        drawn = torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
         if not rows:
-            return logits
+            return logits, drawn
         at = torch.tensor(rows, device=logits.device)
         found = sample(logits[at], places, sampling.eos_token_ids, sampling.grammars)
         for row, result in zip(rows, found, strict=True):
             assert result is not None  # only a place after a draft token has none
             sampling.results[self._rows[row]] = result
-        tokens = torch.tensor([max(0, result.token_id) for result in found if result], device=logits.device)
-        logits[at] = float("-inf")
-        logits[at, tokens] = 0.0
-        return logits
+        drawn[at] = torch.tensor([max(0, result.token_id) for result in found if result], device=logits.device)
+        return _only(logits, drawn), drawn
+
+
+def _only(logits: Tensor, drawn: Tensor) -> Tensor:
+    """Leave only the drawn token possible in each row that has one."""
+    at = (drawn >= 0).nonzero().squeeze(1)
+    logits[at] = float("-inf")
+    logits[at, drawn[at]] = 0.0
+    return logits

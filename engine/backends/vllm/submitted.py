@@ -144,6 +144,16 @@ class Submissions:
                 submitted.blocks += block_ids[0]
                 self._lower(submitted)
 
+    def filled_by(self, output: SchedulerOutput) -> list[int]:
+        """Return the blocks that a scheduled step will fill."""
+        width = self._kv_cache.layout.block_tokens
+        found = [self._by_id[request_id] for request_id in output.num_scheduled_tokens]
+        return [
+            block
+            for each in found
+            for block in each.blocks[each.num_filled : each.request.num_computed_tokens // width]
+        ]
+
     def after_step(self, output: SchedulerOutput) -> None:
         """Name and fingerprint the blocks that the step filled; called before vLLM frees any of them."""
         width = self._kv_cache.layout.block_tokens

@@ -1,0 +1,164 @@
+"""Start of vLLM in this process, as the only rank of an engine or as one of several."""
+
+import logging
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from cluster.roles import Role
+from engine.config import WorkerConfig
+from engine.errors import EngineStartError
+from engine.host.memory import belongs_in_file
+from engine.model.adapters import Adapter, read_adapters
+from engine.model.model_dir import ModelDir
+from engine.model_runner import ModelInfo
+from engine.process.spec import RankSpec
+from engine.process.vllm_arguments import check_version, engine_arguments
+from engine.sampling.grammar import Grammars
+
+
+@dataclass(slots=True)
+class StartedVllm:
+    """vLLM's engine after its model is loaded."""
+
+    engine: Any
+    """vLLM's EngineCore. On a follower rank only its executor is used."""
+    memory: Any
+    """`VllmKvMemory` of this rank."""
+    block_pool: Any
+    info: ModelInfo
+    lora: dict[bytes, Any]
+    """vLLM's LoRARequest of each adapter, by the adapter's fingerprint."""
+
+
+def prepare_vllm(config: WorkerConfig) -> None:
+    """Set what vLLM reads from the environment when it is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # its log lines are Tandem's
+    os.environ["TQDM_DISABLE"] = "1"
+    warnings.simplefilter("ignore")  # Python's warnings about vLLM's own code
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    if config.cores:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, config.cores))
+    if config.tensor_parallel > 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of a worker share a host
+
+
+def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -> StartedVllm:
+    """Load the model in vLLM, on the calling thread, which must be the one that executes batches.
+
+    With `rank` it waits for the other ranks. Raises EngineStartError.
+    """
+    model_dir = ModelDir.open(config.model)
+    arguments = engine_arguments(config)  # first: importing vLLM takes seconds
+    adapters = read_adapters(config.adapters)
+    try:
+        import vllm
+    except ImportError as error:
+        raise EngineStartError("vllm_python", f"{sys.executable} cannot import vLLM: {error}") from None
+    check_version(vllm.__version__)
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor import Executor
+
+    from engine.backends.vllm.connector import offered
+    from engine.backends.vllm.kv_memory import VllmKvMemory
+    from engine.backends.vllm.rank_executor import rank_executor
+    from engine.backends.vllm.sampling import sampling
+
+    offered.in_file = belongs_in_file(role)
+    sampling.eos_token_ids = model_dir.eos_token_ids
+    sampling.grammars = Grammars(model_dir)
+    vllm_config = _engine_config(config, arguments, adapters)
+    executor = Executor.get_class(vllm_config) if rank is None else rank_executor(rank.rank, rank.meeting)
+    engine = EngineCore(vllm_config, executor, log_stats=False)
+    block_tokens = _block_tokens(engine, config)
+    backends = sorted({type(layer.impl).__name__ for layer in _attention_layers(vllm_config)})
+    about = f"{vllm.__version__},{'+'.join(backends)},{vllm_config.cache_config.cache_dtype}"
+    requests = [LoRARequest(each.name, i, str(each.path)) for i, each in enumerate(adapters, 1)]
+    for request in requests:
+        engine.add_lora(request)
+    num_blocks = int(vllm_config.cache_config.num_gpu_blocks)
+    memory = VllmKvMemory(
+        offered.caches, num_blocks, block_tokens, about, offered.pools, config.tensor_parallel, rank.rank if rank else 0
+    )
+    weights = model_dir.weights_fingerprint() + f"{vllm_config.model_config.quantization}".encode()
+    info = ModelInfo(
+        weights_fingerprint=blake2b(weights, digest_size=32).digest(),
+        vocab_size=model_dir.vocab_size,
+        max_context_tokens=int(vllm_config.model_config.max_model_len),
+        eos_token_ids=model_dir.eos_token_ids,
+        adapters=tuple((each.name, each.fingerprint) for each in adapters),
+    )
+    lora = {each.fingerprint: request for each, request in zip(adapters, requests, strict=True)}
+    return StartedVllm(engine, memory, offered.block_pool, info, lora)
+
+
+def last_cause(error: BaseException) -> str:
+    """Return the message of the innermost error, in one line."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _engine_config(config: WorkerConfig, arguments: dict[str, Any], adapters: list[Adapter]) -> Any:
+    """Return vLLM's VllmConfig.
+
+    Raises EngineStartError for options that vLLM does not have, and for models that cannot be lent or split.
+    """
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    from engine.backends.vllm.connector import TandemConnector
+    from engine.backends.vllm.sampling import TandemSampling
+
+    if adapters and current_platform.is_cpu():
+        if "max_loras" in config.vllm_options:
+            raise EngineStartError("vllm_options", "max_loras is set by Tandem on CPUs")
+        # vLLM's CPU kernels give tokens without an adapter index -1, the last slot: it stays empty, so all zeros.
+        arguments["max_loras"] = arguments["max_cpu_loras"] = len(adapters) + 1
+    transfer = KVTransferConfig(
+        kv_connector=TandemConnector.__name__,
+        kv_connector_module_path=TandemConnector.__module__,
+        kv_role="kv_both",
+    )
+    try:
+        options = EngineArgs(kv_transfer_config=transfer, logits_processors=[TandemSampling], **arguments)
+    except TypeError as error:
+        raise EngineStartError("vllm_options", str(error)) from None
+    if (ranks := config.tensor_parallel) > 1:
+        model_config = options.create_model_config()
+        kv_heads = 1 if model_config.use_mla else model_config.get_total_num_kv_heads()
+        if kv_heads % ranks:
+            reason = f"{ranks} does not divide the model's {kv_heads} KV heads, and a copied head cannot be lent"
+            raise EngineStartError("tensor_parallel", reason)
+    vllm_config = options.create_engine_config()
+    if not vllm_config.cache_config.enable_prefix_caching:
+        reason = "vLLM turns its prefix cache off for this model here (so it does for MLA on CPUs), and loans need it"
+        raise EngineStartError("model", reason)
+    return vllm_config
+
+
+def _block_tokens(engine: Any, config: WorkerConfig) -> int:
+    """Return the tokens of a block.
+
+    Raises EngineStartError for a cache of several groups, and for another block size than the worker's.
+    """
+    groups = engine.scheduler.kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        raise EngineStartError("model", f"its KV cache has {len(groups)} groups ({kinds}); Tandem lends from one")
+    block_tokens = int(groups[0].kv_cache_spec.block_size)
+    if block_tokens != config.block_tokens:
+        raise EngineStartError("block_tokens", f"vLLM uses blocks of {block_tokens} tokens here")
+    return block_tokens
+
+
+def _attention_layers(vllm_config: Any) -> list[Any]:
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    return [layer for layer in layers if hasattr(layer, "impl")]
