@@ -40,6 +40,9 @@ _KINDS: dict[str, type[ServiceError]] = {
 PERMANENT = "PERMANENT"
 DRAINING = "DRAINING"
 DOMAIN = "tandem"
+MAX_MESSAGE_CHARS = 1024
+MAX_FIELD_CHARS = 256
+"""Longest message and field of a status: gRPC replaces a status whose trailers exceed 8 KiB by one of its own."""
 MAX_RETRY_AFTER_S = 1e9
 """Largest retry delay that a status can express, in seconds."""
 
@@ -51,9 +54,11 @@ def to_status(error: ServiceError) -> "rpc_status._Status":
 
 def to_proto(error: ServiceError) -> status_pb2.Status:
     """Return the same status as a message, for use inside other messages."""
-    status = status_pb2.Status(code=code_pb2.Code.Value(error.code), message=str(error))
-    if error.field:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+    message, field = _shortened(error.message, MAX_MESSAGE_CHARS), _shortened(error.field, MAX_FIELD_CHARS)
+    code = code_pb2.Code.Value(error.code)
+    status = status_pb2.Status(code=code, message=f"{field}: {message}" if field else message)
+    if field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
         _add(status, error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, Overloaded) and error.permanent:
         _add(status, error_details_pb2.ErrorInfo(reason=PERMANENT, domain=DOMAIN))
@@ -63,6 +68,7 @@ def to_proto(error: ServiceError) -> status_pb2.Status:
         _add(status, error_details_pb2.RetryInfo(retry_delay=delay))
     if isinstance(error, Overloaded) and error.limit is not None:
         subject, description = error.limit
+        subject, description = _shortened(subject, MAX_FIELD_CHARS), _shortened(description, MAX_FIELD_CHARS)
         reached = error_details_pb2.QuotaFailure.Violation(subject=subject, description=description)
         _add(status, error_details_pb2.QuotaFailure(violations=[reached]))
     if isinstance(error, Draining):
@@ -118,6 +124,12 @@ def _details(error: grpc.aio.AioRpcError) -> list[any_pb2.Any]:
             status.ParseFromString(value if isinstance(value, bytes) else value.encode())
             return list(status.details)
     return []
+
+
+def _shortened(text: str, limit: int) -> str:
+    """Return the text with characters that a trailer can hold, shortened to `limit` of them."""
+    text = text.encode("utf-8", "replace").decode()
+    return text if len(text) <= limit else f"{text[: limit - 4]} ..."
 
 
 def _add(status: status_pb2.Status, detail: Message) -> None:

@@ -1,10 +1,12 @@
 """gRPC servers and channels, configured alike in all processes."""
 
 import asyncio
+import inspect
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -41,6 +43,12 @@ _SIZES: list[tuple[str, int]] = [
 ]
 
 
+MAX_OPEN_CALLS = 256
+"""Calls of health and reflection at a time. They need no key, and an open one holds 20 KiB."""
+OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.v1alpha.")
+"""Services that may be called without a key."""
+PUBLIC_PING_STRIKES = 2
+"""Pings of a client above the rate for members after which its connection is closed."""
 LIVENESS, READINESS = "liveness", "readiness"
 """Health names for supervisors. LIVENESS is SERVING while the event loop runs, also during a drain. READINESS is
 SERVING while the process can do new work: started, not stopping, and not cut off."""
@@ -58,18 +66,24 @@ class Server:
         credentials: Credentials | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         max_connection_s: float | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        is_public: bool = False,
     ) -> None:
         """Create the server.
 
         With `credentials` it accepts TLS only.
 
-        After `max_connection_s` a connection takes no more calls, so its client opens another one.
+        After `max_connection_s` a connection takes no more calls, so its client opens another one. Clients that are no
+        members reach an `is_public` server.
         """
         # Without so_reuseport=0 a second process would silently share a port in use.
-        options = [*_KEEPALIVE, *_ALLOW_PINGS, *_SIZES, ("grpc.so_reuseport", 0)]
+        options = dict([*_KEEPALIVE, *_ALLOW_PINGS, *_SIZES, ("grpc.so_reuseport", 0)])
+        options["grpc.max_receive_message_length"] = max_message_bytes
+        if is_public:
+            options["grpc.http2.max_ping_strikes"] = PUBLIC_PING_STRIKES
         if max_connection_s is not None:
-            options.append(("grpc.max_connection_age_ms", round(max_connection_s * 1e3)))
-        self.grpc = grpc.aio.server(options=options, interceptors=interceptors)
+            options["grpc.max_connection_age_ms"] = round(max_connection_s * 1e3)
+        self.grpc = grpc.aio.server(options=list(options.items()), interceptors=[*interceptors, _OpenCalls()])
         self._credentials = credentials
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
@@ -151,6 +165,54 @@ class Server:
     async def _set(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
         for service in self._services:
             await self._health.set(service, status)
+
+
+class _OpenCalls(grpc.aio.ServerInterceptor):
+    """Interceptor that bounds the calls of services that need no key."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        """Return the handler of a call, which counts it where it is of an open service."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(OPEN_SERVICES):
+            return handler
+        if not handler.response_streaming:
+            return handler
+        name = "stream_stream" if handler.request_streaming else "unary_stream"
+        behavior = getattr(handler, name)
+        counted = self._generated(behavior) if inspect.isasyncgenfunction(behavior) else self._written(behavior)
+        make = getattr(grpc, f"{name}_rpc_method_handler")
+        return make(counted, handler.request_deserializer, handler.response_serializer)
+
+    def _generated(self, behavior: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+        async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+            await self._begin(context)
+            try:
+                async for response in behavior(request, context):
+                    yield response
+            finally:
+                self._num_calls -= 1
+
+        return call
+
+    def _written(self, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def call(request: Any, context: Any) -> Any:
+            await self._begin(context)
+            try:
+                return await behavior(request, context)
+            finally:
+                self._num_calls -= 1
+
+        return call
+
+    async def _begin(self, context: Any) -> None:
+        """Count a call; abort it when there are too many."""
+        if self._num_calls >= MAX_OPEN_CALLS:
+            message = f"{self._num_calls} calls of health and reflection are open, the limit"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+        self._num_calls += 1
 
 
 def channel(address: str, trust: TlsIdentity | None = None) -> grpc.aio.Channel:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,9 @@ from engine.core_types import Chunk, SampleResult
 from engine.kv.layout import KvLayout
 from kvtransfer.fingerprint import Fingerprints, Folding
 from kvtransfer.transport import AnyPool, Pool
+
+if TYPE_CHECKING:
+    from engine.sampling.grammar import Grammars
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,8 @@ class ModelRunner(ABC):
     pool: AnyPool
     """KV memory, uint8 [num_blocks, block_bytes]: `execute` writes it, transports move it, fingerprints cover it. With
     several ranks it is this rank's part of each block."""
+    grammars: "Grammars | None" = None
+    """Grammars of structured outputs; None where the runner samples no text."""
     _fingerprints: Fingerprints | None = None
 
     @property

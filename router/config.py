@@ -23,8 +23,6 @@ class RouterConfig(
 
     router_id: str = ""
     """Name of the router, unique among routers. Default: host and process id."""
-    host: str = "127.0.0.1"
-    """Address to listen on."""
     port: int = Field(default=50051, ge=0, le=65535)
     """gRPC port; 0 lets the system choose."""
     http_port: int | None = Field(default=None, ge=0, le=65535)
@@ -42,6 +40,8 @@ class RouterConfig(
     one. For routers behind one address: one that was removed from it for longer than this gets no new requests, and
     can stop without refusing any. Default: connections last."""
 
+    max_body_mib: int = Field(default=4, ge=1, le=16)
+    """Largest HTTP body and gRPC message of a client in MiB. 4 MiB of text are about a million tokens."""
     default_deadline_s: PositiveFloat = 600.0
     """Deadline in seconds of requests that set none."""
     max_attempts: PositiveInt = 4
@@ -49,8 +49,8 @@ class RouterConfig(
     worker_silence_s: PositiveFloat = 10.0
     """Seconds without a report of its engine after which a worker counts as lost and its requests are placed again."""
     grammar_limit_s: PositiveFloat = 2.0
-    """Seconds that compiling a structured output's grammar may take. The decode worker compiles it again, once, and its
-    streams wait as long."""
+    """Seconds that compiling a structured output's grammar may take. The decode worker compiles it again, once, beside
+    its steps."""
 
     learn_rates: bool = True
     """Whether placement learns speeds from receipts. Without, it uses the figures below for good: for benchmarks and

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING
 from cluster.discovery import Discovery, RouterEntry
 from cluster.drain import Drain
 from cluster.errors import StartError, TandemError
+from cluster.loop_watch import watch_loop
 from cluster.metrics import MetricsServer, new_registry
 from cluster.open_discovery import open_discovery
 from cluster.process import Addresses
 from cluster.rpc import Server
 from cluster.tls import Credentials, TlsIdentity
 from protos import membership_pb2_grpc as pb_grpc
+from router.admission.arrivals import Arrivals
 from router.admission.dispatcher import Dispatcher
+from router.admission.shares import Shares
 from router.admission.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.frontend.grpc_service import NAME, InferenceService
@@ -118,14 +121,17 @@ async def start_router(config: RouterConfig) -> Router:
         for model in models:
             parts.push_async_callback(model.close)
         server, requests = _public_server(config, public, keys), Drain()
-        registry.register(ClusterCollector(models, tenant_limits))
+        registry.register(ClusterCollector(models, tenant_limits, watch_loop()))
         samples, tracing = Samples(config), Tracing(config)
         parts.push_async_callback(samples.close)
         parts.push_async_callback(tracing.close)
         decisions = DecisionLog(config)
         parts.push_async_callback(decisions.close)
-        handler = RequestHandler(config, models, tenant_limits, RouterMetrics(registry), samples, tracing, decisions)
-        inference = InferenceService(handler, models, keys, config.id(), requests, samples)
+        arrivals = Arrivals(config, tenant_limits)
+        handler = RequestHandler(
+            config, models, tenant_limits, arrivals, RouterMetrics(registry), samples, tracing, decisions
+        )
+        inference = InferenceService(handler, models, keys, config.id(), requests, samples, arrivals)
         inference.add_to(server.grpc)
         membership = MembershipService(models, config.id(), incarnation, config.worker_silence_s)
         internal = server if config.internal_port is None else Server(member.credentials if member else None)
@@ -142,7 +148,9 @@ async def start_router(config: RouterConfig) -> Router:
         if config.http_port is not None:
             from router.frontend.http_frontend import open_http  # imported late, as below
 
-            http = await open_http(config, config.http_port, public, handler, models, requests, keys, inference)
+            http = await open_http(
+                config, config.http_port, public, handler, models, requests, keys, inference, arrivals
+            )
             parts.push_async_callback(http.close)
         await metrics.start(registry)
         for each in servers:
@@ -185,12 +193,14 @@ def serve_models(
         fleet = Fleet(config.id(), config.priors(), config.learn_rates, incarnation.hex()[:8])
         on_end = next_of_tenant if several_wait else _nothing
         dispatchers.append(Dispatcher(fleet, config, tenant_limits.tenants, on_end=on_end))
-        models.append(ModelRuntime(each, fleet, dispatchers[-1], config.grammar_limit_s, trust))
+        worker_waits = Shares(config.max_queued, config.max_queued_per_tenant)
+        models.append(ModelRuntime(each, fleet, dispatchers[-1], config.grammar_limit_s, worker_waits, trust))
     return ModelRuntimes(models, config.default_model)
 
 
 def _public_server(config: RouterConfig, credentials: Credentials | None, keys: ApiKeys) -> Server:
-    return Server(credentials, [KeyInterceptor(keys)] if keys.required else [], config.max_connection_s)
+    interceptors = [KeyInterceptor(keys)] if keys.required else []
+    return Server(credentials, interceptors, config.max_connection_s, config.max_body_mib << 20, is_public=True)
 
 
 def _nothing() -> None:

@@ -17,6 +17,13 @@ from protos import inference_pb2 as pb
 DEFAULT_MAX_TOKENS = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 256
+MAX_ANSWER_MIB = 128
+"""Memory of an answer that is not streamed: the router keeps all of it."""
+TOKEN_BYTES, LOGPROB_BYTES = 64, 150
+"""Memory of a token in such an answer, and of each of its log probabilities."""
+MAX_MESSAGES = 4096
+"""Messages of a chat, and tool calls in them."""
 MAX_LOGPROBS = 20
 MAX_NAME_CHARS = 256
 MAX_REPETITION_PENALTY = 10.0
@@ -105,14 +112,56 @@ def check_prompt(token_ids: Sequence[int], field: str, model_dir: ModelDir) -> N
         raise InvalidRequest(field, f"prompt of {len(token_ids)} tokens leaves no room in the context of {limit}")
 
 
-def check_names(request: pb.GenerateRequest) -> None:
-    """Check names.
+def check_name_length(name: str, field: str) -> None:
+    """Check the length of a name.
 
     Raises InvalidRequest for one that is too long.
     """
+    if len(name) > MAX_NAME_CHARS:
+        raise InvalidRequest(field, f"longer than {MAX_NAME_CHARS} characters")
+
+
+def check_names(request: pb.GenerateRequest) -> None:
+    """Check names and the number of messages.
+
+    Raises InvalidRequest for a name that is too long, and for too many messages.
+    """
     for field in ("model", "tenant", "session_id", "request_id", "cache_salt", "task"):
-        if len(getattr(request, field)) > MAX_NAME_CHARS:
-            raise InvalidRequest(field, f"longer than {MAX_NAME_CHARS} characters")
+        check_name_length(getattr(request, field), field)
+    check_messages(request.messages)
+
+
+def check_messages(messages: Sequence[pb.ChatMessage]) -> None:
+    """Check the messages of a chat.
+
+    Raises InvalidRequest for too many of them, or of their tool calls, and for a role or name that is too long.
+    """
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest("messages", f"at most {MAX_MESSAGES}, not {len(messages)}")
+    num_calls = 0
+    for number, message in enumerate(messages):
+        num_calls += len(message.tool_calls)
+        for field in ("role", "name", "tool_call_id"):
+            check_name_length(getattr(message, field), f"messages[{number}].{field}")
+    if num_calls > MAX_MESSAGES:
+        raise InvalidRequest("messages", f"at most {MAX_MESSAGES} tool calls, not {num_calls}")
+
+
+def check_whole_answer(requests: Sequence[pb.GenerateRequest]) -> None:
+    """Check that an answer to all of these requests can be kept until it is whole.
+
+    Raises InvalidRequest.
+    """
+    num_bytes = 0
+    for request in requests:
+        sampling = request.sampling
+        num_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+        num_choices = max(1, sampling.n, sampling.beam_width)
+        num_logprobs = 1 + sampling.logprobs if sampling.HasField("logprobs") else 0
+        num_bytes += num_choices * num_tokens * (TOKEN_BYTES + num_logprobs * LOGPROB_BYTES)
+    if num_bytes > MAX_ANSWER_MIB << 20:
+        reason = f"the whole answer could take {num_bytes >> 20} MiB, at most {MAX_ANSWER_MIB} can be kept: stream it"
+        raise InvalidRequest("sampling.max_tokens", f"{reason}, or ask for fewer choices, tokens or logprobs")
 
 
 def check_time_limit(request: pb.GenerateRequest) -> None:
@@ -173,6 +222,9 @@ def _check_stops(sampling: pb.Sampling, model_dir: ModelDir) -> None:
         raise InvalidRequest("sampling.stop", f"at most {MAX_STOP_STRINGS} stop strings, not {len(sampling.stop)}")
     if any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in sampling.stop):
         raise InvalidRequest("sampling.stop", f"each must have 1 to {MAX_STOP_CHARS} characters")
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        given = len(sampling.stop_token_ids)
+        raise InvalidRequest("sampling.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} token ids, not {given}")
     if any(token_id >= vocab_size for token_id in sampling.stop_token_ids):
         raise InvalidRequest("sampling.stop_token_ids", f"token ids must be below {vocab_size}")
 

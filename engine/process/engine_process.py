@@ -34,6 +34,7 @@ from engine.process.ranks import JOIN_POLL_S, Ranks, leave, start_failure
 from engine.process.runners import open_core_allocation, open_sim_runner, open_torch_runner
 from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import become_child, own_transport, prepare
+from engine.sampling.grammar_gate import GrammarGate
 from engine.tensor_parallel.runner import ParallelRunner
 from kvtransfer.errors import TransportUnavailable
 
@@ -53,7 +54,7 @@ def main() -> None:
         if spec.config.tensor_parallel > 1:
             ranks = Ranks(spec, front.wake)  # started before this process lowers its priority, which they would inherit
         prepare(spec.config.of_rank(0))
-        core, computer = _start(spec, front, ranks)
+        core, computer, gate = _start(spec, front, ranks)
     except (EngineStartError, TransportUnavailable, RankLost) as error:
         front.send(StartFailed(str(error) if isinstance(error, EngineStartError) else start_failure(error)))
         front.finish()
@@ -61,7 +62,7 @@ def main() -> None:
         return
     spare_the_started()
     try:
-        _loop(core, computer, front, ranks)
+        _loop(core, computer, gate, front, ranks)
     except (EOFError, ConnectionError):
         pass  # the front is gone, by its own end or by ours: no process is left to serve
     except Exception as error:
@@ -147,11 +148,14 @@ class _ComputeThread:
         return self._batches.get()
 
 
-def _loop(core: EngineCore, computer: _ComputeThread, front: FrontLink, ranks: Ranks | None) -> None:
+def _loop(core: EngineCore, computer: _ComputeThread, gate: GrammarGate, front: FrontLink, ranks: Ranks | None) -> None:
     while True:
         if ranks is not None:
             ranks.check()
         for message in front.listen(0.0 if core.busy else IDLE_TURN_S):
+            if gate.passes(message):
+                core.handle(message)
+        for message in gate.released():
             core.handle(message)
         core.handle_posted()
         if (computed := computer.take()) is not None:
@@ -165,7 +169,7 @@ def _loop(core: EngineCore, computer: _ComputeThread, front: FrontLink, ranks: R
         front.flush()
 
 
-def _start(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> tuple[EngineCore, _ComputeThread]:
+def _start(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> tuple[EngineCore, _ComputeThread, GrammarGate]:
     transport = own_transport(spec.config, spec.agent_name)
     computer = _ComputeThread(spec, ranks, front.wake)
     runner = computer.runner()
@@ -175,7 +179,7 @@ def _start(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> tuple[Eng
     core = open_core(spec, runner, transport, front.send, front.wake, others, fast_path)
     front.send(core.start())
     front.flush()
-    return core, computer
+    return core, computer, GrammarGate(runner.grammars, front.wake)
 
 
 def _make_runner(spec: EngineSpec, ranks: Ranks | None, core_allocation: CoreAllocation | None) -> ModelRunner:

@@ -30,6 +30,7 @@ from engine.process.ranks import JOIN_POLL_S, Ranks, leave, start_failure
 from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import become_child, own_transport, prepare
 from engine.process.vllm_start import StartedVllm, last_cause, prepare_vllm, start_vllm
+from engine.sampling.grammar_gate import GrammarGate
 from kvtransfer.errors import TransportUnavailable
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ def main() -> None:
         started = computer.started()
         fast_path = open_fast_path_socket()
         core = _open_core(spec, started, transport, front, fast_path, ranks)
+        gate = GrammarGate(started.grammars, front.wake)
     except (EngineStartError, TransportUnavailable, RankLost) as error:
         front.send(StartFailed(str(error) if isinstance(error, EngineStartError) else start_failure(error)))
         front.finish()
@@ -65,7 +67,7 @@ def main() -> None:
     front.flush()
     spare_the_started()
     try:
-        _loop(core, computer, front, ranks)
+        _loop(core, computer, gate, front, ranks)
     except (EOFError, ConnectionError):
         pass  # the front is gone, by its own end or by ours: no process is left to serve
     except Exception as error:
@@ -178,11 +180,14 @@ def _open_core(
     )
 
 
-def _loop(core: Any, computer: _ComputeThread, front: FrontLink, ranks: Ranks | None) -> None:
+def _loop(core: Any, computer: _ComputeThread, gate: GrammarGate, front: FrontLink, ranks: Ranks | None) -> None:
     while True:
         if ranks is not None:
             ranks.check()
         for message in front.listen(0.0 if core.busy else IDLE_TURN_S):
+            if gate.passes(message):
+                core.handle(message)
+        for message in gate.released():
             core.handle(message)
         core.handle_posted()
         if (computed := computer.take()) is not None:

@@ -30,6 +30,7 @@ class StartedVllm:
     """`VllmKvMemory` of this rank."""
     block_pool: Any
     info: ModelInfo
+    grammars: Grammars
     lora: dict[bytes, Any]
     """vLLM's LoRARequest of each adapter, by the adapter's fingerprint."""
 
@@ -72,7 +73,7 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
 
     offered.in_file = belongs_in_file(role)
     sampling.eos_token_ids = model_dir.eos_token_ids
-    sampling.grammars = Grammars(model_dir)
+    grammars = sampling.grammars = Grammars(model_dir)
     vllm_config = _engine_config(config, arguments, adapters)
     executor = Executor.get_class(vllm_config) if rank is None else rank_executor(rank.rank, rank.meeting)
     engine = EngineCore(vllm_config, executor, log_stats=False)
@@ -95,7 +96,7 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
         adapters=tuple((each.name, each.fingerprint) for each in adapters),
     )
     lora = {each.fingerprint: request for each, request in zip(adapters, requests, strict=True)}
-    return StartedVllm(engine, memory, offered.block_pool, info, lora)
+    return StartedVllm(engine, memory, offered.block_pool, info, grammars, lora)
 
 
 def last_cause(error: BaseException) -> str:

@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 class GrammarCompiler:
     """Compiler of grammars over one model's tokens.
 
-    Used by one thread at a time.
+    From any thread; one grammar is compiled at a time.
     """
 
     def __init__(self, model_dir: ModelDir, stack_bytes: int = STACK_BYTES) -> None:
@@ -57,7 +57,11 @@ class GrammarCompiler:
         self._tokens = _tokens_of(model_dir)
         self._stack_bytes = stack_bytes
         self._limits = LLParserLimits(verbose_errors=False)
-        self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[StructuredOutput, LLMatcher | InvalidRequest] = OrderedDict()
+        """Results by grammar, most recently used last."""
+        self._lock = threading.Lock()
+        """Lock of `_compiled`, held for moments only."""
+        self._compiling = threading.Lock()
         self._executor = LLExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))))
 
     def compile(self, structured: StructuredOutput) -> LLMatcher:
@@ -65,12 +69,31 @@ class GrammarCompiler:
 
         Raises InvalidRequest with llguidance's cause.
         """
-        if structured not in self._compiled:
-            self._compiled[structured] = _on_stack(self._stack_bytes, lambda: self._build(structured))
+        if (found := self._find(structured)) is None:
+            with self._compiling:
+                if (found := self._find(structured)) is None:  # another thread may have compiled it meanwhile
+                    found = self._add(structured, _on_stack(self._stack_bytes, lambda: self._built(structured)))
+        if isinstance(found, InvalidRequest):
+            raise InvalidRequest(found.field, found.message)
+        return found.deep_copy()
+
+    def knows(self, structured: StructuredOutput) -> bool:
+        """Return whether the result of compiling a grammar is at hand."""
+        with self._lock:
+            return structured in self._compiled
+
+    def _find(self, structured: StructuredOutput) -> LLMatcher | InvalidRequest | None:
+        with self._lock:
+            if structured in self._compiled:
+                self._compiled.move_to_end(structured)
+            return self._compiled.get(structured)
+
+    def _add(self, structured: StructuredOutput, result: LLMatcher | InvalidRequest) -> LLMatcher | InvalidRequest:
+        with self._lock:
+            self._compiled[structured] = result
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(structured)
-        return self._compiled[structured].deep_copy()
+        return result
 
     def masks(self, matchers: Seq[LLMatcher]) -> NDArray[np.int32]:
         """Return bit masks [matchers, words]: bit t % 32 of word t // 32 is set where token t may come next.
@@ -81,6 +104,16 @@ class GrammarCompiler:
         pairs = [(matcher, row) for row, matcher in enumerate(matchers)]
         llguidance.numpy.fill_next_token_bitmask_par(self._executor, pairs, bits)
         return bits
+
+    def _built(self, structured: StructuredOutput) -> LLMatcher | InvalidRequest:
+        """Compile a grammar and its first mask, which is often the largest; copies share it."""
+        try:
+            matcher = self._build(structured)
+        except InvalidRequest as error:
+            return error
+        bits = np.zeros((1, -(-self._tokens.vocab_size // _WORD)), np.int32)
+        llguidance.numpy.fill_next_token_bitmask(matcher, bits, 0)
+        return matcher
 
     def _build(self, structured: StructuredOutput) -> LLMatcher:
         try:
@@ -202,6 +235,18 @@ class Grammars:
             self._compiler = GrammarCompiler(model_dir)
         except InvalidRequest as error:
             self._refusal = error
+
+    def compile_ahead(self, structured: StructuredOutput) -> None:
+        """Compile a grammar before a step needs it, from a thread that no step waits for.
+
+        Raises InvalidRequest.
+        """
+        if self._compiler is not None:
+            self._compiler.compile(structured)
+
+    def knows(self, structured: StructuredOutput) -> bool:
+        """Return whether sampling needs no compilation for this grammar."""
+        return self._compiler is None or self._compiler.knows(structured)
 
     def masks(self, places: Seq[AnyPlace]) -> TokenMasks | None:
         """Return the masks of a batch, or None when no sequence has a grammar.

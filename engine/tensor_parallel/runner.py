@@ -46,7 +46,7 @@ class ParallelRunner(ModelRunner):
 
         `own` has the layout of whole blocks, and its part of each in its pool.
         """
-        self.layout, self.info, self.pool = own.layout, own.info, own.pool
+        self.layout, self.info, self.pool, self.grammars = own.layout, own.info, own.pool, own.grammars
         self._own = own
         self._followers = followers
         self._writer = StepWriter()

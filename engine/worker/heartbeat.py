@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from cluster.loop_watch import loop_time
 from engine.process.engine_client import EngineClient
 
 HEARTBEAT_S = 0.2
@@ -36,11 +37,12 @@ class Heartbeat:
         self._running = ExitStack()
         self._timer: asyncio.TimerHandle | None = None
         self._stepped = False
-        self._sent_at = self._received_at = self._loop.time()
+        self._sent_at = self._loop.time()
+        self._received_at = loop_time()
 
     def start(self) -> None:
         """Start: the stream has loans now."""
-        self._received_at = self._loop.time()
+        self._received_at = loop_time()
         self._running.enter_context(self._engine.watching(self._watch))
         self._timer = self._loop.call_later(self._silence_s, self._check)
 
@@ -52,7 +54,7 @@ class Heartbeat:
 
     def record_received(self) -> None:
         """Record a heartbeat of the other end's engine."""
-        self._received_at = self._loop.time()
+        self._received_at = loop_time()
 
     def take(self) -> bool:
         """Return whether this end's engine loop ran since the last frame; called when a frame leaves."""
@@ -66,7 +68,7 @@ class Heartbeat:
             self._on_due()
 
     def _check(self) -> None:
-        silent_s = self._loop.time() - self._received_at
+        silent_s = loop_time() - self._received_at  # while this loop stood still, nobody was silent
         if silent_s >= self._silence_s:
             self.stop()
             self._on_silent()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from cluster.discovery import Discovery
 from cluster.drain import Drain
 from cluster.errors import Draining, TandemError
+from cluster.loop_watch import watch_loop
 from cluster.metrics import MetricsServer, new_registry
 from cluster.open_discovery import open_discovery
 from cluster.process import Addresses
@@ -213,6 +214,7 @@ async def start_worker(
 
     Raises StartError.
     """
+    watch_loop()
     model_dir = ModelDir.open(config.model)
     member = member_of(config)
     worker_id, incarnation = config.id_for(role), secrets.token_bytes(16)

@@ -139,7 +139,7 @@ class Admission:
             self._at(again_at, None)
         if placed.started:
             self._forecast.ended(waiting, now - started_at)
-        self._tenants.ended(waiting.info.tenant)
+        self._tenants.ended(waiting.info.tenant, waiting.num_sequences)
         self._lenders.ended(placed)
         self._fleet.ended(placed)
         return self.changed(now)
@@ -289,7 +289,7 @@ class Admission:
         self._forget(waiting)
         placed = self._fleet.placed(decision, waiting.demand, waiting.keys)
         self._lenders.started(placed, decision, self._fleet.snapshot, self._fleet.rates)
-        self._tenants.started(info.tenant, now)
+        self._tenants.started(info.tenant, waiting.num_sequences, now)
         self._running[placed] = waiting, now
         self._failing.placed(placed)
         info.num_placed += 1

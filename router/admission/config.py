@@ -21,7 +21,11 @@ class TenantPolicy(Config):
     tokens_per_minute: PositiveInt | None = None
     """Tokens per minute, prompt plus max_tokens; unused tokens are given back at the end."""
     max_running: PositiveInt | None = None
-    """Requests running at a time. More requests wait without delaying other tenants."""
+    """Sequences running at a time: a request with `n` choices counts n times, one with a beam search as many times as
+    the beam is wide. More requests wait without delaying other tenants."""
+    max_priority: int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
+    """Highest priority that the tenant's requests may have. Operators' keys, and clients of a router without keys, may
+    set any."""
     quota_tokens: PositiveInt | None = None
     """Tokens per window, counted like tokens_per_minute."""
     quota_window_s: PositiveInt = 86_400
@@ -32,10 +36,12 @@ class AdmissionConfig(Config):
     """Settings of queues and admission of a router."""
 
     max_queued: PositiveInt = 4096
-    """Queued requests per model; beyond it one of the lowest class is refused at once. As many more may be in
-    preparation: their prompts are being tokenised, or no worker has joined yet."""
+    """Queued requests per model; beyond it one of the lowest class is refused at once. As many more may be read at a
+    time, over all models, and as many may wait for a model's first worker."""
     max_queued_per_tenant: PositiveInt = 2048
-    """Queued requests per model and tenant."""
+    """Queued requests per model and tenant, and likewise those that are read and those that wait for a worker."""
+    max_bodies_mib: PositiveInt = 256
+    """Memory in MiB for bodies of requests that are read at a time; a quarter of it for one tenant."""
     no_worker_grace_s: PositiveFloat = 10.0
     """Seconds for which a request may wait while no decode worker is there, or none that could ever hold it."""
     lower_class_share: float = Field(default=0.05, ge=0, le=0.5)

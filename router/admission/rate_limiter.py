@@ -26,6 +26,7 @@ class _State:
     num_claims: int = 0
     """Requests in the router."""
     num_running: int = 0
+    """Running sequences."""
 
     @classmethod
     def of(cls, policy: TenantPolicy) -> "_State":
@@ -56,25 +57,42 @@ class RateLimiter:
     def weight(self, tenant: str) -> float:
         return self._config.policy(tenant).weight
 
-    def check(self, tenant: str, num_tokens: int, now: float) -> None:
-        """Check that a request of so many tokens may enter.
+    def arrive(self, tenant: str, now: float) -> None:
+        """Charge one request against the tenant's rate.
+
+        Raises Refusal.
+        """
+        state = self._state(tenant, now)
+        if state.requests is not None:
+            if wait_s := state.requests.wait_s(1, now):
+                limit = f"{state.policy.requests_per_s:g}"
+                raise over_limit(Reason.REQUEST_RATE, tenant, limit, "1 request", wait_s)
+            state.requests.take(1, now)
+
+    def check(self, tenant: str, num_tokens: int, num_sequences: int, now: float) -> None:
+        """Check that a request of so many tokens and sequences may enter.
 
         Raises Refusal.
         """
         state = self._state(tenant, now)
         policy = state.policy
-        if state.requests is not None and (wait_s := state.requests.wait_s(1, now)):
-            raise over_limit(Reason.REQUEST_RATE, tenant, f"{policy.requests_per_s:g}", "1 request", wait_s)
+        if policy.max_running is not None and num_sequences > policy.max_running:
+            limit, asked = f"{policy.max_running}", f"{num_sequences} sequences"
+            raise over_limit(Reason.MAX_RUNNING, tenant, limit, asked, math.inf)
         if state.tokens is not None and (wait_s := state.tokens.wait_s(num_tokens, now)):
             limit = f"{policy.tokens_per_minute}"
             raise over_limit(Reason.TOKEN_RATE, tenant, limit, f"{num_tokens} tokens", wait_s)
+
+    def charge_refused(self, tenant: str, num_tokens: int, now: float) -> None:
+        """Charge tokens that were read for a request that was refused, as far as the tenant has any left."""
+        state = self._state(tenant, now)
+        if state.tokens is not None:
+            state.tokens.take(min(num_tokens, state.tokens.level(now)), now)
 
     def enter(self, tenant: str, num_tokens: int, now: float) -> None:
         """Count a request that `check` has just accepted; `leave` must follow."""
         state = self._state(tenant, now)
         state.num_claims += 1
-        if state.requests is not None:
-            state.requests.take(1, now)
         if state.tokens is not None:
             state.tokens.take(num_tokens, now)
 
@@ -84,16 +102,19 @@ class RateLimiter:
         if state.tokens is not None:
             state.tokens.give_back(unused_tokens, now)
 
-    def may_start(self, tenant: str) -> bool:
-        state = self._states.get(tenant)
+    def may_start(self, tenant: str, num_sequences: int) -> bool:
+        """Return whether so many more sequences of the tenant may run."""
         limit = self._config.policy(tenant).max_running
-        return limit is None or state is None or state.num_running < limit
+        if limit is None:
+            return True
+        state = self._states.get(tenant)
+        return (state.num_running if state is not None else 0) + num_sequences <= limit
 
-    def started(self, tenant: str, now: float) -> None:
-        self._state(tenant, now).num_running += 1
+    def started(self, tenant: str, num_sequences: int, now: float) -> None:
+        self._state(tenant, now).num_running += num_sequences
 
-    def ended(self, tenant: str) -> None:
-        self._states[tenant].num_running -= 1
+    def ended(self, tenant: str, num_sequences: int) -> None:
+        self._states[tenant].num_running -= num_sequences
 
     def _state(self, tenant: str, now: float) -> _State:
         """Return the tenant's state.

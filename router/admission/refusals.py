@@ -24,6 +24,7 @@ class Reason(StrEnum):
     NO_WORKER = "no worker"
     REQUEST_RATE = "requests_per_s"
     TOKEN_RATE = "tokens_per_minute"
+    MAX_RUNNING = "max_running"
     QUOTA = "quota_tokens"
     TOO_MANY_TENANTS = "too many tenants"
 
@@ -41,13 +42,13 @@ def bounded(retry_after_s: float) -> float:
     return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, retry_after_s))
 
 
-def queue_full(num_queued: int, retry_after_s: float) -> Refusal:
-    message = f"{num_queued} requests wait already, the limit"
+def queue_full(num_queued: int, retry_after_s: float, unit: str = "requests") -> Refusal:
+    message = f"{num_queued} {unit} wait already, the limit"
     return Refusal(Reason.QUEUE_FULL, Overloaded(message, retry_after_s=bounded(retry_after_s)))
 
 
-def tenant_queue_full(tenant: str, num_queued: int, retry_after_s: float) -> Refusal:
-    message = f"{num_queued} requests of tenant {tenant!r} wait already, the limit"
+def tenant_queue_full(tenant: str, num_queued: int, retry_after_s: float, unit: str = "requests") -> Refusal:
+    message = f"{num_queued} {unit} of tenant {tenant!r} wait already, the limit"
     return Refusal(Reason.TENANT_QUEUE_FULL, Overloaded(message, retry_after_s=bounded(retry_after_s)))
 
 

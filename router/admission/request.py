@@ -78,6 +78,11 @@ class QueuedRequest:
         self.cost = cost_of(self.demand, max(reserves))
 
     @property
+    def num_sequences(self) -> int:
+        """Number of sequences that run at the same time."""
+        return max(1, len(self.demand.chain_tokens))
+
+    @property
     def num_output_tokens(self) -> int:
         """Number of output tokens for which blocks are reserved."""
         return max(0, self.cost - self.demand.num_tokens)

@@ -42,7 +42,7 @@ class Reservations:
         self._passed.pop(waiting, None)
         self.kept = [kept for kept in self.kept if kept.waiting is not waiting]
 
-    def arrange(self, queues: Queues, workers: WorkerTable, now: float, may_start: Callable[[str], bool]) -> None:
+    def arrange(self, queues: Queues, workers: WorkerTable, now: float, may_start: Callable[[str, int], bool]) -> None:
         """Reserve workers for requests overtaken too long, highest class first, and drop useless reservations."""
         self.kept = [kept for kept in self.kept if self._serves(kept, workers, may_start)]
         due = [waiting for waiting in self._passed if self._is_due(waiting, queues, now, may_start)]
@@ -62,17 +62,19 @@ class Reservations:
             if row is not None:
                 self.kept.append(Reservation(waiting, workers.ids[row]))
 
-    def _serves(self, kept: Reservation, workers: WorkerTable, may_start: Callable[[str], bool]) -> bool:
+    def _serves(self, kept: Reservation, workers: WorkerTable, may_start: Callable[[str, int], bool]) -> bool:
         row = workers.row_of.get(kept.worker_id)
         there = row is not None and bool(workers.starts[row])
         large = there and int(workers.num_blocks[row]) >= kept.waiting.demand.num_total_blocks
-        return large and may_start(kept.waiting.info.tenant)
+        return large and may_start(kept.waiting.info.tenant, kept.waiting.num_sequences)
 
-    def _is_due(self, waiting: QueuedRequest, queues: Queues, now: float, may_start: Callable[[str], bool]) -> bool:
+    def _is_due(
+        self, waiting: QueuedRequest, queues: Queues, now: float, may_start: Callable[[str, int], bool]
+    ) -> bool:
         assert waiting.passed_at is not None
         passed_tokens = queues[waiting.info.priority].passed_tokens - waiting.passed_mark
         long = now - waiting.passed_at >= self._config.max_passed_s or passed_tokens >= self._config.max_passed_tokens
-        free = waiting.unholdable_since is None and may_start(waiting.info.tenant)
+        free = waiting.unholdable_since is None and may_start(waiting.info.tenant, waiting.num_sequences)
         return long and free and all(kept.waiting is not waiting for kept in self.kept)
 
     def rows_closed_to(self, priority: int, queues: Queues, workers: WorkerTable) -> frozenset[int]:

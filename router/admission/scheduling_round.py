@@ -81,12 +81,15 @@ class SchedulingRound:
         return self._capacity if row is None else self._without(self._closed - {row})
 
     def first_of(self, line: TenantQueue) -> QueuedRequest | None:
-        """Return the first request of the queue that could start now."""
-        if not self._parts.tenants.may_start(line.tenant):
+        """Return the first request of the queue that could start now.
+
+        A request that waits for its tenant's max_running makes the tenant's later requests wait, too.
+        """
+        if not self._parts.tenants.may_start(line.tenant, 1):
             return None
         kept = self._parts.reservations.of_line(line, self._queue.priority)
         if kept is not None and self._ready(kept) and self.capacity_of(kept).fits(kept):
-            return kept
+            return kept if self._may_start(kept) else None
         found = None
         if line.least_need <= self._capacity.greatest:
             found = next(
@@ -95,7 +98,10 @@ class SchedulingRound:
         head = line.requests[0]
         if head is not found and self._ready(head) and not self._capacity.fits(head):
             self._moment.blocked.append(head)
-        return found
+        return found if found is not None and self._may_start(found) else None
+
+    def _may_start(self, waiting: QueuedRequest) -> bool:
+        return self._parts.tenants.may_start(waiting.info.tenant, waiting.num_sequences)
 
     def _ready(self, waiting: QueuedRequest) -> bool:
         """Return whether only capacity may keep the request waiting."""

@@ -48,18 +48,33 @@ class TenantLimits:
         self._wall_clock = wall_clock
         self._refunds: set[asyncio.Task[None]] = set()
 
-    async def enter(self, tenant: str, num_tokens: int) -> Charge:
-        """Count a request of at most so many tokens; `leave` must follow. Raises Overloaded naming the limit."""
+    def arrive(self, tenant: str) -> None:
+        """Charge a request before it is read.
+
+        Raises Overloaded naming the limit.
+        """
         try:
-            return await self._enter(tenant, num_tokens)
+            self.tenants.arrive(tenant, self._clock())
         except Refusal as refusal:
             self.num_refused[refusal.reason] += 1
             raise refusal.error from None
 
-    async def _enter(self, tenant: str, num_tokens: int) -> Charge:
+    def charge_refused(self, tenant: str, num_tokens: int) -> None:
+        """Charge the tokens that were read for a request that was refused before it could enter."""
+        self.tenants.charge_refused(tenant, num_tokens, self._clock())
+
+    async def enter(self, tenant: str, num_tokens: int, num_sequences: int = 1) -> Charge:
+        """Count a request of at most so many tokens; `leave` must follow. Raises Overloaded naming the limit."""
+        try:
+            return await self._enter(tenant, num_tokens, num_sequences)
+        except Refusal as refusal:
+            self.num_refused[refusal.reason] += 1
+            raise refusal.error from None
+
+    async def _enter(self, tenant: str, num_tokens: int, num_sequences: int) -> Charge:
         policy = self._config.policy(tenant)
         limit, window_s = policy.quota_tokens, policy.quota_window_s
-        self.tenants.check(tenant, num_tokens, self._clock())
+        self.tenants.check(tenant, num_tokens, num_sequences, self._clock())
         window = None
         if limit is not None:
             window = int(self._wall_clock() // window_s)
@@ -70,7 +85,9 @@ class TenantLimits:
                 raise over_limit(Reason.QUOTA, tenant, said, asked, float("inf") if never else ends_s)
         charge = Charge(tenant, num_tokens, window)
         try:
-            self.tenants.check(tenant, num_tokens, self._clock())  # other requests may have entered meanwhile
+            self.tenants.check(
+                tenant, num_tokens, num_sequences, self._clock()
+            )  # other requests may have entered meanwhile
         except Refusal:
             self._refund(charge, num_tokens)
             raise

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from cluster.error_status import to_proto
 from cluster.errors import InvalidRequest, ServiceError
 from protos import inference_pb2 as pb
+from router.validation import check_whole_answer
 
 MAX_REQUESTS = 4096
 MAX_CONCURRENT = 256
@@ -56,6 +57,7 @@ async def generate_batch(batch: pb.GenerateBatchRequest, generate: Generate) -> 
 
     async def work() -> None:
         for number in numbers:  # one iterator for all tasks: each takes the next number
+            await asyncio.sleep(0)  # other streams go on between requests that are refused at once
             try:
                 await results.put(await _one(number, batch.requests[number], generate))
             except Exception as error:  # a bug here, raised below
@@ -76,6 +78,7 @@ async def generate_batch(batch: pb.GenerateBatchRequest, generate: Generate) -> 
 async def _one(number: int, request: pb.GenerateRequest, generate: Generate) -> pb.BatchResult:
     gathered = _Gathered({}, pb.Finish())
     try:
+        check_whole_answer([request])
         async with contextlib.aclosing(generate(request)) as messages:
             async for message in messages:
                 gathered.add(message)

@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,18 +13,21 @@ from google.protobuf.message import DecodeError, Message
 
 from cluster.drain import Drain
 from cluster.error_status import to_status
-from cluster.errors import Draining, InvalidRequest, ServiceError
+from cluster.errors import Draining, InvalidRequest, ServiceError, Unavailable
 from cluster.trace_context import from_metadata, traceparent
 from protos import inference_pb2 as pb
+from router.admission.arrivals import Arrival, Arrivals
 from router.frontend.batch import generate_batch
 from router.membership.status import cluster_status
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
-from router.observability.explanations import MAX_EXPLAINED, candidate_of, compared, to_response
+from router.observability.explanations import candidate_of, compared, num_shown, to_response
 from router.observability.samples import Samples
+from router.request_path.preprocess import tenant_of
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys, Principal
 from router.security.guard import bearer_of
 
+log = logging.getLogger(__name__)
 Parsed = TypeVar("Parsed", bound=Message)
 NAME = "tandem.v1.Inference"
 
@@ -42,9 +46,11 @@ class InferenceService:
         router_id: str,
         drain: Drain,
         samples: Samples,
+        arrivals: Arrivals,
     ) -> None:
         """Create the service; `drain` holds the streams in flight."""
         self._samples = samples
+        self._arrivals = arrivals
         self._started_at = time.monotonic()
         self._handler = handler
         self._models = models
@@ -78,25 +84,41 @@ class InferenceService:
     async def Generate(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
         traceparent.set(from_metadata(context.invocation_metadata()))
         async with self._answering(context) as answer:
-            request, principal = _parsed(pb.GenerateRequest, raw), self._principal(context)
-            async with contextlib.aclosing(
-                self._handler.generate(request, context.time_remaining(), principal)
-            ) as messages:
-                async for message in messages:
-                    answer.sending = True
-                    yield message
-                    answer.sent()
+            principal = self._principal(context)
+            with self._arriving(raw, principal) as (request, arrival):
+                stream = self._handler.generate(request, context.time_remaining(), principal, arrival=arrival)
+                async with contextlib.aclosing(stream) as messages:
+                    async for message in messages:
+                        answer.sending = True
+                        yield message
+                        answer.sent()
 
     async def GenerateBatch(self, raw: bytes, context: Any) -> AsyncIterator[pb.BatchResult]:
         traceparent.set(from_metadata(context.invocation_metadata()))
         async with self._answering(context) as answer:
-            request, principal = _parsed(pb.GenerateBatchRequest, raw), self._principal(context)
+            principal = self._principal(context)
+            request = _parsed(pb.GenerateBatchRequest, raw)
             each = generate_batch(request, lambda one: self._handler.generate(one, context.time_remaining(), principal))
             async with contextlib.aclosing(each) as results:
                 async for result in results:
                     answer.sending = True
                     yield result
                     answer.sent()
+
+    @contextlib.contextmanager
+    def _arriving(self, raw: bytes, principal: Principal) -> Iterator[tuple[pb.GenerateRequest, Arrival]]:
+        """Charge and count a request, and parse it; before it is parsed where the key says whose it is.
+
+        Raises ServiceError.
+        """
+        request = _parsed(pb.GenerateRequest, raw) if principal.tenant is None else None
+        tenant = principal.tenant if request is None else tenant_of(request, principal)
+        with self._arrivals.arriving(tenant or "") as arrival:
+            arrival.hold(len(raw))
+            if request is None:
+                request = _parsed(pb.GenerateRequest, raw)
+                tenant_of(request, principal)
+            yield request, arrival
 
     @contextlib.asynccontextmanager
     async def _answering(self, context: Any) -> AsyncIterator["_Answer"]:
@@ -116,18 +138,22 @@ class InferenceService:
                 await context.abort_with_status(to_status(error))
             except asyncio.CancelledError:
                 answer.streaming = False
-                if not self._drain.over or context.cancelled():
+                if context.cancelled():
                     raise
-                task.uncancel()  # cancelled by the drain, and not because the client left
-                await context.abort_with_status(to_status(stopped))
+                task.uncancel()  # not because the client left: by the drain, or by a fault of a part of this router
+                cut = Unavailable(f"router {self._router_id} cut the stream off")
+                if not self._drain.over:
+                    log.error("a stream was cancelled within the router", exc_info=True)
+                await context.abort_with_status(to_status(stopped if self._drain.over else cut))
 
     async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
-        explained = await self._handler.explain(request, context.time_remaining(), self._principal(context))
+        principal = self._principal(context)
+        explained = await self._handler.explain(request, context.time_remaining(), principal)
         prepared, candidates = explained.prepared, explained.candidates
         return pb.Explanation(
             prompt_tokens=explained.demand.num_tokens,
             usable_blocks=explained.demand.num_usable_blocks,
-            candidates=[candidate_of(candidate) for candidate in candidates[:MAX_EXPLAINED]],
+            candidates=[candidate_of(candidate) for candidate in candidates[: num_shown(principal)]],
             num_candidates=len(candidates),
             model=prepared.model.name,
             model_reason=prepared.model_reason,
@@ -135,8 +161,9 @@ class InferenceService:
         )
 
     async def Decisions(self, request: pb.DecisionsRequest, context: Any) -> pb.DecisionsResponse:
-        past = self._handler.decisions(request.request_id, self._principal(context))
-        return await asyncio.to_thread(to_response, past)
+        principal = self._principal(context)
+        past = self._handler.decisions(request.request_id, principal)
+        return await asyncio.to_thread(to_response, past, num_shown(principal))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         return await self._handler.tokenize(request, self._principal(context))
@@ -160,7 +187,9 @@ class InferenceService:
         return cluster_status(self._router_id, self._drain.draining, self._models, self._started_at)
 
     async def Feedback(self, request: pb.FeedbackRequest, context: Any) -> pb.FeedbackResponse:
-        self._samples.feedback(request, self._principal(context))
+        principal = self._principal(context)
+        self._arrivals.charge(principal.tenant or "")
+        self._samples.feedback(request, principal)
         return pb.FeedbackResponse()
 
 

@@ -5,6 +5,7 @@ Imported only where there is such a port: FastAPI takes a fifth of a router's st
 
 from cluster.drain import Drain
 from cluster.tls import Credentials
+from router.admission.arrivals import Arrivals
 from router.config import RouterConfig
 from router.frontend.console.routes import add_console
 from router.frontend.grpc_service import InferenceService
@@ -25,13 +26,14 @@ async def open_http(
     requests: Drain,
     keys: ApiKeys,
     inference: InferenceService,
+    arrivals: Arrivals,
 ) -> OpenAiServer:
     """Start serving; the caller closes the server.
 
     Raises StartError.
     """
     http = OpenAiServer(config.host, port, credentials, config.max_connection_s)
-    app = make_app(handler, models, requests, keys, config)
+    app = make_app(handler, models, requests, keys, config, arrivals)
     add_console(app, keys, inference.status, handler.recent)
     await http.start(guarded(app, keys))
     return http

@@ -8,6 +8,7 @@ from typing import Any
 
 from cluster.error_status import to_status
 from cluster.errors import AlreadyExists, Incompatible, InvalidRequest, ServiceError
+from cluster.loop_watch import loop_time
 from cluster.protocol import PROTOCOL
 from engine.block_keys import ADAPTER_BYTES
 from protos import membership_pb2 as pb
@@ -42,7 +43,8 @@ class MembershipService(pb_grpc.MembershipServicer):
             first = await anext(request_iterator, None)
             member = model, worker = self._admit(first)
             yield pb.RouterMessage(welcome=pb.Welcome(router_id=self._router_id, incarnation=self._incarnation))
-            while (message := await self._next(worker, request_iterator)) is not None:
+            messages = aiter(request_iterator)
+            while (message := await self._next(worker, messages)) is not None:
                 if not await self._absorb(model, worker, message):
                     yield pb.RouterMessage(resync=pb.Resync())
         except ServiceError as error:
@@ -108,14 +110,23 @@ class MembershipService(pb_grpc.MembershipServicer):
         _lose(old)
 
     async def _next(self, worker: Worker, messages: AsyncIterator[pb.WorkerMessage]) -> pb.WorkerMessage | None:
-        """Return the next message, or None when the stream ended or the engine behind it fell silent."""
+        """Return the next message, or None when the stream ended or the engine behind it fell silent.
+
+        Seconds in which this router's own loop stood still are no silence of the worker.
+        """
+        began_at = loop_time()
+        reading = asyncio.ensure_future(_next_message(messages))
         try:
-            async with asyncio.timeout(self._silence_s):
-                return await anext(messages, None)
-        except TimeoutError:
-            log.warning("%s was silent for %g s: lost", worker.worker_id, self._silence_s)
-            _lose(worker)
-            return None
+            while (left_s := began_at + self._silence_s - loop_time()) > 0:
+                await asyncio.wait([reading], timeout=left_s)
+                if reading.done():
+                    return reading.result()
+        finally:
+            if not reading.done():
+                reading.cancel()
+        log.warning("%s was silent for %g s: lost", worker.worker_id, self._silence_s)
+        _lose(worker)
+        return None
 
     async def _absorb(self, model: ModelRuntime, worker: Worker, message: pb.WorkerMessage) -> bool:
         if model.fleet.worker(worker.worker_id) is not worker:
@@ -135,6 +146,10 @@ class MembershipService(pb_grpc.MembershipServicer):
             model.on_worker_report()
         model.dispatcher.kick()
         return in_step
+
+
+async def _next_message(messages: AsyncIterator[pb.WorkerMessage]) -> pb.WorkerMessage | None:
+    return await anext(messages, None)
 
 
 def _lose(worker: Worker) -> None:

@@ -3,6 +3,9 @@
 A grammar is a program: a few kilobytes can take llguidance minutes, or overflow its stack, which no exception reports.
 Such a grammar costs a process that nothing else needs. A grammar that passes within the time limit compiles in an
 engine too, which has a larger stack.
+
+A tenant has one grammar checked at a time, and tenants take turns. Results are remembered for each tenant, so that none
+can tell from the time of an answer which grammars another tenant used.
 """
 
 import asyncio
@@ -10,16 +13,26 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.errors import InvalidRequest, Unavailable
 from engine.core_types import StructuredOutput
 from engine.model.model_dir import ModelDir
+from router.admission.fair_turns import FairTurns
 
 START_S = 60.0
 """Seconds for loading the tokenizer."""
-MAX_REMEMBERED = 128
+PROCESSES = 2
+"""Processes of a model: while one tenant's grammar takes long, another tenant's is checked."""
+MAX_REMEMBERED = 64
+"""Remembered results of one tenant."""
+MAX_TENANTS = 256
+"""Tenants whose results are remembered."""
+TIMEOUT_REMEMBERED_S = 300.0
+"""Seconds for which a grammar that took too long is refused at once; the machine may have been busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,76 +67,130 @@ class GrammarProcess:
         return await asyncio.to_thread(self.process.wait)
 
 
-class GrammarChecker:
-    """Checker with one process, started with the first grammar and again after it died.
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """Result of a check."""
 
-    Grammars wait for each other.
-    """
+    fault: InvalidRequest | None
+    until: float
+    """Time from which the result is not used any more, of the monotonic clock."""
+
+
+class GrammarResults:
+    """Results of checks, by tenant; those used longest ago are forgotten first."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._tenants: OrderedDict[str, OrderedDict[StructuredOutput, _Result]] = OrderedDict()
+
+    def find(self, tenant: str, structured: StructuredOutput) -> _Result | None:
+        results = self._tenants.get(tenant, OrderedDict())
+        result = results.get(structured)
+        if result is None or self._clock() >= result.until:
+            return None
+        results.move_to_end(structured)
+        self._tenants.move_to_end(tenant)
+        return result
+
+    def add(
+        self, tenant: str, structured: StructuredOutput, fault: InvalidRequest | None, lasts_s: float = float("inf")
+    ) -> None:
+        results = self._tenants.setdefault(tenant, OrderedDict())
+        results[structured] = _Result(fault, self._clock() + lasts_s)
+        results.move_to_end(structured)
+        self._tenants.move_to_end(tenant)
+        if len(results) > MAX_REMEMBERED:
+            results.popitem(last=False)
+        if len(self._tenants) > MAX_TENANTS:
+            self._tenants.popitem(last=False)
+
+
+class GrammarChecker:
+    """Checker of one model, with processes that start when a grammar needs one, and again after one died."""
 
     def __init__(self, model_dir: ModelDir, limit_s: float) -> None:
         self._model_dir = model_dir
         self._limit_s = limit_s
-        self._lock = asyncio.Lock()
-        self._process: GrammarProcess | None = None
+        self._turns = FairTurns(PROCESSES, 1)
+        self._idle: list[GrammarProcess] = []
+        self._busy: set[GrammarProcess] = set()
         self._refusal: InvalidRequest | None = None
         """Refusal of every grammar, for a model that cannot have any."""
-        self._remembered: OrderedDict[StructuredOutput, InvalidRequest | None] = OrderedDict()
+        self._results = GrammarResults()
 
-    async def check(self, structured: StructuredOutput) -> None:
-        """Check a grammar.
+    async def check(self, structured: StructuredOutput, tenant: str = "") -> None:
+        """Check a tenant's grammar.
 
         Raises InvalidRequest, naming the field, when it does not compile within the time limit.
         """
-        if structured in self._remembered:
-            self._remembered.move_to_end(structured)
-            fault = self._remembered[structured]
+        result = self._results.find(tenant, structured)
+        if result is None:
+            async with self._turns.turn(tenant):
+                result = self._results.find(tenant, structured)  # another request may have had the same one checked
+                fault = result.fault if result is not None else self._refusal or await self._ask(structured, tenant)
         else:
-            async with self._lock:
-                fault = self._refusal or await self._ask(structured)
+            fault = result.fault
         if fault is not None:
             raise InvalidRequest(fault.field, fault.message)
 
     async def close(self) -> None:
-        """End the process."""
-        process, self._process = self._process, None
-        if process is not None:
+        """End the processes."""
+        processes, self._idle = [*self._idle, *self._busy], []
+        for process in processes:
             await process.end()
 
-    async def _ask(self, structured: StructuredOutput) -> InvalidRequest | None:
+    async def _ask(self, structured: StructuredOutput, tenant: str) -> InvalidRequest | None:
         question = json.dumps({"kind": structured.kind, "texts": structured.texts})
+        process: GrammarProcess | None = None
         answered = False
-        if self._process is not None and self._process.process.poll() is not None:
-            await self.close()  # it died of something else, while idle
         try:
-            process = self._process or await self._start()
+            process = await self._process()
+            self._busy.add(process)
             process.questions.write(f"{question}\n".encode())
             fault = await self._answer(process, self._limit_s)
             answered = True
         except TimeoutError:
-            return InvalidRequest(structured.field, f"too complex: it takes longer than {self._limit_s:g} s to compile")
+            reason = f"too complex: it takes longer than {self._limit_s:g} s to compile"
+            fault = InvalidRequest(structured.field, reason)
+            self._results.add(tenant, structured, fault, TIMEOUT_REMEMBERED_S)
+            return fault
         except (EOFError, ConnectionError):
-            return InvalidRequest(structured.field, "too complex: it takes too much memory to compile")
+            fault = InvalidRequest(structured.field, "too complex: it takes too much memory to compile")
+            self._results.add(tenant, structured, fault, TIMEOUT_REMEMBERED_S)
+            return fault
         finally:
-            if not answered:  # also when the client left: the answer would be taken for that to the next question
-                await self.close()
-        self._remembered[structured] = fault
-        if len(self._remembered) > MAX_REMEMBERED:
-            self._remembered.popitem(last=False)
+            if process is not None:
+                self._busy.discard(process)
+                if answered:
+                    self._idle.append(process)
+                else:  # also when the client left: the answer would be taken for that to the next question
+                    await process.end()
+        self._results.add(tenant, structured, fault)
         return fault
 
-    async def _start(self) -> GrammarProcess:
-        """Start a process.
+    async def _process(self) -> GrammarProcess:
+        """Return an idle process, or a new one.
 
         Raises InvalidRequest when this model cannot have structured output.
         """
-        self._process = process = await GrammarProcess.start(self._model_dir)
+        while self._idle:
+            process = self._idle.pop()
+            if process.process.poll() is None:
+                return process
+            await process.end()  # it died of something else, while idle
+        process = await GrammarProcess.start(self._model_dir)
         try:
             self._refusal = await self._answer(process, START_S)
         except TimeoutError:
+            await process.end()
             raise Unavailable(f"the process that checks grammars says nothing for {START_S:g} s") from None
         except (EOFError, ConnectionError):
             raise Unavailable(f"the process that checks grammars ended with {await process.end()} at once") from None
+        except asyncio.CancelledError:
+            await process.end()
+            raise
         if self._refusal is not None:
+            await process.end()
             raise self._refusal
         return process
 

@@ -17,6 +17,8 @@ from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from protos import membership_pb2
 from router.admission.dispatcher import Dispatcher
+from router.admission.refusals import Refusal
+from router.admission.shares import Shares
 from router.decode_client.decode_streams import DecodeStreams
 from router.models.config import AUTO, ModelEntry, ModelsConfig
 from router.models.costs import Costs
@@ -98,8 +100,10 @@ class ModelRuntime:
         fleet: Fleet,
         dispatcher: Dispatcher,
         grammar_limit_s: float,
+        worker_waits: Shares,
         trust: TlsIdentity | None = None,
     ) -> None:
+        """Create it; `worker_waits` counts requests that wait for a first worker."""
         self.name = files.name
         self.entry = files.entry
         self.model_dir = files.model_dir
@@ -114,6 +118,7 @@ class ModelRuntime:
         """Name of the model that the adapter changes; empty without an adapter."""
         self.adapter = b""
         """Fingerprint of the LoRA adapter; empty for none."""
+        self._worker_waits = worker_waits
         self._reported = asyncio.Event()
         """Event set when a decode worker reports, for requests that wait for the first one."""
 
@@ -142,11 +147,24 @@ class ModelRuntime:
         workers = self.workers()
         return [worker for worker in workers if worker.decodes and worker.load is not None and not worker.draining]
 
-    async def await_decode_workers(self, give_up_at: float) -> None:
+    async def await_decode_workers(self, tenant: str, give_up_at: float) -> None:
         """Wait until a decode worker is there.
 
-        Raises Unavailable at `give_up_at`, of the monotonic clock.
+        Raises Unavailable at `give_up_at`, of the monotonic clock, and Overloaded when too many requests wait.
         """
+        if self.decode_workers():
+            return
+        try:
+            self._worker_waits.take(tenant)
+        except Refusal as refusal:
+            self.dispatcher.admission.num_refused[refusal.reason] += 1
+            raise refusal.error from None
+        try:
+            await self._first_worker(give_up_at)
+        finally:
+            self._worker_waits.give_back(tenant)
+
+    async def _first_worker(self, give_up_at: float) -> None:
         while not self.decode_workers():
             self._reported.clear()
             try:

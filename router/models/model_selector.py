@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cluster.errors import Forbidden, InvalidRequest, ServiceError, Unavailable
 from protos import inference_pb2 as pb
+from router.admission.arrivals import Arrival
 from router.models.config import ModelRule, ModelsConfig
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.models.model_selection import (
@@ -54,7 +55,12 @@ class ModelSelector:
         self._models = models
 
     async def choose(
-        self, request: pb.GenerateRequest, cache_salt: str, give_up_at: float, predict: bool = False
+        self,
+        request: pb.GenerateRequest,
+        cache_salt: str,
+        give_up_at: float,
+        arrival: Arrival,
+        predict: bool = False,
     ) -> SelectedModel:
         """Choose a model.
 
@@ -66,7 +72,7 @@ class ModelSelector:
         prompt_kind(request)
         first_token_s = request.max_ttft_ms / 1e3 if request.HasField("max_ttft_ms") else math.inf
         criteria = ModelCriteria(request.task, request.min_quality, request.tenant, request.priority, first_token_s)
-        looking = _Selection(request, cache_salt, MAX_COUNTED_MODELS)
+        looking = _Selection(request, cache_salt, arrival, MAX_COUNTED_MODELS)
         rule, rule_name = await self._rule(criteria, looking)
         self._check_vocabulary(request, rule)
         predict |= ttft_limit_s(criteria, rule) < math.inf
@@ -115,8 +121,9 @@ class _Found:
 class _Selection:
     """Selection for one request, with one tokenizer after the other."""
 
-    def __init__(self, request: pb.GenerateRequest, cache_salt: str, max_tokenizers: int) -> None:
+    def __init__(self, request: pb.GenerateRequest, cache_salt: str, arrival: Arrival, max_tokenizers: int) -> None:
         self.request = request
+        self._arrival = arrival
         self._cache_salt = cache_salt
         self.found: dict[str, _Found] = {}
         """Results by model."""
@@ -131,14 +138,15 @@ class _Selection:
         """
         identity = model.encoder.reading
         if identity not in self._prompts:
-            self._prompts[identity] = await model.encoder.encode(self.request)
+            prompt = self._prompts[identity] = await model.encoder.encode(self.request, self._arrival.tenant)
+            self._arrival.tokens_read += len(prompt)
         return self._prompts[identity]
 
     async def count(self, model: ModelRuntime, predict: bool) -> None:
         """Tokenise and check the request with a model."""
         ttft_s = None
         try:
-            reading = await read(model, self.request, await self.prompt_of(model))
+            reading = await read(model, self.request, self._arrival, await self.prompt_of(model))
             if model.decode_workers():  # without one it is not chosen now, and looked at again when there is one
                 ttft_s = self._hold(model, reading, predict)
         except InvalidRequest as error:

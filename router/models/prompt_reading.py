@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from protos import inference_pb2 as pb
+from router.admission.arrivals import Arrival
 from router.models.model_runtime import ModelRuntime
 from router.validation import check_prompt, prompt_field, resolve_sampling
 
@@ -15,12 +16,15 @@ class PreparedPrompt:
     sampling: pb.Sampling
 
 
-async def read(model: ModelRuntime, request: pb.GenerateRequest, prompt: list[int] | None = None) -> PreparedPrompt:
+async def read(
+    model: ModelRuntime, request: pb.GenerateRequest, arrival: Arrival, prompt: list[int] | None = None
+) -> PreparedPrompt:
     """Read a request; `prompt` has its tokens if known.
 
     Raises InvalidRequest naming the field.
     """
     if prompt is None:
-        prompt = await model.encoder.encode(request)
+        prompt = await model.encoder.encode(request, arrival.tenant)
+        arrival.tokens_read += len(prompt)
     check_prompt(prompt, prompt_field(request), model.model_dir)
     return PreparedPrompt(prompt, resolve_sampling(request.sampling, len(prompt), model.model_dir))

@@ -1,8 +1,11 @@
 """Conversion of prompts to token ids: chat templates and tokenisation."""
 
 import asyncio
+import json
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from hashlib import blake2b
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -10,10 +13,19 @@ from cluster.errors import InvalidRequest
 from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
+from router.admission.fair_turns import FairTurns
 from router.models.chat_template import ChatTemplate, chars_of, check_chat_fields
 
 INLINE_CHARS = 4096
-"""Length from which texts are tokenised on a thread, so that other streams do not wait."""
+"""Length from which texts are rendered and tokenised on a thread, so that other streams do not wait."""
+INLINE_MESSAGES = 32
+"""Number of messages from which a chat is rendered on a thread."""
+LARGE_CHARS = 64 << 10
+"""Length from which texts wait for a turn among large ones, so that short prompts do not wait for them."""
+MAX_CHARS_COMPOSED = 4
+"""Characters that Unicode's composition may make one of."""
+KEEPS_CHARS = frozenset(("NFC", "Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"))
+"""Steps of tokenizers that drop no character; `Split` and `Replace` under conditions."""
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 TOKENS_PER_CHAR = 0.25
 """Estimated tokens per character of a tokenizer that has read nothing yet."""
@@ -53,6 +65,11 @@ class PromptEncoder:
         """Digest that is equal where the same prompt gives the same token ids."""
         self._tokens_per_char = TOKENS_PER_CHAR
         self._token_texts: dict[int, str] = {}
+        self._max_context_tokens = model_dir.max_context_tokens
+        longest = max_chars_per_token(self._tokenizer) if self._tokenizer is not None else None
+        self._max_chars = None if longest is None else longest * self._max_context_tokens
+        """Characters beyond which no text fits in the context; None where that cannot be said."""
+        self._turns, self._large_turns = FairTurns(4, 2), FairTurns(2, 1)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -88,35 +105,74 @@ class PromptEncoder:
         """Estimate the prompt's tokens without reading it, from recent tokens per character."""
         return len(request.token_ids) or max(1, round(num_chars(request) * self._tokens_per_char))
 
-    async def encode(self, request: pb.GenerateRequest) -> list[int]:
+    async def encode(self, request: pb.GenerateRequest, tenant: str = "") -> list[int]:
         """Return the prompt's token ids.
 
-        Raises InvalidRequest unless exactly one readable kind of prompt was given.
+        Long prompts of a tenant wait for each other, and take turns with other tenants'. Raises InvalidRequest unless
+        exactly one readable kind of prompt was given.
         """
         kind = prompt_kind(request)
         check_chat_fields(request)
         if fault := self.fault(request):
             raise InvalidRequest(kind, fault)
         if kind == "token_ids":
+            if len(request.token_ids) > self._max_context_tokens:
+                reason = f"prompt of {len(request.token_ids)} tokens exceeds the context of {self._max_context_tokens}"
+                raise InvalidRequest(kind, reason)
             return list(request.token_ids)
-        if kind == "messages":
-            assert self._template is not None, "it would be at fault"
-            prompt = await self._tokenise(self._template.render(request), special_tokens=False)
+        chars = num_chars(request)
+        if self._max_chars is not None and chars > self._max_chars:
+            limit = f"{self._max_chars}, the most that {self._max_context_tokens} tokens can hold"
+            raise InvalidRequest(kind, f"prompt of {chars} characters; at most {limit}")
+        if chars <= INLINE_CHARS and len(request.messages) <= INLINE_MESSAGES:
+            prompt = self._read(request)
         else:
-            prompt = await self._tokenise(request.text, special_tokens=True)
-        if chars := num_chars(request):
+            async with self._turn(chars, tenant):
+                prompt = await asyncio.to_thread(self._read, request)
+        if chars:
             self._tokens_per_char += (len(prompt) / chars - self._tokens_per_char) / PROMPTS_SEEN
         return prompt
 
-    async def _tokenise(self, text: str, special_tokens: bool) -> list[int]:
+    def _turn(self, chars: int, tenant: str) -> AbstractAsyncContextManager[None]:
+        return (self._large_turns if chars > LARGE_CHARS else self._turns).turn(tenant)
+
+    def _read(self, request: pb.GenerateRequest) -> list[int]:
+        """Render and tokenise a text or a chat."""
         assert self._tokenizer is not None, "it would be at fault"
-        tokenizer = self._tokenizer
+        is_chat = bool(request.messages)
+        text = request.text
+        if is_chat:
+            assert self._template is not None, "it would be at fault"
+            text = self._template.render(request)
+        # Unlike `encode`, this lets go of the GIL.
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=not is_chat)
+        ids: list[int] = encoded.ids
+        return ids
 
-        def encode() -> list[int]:
-            ids: list[int] = tokenizer.encode(text, add_special_tokens=special_tokens).ids
-            return ids
 
-        return encode() if len(text) <= INLINE_CHARS else await asyncio.to_thread(encode)
+def max_chars_per_token(tokenizer: Tokenizer) -> int | None:
+    """Return a bound of the characters that one token stands for; None where the tokenizer may drop characters."""
+    description = json.loads(tokenizer.to_str())
+    steps = [*_steps(description.get("normalizer")), *_steps(description.get("pre_tokenizer"))]
+    if not all(_keeps_chars(step) for step in steps):
+        return None
+    longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)))
+    return longest * MAX_CHARS_COMPOSED if any(step["type"] == "NFC" for step in steps) else longest
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer or pre-tokenizer, those of a sequence one by one."""
+    if part is None:
+        return []
+    nested = part.get("normalizers") or part.get("pretokenizers")
+    return [part] if nested is None else [step for each in nested for step in _steps(each)]
+
+
+def _keeps_chars(step: dict[str, Any]) -> bool:
+    pattern = step.get("pattern") or {}
+    replaced = len(str(pattern.get("String", "")))
+    shrinks = step["type"] == "Replace" and not 0 < replaced <= len(step.get("content", ""))
+    return step["type"] in KEEPS_CHARS and not shrinks and step.get("behavior") != "Removed"
 
 
 def num_chars(request: pb.GenerateRequest) -> int:

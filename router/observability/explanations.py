@@ -7,6 +7,7 @@ from protos import inference_pb2 as pb
 from router.models.model_selection import Verdict
 from router.observability.decision_history import Entry, Placement
 from router.placement.candidates import Candidate
+from router.security.api_keys import Principal
 
 MAX_EXPLAINED = 256
 """Candidates in an answer, the cheapest; a fleet of hundreds has tens of thousands."""
@@ -25,7 +26,12 @@ def compared(verdict: Verdict) -> pb.ModelCandidate:
     )
 
 
-def decided(placement: Placement) -> pb.PlacementDecision:
+def num_shown(principal: Principal) -> int:
+    """Return how many candidates a caller may see: others than the chosen one show the load of the cluster."""
+    return MAX_EXPLAINED if principal.operator else 1
+
+
+def decided(placement: Placement, num_candidates: int = MAX_EXPLAINED) -> pb.PlacementDecision:
     placement_snapshot = placement.placement_snapshot
     candidates = placement_snapshot.candidates() if placement_snapshot is not None else []
     return pb.PlacementDecision(
@@ -33,7 +39,7 @@ def decided(placement: Placement) -> pb.PlacementDecision:
         placed_after_ms=placement.placed_after_s * 1e3,
         reason=placement.decision.reason,
         usable_blocks=placement_snapshot.demand.num_usable_blocks if placement_snapshot is not None else 0,
-        candidates=[candidate_of(candidate) for candidate in candidates[:MAX_EXPLAINED]],
+        candidates=[candidate_of(candidate) for candidate in candidates[:num_candidates]],
         num_candidates=placement.decision.num_candidates,
         ttft_ms=None if placement.ttft_s is None else placement.ttft_s * 1e3,
         hit_blocks=placement.hit_blocks,
@@ -63,7 +69,7 @@ def candidate_of(candidate: Candidate) -> pb.PlacementCandidate:
     )
 
 
-def to_response(entry: Entry) -> pb.DecisionsResponse:
+def to_response(entry: Entry, num_candidates: int = MAX_EXPLAINED) -> pb.DecisionsResponse:
     """Convert an entry; tenths of a second per placement for a large fleet, so not on an event loop."""
     return pb.DecisionsResponse(
         request_id=entry.request_id,
@@ -72,7 +78,7 @@ def to_response(entry: Entry) -> pb.DecisionsResponse:
         model=entry.model,
         model_reason=entry.model_reason,
         models=map(compared, entry.verdicts),
-        placements=map(decided, tuple(entry.placements)),
+        placements=[decided(placement, num_candidates) for placement in tuple(entry.placements)],
         ended=entry.ended,
         error=entry.error,
     )

@@ -6,11 +6,12 @@ Lines beyond its speed are dropped and counted.
 import asyncio
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from cluster.errors import StartError
 
@@ -37,7 +38,7 @@ class JsonLines:
         self.num_dropped = 0
         if path is not None:
             try:
-                path.open("a").close()
+                _open_private(path).close()
             except OSError as error:
                 raise StartError(setting, f"cannot write {path}: {error.strerror}") from None
 
@@ -62,7 +63,7 @@ class JsonLines:
         assert self._path is not None
         lost = 0
         try:
-            with self._path.open("a") as file:
+            with _open_private(self._path) as file:
                 file.write(json.dumps(line(), separators=(",", ":")) + "\n")
         except OSError as error:
             log.error("a line of %s is lost: %s: %s", self._setting, self._path, error.strerror)
@@ -73,3 +74,11 @@ class JsonLines:
         with self._lock:
             self._unwritten -= 1
             self.num_dropped += lost
+
+
+def _open_private(path: Path) -> TextIO:
+    """Open a file to append to it, readable by its owner only: lines may hold prompts.
+
+    Raises OSError.
+    """
+    return open(path, "a", opener=lambda name, flags: os.open(name, flags, 0o600))

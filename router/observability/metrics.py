@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cluster.errors import ServiceError
+from cluster.loop_watch import LoopWatch
 from cluster.metrics import LATENCY_S, TOKENS
 from protos import inference_pb2 as pb
 from router.admission.tenant_limits import TenantLimits
@@ -180,8 +181,9 @@ class RequestMetrics:
 class ClusterCollector(Collector):
     """Collector of the workers and queues at the time of a scrape."""
 
-    def __init__(self, models: ModelRuntimes, tenant_limits: TenantLimits) -> None:
+    def __init__(self, models: ModelRuntimes, tenant_limits: TenantLimits, loop_watch: LoopWatch) -> None:
         self._models = models
+        self._loop_watch = loop_watch
         self._tenant_limits = tenant_limits
 
     def describe(self) -> Iterable[Metric]:
@@ -254,7 +256,11 @@ class ClusterCollector(Collector):
                     errors.add_metric((model.name, f"{share:g}"), ratio)
         for reason, count in self._tenant_limits.num_refused.items():
             refused.add_metric(("", _word(reason)), count)
-        yield from (waiting, running, errors, refused)
+        lag = GaugeMetricFamily(
+            "tandem_event_loop_worst_lag_seconds", "Longest time in the last minute for which the router stood still."
+        )
+        lag.add_metric((), self._loop_watch.worst_lag_s())
+        yield from (waiting, running, errors, refused, lag)
 
 
 def _running(model: ModelRuntime) -> int:

@@ -8,6 +8,7 @@ from cluster import logs
 from cluster.errors import Forbidden, InvalidRequest
 from engine.sampling.structured_output import read_structured
 from protos import inference_pb2 as pb
+from router.admission.arrivals import Arrival
 from router.admission.request import RequestInfo
 from router.config import RouterConfig
 from router.models.config import AUTO
@@ -17,7 +18,7 @@ from router.models.model_selector import ModelSelector, SelectedModel
 from router.models.prompt_reading import read
 from router.prepared_request import PreparedRequest
 from router.security.api_keys import Principal
-from router.validation import check_names, check_quality, check_time_limit
+from router.validation import check_name_length, check_names, check_quality, check_time_limit
 
 
 class Preprocessor:
@@ -28,35 +29,42 @@ class Preprocessor:
         self._models = models
 
     async def check(
-        self, request: pb.GenerateRequest, deadline_s: float | None, principal: Principal, explain: bool = False
+        self,
+        request: pb.GenerateRequest,
+        deadline_s: float | None,
+        principal: Principal,
+        arrival: Arrival,
+        explain: bool = False,
     ) -> PreparedRequest:
-        """Check, tokenise and complete a request.
+        """Check, tokenise and complete a request of the arrival's tenant.
 
-        Its tenant becomes the principal's. Raises ServiceError.
+        Raises ServiceError.
 
         `explain`: predict more than the choice of a model needs.
         """
         arrived_at = time.monotonic()
         deadline = arrived_at + (self._config.default_deadline_s if deadline_s is None else deadline_s)
+        check_names(request)
         models = self._models.only(principal.models)
         model, why = asked_for(self._models, request.model, principal)
-        check_names(request)
         name = request.request_id or secrets.token_hex(8)
         logs.request_id.set(name)
-        request.tenant = principal.tenant_for(request.tenant)
+        request.tenant = arrival.tenant
+        self._check_priority(request, principal)
         cache_salt = isolated(request) if self._config.isolate_tenants else request.cache_salt
         check_time_limit(request)
         check_quality(request)
         if model is None:
             give_up_at = min(deadline, arrived_at + self._config.no_worker_grace_s)
-            chosen = await ModelSelector(self._config, models).choose(request, cache_salt, give_up_at, explain)
+            selector = ModelSelector(self._config, models)
+            chosen = await selector.choose(request, cache_salt, give_up_at, arrival, explain)
             why = f"{why}: {chosen.reason}" if why == AUTO else f"{why}; {chosen.reason}"
         else:
             _check_fit(model, request)
-            chosen = SelectedModel(model, why, await read(model, request))
+            chosen = SelectedModel(model, why, await read(model, request, arrival))
         sampling = chosen.reading.sampling
         if (structured := read_structured(sampling)) is not None:
-            await chosen.model.grammars.check(structured)
+            await chosen.model.grammars.check(structured, arrival.tenant)
         first_token_s = request.max_ttft_ms / 1e3 if request.HasField("max_ttft_ms") else math.inf
         return PreparedRequest(
             request=request,
@@ -72,6 +80,24 @@ class Preprocessor:
             deadline=deadline,
             info=RequestInfo(request.tenant, request.priority, arrived_at, deadline, arrived_at + first_token_s),
         )
+
+    def _check_priority(self, request: pb.GenerateRequest, principal: Principal) -> None:
+        """Check that the caller may use the request's priority.
+
+        Raises Forbidden.
+        """
+        highest = self._config.policy(request.tenant).max_priority
+        if request.priority > highest and not principal.operator:
+            raise Forbidden(f"at most {highest} for tenant {request.tenant!r}, not {request.priority}", "priority")
+
+
+def tenant_of(request: pb.GenerateRequest, principal: Principal) -> str:
+    """Return the tenant whose request it is.
+
+    Raises InvalidRequest for a name that is too long, Forbidden for another tenant than the principal's.
+    """
+    check_name_length(request.tenant, "tenant")
+    return principal.tenant_for(request.tenant)
 
 
 def isolated(request: pb.GenerateRequest) -> str:

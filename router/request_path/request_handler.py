@@ -20,7 +20,7 @@ from cluster.errors import (
 )
 from engine.block_keys import BlockKey
 from protos import inference_pb2 as pb
-from router.admission.refusals import DEFAULT_RETRY_AFTER_S, queue_full
+from router.admission.arrivals import Arrival, Arrivals
 from router.admission.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.decode_client.decode_stream import DecodeStream
@@ -37,13 +37,14 @@ from router.placement.candidates import Candidate
 from router.placement.demand import Demand, traffic_hash_of
 from router.placement.explain import explain
 from router.placement.place import Decision
-from router.placement.request_demand import chains_of
+from router.placement.request_demand import chains_of, num_outputs
 from router.placement.worker_records import ActivePlacement, Worker
 from router.prepared_request import PreparedRequest
 from router.request_path.decode_request import decode_request
-from router.request_path.preprocess import Preprocessor, asked_for
+from router.request_path.preprocess import Preprocessor, asked_for, tenant_of
 from router.request_path.stream_state import StreamState
 from router.security.api_keys import Principal
+from router.validation import check_messages, check_name_length
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class RequestHandler:
         config: RouterConfig,
         models: ModelRuntimes,
         tenant_limits: TenantLimits,
+        arrivals: Arrivals,
         metrics: RouterMetrics,
         samples: Samples,
         tracing: Tracing,
@@ -91,8 +93,7 @@ class RequestHandler:
         self._history = DecisionHistory(int(config.decisions_memory_mib * (1 << 20)))
         for model in models:
             model.fleet.keeps_snapshots = self._history.on or decisions_file.on
-        self._arriving: set[Entry] = set()
-        """Requests that are being preprocessed or wait for a first worker, before the queue."""
+        self._arrivals = arrivals
         self._tenant_limits = tenant_limits
         self._intake = Preprocessor(config, models)
 
@@ -102,31 +103,35 @@ class RequestHandler:
         deadline_s: float | None,
         principal: Principal,
         on_checked: Callable[[PreparedRequest], object] = _ignore,
+        arrival: Arrival | None = None,
     ) -> AsyncGenerator[bytes]:
         """Yield serialised GenerateResponses, one unbroken stream over all attempts.
 
         Raises ServiceError.
 
-        `on_checked` is called once, before the first of them.
+        `on_checked` is called once, before the first of them. `arrival` is that of a request charged already.
         """
         request_metrics = self._metrics.watch()
         sampled = self._samples.wanted()
         prepared, arrived_at = None, time.monotonic()
         past = Entry(request.request_id, request.tenant, time.time())
         kept: list[bytes] = []
+        own = contextlib.ExitStack()
         try:
-            self._arrives(past)
-            prepared = await self._intake.check(request, deadline_s, principal)
+            if arrival is None:
+                arrival = own.enter_context(self._arrivals.arriving(tenant_of(request, principal)))
+            prepared = await self._checked(request, deadline_s, principal, arrival)
             past.request_id, past.tenant, past.verdicts = prepared.request_id, request.tenant, prepared.verdicts
             past.model, past.model_reason = prepared.model.name, prepared.model_reason
             self._history.add(past)
             request_metrics.checked(prepared)
             prepared.model.fleet.traffic.arrived(len(prepared.prompt))
             on_checked(prepared)
-            charge = await self._tenant_limits.enter(request.tenant, prepared.most_tokens)
+            num_sequences = num_outputs(prepared.sampling)
+            charge = await self._tenant_limits.enter(request.tenant, prepared.most_tokens, num_sequences)
             emitted = StreamState(prepared.sampling.n)
             try:
-                async with contextlib.aclosing(self._attempts(prepared, emitted, past)) as messages:
+                async with contextlib.aclosing(self._attempts(prepared, emitted, past, arrival)) as messages:
                     async for message in messages:
                         request_metrics.message()
                         if sampled and self._samples.keeps_texts:
@@ -150,7 +155,7 @@ class RequestHandler:
         finally:
             past.ended = True
             self._decisions_file.ended(past, None if prepared is None else prepared.finish)
-            self._arriving.discard(past)
+            own.close()
         if prepared.finish is not None:
             request_metrics.finished(prepared.finish)
             total_s = time.monotonic() - prepared.arrived_at
@@ -166,22 +171,31 @@ class RequestHandler:
             if sampled:
                 self._samples.served(prepared, kept)
 
-    def _arrives(self, past: Entry) -> None:
-        """Count an arriving request.
+    async def _checked(
+        self,
+        request: pb.GenerateRequest,
+        deadline_s: float | None,
+        principal: Principal,
+        arrival: Arrival,
+        explain: bool = False,
+    ) -> PreparedRequest:
+        """Preprocess a request; what was read of a refused one is charged.
 
-        Raises Overloaded while too many are being preprocessed, the same bound as the queue's.
+        Raises ServiceError.
         """
-        if len(self._arriving) >= self._config.max_queued:
-            refusal = queue_full(len(self._arriving), DEFAULT_RETRY_AFTER_S)
-            self._tenant_limits.num_refused[refusal.reason] += 1
-            raise refusal.error
-        self._arriving.add(past)
+        try:
+            return await self._intake.check(request, deadline_s, principal, arrival, explain)
+        except ServiceError:
+            self._tenant_limits.charge_refused(arrival.tenant, arrival.tokens_read)
+            raise
 
     async def tokenize(self, request: pb.TokenizeRequest, principal: Principal) -> pb.TokenizeResponse:
         """Return a prompt's tokens as its model reads it.
 
         Raises ServiceError.
         """
+        check_name_length(request.model, "model")
+        check_messages(request.messages)
         if request.model == AUTO:
             raise InvalidRequest("model", f"{AUTO!r} is decided for a request that is generated: name one")
         model, _ = asked_for(self._models, request.model, principal)
@@ -193,16 +207,21 @@ class RequestHandler:
             tools=request.tools,
             chat_template_kwargs=request.chat_template_kwargs,
         )
-        token_ids = await model.encoder.encode(prompt)
+        tenant = principal.tenant or ""
+        with self._arrivals.arriving(tenant):
+            token_ids = await model.encoder.encode(prompt, tenant)
         return pb.TokenizeResponse(
             model=model.name, token_ids=token_ids, max_context_tokens=model.model_dir.max_context_tokens
         )
 
-    async def _attempts(self, prepared: PreparedRequest, emitted: StreamState, past: Entry) -> AsyncGenerator[bytes]:
+    async def _attempts(
+        self, prepared: PreparedRequest, emitted: StreamState, past: Entry, arrival: Arrival
+    ) -> AsyncGenerator[bytes]:
         model = prepared.model
         attempt, failures = 1, 0
+        arrival.queued()
         while True:
-            placed, decision, placed_at = await self._place(prepared, emitted, past)
+            placed, decision, placed_at = await self._place(prepared, emitted)
             placed_after_s = placed_at - prepared.arrived_at
             made = PastPlacement(attempt, placed_after_s, decision, placed.placement_snapshot)
             self._decisions_file.placed(past, made)
@@ -259,6 +278,7 @@ class RequestHandler:
         """
         if not request_id:
             raise InvalidRequest("request_id", "is empty")
+        check_name_length(request_id, "request_id")
         if not self._history.on:
             raise NotConfigured("decisions_memory_mib is 0: this router keeps no decisions")
         entry = self._history.find(request_id, None if principal.operator else principal.tenant)
@@ -275,7 +295,8 @@ class RequestHandler:
 
         Raises ServiceError.
         """
-        prepared = await self._intake.check(request, deadline_s, principal, explain=True)
+        with self._arrivals.arriving(tenant_of(request, principal)) as arrival:
+            prepared = await self._checked(request, deadline_s, principal, arrival, explain=True)
         demand, keys = await self._needs(prepared, StreamState(prepared.sampling.n))
         fleet = prepared.model.fleet
         # A large fleet's candidates take tenths of a second: computed off the loop, from a snapshot that does not
@@ -283,16 +304,13 @@ class RequestHandler:
         placement_snapshot = copy.deepcopy((fleet.snapshot, fleet.hits(keys, demand.other_keys), fleet.rates))
         return Explained(prepared, demand, await asyncio.to_thread(explain, demand, *placement_snapshot))
 
-    async def _place(
-        self, prepared: PreparedRequest, emitted: StreamState, past: Entry
-    ) -> tuple[ActivePlacement, Decision, float]:
+    async def _place(self, prepared: PreparedRequest, emitted: StreamState) -> tuple[ActivePlacement, Decision, float]:
         """Wait for a placement.
 
         A request that can never start is refused at once; without workers it waits a little.
         """
         demand, keys = await self._needs(prepared, emitted)
         prepared.info.streaming = not emitted.empty
-        self._arriving.discard(past)
         placed, decision = await prepared.model.dispatcher.place(prepared.info, demand, keys)
         prepared.decision = decision
         return placed, decision, time.monotonic()
@@ -300,7 +318,7 @@ class RequestHandler:
     async def _needs(self, prepared: PreparedRequest, emitted: StreamState) -> tuple[Demand, list[BlockKey]]:
         """Return the demand, and the keys of blocks that may come from elsewhere."""
         grace_s = min(self._config.no_worker_grace_s, prepared.remaining_s())
-        await prepared.model.await_decode_workers(time.monotonic() + grace_s)
+        await prepared.model.await_decode_workers(prepared.info.tenant, time.monotonic() + grace_s)
         prompt, sampling = prepared.prompt, prepared.sampling
         unfinished = [choice.token_ids for choice in emitted.choices if not choice.finished]
         to_score = sampling.HasField("prompt_logprobs") and emitted.num_prompt_logprobs < len(prompt) - 1

@@ -1,5 +1,6 @@
 """Settings of access to the router: TLS, ports and API keys."""
 
+import logging
 from pathlib import Path
 from typing import Literal
 
@@ -31,9 +32,14 @@ class ApiKey(Config):
     """Time from which the key is refused."""
 
 
+log = logging.getLogger(__name__)
+
+
 class SecuritySettings(TlsSettings):
     """Settings of access to a router."""
 
+    host: str = "127.0.0.1"
+    """Address to listen on."""
     internal_port: int | None = Field(default=None, ge=0, le=65535)
     """Port where workers join, on `host` too; 0 lets the system choose. Required with TLS or API keys, because workers
     that join are sent prompts. Unset: workers join on `port`."""
@@ -69,7 +75,17 @@ class SecuritySettings(TlsSettings):
         member, public = member_of(self), self._public()
         if self.guarded and self.internal_port is None:
             raise StartError("internal_port", "is required with TLS or API keys: a public port lets any process join")
+        if (self.api_keys or self.api_keys_file) and self.reachable:
+            if public is None:
+                log.warning("API keys travel in the clear: set tls_cert and tls_key")
+            if member is None:
+                log.warning("without tls_ca any process that reaches internal_port may join and be sent prompts")
         return public, member
+
+    @property
+    def reachable(self) -> bool:
+        """Whether other hosts may reach this router."""
+        return self.host not in ("127.0.0.1", "::1", "localhost")
 
     def _public(self) -> Credentials | None:
         authorities = self._client_authorities()

@@ -10,9 +10,8 @@ import grpc
 
 from cluster.error_status import to_status
 from cluster.errors import ServiceError
+from cluster.rpc import OPEN_SERVICES
 from router.security.api_keys import ApiKeys
-
-OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.v1alpha.")
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):

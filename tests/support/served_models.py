@@ -9,6 +9,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from protos import membership_pb2
+from router.admission.arrivals import Arrival, Arrivals
 from router.admission.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.models.model_runtime import ModelRuntime, ModelRuntimes, read_models
@@ -50,3 +51,8 @@ def join(model: ModelRuntime, num_blocks: int = 100, queued_tokens: int = 0) -> 
         available_blocks=num_blocks, num_blocks=num_blocks, queued_prefill_tokens=queued_tokens
     )
     model.fleet.reported(worker, load)
+
+
+def arrival_of(config: RouterConfig, tenant: str = "") -> Arrival:
+    """Return a request that is being read, of a router of its own."""
+    return Arrivals(config, TenantLimits(config)).arriving(tenant).__enter__()

@@ -114,32 +114,30 @@ def tenants(**config: object) -> RateLimiter:
 
 def test_a_refusal_names_limit_and_tenant_and_when_to_return() -> None:
     limits = tenants(tenants={"a": {"requests_per_s": 2, "burst": 1}, "b": {"tokens_per_minute": 600}})
-    limits.check("a", 100, 0)
-    limits.enter("a", 100, 0)
+    limits.arrive("a", 0)
     with pytest.raises(Refusal, match="'a' is at its requests_per_s of 2") as caught:
-        limits.check("a", 100, 0.25)
+        limits.arrive("a", 0.25)
     assert isinstance(caught.value.error, Overloaded)
     assert caught.value.error.retry_after_s == pytest.approx(0.25)
-    limits.check("a", 100, 0.5)
+    limits.arrive("a", 0.5)
     limits.enter("b", 600, 0)
     with pytest.raises(Refusal, match="'b' is at its tokens_per_minute of 600") as caught:
-        limits.check("b", 100, 0)
+        limits.check("b", 100, 1, 0)
     assert caught.value.error.retry_after_s == pytest.approx(10)  # type: ignore[attr-defined]
     limits.leave("b", 550, 0)
-    limits.check("b", 100, 0)
+    limits.check("b", 100, 1, 0)
     with pytest.raises(Refusal, match="can never be admitted") as caught:
-        limits.check("b", 601, 100)
+        limits.check("b", 601, 1, 100)
     assert caught.value.error.permanent  # type: ignore[attr-defined]
-    limits.check("nobody in particular", 10**9, 0)
+    limits.check("nobody in particular", 10**9, 1, 0)
 
 
 def test_unnamed_tenants_have_the_default_policy_each() -> None:
     limits = tenants(default_tenant={"requests_per_s": 1})
     for name in ("x", "y"):
-        limits.check(name, 1, 0)
-        limits.enter(name, 1, 0)
+        limits.arrive(name, 0)
         with pytest.raises(Refusal):
-            limits.check(name, 1, 0)
+            limits.arrive(name, 0)
 
 
 def test_fresh_states_are_forgotten_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,35 +145,35 @@ def test_fresh_states_are_forgotten_and_others_are_not(monkeypatch: pytest.Monke
     monkeypatch.setattr("router.admission.rate_limiter.MAX_TENANTS", 10)
     limits = tenants(default_tenant={"requests_per_s": 1, "burst": 1})
     for number in range(1000):
-        limits.check(f"looks {number}", 1, 0)
+        limits.check(f"looks {number}", 1, 1, 0)
     assert len(limits) <= 10
     for number in range(10):
-        limits.check(f"asks {number}", 1, 0)
+        limits.arrive(f"asks {number}", 0)
         limits.enter(f"asks {number}", 1, 0)
         limits.leave(f"asks {number}", 0, 0)
     assert len(limits) == 10
     with pytest.raises(Refusal, match="10 tenants are served already"):
-        limits.check("one more", 1, 0.5)
+        limits.check("one more", 1, 1, 0.5)
     for number in range(10):
         with pytest.raises(Refusal, match="requests_per_s"):
-            limits.check(f"asks {number}", 1, 0.5)
-    limits.check("one more", 1, 1.0)
+            limits.arrive(f"asks {number}", 0.5)
+    limits.check("one more", 1, 1, 1.0)
 
 
 def test_who_is_in_the_router_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.admission.rate_limiter.MAX_TENANTS", 2)
     limits = tenants()
     for name in ("a", "b"):
-        limits.check(name, 1, 0)
+        limits.check(name, 1, 1, 0)
         limits.enter(name, 1, 0)
     with pytest.raises(Refusal):
-        limits.check("c", 1, 0)
-    limits.started("a", 0)
+        limits.check("c", 1, 1, 0)
+    limits.started("a", 1, 0)
     limits.leave("a", 0, 0)
     with pytest.raises(Refusal):
-        limits.check("c", 1, 0)
-    limits.ended("a")
-    limits.check("c", 1, 0)
+        limits.check("c", 1, 1, 0)
+    limits.ended("a", 1)
+    limits.check("c", 1, 1, 0)
 
 
 def test_bad_settings_are_named() -> None:

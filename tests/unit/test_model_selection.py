@@ -11,12 +11,13 @@ from protos import inference_pb2 as pb
 from router.config import RouterConfig
 from router.models.model_runtime import ModelRuntimes
 from router.models.model_selector import ModelSelector, SelectedModel
-from support.served_models import TEXT, join, served
+from support.served_models import TEXT, arrival_of, join, served
 from support.sim_directories import write_sim_model, write_tokenizer
 
 
 async def choose(config: RouterConfig, models: ModelRuntimes, **request: Any) -> SelectedModel:
-    return await ModelSelector(config, models).choose(pb.GenerateRequest(**request), "", time.monotonic())
+    asked, arrival = pb.GenerateRequest(**request), arrival_of(config)
+    return await ModelSelector(config, models).choose(asked, "", time.monotonic(), arrival)
 
 
 def counted(choice: SelectedModel) -> list[str]:
@@ -109,7 +110,7 @@ async def test_a_model_without_workers_is_not_taken(byte_model: Path, word_model
     assert choice.model.name == "words"
     assert "passed over: bytes (no decode worker)" in choice.reason
     with pytest.raises(Unavailable, match="no decode worker of 'bytes' has joined"):
-        await models.named("bytes").await_decode_workers(time.monotonic())
+        await models.named("bytes").await_decode_workers("t", time.monotonic())
 
 
 async def test_a_busy_model_is_passed_over_for_one_that_is_in_time(byte_model: Path, word_model: Path) -> None:

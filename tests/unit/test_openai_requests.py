@@ -255,11 +255,11 @@ def test_what_asks_for_nothing_is_accepted() -> None:
 )
 def test_a_body_that_is_no_object(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
-        parse_object(body)
+        parse_object(body, 1000)
 
 
 def test_pairs_of_surrogates_are_characters() -> None:
-    assert parse_object(b'{"a": "\\ud83d\\ude00"}') == {"a": "\U0001f600"}
+    assert parse_object(b'{"a": "\\ud83d\\ude00"}', 1000) == {"a": "\U0001f600"}
 
 
 def test_who_asks() -> None:

@@ -8,6 +8,9 @@ import pytest
 
 from cluster.drain import Drain
 from protos import inference_pb2 as pb
+from router.admission.arrivals import Arrivals
+from router.admission.config import AdmissionConfig
+from router.admission.tenant_limits import TenantLimits
 from router.frontend.grpc_service import InferenceService
 from router.security.api_keys import ANYBODY
 
@@ -35,7 +38,7 @@ class Context:
 class Serving:
     """Two messages, and then nothing for good."""
 
-    async def generate(self, *_: Any) -> AsyncIterator[bytes]:
+    async def generate(self, *_: Any, **__: Any) -> AsyncIterator[bytes]:
         yield b"first"
         yield b"second"
         await asyncio.Event().wait()
@@ -48,8 +51,9 @@ class Keys:
 
 @pytest.mark.parametrize("while_sending", [True, False])
 async def test_a_client_is_told_that_the_router_stops(while_sending: bool) -> None:
-    drain = Drain()
-    service = InferenceService(Serving(), [], Keys(), "r", drain, None)  # type: ignore[arg-type]
+    drain, config = Drain(), AdmissionConfig()
+    arrivals = Arrivals(config, TenantLimits(config))
+    service = InferenceService(Serving(), [], Keys(), "r", drain, None, arrivals)  # type: ignore[arg-type]
     told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     sends = asyncio.Event()
 

@@ -20,7 +20,7 @@ from router.models.model_runtime import read_models
 from router.placement.demand import Demand
 from router.request_path.preprocess import Preprocessor
 from router.security.api_keys import Principal
-from support.served_models import TEXT, hello_of, join, served
+from support.served_models import TEXT, arrival_of, hello_of, join, served
 from support.sim_directories import write_sim_model, write_tokenizer
 
 # ------------------------------------------------------------------ what is configured
@@ -169,7 +169,7 @@ def test_costs_are_counted_by_model() -> None:
 async def test_who_waits_for_a_first_worker_hears_of_it_at_once(byte_model: Path) -> None:
     _, models = served([{"path": byte_model}])
     (model,) = models
-    waits = [asyncio.ensure_future(model.await_decode_workers(time.monotonic() + 60)) for _ in range(3)]
+    waits = [asyncio.ensure_future(model.await_decode_workers("t", time.monotonic() + 60)) for _ in range(3)]
     model.on_worker_report()
     await asyncio.sleep(0)
     assert not any(each.done() for each in waits)
@@ -221,8 +221,9 @@ async def test_what_a_key_may_not_use_it_cannot_find_either(byte_model: Path, wo
     said = []
     for name in ("dear", "no such"):
         with pytest.raises(Forbidden) as refused:
-            await intake.check(pb.GenerateRequest(text=TEXT, model=name), None, principal)
+            await intake.check(pb.GenerateRequest(text=TEXT, model=name), None, principal, arrival_of(config, "t"))
         said.append(str(refused.value).replace(name, "?"))
     assert said[0] == said[1]
-    prepared = await intake.check(pb.GenerateRequest(text=TEXT, model="cheap"), None, principal)
+    request = pb.GenerateRequest(text=TEXT, model="cheap")
+    prepared = await intake.check(request, None, principal, arrival_of(config, "t"))
     assert (prepared.request.tenant, prepared.info.tenant, prepared.cache_salt) == ("t", "t", "")

@@ -66,7 +66,7 @@ class TorchRunner(ModelRunner):
         """
         self.device = choose_device(device, place.rank if place is not None else None)
         group = RankGroup(place, self.device) if place is not None else None
-        self._grammars: Grammars | None = None
+        self.grammars: Grammars | None = None
         model_dir: ModelDir | None = None
         if isinstance(source, BuiltModel):
             self._model = source.model
@@ -80,7 +80,7 @@ class TorchRunner(ModelRunner):
                 self.layout = whole_layout(self._model, part, group.size)
             samples = group is None or group.rank == 0
             self.info = _info_of(model_dir, quantization, known=samples)
-            self._grammars = Grammars(model_dir) if samples else None
+            self.grammars = Grammars(model_dir) if samples else None
         self._part = part
         num_blocks = kv_bytes // self.layout.block_bytes
         if num_blocks < 1:
@@ -131,7 +131,7 @@ class TorchRunner(ModelRunner):
         sampling = [chunk for chunk in batch if chunk.samples]
         sampled: list[SampleResult] = []
         if sampling:
-            sampled = sample_chunks(logits, sampling, self.info.eos_token_ids, self._grammars, self.paged.argmax)
+            sampled = sample_chunks(logits, sampling, self.info.eos_token_ids, self.grammars, self.paged.argmax)
         if scores:
             sampled = self._scorer.score(batch, sampled)
         if self._on_gpu:  # a step that samples nothing is still computing

@@ -13,8 +13,7 @@ where none may, the end is sampled and the request finishes.
 """
 
 import struct
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 from hashlib import blake2b
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from engine.backends.torch.device import read_back, staged
 from engine.backends.torch.drawing import draw
+from engine.backends.torch.logit_edits import adjusted
 from engine.core_types import (
     AnyPlace,
     Chunk,
@@ -38,8 +38,6 @@ from engine.sampling.grammar import Grammars, TokenMasks
 LEAST_TEMPERATURE = 1e-5
 """Temperature below which the likeliest token is taken: sampling would draw nothing else, and quotients would leave
 float32."""
-LEAST_REPETITION_PENALTY = 1e-6
-"""Smallest repetition penalty: dividing or multiplying by less leaves float32."""
 NO_NUMBERS = RequestFailure("model", "its logits are no finite numbers; dtype float16 may be too small for it")
 _WORD = 32
 LIKELIEST: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1)
@@ -93,16 +91,16 @@ def sample(
     masks = _masks(places, params, grammars)  # first: a GPU is still busy with the logits meanwhile
     logits = logits.float()
     allowed = logits if masks is None else _mask(logits, masks)
-    adjusted = _adjust(allowed, places, params, eos_token_ids)
-    likeliest = argmax(adjusted)
+    changed = adjusted(allowed, places, params, eos_token_ids)
+    likeliest = argmax(changed)
     tokens = likeliest.clone()
     drawing = [row for row, sampling in enumerate(params) if not _greedy(sampling)]
     if drawing:
         targets = [uniform(params[row].seed, places[row].num_tokens, places[row].choice) for row in drawing]
         at = staged(drawing, torch.long, logits.device)
-        rows = adjusted if len(drawing) == len(params) else adjusted[at]
+        rows = changed if len(drawing) == len(params) else changed[at]
         tokens[at] = draw(rows, [params[row] for row in drawing], targets)
-    chosen = read_back(torch.where(_finite(likeliest, adjusted) < 0, -1, tokens))
+    chosen = read_back(torch.where(_finite(likeliest, changed) < 0, -1, tokens))
     told = _logprobs(logits, chosen, params)
     sampled: list[SampleResult | None] = [
         _of_token(token) if token < 0 else SampleResult(token, told.get(row)) for row, token in enumerate(chosen)
@@ -125,7 +123,10 @@ def _greedy(sampling: SamplingParams) -> bool:
 
 
 def _finite(tokens: Tensor, logits: Tensor) -> Tensor:
-    """Return the likeliest token of each row, [rows]; -1 where its logit is not finite."""
+    """Return the likeliest token of each row, [rows]; -1 where its logit is not finite.
+
+    Every `argmax` gives the place of a NaN where a row has one.
+    """
     return torch.where(logits.gather(-1, tokens[:, None])[:, 0].isfinite(), tokens, -1)
 
 
@@ -166,90 +167,6 @@ def _mask(logits: Tensor, masks: TokenMasks) -> Tensor:
     masked = logits.clone()
     masked[masks.rows] = logits[masks.rows].masked_fill(~allowed, -torch.inf)
     return masked
-
-
-class _Edits:
-    """Changes of single logits: row, token and value of each."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self._counts: list[int] = []
-        self._tokens: list[int] = []
-        self._values: list[float] = []
-
-    def add(self, row: int, tokens: Collection[int], values: Seq[float]) -> None:
-        """Add one value for all of the tokens, or one value for each; every call must use the same form."""
-        self.rows.append(row)
-        self._counts.append(len(tokens))
-        self._tokens += tokens
-        self._values += values
-
-    def on(self, device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return the indices (rows, tokens) and the values, on the device."""
-        counts, total = staged(self._counts, torch.long, device), len(self._tokens)
-        rows = staged(self.rows, torch.long, device).repeat_interleave(counts, output_size=total)
-        values = staged(self._values, torch.float32, device)
-        if len(values) != total:
-            values = values.repeat_interleave(counts, output_size=total)
-        return (rows, staged(self._tokens, torch.long, device)), values
-
-
-def _adjust(
-    logits: Tensor, places: Seq[AnyPlace], params: Seq[SamplingParams], eos_token_ids: frozenset[int]
-) -> Tensor:
-    """Apply bias, penalties and min_tokens; return `logits` itself when no row asks for any."""
-    biased, repeated, penalised, held_back = _Edits(), _Edits(), _Edits(), _Edits()
-    for row, (place, sampling) in enumerate(zip(places, params, strict=True)):
-        if sampling.logit_bias:
-            tokens, biases = zip(*sampling.logit_bias, strict=True)
-            biased.add(row, tokens, biases)
-        if sampling.repetition_penalty != 1:
-            repeated.add(row, place.token_ids, [max(sampling.repetition_penalty, LEAST_REPETITION_PENALTY)])
-        if sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
-            presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
-            counts = Counter(place.output_token_ids)
-            penalised.add(row, counts, [presence + frequency * times for times in counts.values()])
-        if ends := _held_back(place, sampling, eos_token_ids):
-            held_back.add(row, ends, [-torch.inf])
-    if not (biased.rows or repeated.rows or penalised.rows or held_back.rows):
-        return logits
-    adjusted = logits.clone()
-    if biased.rows:
-        where, values = biased.on(logits.device)
-        adjusted[where] += values
-    if repeated.rows:
-        where, values = repeated.on(logits.device)
-        before = adjusted[where]  # a token that was seen twice gets the same value twice
-        adjusted[where] = torch.where(before > 0, before / values, before * values)
-    if penalised.rows:
-        where, values = penalised.on(logits.device)
-        adjusted[where] -= values
-    if held_back.rows:
-        _hold_back(adjusted, held_back, params)
-    return adjusted
-
-
-def _hold_back(adjusted: Tensor, ends: _Edits, params: Seq[SamplingParams]) -> None:
-    """Make the held-back ends impossible, except where a grammar allows only an end."""
-    structured = sorted(row for row in set(ends.rows) if params[row].structured is not None)
-    before = adjusted[structured]
-    where, values = ends.on(adjusted.device)
-    adjusted[where] = values
-    if structured:
-        at = staged(structured, torch.long, adjusted.device)
-        possible = (adjusted[at] > -torch.inf).any(-1, keepdim=True)
-        adjusted[at] = torch.where(possible, adjusted[at], before)
-
-
-def _held_back(place: AnyPlace, sampling: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """Return the ends that may not come yet.
-
-    Ends are held back by min_tokens, and by ignore_eos with a grammar that still allows other tokens.
-    """
-    early = sampling.stop_token_ids if place.num_sampled < sampling.min_tokens else frozenset()
-    if sampling.structured is not None and sampling.ignore_eos:
-        return early | eos_token_ids
-    return early if sampling.ignore_eos or place.num_sampled >= sampling.min_tokens else early | eos_token_ids
 
 
 def _logprobs(logits: Tensor, tokens: Seq[int], params: Seq[SamplingParams]) -> dict[int, TokenLogprobs]:

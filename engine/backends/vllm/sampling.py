@@ -3,7 +3,7 @@
 Tandem's sampler is keyed by (seed, choice, position) and derives grammars and penalties from the tokens themselves. So
 a stream that continues on another worker draws the same tokens, of whichever engine. The processor leaves one possible
 token in each row that it samples, and vLLM, asked for the likeliest token, takes it. Rows of requests that want the
-likeliest token, with no option that changes it, are left to vLLM.
+likeliest token, with no option that changes it, are left to vLLM, and only checked for logits that are no numbers.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from vllm import SamplingParams as VllmParams
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor, MoveDirectionality
 
-from engine.backends.torch.sampler import is_plain, sample
+from engine.backends.torch.sampler import NO_NUMBERS, is_plain, sample
 from engine.core_types import SampleResult, Sequence
 from engine.sampling.grammar import Grammars
 
@@ -107,13 +107,19 @@ class TandemSampling(LogitsProcessor):
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits, and the token drawn for each row: int64 [rows], -1 where vLLM takes the likeliest."""
-        rows, places = list[int](), list[Sequence]()
+        rows, places, plain = list[int](), list[Sequence](), list[int]()
         for row, request_id in self._rows.items():
             sequence = sampling.sequences.get(request_id)
-            if sequence is not None and row < len(logits) and not is_plain(sequence):
+            if sequence is None or row >= len(logits):
+                continue
+            if is_plain(sequence):
+                plain.append(row)
+            else:
                 rows.append(row)
                 places.append(sequence)
         drawn = torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
+        if plain:
+            self._check(logits, plain)
         if not rows:
             return logits, drawn
         at = torch.tensor(rows, device=logits.device)
@@ -123,6 +129,16 @@ class TandemSampling(LogitsProcessor):
             sampling.results[self._rows[row]] = result
         drawn[at] = torch.tensor([max(0, result.token_id) for result in found if result], device=logits.device)
         return _only(logits, drawn), drawn
+
+    def _check(self, logits: Tensor, plain: list[int]) -> None:
+        """Fail the requests whose likeliest logit is no finite number: vLLM would take the token of a NaN."""
+        rows = logits if len(plain) == len(logits) else logits[torch.tensor(plain, device=logits.device)]
+        finite = rows.amax(-1).isfinite().tolist()
+        if not all(finite):
+            order = range(len(logits)) if len(plain) == len(logits) else plain
+            for row, is_finite in zip(order, finite, strict=True):
+                if not is_finite:
+                    sampling.results[self._rows[row]] = SampleResult(-1, failure=NO_NUMBERS)
 
 
 def _only(logits: Tensor, drawn: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ where they differ.
 import fcntl
 import logging
 import os
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -52,7 +53,7 @@ class DiskTier:
             raise EngineStartError("kv_disk_mib", f"less than one KV block of {block_bytes} bytes and its header")
         directory = disk_dir / f"{model_fingerprint.hex()[:16]}-{block_bytes}"
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd, self.path = _lock_one(directory)
             _remove_stale(disk_dir, directory)
         except OSError as error:
@@ -169,9 +170,10 @@ def _lock_one(directory: Path) -> tuple[int, Path]:
     """
     for number in range(MAX_FILES):
         path = directory / f"kv-{number}.blocks"
-        # Readable by its owner only: KV reveals the prompts.
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Readable by its owner only: KV reveals the prompts. A link could lead to any file of this user.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
+            _check_own(fd, path)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
@@ -185,13 +187,25 @@ def _lock_one(directory: Path) -> tuple[int, Path]:
     raise OSError(0, f"all {MAX_FILES} files are in use")
 
 
+def _check_own(fd: int, path: Path) -> None:
+    """Check that a file is a plain one of this user, and take it from the others.
+
+    Raises OSError.
+    """
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise OSError(0, f"{path} is no plain file of this user")
+    if stat.S_IMODE(found.st_mode) != 0o600:
+        os.fchmod(fd, 0o600)
+
+
 def _remove_stale(disk_dir: Path, own: Path) -> None:
     """Remove files outside `own` that are unlocked and were not written for STALE_S."""
     for path in disk_dir.glob("*-*/kv-*.blocks"):
         with suppress(OSError):  # the file is locked, or another process removes it
             if path.parent == own or time.time() - path.stat().st_mtime < STALE_S:
                 continue
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()

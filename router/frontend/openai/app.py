@@ -11,12 +11,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.drain import Drain
 from cluster.errors import ServiceError, UnknownModel
+from router.admission.arrivals import Arrivals
 from router.config import RouterConfig
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer
 from router.frontend.openai.caller import caller_of
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
-from router.frontend.openai.endpoint import Endpoint
+from router.frontend.openai.endpoint import SPARE_VALUES, BodyLimits, Endpoint
 from router.frontend.openai.errors import ErrorAnswer, error_answer, error_of
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.request_path.request_handler import RequestHandler
@@ -24,12 +25,20 @@ from router.security.api_keys import ApiKeys
 
 
 def make_app(
-    handler: RequestHandler, models: ModelRuntimes, drain: Drain, keys: ApiKeys, config: RouterConfig
+    handler: RequestHandler,
+    models: ModelRuntimes,
+    drain: Drain,
+    keys: ApiKeys,
+    config: RouterConfig,
+    arrivals: Arrivals,
 ) -> FastAPI:
     """Create the application; `drain` holds requests in flight, gRPC ones included."""
     started_at = int(time.time())
-    completions = Endpoint(handler, drain, keys, read_completion, CompletionAnswer, config.default_deadline_s)
-    chats = Endpoint(handler, drain, keys, read_chat, ChatAnswer, config.default_deadline_s)
+    max_context = max(model.model_dir.max_context_tokens for model in models)
+    limits = BodyLimits(config.max_body_mib << 20, max_context + SPARE_VALUES)
+    shared = handler, drain, keys, arrivals, limits, config.default_deadline_s
+    completions = Endpoint(*shared, read_completion, CompletionAnswer)
+    chats = Endpoint(*shared, read_chat, ChatAnswer)
     endpoints: dict[str, ASGIApp] = {"/v1/completions": completions, "/v1/chat/completions": chats}
     app = _Application(endpoints)
     for path, endpoint in endpoints.items():  # so that a method other than POST is refused as such

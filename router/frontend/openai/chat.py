@@ -14,8 +14,8 @@ from router.frontend.openai.forced_calls import Function, call_grammar
 from router.frontend.openai.request import ApiRequest, check_choices, common
 from router.frontend.openai.sampling import INT32, GenerationOptions, read_sampling
 from router.frontend.openai.tool_calls import CLOSE
+from router.validation import MAX_MESSAGES
 
-MAX_MESSAGES = 4096
 ROLES = ("developer", "system", "user", "assistant", "tool")
 
 

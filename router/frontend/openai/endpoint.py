@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -13,6 +14,7 @@ from cluster.drain import Drain
 from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
 from cluster.trace_context import from_headers, traceparent
 from protos import inference_pb2 as pb
+from router.admission.arrivals import Arrival, Arrivals
 from router.frontend.openai.answers import Answer
 from router.frontend.openai.caller import Caller, caller_of
 from router.frontend.openai.choice import PromptInfo
@@ -24,12 +26,24 @@ from router.frontend.openai.request import ApiRequest
 from router.prepared_request import PreparedRequest
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
+from router.validation import check_whole_answer
 
 log = logging.getLogger(__name__)
 INLINE_BYTES = 64 << 10
 """Size from which bodies are parsed on a thread, so that other streams wait less."""
+SPARE_VALUES = 65_536
+"""JSON values of a body besides a prompt of token ids as long as the longest context."""
 GRACE_S = 1.0
 """Seconds after the deadline for the request itself to report it; then a client that does not read is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """Limits of a body."""
+
+    max_bytes: int
+    max_values: int
+    """Largest number of JSON values: parsing holds the GIL, so that all other requests wait."""
 
 
 class Endpoint:
@@ -40,10 +54,14 @@ class Endpoint:
         handler: RequestHandler,
         drain: Drain,
         keys: ApiKeys,
+        arrivals: Arrivals,
+        limits: BodyLimits,
+        default_deadline_s: float,
         read: Callable[[dict[str, Any], Caller], ApiRequest],
         answer: Callable[[ApiRequest, str], Answer],
-        default_deadline_s: float,
     ) -> None:
+        self._arrivals = arrivals
+        self._limits = limits
         self._handler = handler
         self._drain = drain
         self._keys = keys
@@ -59,15 +77,17 @@ class Endpoint:
             caller = caller_of(exchange.headers, self._keys)
             exchange.request_id = caller.request_id
             logs.request_id.set(caller.request_id)
-            body = await exchange.body()
-            if len(body) <= INLINE_BYTES:
-                asked = self._asked(body, caller)
-            else:
-                asked = await asyncio.to_thread(self._asked, body, caller)
-            names = asked.names
-            exchange.request_id = asked.request_id
-            with exchange.lasting(self._drain):
-                await self._serve_in_time(exchange, asked, caller)
+            with self._arrivals.arriving(caller.tenant) as arrival:
+                body = await exchange.body(self._limits.max_bytes, arrival)
+                if len(body) <= INLINE_BYTES:
+                    asked = self._asked(body, caller)
+                else:
+                    asked = await asyncio.to_thread(self._asked, body, caller)
+                del body
+                names = asked.names
+                exchange.request_id = asked.request_id
+                with exchange.lasting(self._drain):
+                    await self._serve_in_time(exchange, asked, caller, arrival)
         except ClientGone:
             return
         except ServiceError as error:
@@ -78,23 +98,31 @@ class Endpoint:
 
     def _asked(self, body: bytes, caller: Caller) -> ApiRequest:
         try:
-            return self._read(parse_object(body), caller)
+            return self._read(parse_object(body, self._limits.max_values), caller)
         except RecursionError:
             raise InvalidRequest("", "the body is nested too deeply") from None
 
-    async def _serve_in_time(self, exchange: Exchange, asked: ApiRequest, caller: Caller) -> None:
+    async def _serve_in_time(self, exchange: Exchange, asked: ApiRequest, caller: Caller, arrival: Arrival) -> None:
         """Serve a request within its deadline, also when the client does not read."""
         deadline_s = self._default_deadline_s if asked.deadline_s is None else asked.deadline_s
         try:
             async with asyncio.timeout(deadline_s + GRACE_S):
-                await self._serve(exchange, asked, caller)
+                await self._serve(exchange, asked, caller, arrival)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the client took the answer") from None
 
-    async def _serve(self, exchange: Exchange, asked: ApiRequest, caller: Caller) -> None:
+    async def _serve(self, exchange: Exchange, asked: ApiRequest, caller: Caller, arrival: Arrival) -> None:
+        if not asked.stream:
+            check_whole_answer(asked.requests)
         answer = self._answer(asked, asked.request_id)
         streams = [
-            self._handler.generate(request, asked.deadline_s, caller.principal, _beginner(answer, number, asked.echo))
+            self._handler.generate(
+                request,
+                asked.deadline_s,
+                caller.principal,
+                _beginner(answer, number, asked.echo),
+                arrival if number == 0 else None,  # each further prompt is charged as a request of its own
+            )
             for number, request in enumerate(asked.requests)
         ]
         if not asked.stream:

@@ -8,12 +8,10 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.drain import Drain
 from cluster.errors import Draining, InvalidRequest
-from cluster.rpc import MAX_MESSAGE_BYTES
+from router.admission.arrivals import Arrival
 from router.frontend.openai.connection import CONNECTION, ClientConnection
 from router.frontend.openai.errors import ErrorAnswer, HttpRefusal
 
-MAX_BODY_BYTES = MAX_MESSAGE_BYTES
-"""Largest body, equal to gRPC's largest message."""
 BODY_S = 60.0
 """Seconds for the whole body to arrive."""
 FAREWELL_S = 1.0
@@ -43,14 +41,14 @@ class Exchange:
         self.sending = False
         """Whether the client has not yet taken the last bytes."""
 
-    async def body(self) -> bytes:
-        """Return the body.
+    async def body(self, max_bytes: int, arrival: Arrival) -> bytes:
+        """Return the body, of `max_bytes` at most, counted as held by its arrival.
 
-        Raises InvalidRequest for one that is too large or too slow, and ClientGone.
+        Raises InvalidRequest for one that is too large or too slow, Refusal while too much is held, and ClientGone.
         """
         declared = self.headers.get("content-length", "0")
-        if declared.isdigit() and int(declared[:20]) > MAX_BODY_BYTES:
-            raise _too_large()
+        if declared.isdigit() and int(declared[:20]) > max_bytes:
+            raise _too_large(max_bytes)
         parts, num_bytes = [], 0
         try:
             async with asyncio.timeout(BODY_S):
@@ -60,8 +58,9 @@ class Exchange:
                         raise ClientGone
                     parts.append(message.get("body", b""))
                     num_bytes += len(parts[-1])
-                    if num_bytes > MAX_BODY_BYTES:
-                        raise _too_large()
+                    if num_bytes > max_bytes:
+                        raise _too_large(max_bytes)
+                    arrival.hold(len(parts[-1]))
                     if not message.get("more_body", False):
                         return b"".join(parts)
         except TimeoutError:
@@ -132,5 +131,5 @@ class Exchange:
         self.sending = False
 
 
-def _too_large() -> InvalidRequest:
-    return HttpRefusal(413, "request_too_large", f"the body may have {MAX_BODY_BYTES} bytes at most")
+def _too_large(max_bytes: int) -> InvalidRequest:
+    return HttpRefusal(413, "request_too_large", f"the body may have {max_bytes} bytes at most (max_body_mib)")

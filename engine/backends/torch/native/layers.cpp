@@ -58,19 +58,32 @@ void rotate(T* x, long heads, long head_stride, long token_stride, const T* cos,
         }
 }
 
-// The index of each row's first largest element.
+// The index of each row's first largest element; that of its first NaN where it has one, as torch does.
 template <typename T>
 void argmax(const T* x, long rows, long n, int64_t* out) {
 #pragma omp parallel for schedule(static)
     for (long r = 0; r < rows; r++) {
         const T* from = x + r * n;
-        Vec most = splat(-INFINITY);
+        // A maximum drops NaN. The sum of x - x is 0 for numbers, and NaN where any element is NaN or infinite.
+        Vec most = splat(-INFINITY), odd = splat(0.0f);
         long i = 0;
-        for (; i + LANES <= n; i += LANES) most = maximum(most, load(from + i));
-        float best = largest(most);
-        for (; i < n; i++) best = std::max(best, widen(from[i]));
-        for (i = 0; i < n - 1 && !(widen(from[i]) >= best); i++) {
+        for (; i + LANES <= n; i += LANES) {
+            const Vec x = load(from + i);
+            most = maximum(most, x);
+            odd = odd + (x - x);
         }
+        float best = largest(most), strange = sum(odd);
+        for (; i < n; i++) {
+            const float x = widen(from[i]);
+            best = std::max(best, x);
+            strange += x - x;
+        }
+        i = 0;
+        if (strange != 0.0f)  // true for NaN
+            while (i < n && !std::isnan(widen(from[i]))) i++;
+        if (strange == 0.0f || i == n)
+            for (i = 0; i < n - 1 && !(widen(from[i]) >= best); i++) {
+            }
         out[r] = i;
     }
 }

@@ -1,0 +1,71 @@
+"""Arrivals: requests are charged and counted before they are read, refused ones too."""
+
+import pytest
+
+from cluster.errors import Overloaded
+from router.admission.arrivals import Arrivals
+from router.admission.config import AdmissionConfig, TenantPolicy
+from router.admission.refusals import Reason, Refusal
+from router.admission.tenant_limits import TenantLimits
+
+
+def arrivals_of(**settings: object) -> tuple[Arrivals, TenantLimits]:
+    config = AdmissionConfig.model_validate(settings)
+    limits = TenantLimits(config, clock=lambda: 100.0)
+    return Arrivals(config, limits), limits
+
+
+def test_a_request_that_is_refused_after_it_was_read_stays_charged() -> None:
+    arrivals, _ = arrivals_of(tenants={"m": TenantPolicy(requests_per_s=1, burst=2, tokens_per_minute=100)})
+    for _ in range(2):
+        with pytest.raises(ValueError, match="too long"), arrivals.arriving("m"):
+            raise ValueError("too long")
+    with pytest.raises(Overloaded, match="requests_per_s"), arrivals.arriving("m"):
+        pytest.fail("it was read")
+    assert arrivals.requests.total == 0
+
+
+def test_one_tenant_at_each_bound_leaves_room_for_another_one() -> None:
+    arrivals, limits = arrivals_of(max_queued=8, max_queued_per_tenant=4, max_bodies_mib=4)
+    held = [arrivals.arriving("m") for _ in range(4)]
+    entered = [each.__enter__() for each in held]
+    with pytest.raises(Overloaded, match="4 requests of tenant 'm'"), arrivals.arriving("m"):
+        pytest.fail("it was read")
+    entered[0].hold(1 << 20)
+    with pytest.raises(Refusal, match="bytes of requests of tenant 'm'"):
+        entered[1].hold(1)
+    with arrivals.arriving("alice") as alice:
+        alice.hold(1 << 20)
+        assert arrivals.body_bytes.total == 2 << 20
+    assert arrivals.body_bytes.total == 1 << 20
+    with pytest.raises(Overloaded, match="bytes of requests of tenant 'alice'"), arrivals.arriving("alice") as alice:
+        alice.hold((1 << 20) + 1)
+    assert limits.num_refused == {Reason.TENANT_QUEUE_FULL: 2}
+    entered[1].queued()
+    entered[1].queued()
+    assert arrivals.requests.used("m") == 3
+    for each in held:
+        each.__exit__(None, None, None)
+    assert arrivals.requests.total == 0
+
+
+def test_tokens_that_were_read_of_a_refused_request_are_charged() -> None:
+    _, limits = arrivals_of(tenants={"m": TenantPolicy(tokens_per_minute=100)})
+    limits.charge_refused("m", 60)
+    limits.tenants.check("m", 40, 1, 100.0)
+    with pytest.raises(Exception, match="tokens_per_minute"):
+        limits.tenants.check("m", 41, 1, 100.0)
+    limits.charge_refused("m", 1000)  # no more than there is
+    limits.charge_refused("m", 1000)
+
+
+def test_sequences_count_against_max_running() -> None:
+    _, limits = arrivals_of(tenants={"m": TenantPolicy(max_running=4)})
+    tenants = limits.tenants
+    with pytest.raises(Exception, match="5 sequences: it can never be admitted"):
+        tenants.check("m", 1, 5, 0.0)
+    tenants.started("m", 3, 0.0)
+    assert tenants.may_start("m", 1)
+    assert not tenants.may_start("m", 2)
+    tenants.ended("m", 3)
+    assert tenants.may_start("m", 4)
