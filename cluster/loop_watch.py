@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from types import FrameType
 from weakref import WeakKeyDictionary
@@ -25,8 +24,6 @@ SPARE_S = 0.05
 LOGGED_S = 0.25
 """Lateness in seconds from which the stack is logged."""
 STACK_FRAMES = 12
-WORST_OVER_S = 60.0
-"""Seconds over which the worst lag is kept."""
 
 
 class LoopWatch:
@@ -38,17 +35,10 @@ class LoopWatch:
         self._clock = clock
         self._ticked_at = clock()
         self._stood_still_s = 0.0
-        self._lags: deque[tuple[float, float]] = deque()
-        """Times and lags of ticks that no later tick exceeds."""
 
     def time(self) -> float:
         """Return seconds of a clock that stands still while the loop does."""
         return self._clock() - self._stood_still_s - self._late_s()
-
-    def worst_lag_s(self) -> float:
-        """Return the largest lag of the last WORST_OVER_S seconds."""
-        self._forget_old(self._clock())
-        return self._lags[0][1] if self._lags else 0.0
 
     def tick(self) -> float:
         """Record that the loop runs; return its lag in seconds."""
@@ -56,10 +46,6 @@ class LoopWatch:
         lag_s = max(0.0, now - self._ticked_at - TICK_S)
         self._stood_still_s += self._late_s()
         self._ticked_at = now
-        while self._lags and self._lags[-1][1] <= lag_s:
-            self._lags.pop()
-        self._lags.append((now, lag_s))
-        self._forget_old(now)
         if self.on_lag is not None:
             self.on_lag(lag_s)
         return lag_s
@@ -72,10 +58,6 @@ class LoopWatch:
         """Return the seconds since the last tick that count as standing still."""
         late_s = self._clock() - self._ticked_at - TICK_S
         return late_s if late_s > SPARE_S else 0.0
-
-    def _forget_old(self, now: float) -> None:
-        while self._lags and now - self._lags[0][0] > WORST_OVER_S:
-            self._lags.popleft()
 
 
 class _Ticking:

@@ -121,19 +121,25 @@ async def start_router(config: RouterConfig) -> Router:
         for model in models:
             parts.push_async_callback(model.close)
         server, requests = _public_server(config, public, keys), Drain()
-        registry.register(ClusterCollector(models, tenant_limits, watch_loop()))
+        registry.register(ClusterCollector(models, tenant_limits))
+        router_metrics = RouterMetrics(registry)
+        watch_loop().on_lag = router_metrics.loop_lag.observe
         samples, tracing = Samples(config), Tracing(config)
         parts.push_async_callback(samples.close)
         parts.push_async_callback(tracing.close)
         decisions = DecisionLog(config)
         parts.push_async_callback(decisions.close)
         arrivals = Arrivals(config, tenant_limits)
-        handler = RequestHandler(
-            config, models, tenant_limits, arrivals, RouterMetrics(registry), samples, tracing, decisions
-        )
+        handler = RequestHandler(config, models, tenant_limits, arrivals, router_metrics, samples, tracing, decisions)
         inference = InferenceService(handler, models, keys, config.id(), requests, samples, arrivals)
         inference.add_to(server.grpc)
-        membership = MembershipService(models, config.id(), incarnation, config.worker_silence_s)
+        membership = MembershipService(
+            models,
+            config.id(),
+            incarnation,
+            config.worker_silence_s,
+            lambda model: router_metrics.workers_lost.labels(model).inc(),
+        )
         internal = server if config.internal_port is None else Server(member.credentials if member else None)
         pb_grpc.add_MembershipServicer_to_server(membership, internal.grpc)
         servers = [server] if internal is server else [server, internal]

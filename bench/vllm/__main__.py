@@ -1,4 +1,4 @@
-"""`make bench-vllm`, or `python -m bench.vllm PART ...` for some parts: alone, pair, transfer, faults."""
+"""`make bench-vllm`, or `python -m bench.vllm PART ...` for some parts: alone, pair, beside, transfer, faults."""
 
 import asyncio
 import os
@@ -13,11 +13,11 @@ from rich.console import Console
 
 from bench.models import qwen2_half_b
 from bench.report import OUT, Bar, conclude
-from bench.vllm.compared import VLLM, compare_alone, compare_pairs
+from bench.vllm.compared import VLLM, compare_alone, compare_beside, compare_pairs
 from bench.vllm.faults import measure_faults
 from bench.vllm.transfer import measure_transfer
 
-PARTS = ("alone", "pair", "transfer", "faults")
+PARTS = ("alone", "pair", "beside", "transfer", "faults")
 
 
 def bars_of(figures: dict[str, Any]) -> list[Bar]:
@@ -35,7 +35,7 @@ def bars_of(figures: dict[str, Any]) -> list[Bar]:
     add("pair", "pair, 512-token prompts at random: TTFT p50, / NixlConnector", "ttft_p50_ms", 1.0)
     add("pair", "the same: TTFT p99", "ttft_p99_ms", 1.0)
     add("pair", "pair, 32 x (256 in, 64 out): output tokens/s, / NixlConnector", "tokens_per_s", 1.0, True)
-    add("pair", "pair, 8 streams beside long prompts: ITL p99, / NixlConnector", "itl_p99_ms", 1.0)
+    add("beside", "pair, 8 streams beside long prompts: ITL p99, / NixlConnector", "itl_p99_ms", 1.0)
     if "transfer" in figures:
         bars.append(Bar("fingerprints on both sides / TTFT of 1,024 tokens", figures["transfer"]["fingerprints"], 0.03))
         what = "4 chunks: last chunk computed to last block bound / whole transfer"
@@ -75,6 +75,7 @@ async def main(parts: list[str]) -> None:
     work = {
         "alone": lambda: compare_alone(model, cores, scratch, console),
         "pair": lambda: compare_pairs(model, cores, scratch, console),
+        "beside": lambda: compare_beside(model, cores, scratch, console),
         "transfer": lambda: measure_transfer(model, cores, console),
         "faults": lambda: measure_faults(cores, scratch, console),
     }

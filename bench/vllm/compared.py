@@ -3,8 +3,8 @@
 import asyncio
 import random
 import statistics
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,9 +89,9 @@ async def compare_alone(model: Path, cores: Sequence[int], scratch: Path, consol
     return figures
 
 
-async def compare_pairs(model: Path, cores: Sequence[int], scratch: Path, console: Console) -> dict[str, Any]:
-    """Compare one prefill and one decode worker with vLLM's pair, a core for each engine."""
-    figures: dict[str, Any] = {}
+@asynccontextmanager
+async def both_pairs(model: Path, cores: Sequence[int], scratch: Path) -> AsyncIterator[tuple[Tandem, VllmPair]]:
+    """Start one prefill and one decode worker on both sides, a core for each engine."""
     settings = {"engine": "vllm", "block_tokens": BLOCK}
     async with AsyncExitStack() as stack:
         vllm = await stack.enter_async_context(VllmPair(VLLM, model, cores, scratch))
@@ -99,6 +99,13 @@ async def compare_pairs(model: Path, cores: Sequence[int], scratch: Path, consol
         with quiet(vllm):
             tandem = await stack.enter_async_context(Tandem(model, cores, 1, **settings))
             await batch(tandem.generate, 64, 8, 1)
+        yield tandem, vllm
+
+
+async def compare_pairs(model: Path, cores: Sequence[int], scratch: Path, console: Console) -> dict[str, Any]:
+    """Compare one prefill and one decode worker with vLLM's pair."""
+    figures: dict[str, Any] = {}
+    async with both_pairs(model, cores, scratch / "pair") as (tandem, vllm):
         sides = await in_turns(tandem.generate, vllm.generate, vllm, paced, 2)
         for share, name in ((0.5, "ttft_p50_ms"), (0.99, "ttft_p99_ms")):
             figures[name] = {
@@ -108,6 +115,13 @@ async def compare_pairs(model: Path, cores: Sequence[int], scratch: Path, consol
         sides = await in_turns(tandem.generate, vllm.generate, vllm, throughput, 1)
         figures["tokens_per_s"] = {side: statistics.median(values) for side, values in sides.items()}
         console.print("pair, tokens_per_s:", figures["tokens_per_s"])
+    return figures
+
+
+async def compare_beside(model: Path, cores: Sequence[int], scratch: Path, console: Console) -> dict[str, Any]:
+    """Compare streams beside long prompts on both pairs."""
+    figures: dict[str, Any] = {}
+    async with both_pairs(model, cores, scratch / "beside") as (tandem, vllm):
         sides = await in_turns(tandem.generate, vllm.generate, vllm, interference, 1)
         figures["itl_p99_ms"] = {side: rounds[0]["itl_p99"] for side, rounds in sides.items()}
         figures["beside"] = {

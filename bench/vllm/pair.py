@@ -27,6 +27,11 @@ TRANSFER = {
     "kv_buffer_device": "cpu",
     "kv_connector_extra_config": {"num_threads": 0},
 }
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # A paused server's steps take as long as the other side's turn.
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "86400",
+}
 ASK_PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -86,7 +91,7 @@ class VllmPair:
             self._scratch / role,
             *("--kv-transfer-config", json.dumps(TRANSFER), "--block-size", "32", *self._options),
             port=PORTS[role],
-            variables=variables | {"VLLM_CPU_KVCACHE_SPACE": "1"},
+            variables=variables | SETTINGS,
         )
         self.servers[role] = server
         await server.__aenter__()

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys, Principal
 from router.security.guard import bearer_of
 
-log = logging.getLogger(__name__)
 Parsed = TypeVar("Parsed", bound=Message)
 NAME = "tandem.v1.Inference"
 
@@ -138,12 +136,10 @@ class InferenceService:
                 await context.abort_with_status(to_status(error))
             except asyncio.CancelledError:
                 answer.streaming = False
-                if context.cancelled():
-                    raise
-                task.uncancel()  # not because the client left: by the drain, or by a fault of a part of this router
+                # gRPC does not tell whether the client left. A client that did reads no status; another was cut off,
+                # by the drain or by a part of this router, and must not read a CANCELLED that it never asked for.
+                task.uncancel()
                 cut = Unavailable(f"router {self._router_id} cut the stream off")
-                if not self._drain.over:
-                    log.error("a stream was cancelled within the router", exc_info=True)
                 await context.abort_with_status(to_status(stopped if self._drain.over else cut))
 
     async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from cluster.error_status import to_status
@@ -27,7 +27,16 @@ ALIVE_S = 1.0
 class MembershipService(pb_grpc.MembershipServicer):
     """gRPC service; one stream is one membership in the model whose config and tokenizer the worker has."""
 
-    def __init__(self, models: ModelRuntimes, router_id: str, incarnation: bytes, silence_s: float) -> None:
+    def __init__(
+        self,
+        models: ModelRuntimes,
+        router_id: str,
+        incarnation: bytes,
+        silence_s: float,
+        on_lost: Callable[[str], object] = lambda model: None,
+    ) -> None:
+        """Create the service; `on_lost` is called with a worker's model when the worker fell silent."""
+        self._on_lost = on_lost
         self._models = models
         self._router_id = router_id
         self._incarnation = incarnation
@@ -44,7 +53,7 @@ class MembershipService(pb_grpc.MembershipServicer):
             member = model, worker = self._admit(first)
             yield pb.RouterMessage(welcome=pb.Welcome(router_id=self._router_id, incarnation=self._incarnation))
             messages = aiter(request_iterator)
-            while (message := await self._next(worker, messages)) is not None:
+            while (message := await self._next(model, worker, messages)) is not None:
                 if not await self._absorb(model, worker, message):
                     yield pb.RouterMessage(resync=pb.Resync())
         except ServiceError as error:
@@ -109,7 +118,9 @@ class MembershipService(pb_grpc.MembershipServicer):
         log.warning("%s has been silent for %.1f s and is replaced by another process", old.worker_id, silent_s)
         _lose(old)
 
-    async def _next(self, worker: Worker, messages: AsyncIterator[pb.WorkerMessage]) -> pb.WorkerMessage | None:
+    async def _next(
+        self, model: ModelRuntime, worker: Worker, messages: AsyncIterator[pb.WorkerMessage]
+    ) -> pb.WorkerMessage | None:
         """Return the next message, or None when the stream ended or the engine behind it fell silent.
 
         Seconds in which this router's own loop stood still are no silence of the worker.
@@ -125,6 +136,7 @@ class MembershipService(pb_grpc.MembershipServicer):
             if not reading.done():
                 reading.cancel()
         log.warning("%s was silent for %g s: lost", worker.worker_id, self._silence_s)
+        self._on_lost(model.name)
         _lose(worker)
         return None
 

@@ -9,7 +9,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cluster.errors import ServiceError
-from cluster.loop_watch import LoopWatch
 from cluster.metrics import LATENCY_S, TOKENS
 from protos import inference_pb2 as pb
 from router.admission.tenant_limits import TenantLimits
@@ -22,6 +21,10 @@ KV_ORIGINS = ("reused", "moved", "computed", "restored", "lender_cached", "lende
 FINISHED = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 QUANTILES = (0.1, 0.5, 0.9)
 _M = TypeVar("_M", Counter, Histogram)
+
+
+LAG_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Histogram bounds in seconds of the event loop's lag."""
 
 
 class RouterMetrics:
@@ -63,6 +66,13 @@ class RouterMetrics:
         self.recomputed = counter("tandem_recomputed_tokens", "Computed again, because of those.")
         self.drafted = counter("tandem_spec_decode_num_draft_tokens", "Guessed and verified, by receipt.")
         self.accepted = counter("tandem_spec_decode_num_accepted_tokens", "Of those, the right ones.")
+        self.workers_lost = counter("tandem_workers_lost", "Workers whose reports ceased for worker_silence_s.")
+        self.loop_lag = Histogram(
+            "tandem_event_loop_lag_seconds",
+            "How late the router's event loop was, looked at 20 times a second.",
+            buckets=LAG_S,
+            registry=registry,
+        )
         self.price = counter("tandem_request_price", "At the prices set, in their unit.", "kind")
         self.predicted = counter("tandem_predicted_ttft_seconds", "Sum of predictions of requests with a receipt.")
         self.predicted_hits = counter("tandem_predicted_hit_blocks", "Of requests with a receipt, placed once.")
@@ -181,9 +191,8 @@ class RequestMetrics:
 class ClusterCollector(Collector):
     """Collector of the workers and queues at the time of a scrape."""
 
-    def __init__(self, models: ModelRuntimes, tenant_limits: TenantLimits, loop_watch: LoopWatch) -> None:
+    def __init__(self, models: ModelRuntimes, tenant_limits: TenantLimits) -> None:
         self._models = models
-        self._loop_watch = loop_watch
         self._tenant_limits = tenant_limits
 
     def describe(self) -> Iterable[Metric]:
@@ -256,11 +265,7 @@ class ClusterCollector(Collector):
                     errors.add_metric((model.name, f"{share:g}"), ratio)
         for reason, count in self._tenant_limits.num_refused.items():
             refused.add_metric(("", _word(reason)), count)
-        lag = GaugeMetricFamily(
-            "tandem_event_loop_worst_lag_seconds", "Longest time in the last minute for which the router stood still."
-        )
-        lag.add_metric((), self._loop_watch.worst_lag_s())
-        yield from (waiting, running, errors, refused, lag)
+        yield from (waiting, running, errors, refused)
 
 
 def _running(model: ModelRuntime) -> int:

@@ -15,7 +15,7 @@ import uvloop
 from cluster.errors import InvalidRequest
 from engine.core_types import StructuredOutput
 from engine.model.model_dir import ModelDir
-from router.models.grammar_checker import GrammarChecker
+from router.models.grammar_checker import MAX_REMEMBERED, MAX_TENANTS, GrammarChecker, GrammarResults
 
 STORYTELLER = Path(__file__).parents[2] / "examples" / "storyteller" / "model"
 GOOD = StructuredOutput("regex", ("[a-z]+",))
@@ -59,11 +59,11 @@ async def test_what_does_not_compile_names_its_field_and_the_cause() -> None:
             assert fault.field == f"sampling.structured.{structured.kind}"
             assert cause in fault.message
             assert len(fault.message) < 400, "it travels in a trailer"
-        process = checker._process
+        (process,) = checker._idle
         await checker.check(GOOD)
         await checker.check(StructuredOutput("json_object", ()))
         await checker.check(StructuredOutput("choice", ("a", "é", "\n", '"', "\\")))
-        assert checker._process is process is not None, "none of them ended it"
+        assert checker._idle == [process], "none of them ended it"
 
 
 async def test_what_overflows_the_stack_ends_the_checker_and_not_the_router() -> None:
@@ -85,6 +85,44 @@ async def test_what_takes_too_long_is_given_up() -> None:
         assert fault.message == "too complex: it takes longer than 1 s to compile"
         others = [StructuredOutput("regex", (f"a{{{number}}}",)) for number in range(1, 20)]
         await asyncio.gather(*(checker.check(other) for other in others))
+
+
+async def test_one_tenants_grammars_do_not_keep_another_ones_waiting() -> None:
+    """Ten of one tenant that take too long, one after the other; and each is given up once only."""
+    async with checking(limit_s=1.0) as checker:
+        await checker.check(GOOD, "alice")
+        texts = [json.dumps(WIDE | {"title": f"{number}"}) for number in range(10)]
+        slow = [asyncio.ensure_future(checker.check(StructuredOutput("json_schema", (t,)), "mallory")) for t in texts]
+        await asyncio.sleep(0.2)
+        for number in range(5):
+            await checker.check(StructuredOutput("regex", (f"[a-z]{{{number}}}",)), "alice")
+        assert sum(task.done() for task in slow) < 10
+        for task in slow[2:]:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        again = StructuredOutput("json_schema", (texts[0],))
+        with pytest.raises(InvalidRequest, match="takes longer than 1 s"):
+            await asyncio.wait_for(checker.check(again, "mallory"), 0.5)
+
+
+def test_results_are_remembered_for_each_tenant_and_for_a_while() -> None:
+    now = [0.0]
+    results = GrammarResults(lambda: now[0])
+    results.add("a", GOOD, None)
+    assert results.find("a", GOOD) is not None
+    assert results.find("b", GOOD) is None, "the time of an answer would show what another tenant used"
+    results.add("a", GOOD, InvalidRequest("f", "too complex"), 10.0)
+    found = results.find("a", GOOD)
+    assert found is not None
+    assert found.fault is not None
+    now[0] = 10.0
+    assert results.find("a", GOOD) is None
+    for number in range(MAX_REMEMBERED + 1):
+        results.add("m", StructuredOutput("regex", (f"{number}",)), None)
+    assert results.find("m", StructuredOutput("regex", ("0",))) is None
+    for number in range(MAX_TENANTS):
+        results.add(f"t{number}", GOOD, None)
+    assert results.find("m", StructuredOutput("regex", ("9",))) is None
 
 
 async def test_a_client_that_goes_does_not_shift_the_answers() -> None:
@@ -133,12 +171,12 @@ def test_a_router_is_not_forked_for_it() -> None:
 async def test_one_that_died_while_nothing_was_asked_is_started_again() -> None:
     async with checking() as checker:
         await checker.check(GOOD)
-        first = checker._process
-        assert first is not None
+        (first,) = checker._idle
         first.process.kill()
         first.process.wait()
         await checker.check(StructuredOutput("regex", ("b+",)))
-        assert checker._process not in (None, first)
+        (second,) = checker._idle
+        assert second is not first
 
 
 async def test_a_model_without_an_end_token_is_told_so_once(tmp_path: Path) -> None:
@@ -151,4 +189,4 @@ async def test_a_model_without_an_end_token_is_told_so_once(tmp_path: Path) -> N
             fault = await fault_of(checker, GOOD)
             assert fault.field == "sampling.structured"
             assert "no end token" in fault.message
-        assert checker._process is None
+        assert not checker._idle

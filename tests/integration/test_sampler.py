@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine.backends.torch.sampler import sample, uniform
+from engine.backends.torch.sampler import LIKELIEST, sample, uniform
 from engine.core_types import SamplingParams, Sequence
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
@@ -180,3 +180,30 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(value: float, optio
     assert "no finite numbers" in broken.failure.reason
     assert whole is not None
     assert whole.token_id == 2999
+
+
+def native_argmax(rows: torch.Tensor) -> torch.Tensor:
+    from engine.backends.torch.native.kernels import Kernels
+
+    return Kernels().argmax(rows.contiguous())
+
+
+@pytest.mark.parametrize("argmax", [LIKELIEST, native_argmax], ids=["torch", "native"])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.9}], ids=["greedy", "drawn", "top"]
+)
+@pytest.mark.parametrize("places", [[0], [1], [1501], [2999], [5, 700, 2048]])
+def test_one_logit_that_is_no_number_fails_its_request_alone(
+    argmax: Any, options: dict[str, Any], places: list[int]
+) -> None:
+    logits = torch.randn(3, 3000, generator=torch.Generator().manual_seed(1))
+    logits[1, places] = math.nan
+    logits[2, 17] = -math.inf  # a masked token is no fault
+    alone = sample(logits[2:], [sequence(options)], EOS, argmax=argmax)
+    above, broken, below = sample(logits, [sequence(options)] * 3, EOS, argmax=argmax)
+    assert broken is not None
+    assert broken.failure is not None
+    assert "no finite numbers" in broken.failure.reason
+    assert above is not None
+    assert above.failure is None
+    assert [below] == alone

@@ -66,6 +66,14 @@ class RawConnection:
         """So many at most; empty at the end."""
         return self._socket.recv(num_bytes)
 
+    def first_line(self, within_s: float) -> str:
+        """First line of an answer that comes within a time; else empty."""
+        self._socket.settimeout(within_s)
+        try:
+            return self._socket.recv(1000).decode().partition("\r\n")[0]
+        except TimeoutError:
+            return ""
+
     def answer(self) -> tuple[int, bytes]:
         """(status, body), read to its end."""
         with http.client.HTTPResponse(self._socket) as response:
