@@ -190,7 +190,6 @@ async def measured(site: Site, tenant: GoodTenant) -> Phase:
 async def compare(site: Site, tenant: GoodTenant, name: str, console: Console) -> dict[str, Any]:
     """Measure an attack: quiet phases, phases under attack, and a control, in turns."""
     quiet, attacked, control = list[Phase](), list[Phase](), list[Phase]()
-    idle_rss = site.rss
     router, other = site.cluster.router, site.other.router
     for _ in range(ROUNDS):
         quiet.append(await measured(site, tenant))
@@ -199,7 +198,7 @@ async def compare(site: Site, tenant: GoodTenant, name: str, console: Console) -
         async with attacking(name, other.address, other.http_address, "tk-nobody"):
             control.append(await measured(site, tenant))
     ended_at = time.monotonic()
-    while (left := (site.rss - idle_rss) / MIB) > 64 and time.monotonic() - ended_at < SETTLE_S:  # noqa: ASYNC110
+    while (left := (site.rss - quiet[0].rss) / MIB) > 64 and time.monotonic() - ended_at < SETTLE_S:  # noqa: ASYNC110
         await asyncio.sleep(0.5)
 
     def of(phases: list[Phase], values: str, share: float) -> float:

@@ -1,13 +1,27 @@
 """Requests between their arrival and their model's queue: charged and bounded before they are read."""
 
-from collections.abc import Iterator
+import asyncio
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from cluster.errors import Overloaded, ServiceError
 from cluster.memory_trim import MemoryTrim
 from router.admission.config import AdmissionConfig
 from router.admission.refusals import Refusal
 from router.admission.shares import Shares
 from router.admission.tenant_limits import TenantLimits
+from router.admission.token_bucket import TokenBucket
+
+PROMPT_REFUSALS_PER_S = 20
+"""Refusals of a tenant per second that are sent at once."""
+LATE_S = 0.25
+"""Delay of the others, in seconds."""
+MAX_LATE_REFUSALS = 256
+"""Refusals of a tenant that are delayed at a time."""
+MAX_TENANTS = 1000
+"""Tenants whose refusals are paced; those refused longest ago are forgotten first."""
 
 
 class Arrival:
@@ -40,6 +54,41 @@ class Arrival:
             self._trim.freed(self._held)
 
 
+class RefusalPace:
+    """Delay of the refusals of a tenant that keeps asking.
+
+    A refusal costs a router as much as it costs a client to ask again. So those beyond a rate come late, and a client
+    that waits for them asks less often.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._tenants: OrderedDict[str, TokenBucket] = OrderedDict()
+        """Refusals that may come at once, by the tenant's limit; used last comes last."""
+        self._num_waiting: Counter[str] = Counter()
+
+    async def wait(self, error: ServiceError) -> None:
+        """Wait before an error that names a tenant's limit is sent; other errors are not delayed."""
+        if not isinstance(error, Overloaded) or error.limit is None:
+            return
+        tenant, now = error.limit[0], self._clock()
+        if (bucket := self._tenants.get(tenant)) is None:
+            bucket = self._tenants[tenant] = TokenBucket(PROMPT_REFUSALS_PER_S, PROMPT_REFUSALS_PER_S)
+            if len(self._tenants) > MAX_TENANTS:
+                self._tenants.popitem(last=False)
+        self._tenants.move_to_end(tenant)
+        if not bucket.wait_s(1, now):
+            bucket.take(1, now)
+        elif self._num_waiting[tenant] < MAX_LATE_REFUSALS:
+            self._num_waiting[tenant] += 1
+            try:
+                await asyncio.sleep(LATE_S)
+            finally:
+                self._num_waiting[tenant] -= 1
+                if not self._num_waiting[tenant]:
+                    del self._num_waiting[tenant]
+
+
 class Arrivals:
     """All requests of a router that are being read.
 
@@ -53,6 +102,7 @@ class Arrivals:
         total = config.max_bodies_mib << 20
         self._trim = MemoryTrim()
         self.body_bytes = Shares(total, max(1, total // 4), "bytes of requests")
+        self.pace = RefusalPace()
 
     def charge(self, tenant: str) -> None:
         """Charge a call that is no generation, or one more prompt of an arrival.
@@ -62,12 +112,13 @@ class Arrivals:
         self._limits.arrive(tenant)
 
     @contextmanager
-    def arriving(self, tenant: str) -> Iterator[Arrival]:
+    def arriving(self, tenant: str, charged: bool = True) -> Iterator[Arrival]:
         """Charge a request and count it until it is queued, at the latest until the block ends.
 
-        Raises Overloaded, also for refusals of `hold` within the block.
+        A batch is not `charged`, as each of its requests is, but refused where none could be. Raises Overloaded, also
+        for refusals of `hold` within the block.
         """
-        self.charge(tenant)
+        self._limits.arrive(tenant, charged)
         arrival: Arrival | None = None
         try:
             self.requests.take(tenant)

@@ -15,7 +15,7 @@ from cluster.error_status import to_status
 from cluster.errors import Draining, InvalidRequest, ServiceError, Unavailable
 from cluster.trace_context import from_metadata, traceparent
 from protos import inference_pb2 as pb
-from router.admission.arrivals import Arrival, Arrivals
+from router.admission.arrivals import Arrival, Arrivals, RefusalPace
 from router.frontend.batch import generate_batch
 from router.membership.status import cluster_status
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
@@ -74,7 +74,7 @@ class InferenceService:
         }
         for name, (method, request) in unary.items():
             handlers[name] = grpc.unary_unary_rpc_method_handler(
-                _typed(method, request),
+                _typed(method, request, self._arrivals.pace),
                 response_serializer=lambda response: response.SerializeToString(),
             )
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(NAME, handlers)])
@@ -95,13 +95,18 @@ class InferenceService:
         traceparent.set(from_metadata(context.invocation_metadata()))
         async with self._answering(context) as answer:
             principal = self._principal(context)
-            request = _parsed(pb.GenerateBatchRequest, raw)
-            each = generate_batch(request, lambda one: self._handler.generate(one, context.time_remaining(), principal))
-            async with contextlib.aclosing(each) as results:
-                async for result in results:
-                    answer.sending = True
-                    yield result
-                    answer.sent()
+            with self._arrivals.arriving(principal.tenant or "", charged=False) as arrival:
+                arrival.hold(len(raw))
+                request = _parsed(pb.GenerateBatchRequest, raw)
+                del raw
+                each = generate_batch(
+                    request, lambda one: self._handler.generate(one, context.time_remaining(), principal)
+                )
+                async with contextlib.aclosing(each) as results:
+                    async for result in results:
+                        answer.sending = True
+                        yield result
+                        answer.sent()
 
     @contextlib.contextmanager
     def _arriving(self, raw: bytes, principal: Principal) -> Iterator[tuple[pb.GenerateRequest, Arrival]]:
@@ -133,6 +138,7 @@ class InferenceService:
                 yield answer
             except ServiceError as error:
                 answer.streaming = False
+                await self._arrivals.pace.wait(error)
                 await context.abort_with_status(to_status(error))
             except asyncio.CancelledError:
                 answer.streaming = False
@@ -216,13 +222,16 @@ class _Answer:
             raise self.stopped
 
 
-def _typed(method: Callable[[Any, Any], Awaitable[Any]], kind: type[Any]) -> Callable[[bytes, Any], Awaitable[Any]]:
+def _typed(
+    method: Callable[[Any, Any], Awaitable[Any]], kind: type[Any], pace: RefusalPace
+) -> Callable[[bytes, Any], Awaitable[Any]]:
     """Wrap a method so that its errors become statuses."""
 
     async def call(raw: bytes, context: Any) -> Any:
         try:
             return await method(_parsed(kind, raw), context)
         except ServiceError as error:
+            await pace.wait(error)
             await context.abort_with_status(to_status(error))
 
     return call

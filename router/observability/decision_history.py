@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from cluster.errors import ServiceError
+from cluster.errors import InvalidRequest, ServiceError
 from protos import inference_pb2 as pb
 from router.models.model_selection import Verdict
 from router.placement.place import Decision
@@ -19,6 +19,20 @@ MOST_PLACEMENTS = 16
 """Placements kept per request; refusals for lack of capacity have no other bound."""
 ENTRY_BYTES = 2048
 """Approximate bytes of a request without its placements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An error in words: the exception itself would keep its stack, and with it the prompt."""
+
+    code: str
+    field: str
+    text: str
+    is_invalid: bool
+
+    @classmethod
+    def of(cls, error: ServiceError) -> "Refused":
+        return cls(error.code, error.field, str(error), isinstance(error, InvalidRequest))
 
 
 @dataclass(slots=True)
@@ -49,14 +63,14 @@ class Entry:
     verdicts: tuple[Verdict, ...] = ()
     placements: deque[Placement] = field(default_factory=lambda: deque(maxlen=MOST_PLACEMENTS))
     ended: bool = False
-    refusal: ServiceError | None = None
+    refusal: "Refused | None" = None
     """Error that its client got, where it did not end well."""
     num_bytes: int = ENTRY_BYTES
     forgotten: bool = False
 
     @property
     def error(self) -> str:
-        return "" if self.refusal is None else str(self.refusal)
+        return "" if self.refusal is None else self.refusal.text
 
     def failed(self, failure: str) -> None:
         """Record the failure of the last placement."""

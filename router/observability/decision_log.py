@@ -12,10 +12,9 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from cluster.errors import InvalidRequest, ServiceError
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
-from router.observability.decision_history import Entry, Placement
+from router.observability.decision_history import Entry, Placement, Refused
 from router.observability.json_lines import JsonLines
 from router.placement.decision_codec import read_recorded, recorded
 
@@ -75,11 +74,11 @@ class DecisionLog:
         return self.on and entry.request_id != "" and zlib.crc32(entry.request_id.encode()) < self._share * 2**32
 
 
-def _said(refusal: ServiceError | None) -> str:
+def _said(refusal: Refused | None) -> str:
     """Return an error without the text of invalid requests, which may quote them."""
-    if isinstance(refusal, InvalidRequest):
+    if refusal is not None and refusal.is_invalid:
         return f"{refusal.code}: {refusal.field}"
-    return "" if refusal is None else f"{refusal.code}: {refusal}"
+    return "" if refusal is None else f"{refusal.code}: {refusal.text}"
 
 
 def _head(entry: Entry) -> dict[str, Any]:
@@ -111,7 +110,7 @@ def read_decisions(lines: Iterable[str], request_id: str) -> Entry | None:
             )
             continue
         entry.ended = True
-        entry.refusal = ServiceError(said["error"]) if said["error"] else None
+        entry.refusal = Refused("", "", said["error"], is_invalid=False) if said["error"] else None
         if len(entry.placements) == len(said["placements"]):  # otherwise lines were dropped
             for placement, became in zip(entry.placements, said["placements"], strict=True):
                 placement.ttft_s = None if became["ttft_ms"] is None else became["ttft_ms"] / 1e3

@@ -26,7 +26,7 @@ from router.config import RouterConfig
 from router.decode_client.decode_stream import DecodeStream
 from router.models.config import AUTO
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
-from router.observability.decision_history import DecisionHistory, Entry
+from router.observability.decision_history import DecisionHistory, Entry, Refused
 from router.observability.decision_history import Placement as PastPlacement
 from router.observability.decision_log import DecisionLog
 from router.observability.metrics import RequestMetrics, RouterMetrics
@@ -142,7 +142,7 @@ class RequestHandler:
                 _count(prepared, emitted, request_metrics)
         except ServiceError as error:
             request_metrics.failed(error)
-            past.refusal = error
+            past.refusal = Refused.of(error)
             if prepared is None and request.request_id:
                 past.tenant = principal.tenant or request.tenant  # the tenant may not be known yet
                 self._history.add(past)

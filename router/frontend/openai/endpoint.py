@@ -91,6 +91,7 @@ class Endpoint:
         except ClientGone:
             return
         except ServiceError as error:
+            await self._arrivals.pace.wait(error)
             await exchange.fail(error_answer(error, names))
         except Exception:  # a bug here ends this request, with an error in the client's format
             log.exception("a request failed", extra=logs.of(exchange.request_id))
