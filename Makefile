@@ -12,7 +12,7 @@ FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test vllm vllm-if-on-offer test-vllm docs test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores protos check-protos install clean
+.PHONY: demo test vllm vllm-if-on-offer test-vllm docs test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-neighbours bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -81,6 +81,7 @@ test-faults: $(INSTALLED)
 	TANDEM_TRIALS=20000 $(BIN)/pytest tests/unit/test_core_faults.py
 	TANDEM_PLANS=all $(BIN)/pytest tests/unit/test_plan.py
 	TANDEM_REAL_FAULTS=20 $(BIN)/pytest -s tests/integration/test_real_faults.py tests/integration/test_faults.py
+	TANDEM_STOPPED_STREAMS=5000 $(BIN)/pytest -s tests/integration/test_stopped_router.py
 
 # 100,000 malformed inputs at every door, some minutes; `test` sends 1,500.
 fuzz: $(INSTALLED)
@@ -98,6 +99,9 @@ bench-engine: $(INSTALLED) $(VLLM_VENV)/.installed
 
 bench-vllm: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.vllm
+
+bench-neighbours: $(INSTALLED)
+	@$(BIN)/python -m bench.neighbours
 
 bench-kv: $(INSTALLED)
 	@$(BIN)/python -m bench.kv

@@ -1,6 +1,7 @@
 """Conversion of a placed request into an engine message, with its checks."""
 
 from array import array
+from dataclasses import replace
 
 from cluster.errors import InvalidRequest
 from engine.block_keys import token_array
@@ -49,6 +50,7 @@ def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> No
 def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
     """Convert a placed request into the engine's Generate message."""
     sampling = request.sampling
+    structured = read_structured(sampling)
     others = [emitted_of(request, choice)[0] for choice in range(1, num_choices(sampling))]
     return Generate(
         request_id=engine_id,
@@ -70,7 +72,7 @@ def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
             frequency_penalty=sampling.frequency_penalty,
             logit_bias=tuple(sampling.logit_bias.items()),
             min_tokens=sampling.min_tokens,
-            structured=read_structured(sampling),
+            structured=structured and replace(structured, scope=request.cache_salt),
             prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
             n=num_choices(sampling),
             beam=_beam(sampling),

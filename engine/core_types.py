@@ -26,6 +26,8 @@ class StructuredOutput:
     kind: StructureKind
     texts: tuple[str, ...]
     """Alternatives of kind `choice`, empty for `json_object`, one text for the other kinds."""
+    scope: str = ""
+    """Cache salt within which compiled grammars are shared: the time of a compilation would tell other tenants."""
 
     @property
     def field(self) -> str:

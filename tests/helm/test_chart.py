@@ -196,6 +196,17 @@ def test_gpus_rdma_and_a_canary() -> None:
     assert env["value"] == "20000-20999"
 
 
+def test_metrics_are_for_the_releases_namespace_unless_others_are_named() -> None:
+    def scrapers(values: dict[str, Any]) -> list[Any]:
+        policies = [m for m in render(values) if m["kind"] == "NetworkPolicy"]
+        rules = [rule for policy in policies for rule in policy["spec"]["ingress"]]
+        return [rule["from"] for rule in rules if any(port["port"] == 9400 for port in rule["ports"])]
+
+    assert scrapers({}) == [[{"podSelector": {}}]] * 2
+    everybody = [{"namespaceSelector": {}}]
+    assert scrapers({"networkPolicy": {"monitoring": everybody}}) == [everybody] * 2
+
+
 def test_vllm_workers_have_their_image_and_settings() -> None:
     manifests = render(ROOT / "helm" / "examples" / "vllm.yaml")
     specs = dict(pod_specs(manifests))

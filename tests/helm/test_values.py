@@ -82,6 +82,7 @@ WITH_PASSWORD = (
             {"models": [keeping(0, replicas=1, canary={"replicas": 1, "config": {"transport": "ucxx"}})]},
             "config.transport of a worker: ucxx listens on",
         ),
+        ({"router": {"service": {"type": "LoadBalancer"}}}, "router.service.type: LoadBalancer lets everybody in"),
         ({"router": {"minAvailable": 1}}, "router.minAvailable: 1 is not below replicas, 1"),
         (
             {

@@ -165,6 +165,9 @@ async def _outcome(call: Any, cut: bool, method: str, chance: Random) -> str:
         # The internal services' generated code leaves that to gRPC, which says UNKNOWN.
         parsing = code is grpc.StatusCode.UNKNOWN and "pars" in details
         assert code not in UNTYPED or (parsing and method not in PUBLIC), (method, code, details)
+        if method in PUBLIC:
+            assert "Stream removed" not in details, (method, code, details, "its trailers were too long")
+            assert cut or code is not grpc.StatusCode.CANCELLED, (method, details, "nobody cancelled it")
         return str(code.name)
     finally:
         call.cancel()
