@@ -1,6 +1,7 @@
 """Errors of `errors.py` as gRPC statuses whose details name the field."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -50,6 +51,17 @@ MAX_RETRY_AFTER_S = 1e9
 def to_status(error: ServiceError) -> "rpc_status._Status":
     """Return the status for `context.abort_with_status`: code, message, and details naming the field."""
     return rpc_status.to_status(to_proto(error))
+
+
+def end_call(context: Any, error: ServiceError) -> None:
+    """Give a call the status of an error; its handler must return then.
+
+    `abort_with_status` would keep the handler's stack, and with it the request, until a collection of garbage.
+    """
+    status = to_status(error)
+    context.set_trailing_metadata(status.trailing_metadata)
+    context.set_code(status.code)
+    context.set_details(status.details)
 
 
 def to_proto(error: ServiceError) -> status_pb2.Status:

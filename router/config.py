@@ -49,8 +49,8 @@ class RouterConfig(
     worker_silence_s: PositiveFloat = 10.0
     """Seconds without a report of its engine after which a worker counts as lost and its requests are placed again."""
     grammar_limit_s: PositiveFloat = 2.0
-    """Seconds that compiling a structured output's grammar may take. The decode worker compiles it again, once, beside
-    its steps."""
+    """Seconds of a core that compiling a structured output's grammar may take. The decode worker compiles it again,
+    once, beside its steps."""
 
     learn_rates: bool = True
     """Whether placement learns speeds from receipts. Without, it uses the figures below for good: for benchmarks and

@@ -3,20 +3,22 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from cluster.drain import Drain
-from cluster.error_status import to_status
-from cluster.errors import Draining, InvalidRequest, ServiceError, Unavailable
+from cluster.error_status import end_call
+from cluster.errors import Draining, ServiceError, Unavailable
 from cluster.trace_context import from_metadata, traceparent
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals, RefusalPace
+from router.admission.fair_turns import FairTurns
 from router.frontend.batch import generate_batch
+from router.frontend.call_message import CallMessage, parsed
 from router.membership.status import cluster_status
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.observability.explanations import candidate_of, compared, num_shown, to_response
@@ -26,8 +28,9 @@ from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys, Principal
 from router.security.guard import bearer_of
 
-Parsed = TypeVar("Parsed", bound=Message)
 NAME = "tandem.v1.Inference"
+READING, READING_PER_TENANT = 256, 16
+"""Messages that are read at a time, of all tenants and of one."""
 
 
 class InferenceService:
@@ -49,6 +52,7 @@ class InferenceService:
         """Create the service; `drain` holds the streams in flight."""
         self._samples = samples
         self._arrivals = arrivals
+        self._reading = FairTurns(READING, READING_PER_TENANT)
         self._started_at = time.monotonic()
         self._handler = handler
         self._models = models
@@ -57,12 +61,11 @@ class InferenceService:
         self._drain = drain
 
     def add_to(self, server: grpc.aio.Server) -> None:
+        # With keys, a message is read after its tenant was charged for it; without, reading at once costs less.
+        make = grpc.stream_stream_rpc_method_handler if self._keys.required else grpc.unary_stream_rpc_method_handler
         handlers: dict[str, Any] = {
-            "Generate": grpc.unary_stream_rpc_method_handler(self.Generate),
-            "GenerateBatch": grpc.unary_stream_rpc_method_handler(
-                self.GenerateBatch,
-                response_serializer=pb.BatchResult.SerializeToString,
-            ),
+            "Generate": make(self.Generate),
+            "GenerateBatch": make(self.GenerateBatch, response_serializer=pb.BatchResult.SerializeToString),
         }
         unary: dict[str, tuple[Callable[[Any, Any], Awaitable[Any]], type[Any]]] = {
             "Explain": (self.Explain, pb.GenerateRequest),
@@ -75,29 +78,36 @@ class InferenceService:
         for name, (method, request) in unary.items():
             handlers[name] = grpc.unary_unary_rpc_method_handler(
                 _typed(method, request, self._arrivals.pace),
-                response_serializer=lambda response: response.SerializeToString(),
+                response_serializer=_serialised,
             )
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(NAME, handlers)])
 
-    async def Generate(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
+    async def Generate(self, given: bytes | AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         traceparent.set(from_metadata(context.invocation_metadata()))
         async with self._answering(context) as answer:
+            answer.begin()
             principal = self._principal(context)
-            with self._arriving(raw, principal) as (request, arrival):
+            message = CallMessage(given, self._reading)
+            del given
+            async with self._arriving(message, principal) as (request, arrival):
                 stream = self._handler.generate(request, context.time_remaining(), principal, arrival=arrival)
                 async with contextlib.aclosing(stream) as messages:
-                    async for message in messages:
+                    async for raw in messages:
                         answer.sending = True
-                        yield message
+                        yield raw
                         answer.sent()
 
-    async def GenerateBatch(self, raw: bytes, context: Any) -> AsyncIterator[pb.BatchResult]:
+    async def GenerateBatch(self, given: bytes | AsyncIterator[bytes], context: Any) -> AsyncIterator[pb.BatchResult]:
         traceparent.set(from_metadata(context.invocation_metadata()))
         async with self._answering(context) as answer:
+            answer.begin()
             principal = self._principal(context)
-            with self._arrivals.arriving(principal.tenant or "", charged=False) as arrival:
+            tenant, message = principal.tenant or "", CallMessage(given, self._reading)
+            del given
+            with self._arrivals.arriving(tenant, charged=False) as arrival:
+                raw = await message.read(tenant)
                 arrival.hold(len(raw))
-                request = _parsed(pb.GenerateBatchRequest, raw)
+                request = parsed(pb.GenerateBatchRequest, raw)
                 del raw
                 each = generate_batch(
                     request, lambda one: self._handler.generate(one, context.time_remaining(), principal)
@@ -108,30 +118,37 @@ class InferenceService:
                         yield result
                         answer.sent()
 
-    @contextlib.contextmanager
-    def _arriving(self, raw: bytes, principal: Principal) -> Iterator[tuple[pb.GenerateRequest, Arrival]]:
-        """Charge and count a request, and parse it; before it is parsed where the key says whose it is.
+    @contextlib.asynccontextmanager
+    async def _arriving(
+        self, message: CallMessage, principal: Principal
+    ) -> AsyncIterator[tuple[pb.GenerateRequest, Arrival]]:
+        """Charge and count a request, read and parse it; charged first where the key says whose it is.
 
         Raises ServiceError.
         """
-        request = _parsed(pb.GenerateRequest, raw) if principal.tenant is None else None
-        tenant = principal.tenant if request is None else tenant_of(request, principal)
-        with self._arrivals.arriving(tenant or "") as arrival:
+        if principal.tenant is None:
+            raw = await message.read("")
+            request = parsed(pb.GenerateRequest, raw)
+            with self._arrivals.arriving(tenant_of(request, principal)) as arrival:
+                arrival.hold(len(raw))
+                del raw
+                yield request, arrival
+            return
+        with self._arrivals.arriving(principal.tenant) as arrival:
+            raw = await message.read(principal.tenant)
             arrival.hold(len(raw))
-            if request is None:
-                request = _parsed(pb.GenerateRequest, raw)
-                tenant_of(request, principal)
+            request = parsed(pb.GenerateRequest, raw)
+            del raw
+            tenant_of(request, principal)
             yield request, arrival
 
     @contextlib.asynccontextmanager
     async def _answering(self, context: Any) -> AsyncIterator["_Answer"]:
         """Run a stream whose errors become statuses, and which a stopping router ends."""
         stopped = Draining(f"router {self._router_id} was told to stop")
-        if self._drain.draining:
-            await context.abort_with_status(to_status(stopped))
         task = asyncio.current_task()
         assert task is not None
-        answer = _Answer(task, stopped)
+        answer = _Answer(task, stopped, self._drain.draining)
         # In flight until its client was told how it ended: the server stops as soon as nothing is in flight.
         with self._drain.holding(answer.end):
             try:
@@ -139,14 +156,14 @@ class InferenceService:
             except ServiceError as error:
                 answer.streaming = False
                 await self._arrivals.pace.wait(error)
-                await context.abort_with_status(to_status(error))
+                end_call(context, error)
             except asyncio.CancelledError:
                 answer.streaming = False
                 # gRPC does not tell whether the client left. A client that did reads no status; another was cut off,
                 # by the drain or by a part of this router, and must not read a CANCELLED that it never asked for.
                 task.uncancel()
                 cut = Unavailable(f"router {self._router_id} cut the stream off")
-                await context.abort_with_status(to_status(stopped if self._drain.over else cut))
+                end_call(context, stopped if self._drain.over else cut)
 
     async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
         principal = self._principal(context)
@@ -201,10 +218,17 @@ class _Answer:
 
     task: "asyncio.Task[Any]"
     stopped: Draining
+    draining: bool
+    """Whether the router was told to stop before."""
     streaming: bool = True
     sending: bool = False
     """Whether gRPC is sending a message on the same task; cancelled there, the call would end without a status."""
     over: bool = False
+
+    def begin(self) -> None:
+        """Raise Draining where no stream may begin any more."""
+        if self.draining:
+            raise self.stopped
 
     def end(self) -> None:
         if self.sending:
@@ -229,23 +253,18 @@ def _typed(
 
     async def call(raw: bytes, context: Any) -> Any:
         try:
-            return await method(_parsed(kind, raw), context)
+            return await method(parsed(kind, raw), context)
         except ServiceError as error:
             await pace.wait(error)
-            await context.abort_with_status(to_status(error))
+            end_call(context, error)
+            return None
 
     return call
 
 
-def _parsed(kind: type[Parsed], raw: bytes) -> Parsed:
-    """Parse a message.
-
-    Raises InvalidRequest.
-    """
-    try:
-        return kind.FromString(raw)
-    except DecodeError as error:
-        raise InvalidRequest("request", f"is no {kind.DESCRIPTOR.name}: {error}") from None
+def _serialised(response: Message | None) -> bytes:
+    """Return the bytes of an answer; a call that ended with an error has none."""
+    return b"" if response is None else response.SerializeToString()
 
 
 def _listed(model: ModelRuntime) -> pb.Model:

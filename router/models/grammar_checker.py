@@ -10,6 +10,7 @@ can tell from the time of an answer which grammars another tenant used.
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from cluster.errors import InvalidRequest, Unavailable
 from engine.core_types import StructuredOutput
@@ -31,6 +33,8 @@ MAX_REMEMBERED = 64
 """Remembered results of one tenant."""
 MAX_TENANTS = 256
 """Tenants whose results are remembered."""
+MAX_SLOWDOWN = 5.0
+"""Times the limit for which a check may last although the process got little CPU."""
 TIMEOUT_REMEMBERED_S = 300.0
 """Seconds for which a grammar that took too long is refused at once; the machine may have been busy."""
 
@@ -59,6 +63,14 @@ class GrammarProcess:
             ours.close()
             await asyncio.shield(asyncio.to_thread(process.wait))
             raise
+
+    def cpu_s(self) -> float:
+        """Return the CPU time that the process has used, in seconds; infinite when it is gone."""
+        try:
+            used = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return float("inf")
+        return (int(used[11]) + int(used[12])) / os.sysconf("SC_CLK_TCK")
 
     async def end(self) -> int:
         """Kill the process and return its exit status, perhaps from an earlier end."""
@@ -147,7 +159,7 @@ class GrammarChecker:
             process = await self._process()
             self._busy.add(process)
             process.questions.write(f"{question}\n".encode())
-            fault = await self._answer(process, self._limit_s)
+            fault = await self._answer_in_time(process)
             answered = True
         except TimeoutError:
             reason = f"too complex: it takes longer than {self._limit_s:g} s to compile"
@@ -168,6 +180,24 @@ class GrammarChecker:
         self._results.add(tenant, structured, fault)
         return fault
 
+    async def _answer_in_time(self, process: GrammarProcess) -> InvalidRequest | None:
+        """Return the answer, for which the process may use `limit_s` of a core.
+
+        It has the lowest priority: on a busy machine that takes longer. Raises TimeoutError.
+        """
+        used_before_s, began_at = process.cpu_s(), time.monotonic()
+        answering = asyncio.ensure_future(self._answer(process))
+        try:
+            left_s = self._limit_s
+            while left_s > 0 and time.monotonic() - began_at < MAX_SLOWDOWN * self._limit_s:
+                await asyncio.wait([answering], timeout=left_s)
+                if answering.done():
+                    return answering.result()
+                left_s = self._limit_s - (process.cpu_s() - used_before_s)
+            raise TimeoutError
+        finally:
+            answering.cancel()
+
     async def _process(self) -> GrammarProcess:
         """Return an idle process, or a new one.
 
@@ -180,7 +210,8 @@ class GrammarChecker:
             await process.end()  # it died of something else, while idle
         process = await GrammarProcess.start(self._model_dir)
         try:
-            self._refusal = await self._answer(process, START_S)
+            async with asyncio.timeout(START_S):
+                self._refusal = await self._answer(process)
         except TimeoutError:
             await process.end()
             raise Unavailable(f"the process that checks grammars says nothing for {START_S:g} s") from None
@@ -194,13 +225,12 @@ class GrammarChecker:
             raise self._refusal
         return process
 
-    async def _answer(self, process: GrammarProcess, limit_s: float) -> InvalidRequest | None:
+    async def _answer(self, process: GrammarProcess) -> InvalidRequest | None:
         """Return the next answer.
 
         Raises EOFError or ConnectionError when the process has died.
         """
-        async with asyncio.timeout(limit_s):
-            line = await process.answers.readline()
+        line = await process.answers.readline()
         if not line:
             raise EOFError
         answer = json.loads(line)

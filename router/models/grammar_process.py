@@ -13,10 +13,13 @@ from pathlib import Path
 
 from cluster.errors import InvalidRequest
 from engine.core_types import StructuredOutput
+from engine.host.cpu_affinity import step_back
 from engine.model.model_dir import ModelDir
 from engine.sampling.grammar import CHECK_STACK_BYTES, GrammarCompiler, reason_of
 
 PR_SET_PDEATHSIG = 1
+NICENESS = 19
+"""A grammar waits for everything else on the machine."""
 MEMORY_BYTES = 8 << 30
 """Limit of address space in bytes, most of which is never touched."""
 
@@ -25,6 +28,7 @@ def main() -> None:
     """Answer until the other end closes."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the router decides
+    step_back(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from cluster.error_status import to_status
+from cluster.error_status import end_call
 from cluster.errors import ServiceError
 from cluster.rpc import OPEN_SERVICES
 from router.security.api_keys import ApiKeys
@@ -39,7 +39,8 @@ def bearer_of(metadata: Any) -> str | None:
 
 
 def _refusing(error: ServiceError) -> Any:
-    async def refuse(_: Any, context: Any) -> None:
-        await context.abort_with_status(to_status(error))
+    async def refuse(_: Any, context: Any) -> bytes:
+        end_call(context, error)
+        return b""
 
-    return grpc.unary_unary_rpc_method_handler(refuse)
+    return grpc.stream_unary_rpc_method_handler(refuse)  # the messages are not read

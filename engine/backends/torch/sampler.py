@@ -86,8 +86,18 @@ def sample(
     after a draft token that the grammar did not allow.
     """
     params = [_params(place) for place in places]
-    if all(_plain(place, sampling) for place, sampling in zip(places, params, strict=True)):
+    plain = [_plain(place, sampling) for place, sampling in zip(places, params, strict=True)]
+    if all(plain):
         return [_of_token(token) for token in read_back(_finite(argmax(logits), logits))]
+    if any(plain):  # requests with options cost the others nothing
+        sampled: list[SampleResult | None] = [None] * len(places)
+        for kind in (True, False):
+            part = [row for row, row_is_plain in enumerate(plain) if row_is_plain == kind]
+            own = logits[staged(part, torch.long, logits.device)]
+            found = sample(own, [places[row] for row in part], eos_token_ids, grammars, argmax)
+            for row, result in zip(part, found, strict=True):
+                sampled[row] = result
+        return sampled
     masks = _masks(places, params, grammars)  # first: a GPU is still busy with the logits meanwhile
     logits = logits.float()
     allowed = logits if masks is None else _mask(logits, masks)
@@ -102,15 +112,15 @@ def sample(
         tokens[at] = draw(rows, [params[row] for row in drawing], targets)
     chosen = read_back(torch.where(_finite(likeliest, changed) < 0, -1, tokens))
     told = _logprobs(logits, chosen, params)
-    sampled: list[SampleResult | None] = [
+    results: list[SampleResult | None] = [
         _of_token(token) if token < 0 else SampleResult(token, told.get(row)) for row, token in enumerate(chosen)
     ]
     if masks is not None:
         for row, failure in masks.failures.items():
-            sampled[row] = SampleResult(-1, failure=failure)
+            results[row] = SampleResult(-1, failure=failure)
         for row in masks.unknown:
-            sampled[row] = None
-    return sampled
+            results[row] = None
+    return results
 
 
 def _params(place: AnyPlace) -> SamplingParams:
