@@ -3,7 +3,7 @@
 Handlers decide what a caller may do. HTTP has `router/frontend/openai/guard.py`.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -39,8 +39,9 @@ def bearer_of(metadata: Any) -> str | None:
 
 
 def _refusing(error: ServiceError) -> Any:
-    async def refuse(_: Any, context: Any) -> bytes:
+    async def refuse(_: Any, context: Any) -> AsyncIterator[bytes]:
         end_call(context, error)
-        return b""
+        for nothing in tuple[bytes, ...]():
+            yield nothing
 
-    return grpc.stream_unary_rpc_method_handler(refuse)  # the messages are not read
+    return grpc.stream_stream_rpc_method_handler(refuse)  # the messages are not read
