@@ -6,6 +6,7 @@ A process that stood still knows nothing about its peers: their messages wait un
 
 import asyncio
 import contextlib
+import gc
 import logging
 import sys
 import threading
@@ -67,7 +68,9 @@ class _Ticking:
         self._watch = watch
         self._thread_id = threading.get_ident()
         self._stack = ""
+        self._garbage_began_at = self._garbage_s = 0.0
         self._over = threading.Event()
+        gc.callbacks.append(self._collecting)
         self._task = asyncio.ensure_future(self._tick())
         threading.Thread(target=self._look, name="loop-watch", daemon=True).start()
 
@@ -80,10 +83,18 @@ class _Ticking:
                 used_before_s, used_s = used_s, time.process_time()
                 if lag_s >= LOGGED_S:
                     self._report(lag_s, used_s - used_before_s)
-                self._stack = ""
+                self._stack, self._garbage_s = "", 0.0
 
     def close(self) -> None:
         self._over.set()
+        gc.callbacks.remove(self._collecting)
+
+    def _collecting(self, phase: str, info: dict[str, int]) -> None:
+        """Add up the time of collections of garbage; called by the collector."""
+        if phase == "start":
+            self._garbage_began_at = time.perf_counter()
+        else:
+            self._garbage_s += time.perf_counter() - self._garbage_began_at
 
     def _look(self) -> None:
         while not self._over.wait(TICK_S):
@@ -94,7 +105,9 @@ class _Ticking:
         if used_s < lag_s / 2:
             log.warning("the event loop stood still for %.2f s: the process was stopped or had no CPU", lag_s)
             return
-        log.warning("the event loop stood still for %.2f s, with %.2f s of CPU, in:\n%s", lag_s, used_s, self._stack)
+        garbage = f", {self._garbage_s:.2f} s of it collecting garbage" if self._garbage_s >= lag_s / 10 else ""
+        said = "the event loop stood still for %.2f s, with %.2f s of CPU%s, in:\n%s"
+        log.warning(said, lag_s, used_s, garbage, self._stack)
 
 
 def _stack_of(frame: FrameType | None) -> str:

@@ -44,7 +44,9 @@ _SIZES: list[tuple[str, int]] = [
 
 
 MAX_OPEN_CALLS = 256
-"""Calls of health and reflection at a time. They need no key, and an open one holds 20 KiB."""
+"""Streams of health and reflection at a time. They need no key, and an open one holds 20 KiB."""
+REFUSED_AFTER_S, MAX_LATE_REFUSALS = 2.0, 1024
+"""Delay of the refusal of further ones, so that a client that asks again costs little; and how many are delayed."""
 OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.v1alpha.")
 """Services that may be called without a key."""
 PUBLIC_PING_STRIKES = 2
@@ -171,7 +173,7 @@ class _OpenCalls(grpc.aio.ServerInterceptor):
     """Interceptor that bounds the calls of services that need no key."""
 
     def __init__(self) -> None:
-        self._num_calls = 0
+        self._num_calls = self._num_late = 0
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """Return the handler of a call, which counts it where it is of an open service."""
@@ -210,6 +212,12 @@ class _OpenCalls(grpc.aio.ServerInterceptor):
     async def _begin(self, context: Any) -> None:
         """Count a call; abort it when there are too many."""
         if self._num_calls >= MAX_OPEN_CALLS:
+            if self._num_late < MAX_LATE_REFUSALS:
+                self._num_late += 1
+                try:
+                    await asyncio.sleep(REFUSED_AFTER_S)
+                finally:
+                    self._num_late -= 1
             message = f"{self._num_calls} calls of health and reflection are open, the limit"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
         self._num_calls += 1

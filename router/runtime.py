@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
@@ -45,6 +46,8 @@ EVERYWHERE = ("0.0.0.0", "::", "[::]")
 MEMBERSHIP = "tandem.internal.v1.Membership"
 END_S = 5.0
 """Longest time for ended streams, in seconds: a client must receive the reason before the server closes."""
+SWITCH_S = 0.0005
+"""Longest time for which a thread that renders or parses may hold the GIL while the loop waits for it, in seconds."""
 GRACE_S = 0.5
 """Seconds for calls in flight when a server stops."""
 
@@ -107,6 +110,7 @@ async def start_router(config: RouterConfig) -> Router:
 
     Raises StartError.
     """
+    sys.setswitchinterval(SWITCH_S)
     public, member = config.frontends()
     keys = ApiKeys(config.api_keys, config.api_keys_file)
     files = read_models(config)

@@ -126,7 +126,7 @@ class Arrivals:
             yield arrival
         except Refusal as refusal:
             self._limits.num_refused[refusal.reason] += 1
-            raise refusal.error from None
+            raise refusal.take() from None
         finally:
             if arrival is not None:
                 arrival.queued()

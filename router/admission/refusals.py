@@ -37,6 +37,15 @@ class Refusal(Exception):
         self.reason = reason
         self.error = error
 
+    def take(self) -> ServiceError:
+        """Return the error to be raised in place of this one, which then does not refer to it any more.
+
+        Otherwise they would refer to each other, and keep the stack, and with it the request, until a collection.
+        """
+        error = self.error
+        del self.error
+        return error
+
 
 def bounded(retry_after_s: float) -> float:
     return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, retry_after_s))

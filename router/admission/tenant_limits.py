@@ -57,7 +57,7 @@ class TenantLimits:
             self.tenants.arrive(tenant, self._clock(), charged)
         except Refusal as refusal:
             self.num_refused[refusal.reason] += 1
-            raise refusal.error from None
+            raise refusal.take() from None
 
     def charge_refused(self, tenant: str, num_tokens: int) -> None:
         """Charge the tokens that were read for a request that was refused before it could enter."""
@@ -69,7 +69,7 @@ class TenantLimits:
             return await self._enter(tenant, num_tokens, num_sequences)
         except Refusal as refusal:
             self.num_refused[refusal.reason] += 1
-            raise refusal.error from None
+            raise refusal.take() from None
 
     async def _enter(self, tenant: str, num_tokens: int, num_sequences: int) -> Charge:
         policy = self._config.policy(tenant)

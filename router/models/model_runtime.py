@@ -158,7 +158,7 @@ class ModelRuntime:
             self._worker_waits.take(tenant)
         except Refusal as refusal:
             self.dispatcher.admission.num_refused[refusal.reason] += 1
-            raise refusal.error from None
+            raise refusal.take() from None
         try:
             await self._first_worker(give_up_at)
         finally:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from engine.errors import EngineStartError
 from engine.kv.block_pool import Removed
 from engine.kv.tiers.disk import DiskTier
 from engine.kv.tiers.disk_format import SUPERBLOCK_BYTES, SlotHeader
@@ -164,3 +165,25 @@ def test_of_a_block_in_two_slots_the_newer_is_kept(tmp_path: Path) -> None:
     third = DiskTier(tmp_path, disk_bytes_for(DISK_SLOTS), BLOCK_BYTES, HEADS, MODEL)
     assert third.slots.num_named == 0, "the older ones do not come back"
     third.close()
+
+
+def test_a_link_or_another_kind_of_file_is_never_written(tmp_path: Path) -> None:
+    """In a folder that others may write to: what a link leads to stays, and a file that was there becomes private."""
+    open_tiers(tmp_path).close()
+    ours = file_of(tmp_path)
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious" * 1000)
+    ours.unlink()
+    ours.symlink_to(victim)
+    with pytest.raises(EngineStartError, match="kv_disk_dir"):
+        open_tiers(tmp_path)
+    assert victim.read_bytes() == b"precious" * 1000
+    ours.unlink()
+    os.mkfifo(ours)
+    with pytest.raises(EngineStartError, match="no plain file"):
+        open_tiers(tmp_path)
+    ours.unlink()
+    ours.touch(mode=0o666)
+    ours.chmod(0o666)
+    open_tiers(tmp_path).close()
+    assert ours.stat().st_mode & 0o777 == 0o600

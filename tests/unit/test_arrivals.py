@@ -1,5 +1,8 @@
 """Arrivals: requests are charged and counted before they are read, refused ones too."""
 
+import gc
+import weakref
+
 import pytest
 
 from cluster.errors import Overloaded
@@ -69,3 +72,29 @@ def test_sequences_count_against_max_running() -> None:
     assert not tenants.may_start("m", 2)
     tenants.ended("m", 3)
     assert tenants.may_start("m", 4)
+
+
+class Kept:
+    """An object that is held by the stack of a refused request."""
+
+
+def test_a_refused_request_is_freed_at_once() -> None:
+    """Its body would otherwise stay until a collection of garbage, which is rare and then takes long."""
+    arrivals, _ = arrivals_of(max_bodies_mib=4, tenants={"m": TenantPolicy(requests_per_s=1)})
+    kept: list[weakref.ref[Kept]] = []
+
+    def refused(tenant: str, num_bytes: int) -> None:
+        body = Kept()
+        kept.append(weakref.ref(body))
+        with pytest.raises(Overloaded), arrivals.arriving(tenant) as arrival:
+            arrival.hold(num_bytes)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with arrivals.arriving("m"):
+            refused("m", 1)
+        refused("alice", 10 << 20)
+        assert [reference() for reference in kept] == [None, None]
+    finally:
+        gc.enable()

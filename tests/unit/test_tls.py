@@ -146,3 +146,22 @@ def test_secrets_are_not_on_command_lines(monkeypatch: pytest.MonkeyPatch) -> No
     assert "hunter2" not in repr(config)
     monkeypatch.setattr("sys.stdin", io.StringIO(secrets_of(config)))
     assert RouterConfig.from_command_line("router", arguments) == config
+
+
+def test_keys_in_the_clear_are_warned_of_where_others_reach_the_router(
+    cluster: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = {"api_keys_file": "k", "internal_port": 0}
+    router_of(**keys).frontends()
+    assert not caplog.records, "nobody else reaches this host's loopback"
+    router_of(**keys, host="0.0.0.0").frontends()
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.partition(":")[0] for text in said] == [
+        "API keys travel in the clear",
+        "without tls_ca any process that reaches internal_port may join and be sent prompts",
+    ]
+    caplog.clear()
+    issued = cluster.issue("router")
+    tls = {"tls_cert": issued.cert, "tls_key": issued.key, "tls_ca": cluster.path}
+    router_of(**keys, **tls, host="0.0.0.0").frontends()
+    assert not caplog.records
