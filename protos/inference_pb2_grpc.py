@@ -87,7 +87,8 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Return where the request would go now, with all compared candidates and their predicted terms. It starts nothing.
+        """Return where the request would go now, with all compared candidates and their predicted terms; callers that are no
+        operators see the best candidate. It starts nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,9 @@ class InferenceStub:
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generate one or several completions of a prompt and stream them."""
     Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.Explanation]
-    """Return where the request would go now, with all compared candidates and their predicted terms. It starts nothing."""
+    """Return where the request would go now, with all compared candidates and their predicted terms; callers that are no
+    operators see the best candidate. It starts nothing.
+    """
     Decisions: _aio.UnaryUnaryMultiCallable[_inference_pb2.DecisionsRequest, _inference_pb2.DecisionsResponse]
     """Return how a recent request of this router was placed: the candidates of each placement, as they stood then, and
     the result. NOT_FOUND: the router never had this id, or no longer keeps it.
@@ -68,7 +70,9 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _aio.ServicerContext[_inference_pb2.GenerateRequest, _abc.Awaitable[_inference_pb2.Explanation]],
     ) -> _abc.Awaitable[_inference_pb2.Explanation]:
-        """Return where the request would go now, with all compared candidates and their predicted terms. It starts nothing."""
+        """Return where the request would go now, with all compared candidates and their predicted terms; callers that are no
+        operators see the best candidate. It starts nothing.
+        """
 
     @_abc_1.abstractmethod
     def Decisions(

@@ -1,6 +1,6 @@
 """Compilation of grammars beside an engine's steps.
 
-A request with a grammar is held here until its grammar is compiled and its first mask is known, on a thread of lowest
+A request with a grammar is held here until its grammar is compiled and its first mask is known, on a thread of lower
 priority. All other messages pass at once, so no stream waits for a grammar of another request.
 """
 
@@ -17,8 +17,8 @@ from engine.messages import Cancel, Generate, ToEngine
 if TYPE_CHECKING:
     from engine.sampling.grammar import Grammars
 
-LEAST_PRIORITY = 19
-"""Niceness of the compiling thread."""
+NICENESS = 5
+"""Niceness of the compiling thread: about a quarter of a core where steps keep all of them busy."""
 
 
 class GrammarGate:
@@ -69,7 +69,7 @@ class GrammarGate:
 
     def _run(self) -> None:
         # Of this thread and of those that it starts.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
             message = self._asked.get()
             structured = message.sampling.structured

@@ -183,7 +183,7 @@ class GrammarChecker:
     async def _answer_in_time(self, process: GrammarProcess) -> InvalidRequest | None:
         """Return the answer, for which the process may use `limit_s` of a core.
 
-        It has the lowest priority: on a busy machine that takes longer. Raises TimeoutError.
+        It has a lower priority: on a busy machine that takes longer. Raises TimeoutError.
         """
         used_before_s, began_at = process.cpu_s(), time.monotonic()
         answering = asyncio.ensure_future(self._answer(process))
