@@ -66,6 +66,7 @@ class _Ticking:
 
     def __init__(self, watch: LoopWatch) -> None:
         self._watch = watch
+        self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
         self._stack = ""
         self._garbage_began_at = self._garbage_s = 0.0
@@ -86,6 +87,7 @@ class _Ticking:
                 self._stack, self._garbage_s = "", 0.0
 
     def close(self) -> None:
+        del _watches[self._loop]  # the watch would keep its loop
         self._over.set()
         gc.callbacks.remove(self._collecting)
 

@@ -49,8 +49,9 @@ REFUSED_AFTER_S, MAX_LATE_REFUSALS = 2.0, 1024
 """Delay of the refusal of further ones, so that a client that asks again costs little; and how many are delayed."""
 OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.v1alpha.")
 """Services that may be called without a key."""
-PUBLIC_PING_STRIKES = 2
-"""Pings of a client above the rate for members after which its connection is closed."""
+PUBLIC_PING_STRIKES = 100
+"""Pings above the rate for members after which a client's connection is closed. Many, since the pings of a client come
+together at a server that stood still."""
 LIVENESS, READINESS = "liveness", "readiness"
 """Health names for supervisors. LIVENESS is SERVING while the event loop runs, also during a drain. READINESS is
 SERVING while the process can do new work: started, not stopping, and not cut off."""
