@@ -191,7 +191,8 @@ class _OpenCalls(grpc.aio.ServerInterceptor):
 
     def _generated(self, behavior: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            await self._begin(context)
+            if not await self._begins(context):
+                return
             try:
                 async for response in behavior(request, context):
                     yield response
@@ -202,7 +203,8 @@ class _OpenCalls(grpc.aio.ServerInterceptor):
 
     def _written(self, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def call(request: Any, context: Any) -> Any:
-            await self._begin(context)
+            if not await self._begins(context):
+                return None
             try:
                 return await behavior(request, context)
             finally:
@@ -210,18 +212,21 @@ class _OpenCalls(grpc.aio.ServerInterceptor):
 
         return call
 
-    async def _begin(self, context: Any) -> None:
-        """Count a call; abort it when there are too many."""
-        if self._num_calls >= MAX_OPEN_CALLS:
-            if self._num_late < MAX_LATE_REFUSALS:
-                self._num_late += 1
-                try:
-                    await asyncio.sleep(REFUSED_AFTER_S)
-                finally:
-                    self._num_late -= 1
-            message = f"{self._num_calls} calls of health and reflection are open, the limit"
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
-        self._num_calls += 1
+    async def _begins(self, context: Any) -> bool:
+        """Count a call and return True; where there are too many, give it that status and return False."""
+        if self._num_calls < MAX_OPEN_CALLS:
+            self._num_calls += 1
+            return True
+        if self._num_late < MAX_LATE_REFUSALS:
+            self._num_late += 1
+            try:
+                await asyncio.sleep(REFUSED_AFTER_S)
+            finally:
+                self._num_late -= 1
+        # Not by `abort`, which would keep the call until a collection of garbage.
+        context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
+        context.set_details(f"{self._num_calls} calls of health and reflection are open, the limit")
+        return False
 
 
 def channel(address: str, trust: TlsIdentity | None = None) -> grpc.aio.Channel:

@@ -17,8 +17,8 @@ from engine.messages import Cancel, Generate, ToEngine
 if TYPE_CHECKING:
     from engine.sampling.grammar import Grammars
 
-NICENESS = 5
-"""Niceness of the compiling thread: about a quarter of a core where steps keep all of them busy."""
+NICENESS = 10
+"""Niceness of the compiling thread: about a tenth of a core where steps keep all of them busy."""
 
 
 class GrammarGate:

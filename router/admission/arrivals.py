@@ -112,13 +112,13 @@ class Arrivals:
         self._limits.arrive(tenant)
 
     @contextmanager
-    def arriving(self, tenant: str, charged: bool = True) -> Iterator[Arrival]:
-        """Charge a request and count it until it is queued, at the latest until the block ends.
+    def arriving(self, tenant: str, is_charged: bool = False) -> Iterator[Arrival]:
+        """Charge a request, unless it `is_charged` already, and count it until it is queued, or the block ends.
 
-        A batch is not `charged`, as each of its requests is, but refused where none could be. Raises Overloaded, also
-        for refusals of `hold` within the block.
+        Raises Overloaded, also for refusals of `hold` within the block.
         """
-        self._limits.arrive(tenant, charged)
+        if not is_charged:
+            self.charge(tenant)
         arrival: Arrival | None = None
         try:
             self.requests.take(tenant)

@@ -57,8 +57,8 @@ class RateLimiter:
     def weight(self, tenant: str) -> float:
         return self._config.policy(tenant).weight
 
-    def arrive(self, tenant: str, now: float, charged: bool = True) -> None:
-        """Charge one request against the tenant's rate, or only check that one could be charged.
+    def arrive(self, tenant: str, now: float) -> None:
+        """Charge one request against the tenant's rate.
 
         Raises Refusal.
         """
@@ -67,8 +67,7 @@ class RateLimiter:
             if wait_s := state.requests.wait_s(1, now):
                 limit = f"{state.policy.requests_per_s:g}"
                 raise over_limit(Reason.REQUEST_RATE, tenant, limit, "1 request", wait_s)
-            if charged:
-                state.requests.take(1, now)
+            state.requests.take(1, now)
 
     def check(self, tenant: str, num_tokens: int, num_sequences: int, now: float) -> None:
         """Check that a request of so many tokens and sequences may enter.

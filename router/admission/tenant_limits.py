@@ -48,13 +48,13 @@ class TenantLimits:
         self._wall_clock = wall_clock
         self._refunds: set[asyncio.Task[None]] = set()
 
-    def arrive(self, tenant: str, charged: bool = True) -> None:
-        """Charge a request before it is read, or only check that one could be charged.
+    def arrive(self, tenant: str) -> None:
+        """Charge a request before it is read.
 
         Raises Overloaded naming the limit.
         """
         try:
-            self.tenants.arrive(tenant, self._clock(), charged)
+            self.tenants.arrive(tenant, self._clock())
         except Refusal as refusal:
             self.num_refused[refusal.reason] += 1
             raise refusal.take() from None

@@ -16,8 +16,8 @@ DEFAULT_CONCURRENT = 32
 MAX_UNREAD = 64
 """Results that may wait for a client that reads slowly; then no further request starts."""
 
-Generate = Callable[[pb.GenerateRequest], AsyncGenerator[bytes]]
-"""Function that yields the serialised GenerateResponses of one request."""
+Generate = Callable[[int, pb.GenerateRequest], AsyncGenerator[bytes]]
+"""Function that yields the serialised GenerateResponses of one request, of that number in its batch."""
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ async def _one(number: int, request: pb.GenerateRequest, generate: Generate) -> 
     gathered = _Gathered({}, pb.Finish())
     try:
         check_whole_answer([request])
-        async with contextlib.aclosing(generate(request)) as messages:
+        async with contextlib.aclosing(generate(number, request)) as messages:
             async for message in messages:
                 gathered.add(message)
     except ServiceError as error:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,14 +104,18 @@ class InferenceService:
             principal = self._principal(context)
             tenant, message = principal.tenant or "", CallMessage(given, self._reading)
             del given
-            with self._arrivals.arriving(tenant, charged=False) as arrival:
+            with self._arrivals.arriving(tenant) as arrival:
                 raw = await message.read(tenant)
                 arrival.hold(len(raw))
                 request = parsed(pb.GenerateBatchRequest, raw)
                 del raw
-                each = generate_batch(
-                    request, lambda one: self._handler.generate(one, context.time_remaining(), principal)
-                )
+                deadline = context.time_remaining
+
+                def generate(number: int, one: pb.GenerateRequest) -> AsyncGenerator[bytes]:
+                    # The call was charged as its first request.
+                    return self._handler.generate(one, deadline(), principal, is_charged=number == 0)
+
+                each = generate_batch(request, generate)
                 async with contextlib.aclosing(each) as results:
                     async for result in results:
                         answer.sending = True

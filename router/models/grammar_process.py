@@ -18,8 +18,8 @@ from engine.model.model_dir import ModelDir
 from engine.sampling.grammar import CHECK_STACK_BYTES, GrammarCompiler, reason_of
 
 PR_SET_PDEATHSIG = 1
-NICENESS = 5
-"""Niceness: about a quarter of a core where others keep all of them busy."""
+NICENESS = 10
+"""Niceness: about a tenth of a core where others keep all of them busy."""
 MEMORY_BYTES = 8 << 30
 """Limit of address space in bytes, most of which is never touched."""
 

@@ -104,12 +104,14 @@ class RequestHandler:
         principal: Principal,
         on_checked: Callable[[PreparedRequest], object] = _ignore,
         arrival: Arrival | None = None,
+        is_charged: bool = False,
     ) -> AsyncGenerator[bytes]:
         """Yield serialised GenerateResponses, one unbroken stream over all attempts.
 
         Raises ServiceError.
 
-        `on_checked` is called once, before the first of them. `arrival` is that of a request charged already.
+        `on_checked` is called once, before the first of them. `arrival` is that of a request which is counted already;
+        one without may be charged already.
         """
         request_metrics = self._metrics.watch()
         sampled = self._samples.wanted()
@@ -119,7 +121,7 @@ class RequestHandler:
         own = contextlib.ExitStack()
         try:
             if arrival is None:
-                arrival = own.enter_context(self._arrivals.arriving(tenant_of(request, principal)))
+                arrival = own.enter_context(self._arrivals.arriving(tenant_of(request, principal), is_charged))
             prepared = await self._checked(request, deadline_s, principal, arrival)
             past.request_id, past.tenant, past.verdicts = prepared.request_id, request.tenant, prepared.verdicts
             past.model, past.model_reason = prepared.model.name, prepared.model_reason

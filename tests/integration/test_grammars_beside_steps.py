@@ -8,13 +8,13 @@ from support.real_engines import RealEngine, engines, greedy
 from tandem.cli.demo import STORYTELLER
 
 PROMPT = tuple(range(5, 40))
-STREAMED = 40
-"""Tokens of a stream while another request's grammar is compiled, where steps do not wait for it. Half a second."""
+STREAMED = 20
+"""Tokens of a stream while another request's grammar is compiled, where steps do not wait for it."""
 
 
 def wide(number: int) -> StructuredOutput:
-    """A schema that takes about half a second to compile."""
-    properties = {f"p{number}_{i}": {"type": "integer"} for i in range(2200)}
+    """A schema that takes about a sixth of a second to compile."""
+    properties = {f"p{number}_{i}": {"type": "integer"} for i in range(700)}
     return StructuredOutput("json_schema", (json.dumps({"type": "object", "properties": properties}),))
 
 
