@@ -23,6 +23,7 @@ from tandem.topology import plan_topology
 
 NUM_STREAMS = int(os.environ.get("TANDEM_STOPPED_STREAMS", "60"))
 STOPPED_S = 15.0
+DEADLINE_S = 100.0 if NUM_STREAMS < 1000 else 250.0
 NUM_TOKENS = 250
 PROMPTS = [list(range(start, start + 40)) for start in range(1, 9)]
 
@@ -31,7 +32,7 @@ async def plain_stream(stub: pb_grpc.InferenceStub, prompt: list[int]) -> list[i
     """Tokens of a client that sends no pings, so that it waits for the router however long it takes."""
     sampling = pb.Sampling(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
     tokens: list[int] = []
-    async for message in stub.Generate(pb.GenerateRequest(token_ids=prompt, sampling=sampling), timeout=240):
+    async for message in stub.Generate(pb.GenerateRequest(token_ids=prompt, sampling=sampling), timeout=DEADLINE_S):
         tokens += message.token_ids
     return tokens
 
@@ -56,7 +57,7 @@ async def test_a_router_that_was_stopped_loses_no_stream_and_no_worker(
         Client(cluster.address) as client,
         grpc.aio.insecure_channel(cluster.address) as channel,
     ):
-        whole = await finished([Stream(client, prompt, NUM_TOKENS, timeout_s=120.0) for prompt in PROMPTS])
+        whole = await finished([Stream(client, prompt, NUM_TOKENS, timeout_s=DEADLINE_S) for prompt in PROMPTS])
         expected = [stream.token_ids for stream in whole]
         stub = pb_grpc.InferenceStub(channel)
         for number in range(NUM_STREAMS):
@@ -64,7 +65,7 @@ async def test_a_router_that_was_stopped_loses_no_stream_and_no_worker(
             if number % 3:
                 streams.append((number, asyncio.ensure_future(plain_stream(stub, prompt))))
             else:
-                streams.append((number, Stream(client, prompt, NUM_TOKENS, timeout_s=240.0).task))
+                streams.append((number, Stream(client, prompt, NUM_TOKENS, timeout_s=DEADLINE_S).task))
             await asyncio.sleep(0.004)
         await asyncio.sleep(3.0)
         cluster.router.process.send_signal(signal.SIGSTOP)
