@@ -127,6 +127,7 @@ class MembershipService(pb_grpc.MembershipServicer):
         """
         began_at = loop_time()
         reading = asyncio.ensure_future(_next_message(messages))
+        reading.add_done_callback(_retrieve)
         try:
             while (left_s := began_at + self._silence_s - loop_time()) > 0:
                 await asyncio.wait([reading], timeout=left_s)
@@ -162,6 +163,12 @@ class MembershipService(pb_grpc.MembershipServicer):
 
 async def _next_message(messages: AsyncIterator[pb.WorkerMessage]) -> pb.WorkerMessage | None:
     return await anext(messages, None)
+
+
+def _retrieve(reading: "asyncio.Future[Any]") -> None:
+    """Take note of how a read ended, also where its stream was over before: a stopped server fails it."""
+    if not reading.cancelled():
+        reading.exception()
 
 
 def _lose(worker: Worker) -> None:
