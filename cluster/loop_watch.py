@@ -57,7 +57,7 @@ class LoopWatch:
 
     def _late_s(self) -> float:
         """Return the seconds since the last tick that count as standing still."""
-        late_s = self._clock() - self._ticked_at - TICK_S
+        late_s = self.late_s()
         return late_s if late_s > SPARE_S else 0.0
 
 

@@ -142,7 +142,8 @@ def check_messages(messages: Sequence[pb.ChatMessage]) -> None:
     for number, message in enumerate(messages):
         num_calls += len(message.tool_calls)
         for field in ("role", "name", "tool_call_id"):
-            check_name_length(getattr(message, field), f"messages[{number}].{field}")
+            if len(name := getattr(message, field)) > MAX_NAME_CHARS:  # the field's name is made only for a refusal
+                check_name_length(name, f"messages[{number}].{field}")
     if num_calls > MAX_MESSAGES:
         raise InvalidRequest("messages", f"at most {MAX_MESSAGES} tool calls, not {num_calls}")
 

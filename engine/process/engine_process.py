@@ -8,13 +8,12 @@ tensor-parallel ranks this is rank 0; the others are its children, see `engine/p
 
 import contextlib
 import logging
-import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from cluster.garbage_collection import spare_the_started
@@ -30,7 +29,7 @@ from engine.process.assembly import IDLE_TURN_S, draft_of, open_core
 from engine.process.fast_path_socket import open_fast_path_socket
 from engine.process.front_link import FrontLink, receive_spec
 from engine.process.message_socket import MessageSocket
-from engine.process.ranks import JOIN_POLL_S, Ranks, leave, start_failure
+from engine.process.ranks import Ranks, leave, serve, start_failure
 from engine.process.runners import open_core_allocation, open_sim_runner, open_torch_runner
 from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import become_child, own_transport, prepare
@@ -61,15 +60,7 @@ def main() -> None:
         leave(ranks)
         return
     spare_the_started()
-    try:
-        _loop(core, computer, gate, front, ranks)
-    except (EOFError, ConnectionError):
-        pass  # the front is gone, by its own end or by ours: no process is left to serve
-    except Exception as error:
-        if ranks is None:
-            raise
-        log.error("the engine cannot go on: %s", error)  # the lost rank, or the sum that failed without it
-        os._exit(1)  # the compute thread may wait in such a sum for ever; the other ranks die with this one
+    serve(partial(_loop, core, computer, gate, front, ranks), ranks)
     computer.stop()
     core.close()
     leave(ranks)
@@ -95,10 +86,8 @@ class _ComputeThread:
 
     def runner(self) -> ModelRunner:
         """Wait until the model is loaded on all ranks; return the runner. Raises EngineStartError or RankLost."""
-        while self._ranks is not None and not (self._ranks.all_joined() and self._made.done()):
-            if self._made.done() and self._made.exception() is not None:
-                break
-            time.sleep(JOIN_POLL_S)
+        if self._ranks is not None:
+            self._ranks.wait_for(self._made)
         return self._made.result()
 
     def start(self, batch: list[Chunk]) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -245,6 +246,16 @@ class Ranks:
         joined = [follower.wait_joined() for follower in self.followers]  # each of them, since any may have failed
         return all(joined)
 
+    def wait_for(self, made: "Future[Any]") -> None:
+        """Wait until all followers have joined and `made`, of rank 0, is done; less long if it failed.
+
+        Raises EngineStartError or RankLost of a follower.
+        """
+        while not (self.all_joined() and made.done()):
+            if made.done() and made.exception() is not None:
+                return
+            time.sleep(JOIN_POLL_S)
+
     def met(self) -> None:
         """Remove the meeting file once the ranks have found each other."""
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -259,6 +270,19 @@ def start_failure(error: TransportUnavailable | RankLost) -> str:
     """Return the message of a start that failed for want of a transport or a rank."""
     field = "tensor_parallel" if isinstance(error, RankLost) else "transport"
     return f"{field}: {error}"
+
+
+def serve(loop: Callable[[], None], ranks: Ranks | None) -> None:
+    """Run an engine's loop until its front is gone; end the process if another rank is lost."""
+    try:
+        loop()
+    except (EOFError, ConnectionError):
+        pass  # the front is gone, by its own end or by ours: no process is left to serve
+    except Exception as error:
+        if ranks is None:
+            raise
+        log.error("the engine cannot go on: %s", error)  # the lost rank, or the sum that failed without it
+        os._exit(1)  # the compute thread may wait in such a sum for ever; the other ranks die with this one
 
 
 def leave(ranks: Ranks | None) -> None:

@@ -10,9 +10,9 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -26,7 +26,7 @@ from engine.process.assembly import IDLE_TURN_S
 from engine.process.fast_path_socket import open_fast_path_socket
 from engine.process.front_link import FrontLink, receive_spec
 from engine.process.message_socket import MessageSocket
-from engine.process.ranks import JOIN_POLL_S, Ranks, leave, start_failure
+from engine.process.ranks import Ranks, leave, serve, start_failure
 from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import become_child, own_transport, prepare
 from engine.process.vllm_start import StartedVllm, last_cause, prepare_vllm, start_vllm
@@ -66,15 +66,7 @@ def main() -> None:
     front.send(core.start())
     front.flush()
     spare_the_started()
-    try:
-        _loop(core, computer, gate, front, ranks)
-    except (EOFError, ConnectionError):
-        pass  # the front is gone, by its own end or by ours: no process is left to serve
-    except Exception as error:
-        if ranks is None:
-            raise
-        log.error("the engine cannot go on: %s", error)  # the lost rank, or the sum that failed without it
-        os._exit(1)  # the compute thread may wait in such a sum for ever; the other ranks die with this one
+    serve(partial(_loop, core, computer, gate, front, ranks), ranks)
     computer.stop()
     core.close()
     leave(ranks)
@@ -99,11 +91,8 @@ class _ComputeThread:
 
         Raises EngineStartError or RankLost.
         """
-        while self._ranks is not None and not (self._ranks.all_joined() and self._started.done()):
-            if self._started.done() and self._started.exception() is not None:
-                break
-            time.sleep(JOIN_POLL_S)
         if self._ranks is not None:
+            self._ranks.wait_for(self._started)
             self._ranks.met()
         return self._started.result()
 

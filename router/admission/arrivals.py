@@ -112,6 +112,15 @@ class Arrivals:
         self._limits.arrive(tenant)
 
     @contextmanager
+    def reading(self, arrival: Arrival) -> Iterator[None]:
+        """Charge the tokens that were read of a request that is refused within the block."""
+        try:
+            yield
+        except ServiceError:
+            self._limits.charge_refused(arrival.tenant, arrival.tokens_read)
+            raise
+
+    @contextmanager
     def arriving(self, tenant: str, is_charged: bool = False) -> Iterator[Arrival]:
         """Charge a request, unless it `is_charged` already, and count it until it is queued, or the block ends.
 

@@ -85,9 +85,8 @@ class TenantLimits:
                 raise over_limit(Reason.QUOTA, tenant, said, asked, float("inf") if never else ends_s)
         charge = Charge(tenant, num_tokens, window)
         try:
-            self.tenants.check(
-                tenant, num_tokens, num_sequences, self._clock()
-            )  # other requests may have entered meanwhile
+            # Other requests may have entered meanwhile.
+            self.tenants.check(tenant, num_tokens, num_sequences, self._clock())
         except Refusal:
             self._refund(charge, num_tokens)
             raise

@@ -109,11 +109,10 @@ class InferenceService:
                 arrival.hold(len(raw))
                 request = parsed(pb.GenerateBatchRequest, raw)
                 del raw
-                deadline = context.time_remaining
 
                 def generate(number: int, one: pb.GenerateRequest) -> AsyncGenerator[bytes]:
                     # The call was charged as its first request.
-                    return self._handler.generate(one, deadline(), principal, is_charged=number == 0)
+                    return self._handler.generate(one, context.time_remaining(), principal, is_charged=number == 0)
 
                 each = generate_batch(request, generate)
                 async with contextlib.aclosing(each) as results:

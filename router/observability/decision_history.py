@@ -63,7 +63,7 @@ class Entry:
     verdicts: tuple[Verdict, ...] = ()
     placements: deque[Placement] = field(default_factory=lambda: deque(maxlen=MOST_PLACEMENTS))
     ended: bool = False
-    refusal: "Refused | None" = None
+    refusal: Refused | None = None
     """Error that its client got, where it did not end well."""
     num_bytes: int = ENTRY_BYTES
     forgotten: bool = False

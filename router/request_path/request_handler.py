@@ -122,7 +122,8 @@ class RequestHandler:
         try:
             if arrival is None:
                 arrival = own.enter_context(self._arrivals.arriving(tenant_of(request, principal), is_charged))
-            prepared = await self._checked(request, deadline_s, principal, arrival)
+            with self._arrivals.reading(arrival):
+                prepared = await self._intake.check(request, deadline_s, principal, arrival)
             past.request_id, past.tenant, past.verdicts = prepared.request_id, request.tenant, prepared.verdicts
             past.model, past.model_reason = prepared.model.name, prepared.model_reason
             self._history.add(past)
@@ -172,24 +173,6 @@ class RequestHandler:
             self._tracing.finished(prepared, request_metrics.ttft_s)
             if sampled:
                 self._samples.served(prepared, kept)
-
-    async def _checked(
-        self,
-        request: pb.GenerateRequest,
-        deadline_s: float | None,
-        principal: Principal,
-        arrival: Arrival,
-        explain: bool = False,
-    ) -> PreparedRequest:
-        """Preprocess a request; what was read of a refused one is charged.
-
-        Raises ServiceError.
-        """
-        try:
-            return await self._intake.check(request, deadline_s, principal, arrival, explain)
-        except ServiceError:
-            self._tenant_limits.charge_refused(arrival.tenant, arrival.tokens_read)
-            raise
 
     async def tokenize(self, request: pb.TokenizeRequest, principal: Principal) -> pb.TokenizeResponse:
         """Return a prompt's tokens as its model reads it.
@@ -297,8 +280,9 @@ class RequestHandler:
 
         Raises ServiceError.
         """
-        with self._arrivals.arriving(tenant_of(request, principal)) as arrival:
-            prepared = await self._checked(request, deadline_s, principal, arrival, explain=True)
+        arriving = self._arrivals.arriving(tenant_of(request, principal))
+        with arriving as arrival, self._arrivals.reading(arrival):
+            prepared = await self._intake.check(request, deadline_s, principal, arrival, explain=True)
         demand, keys = await self._needs(prepared, StreamState(prepared.sampling.n))
         fleet = prepared.model.fleet
         # A large fleet's candidates take tenths of a second: computed off the loop, from a snapshot that does not

@@ -6,9 +6,10 @@ Python. So a step's inputs cross through pinned memory without waiting, and one 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import EngineStartError
@@ -84,7 +85,7 @@ def allocate(layout: KvLayout, num_blocks: int, device: torch.device, in_file: b
     return KvMemory(pool, tensor)
 
 
-def staged(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def staged(values: Sequence[int] | Sequence[float] | NDArray[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the values as a tensor [len(values)] on the device; a copy to a GPU does not wait for the GPU."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.backends.torch.device import staged
 from engine.core_types import AnyPlace, SamplePosition, SamplingParams, Sequence
 
 LEAST_REPETITION_PENALTY = 1e-6
@@ -127,15 +128,9 @@ class _Edits:
     def on(self, device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Return the indices (rows, tokens) and the values, on the device."""
         rows = np.repeat(np.array(self.rows, np.int64), [len(tokens) for tokens in self.tokens])
-        arrays = rows, np.concatenate(self.tokens), np.concatenate(self.values)
-        on_device = [_staged(array, device) for array in arrays]
-        return (on_device[0], on_device[1]), on_device[2]
-
-
-def _staged(array: NDArray[np.int64] | Values, device: torch.device) -> Tensor:
-    """Return an array as a tensor on the device; a copy to a GPU does not wait for the GPU."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type != "cuda" else tensor.pin_memory().to(device, non_blocking=True)
+        tokens, values = np.concatenate(self.tokens), np.concatenate(self.values)
+        where = staged(rows, torch.long, device), staged(tokens, torch.long, device)
+        return where, staged(values, torch.float32, device)
 
 
 def adjusted(
@@ -197,7 +192,7 @@ def _hold_back(changed: Tensor, ends: _Edits, params: Seq[SamplingParams]) -> No
     where, amounts = ends.on(changed.device)
     changed[where] = amounts
     if structured:
-        at = _staged(np.array(structured, np.int64), changed.device)
+        at = staged(structured, torch.long, changed.device)
         possible = (changed[at] > -torch.inf).any(-1, keepdim=True)
         changed[at] = torch.where(possible, changed[at], before)
 

@@ -37,7 +37,7 @@ class Sampling:
 
 
 sampling = Sampling()
-"""Of this process: vLLM constructs the processor itself."""
+"""State shared within this process, since vLLM constructs the processor itself."""
 
 
 def vllm_params(sequence: Sequence, request_id: str, eos_token_ids: frozenset[int]) -> VllmParams:
