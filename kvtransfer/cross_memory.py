@@ -93,6 +93,8 @@ class Attached:
         must check by `reads` that this is the intended process.
         """
         self._pid = process.pid
+        self.name = f"process {process.pid} ({process.secret.hex()})"
+        """Name that no other process of this host has or will have."""
         self._pidfd = os.pidfd_open(process.pid)  # taken first: later checks are then about this very process
         weakref.finalize(self, os.close, self._pidfd)
         self._native = native

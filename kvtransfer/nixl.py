@@ -5,7 +5,8 @@ serialises calls anyway. While that thread is idle, the caller posts a small rea
 waking the thread. At most MAX_POSTED_BYTES are posted per peer, so a silent peer delays only its own queue. NIXL cannot
 abort a posted read: it is quiet when it is done, failed, or the agent is destroyed.
 
-Between main memories of one host `cross_memory.py` reads without NIXL; such a read is over when it is posted.
+Between main memories of one host `cross_memory.py` reads without NIXL; such a read is over when it is posted, and NIXL
+never hears of the peer.
 """
 
 import contextlib
@@ -119,8 +120,10 @@ class NixlTransport(Transport):
                 return known
             if self._agent is None:
                 raise TransferError(CLOSED)
-            name = self._remotes[endpoint] = self._remotes.get(endpoint) or self._add_remote(parsed.metadata)
-            attached = self._attach(parsed)
+            if (attached := self._attach(parsed)) is not None:
+                name = attached.name  # NIXL is not told: a UCX connection polls until the peer has answered it
+            else:
+                name = self._remotes[endpoint] = self._remotes.get(endpoint) or self._add_remote(parsed.metadata)
             peer = self._peers[endpoint] = NixlPeer(name, endpoint, parsed.memory, self._log, attached)
         return peer
 
@@ -319,7 +322,7 @@ class NixlTransport(Transport):
     def _forget_remote(self, name: str) -> None:
         """Forget a dropped peer whose reads are over, unless the same agent was connected again."""
         with self._lock:
-            if any(peer.name == name for peer in self._peers.values()):
+            if name not in self._remotes.values() or any(peer.name == name for peer in self._peers.values()):
                 return
             self._remotes = {endpoint: remote for endpoint, remote in self._remotes.items() if remote != name}
             with contextlib.suppress(Exception):  # NIXL's own types: it already noticed that the peer is gone

@@ -54,6 +54,8 @@ def test_an_endpoint_of_nixl_with_a_bad_field(
     del fields[field]
     if value is not None:
         fields[field] = value
+    if field == "metadata":
+        del fields["process"]  # NIXL reads its metadata only of peers whose memory this process cannot reach
     with pytest.raises(EndpointMismatch):
         nixl_world.reader.connect(json.dumps(fields).encode())
     nixl_world.done(nixl_world.reader.read(nixl_world.reader.connect(good), [Span(0, 0, BLOCK)]))
@@ -88,9 +90,27 @@ def test_metadata_of_nixl_cut_short_is_refused(
 ) -> None:
     fields = json.loads(lenders[0].endpoint)
     metadata = b64decode(fields["metadata"])
+    del fields["process"]
     fields["metadata"] = b64encode(metadata[: int(share * len(metadata))]).decode()
     with pytest.raises(EndpointMismatch):
         nixl_world.reader.connect(json.dumps(fields).encode())
+
+
+def test_nixl_never_hears_of_a_peer_whose_memory_is_read_without_it(lenders: list[ProcessLender]) -> None:
+    """A lender would poll a whole core until each borrower's UCX has answered its connection."""
+    reader = NixlTransport("within-the-host")
+    reader.register(Pool(np.zeros((1, BLOCK), np.uint8)))
+    fields = json.loads(lenders[0].endpoint)
+    del fields["process"]
+    try:
+        for endpoint, is_told in [(lenders[0].endpoint, False), (json.dumps(fields).encode(), True)]:
+            peer = reader.connect(endpoint)
+            reader.read(peer, [Span(0, 0, BLOCK)]).result(TIMEOUT_S)
+            assert reader._agent.check_remote_metadata(peer.name) is is_told
+            reader.drop(peer)
+        reader.connect(lenders[0].endpoint)
+    finally:
+        reader.close()
 
 
 def test_lanes_within_one_host(lenders: list[ProcessLender], file_lenders: list[ProcessLender]) -> None:
