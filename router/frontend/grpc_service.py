@@ -104,15 +104,18 @@ class InferenceService:
             principal = self._principal(context)
             tenant, message = principal.tenant or "", CallMessage(given, self._reading)
             del given
-            with self._arrivals.arriving(tenant) as arrival:
+            # A call whose key names its tenant is charged as its first request, before it is read. Without keys each
+            # request may name a tenant of its own, so each is charged when it is read.
+            is_known = principal.tenant is not None
+            with self._arrivals.arriving(tenant, is_charged=not is_known) as arrival:
                 raw = await message.read(tenant)
                 arrival.hold(len(raw))
                 request = parsed(pb.GenerateBatchRequest, raw)
                 del raw
 
                 def generate(number: int, one: pb.GenerateRequest) -> AsyncGenerator[bytes]:
-                    # The call was charged as its first request.
-                    return self._handler.generate(one, context.time_remaining(), principal, is_charged=number == 0)
+                    is_charged = is_known and number == 0
+                    return self._handler.generate(one, context.time_remaining(), principal, is_charged=is_charged)
 
                 each = generate_batch(request, generate)
                 async with contextlib.aclosing(each) as results:

@@ -57,6 +57,7 @@ async def test_limits_of_tenants(model, cluster_of, audit) -> None:  # type: ign
         "small": {"quota_tokens": 300, "quota_window_s": WINDOW_S},
         "brief": {"tokens_per_minute": 100},
         "single": {"max_running": 1},
+        "batches": {"requests_per_s": 0.01, "burst": 1},
     }
     async with running(cluster_of(model, router={"tenants": tenants}, **SIM)) as (cluster, client):
         await finished([Stream(client, prompt_of(n), 5, tenant="slow") for n in range(2)])
@@ -89,6 +90,11 @@ async def test_limits_of_tenants(model, cluster_of, audit) -> None:  # type: ign
         queued_ms = [queue_ms(stream) for stream in (first, second, other)]
         assert max(queued_ms[:2]) >= 50 * STEP_MS, "one after the other"
         assert queued_ms[2] < 20 * STEP_MS
+
+        sampling = pb.Sampling(max_tokens=2)
+        batch = [pb.GenerateRequest(token_ids=prompt_of(30), tenant="batches", sampling=sampling) for _ in range(3)]
+        results = [result async for result in client.generate_batch(batch, timeout_s=20)]
+        assert sum(bool(result.status) for result in results) == 2, "each is charged to the tenant that it names"
         await audit(alive(cluster))
 
 

@@ -1,12 +1,13 @@
 """Arrivals: requests are charged and counted before they are read, refused ones too."""
 
+import asyncio
 import gc
 import weakref
 
 import pytest
 
 from cluster.errors import Overloaded
-from router.admission.arrivals import Arrivals
+from router.admission.arrivals import MAX_LATE_REFUSALS, PROMPT_REFUSALS_PER_S, Arrivals, RefusalPace
 from router.admission.config import AdmissionConfig, TenantPolicy
 from router.admission.refusals import Reason, Refusal
 from router.admission.tenant_limits import TenantLimits
@@ -98,3 +99,35 @@ def test_a_refused_request_is_freed_at_once() -> None:
         assert [reference() for reference in kept] == [None, None]
     finally:
         gc.enable()
+
+
+async def is_late(pace: RefusalPace, error: Overloaded) -> bool:
+    """Return whether the refusal waits, and cancel it."""
+    waiting = asyncio.ensure_future(pace.wait(error))
+    await asyncio.sleep(0)
+    return waiting.cancel()
+
+
+async def test_refusals_of_a_tenant_that_keeps_asking_come_late() -> None:
+    now = 100.0
+    pace = RefusalPace(lambda: now)
+    error = Overloaded("too many", limit=("m", "requests_per_s: 1"))
+    assert [await is_late(pace, error) for _ in range(PROMPT_REFUSALS_PER_S + 2)] == [False] * PROMPT_REFUSALS_PER_S + [
+        True
+    ] * 2
+    assert not await is_late(pace, Overloaded("too many", limit=("alice", "requests_per_s: 1")))
+    assert not await is_late(pace, Overloaded("the cluster is full"))
+    now += 1
+    assert not await is_late(pace, error)
+
+
+async def test_refusals_beyond_a_bound_do_not_wait() -> None:
+    pace = RefusalPace(lambda: 100.0)
+    error = Overloaded("too many", limit=("m", "requests_per_s: 1"))
+    late = [asyncio.ensure_future(pace.wait(error)) for _ in range(PROMPT_REFUSALS_PER_S + MAX_LATE_REFUSALS + 1)]
+    await asyncio.sleep(0)
+    assert sum(not each.done() for each in late) == MAX_LATE_REFUSALS
+    for each in late:
+        each.cancel()
+    await asyncio.gather(*late, return_exceptions=True)
+    assert not pace._num_waiting
