@@ -37,7 +37,7 @@ from router.security.guard import KeyInterceptor
 
 if TYPE_CHECKING:
     from router.admission.redis_quota import RedisLedger
-    from router.frontend.openai.server import OpenAiServer
+    from router.frontend.http.server import OpenAiServer
 
 log = logging.getLogger(__name__)
 

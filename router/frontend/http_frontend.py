@@ -9,9 +9,9 @@ from router.admission.arrivals import Arrivals
 from router.config import RouterConfig
 from router.frontend.console.routes import add_console
 from router.frontend.grpc_service import InferenceService
-from router.frontend.openai.app import make_app
-from router.frontend.openai.guard import guarded
-from router.frontend.openai.server import OpenAiServer
+from router.frontend.http.guard import guarded
+from router.frontend.http.server import OpenAiServer
+from router.frontend.http_app import make_app
 from router.models.model_runtime import ModelRuntimes
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys

@@ -12,8 +12,8 @@ from cluster.error_status import from_rpc_error, to_status
 from cluster.errors import Forbidden, ServiceError, StartError, Unauthenticated
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
-from router.frontend.openai.caller import caller_of
-from router.frontend.openai.errors import error_answer
+from router.frontend.http.caller import caller_of
+from router.frontend.http.errors import error_answer
 from router.request_path.preprocess import isolated
 from router.security.api_keys import (
     ANYBODY,

@@ -20,10 +20,10 @@ from cluster.errors import (
     UnknownModel,
 )
 from protos import inference_pb2 as pb
+from router.frontend.http.errors import client_field, error_answer
+from router.frontend.http.merging import merged
 from router.frontend.openai.answers import Answer, ChatAnswer, CompletionAnswer
 from router.frontend.openai.choice import PromptInfo
-from router.frontend.openai.errors import client_field, error_answer
-from router.frontend.openai.merging import merged
 from router.frontend.openai.request import ApiRequest
 
 STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH

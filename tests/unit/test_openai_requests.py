@@ -7,10 +7,10 @@ import pytest
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.frontend.openai.caller import Caller, caller_of
+from router.frontend.http.caller import Caller, caller_of
+from router.frontend.http.fields import HARMLESS, NEUTRAL, Fields, parse_object
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
-from router.frontend.openai.fields import HARMLESS, NEUTRAL, Fields, parse_object
 from router.frontend.openai.request import ApiRequest
 from router.security.api_keys import ApiKeys
 

@@ -6,14 +6,15 @@ A token costs little Python here: the parts common to all chunks of a choice are
 """
 
 import secrets
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
 from protos import inference_pb2 as pb
-from router.frontend.openai.choice import ChoiceAnswer, PromptInfo, compact, quoted
+from router.frontend.http.generation import Answer, PromptInfo
+from router.frontend.openai.choice import ChoiceAnswer, compact, quoted
 from router.frontend.openai.logprobs import CompletionLogprobs, chat_logprobs, echoed, joined, prompt_logprobs
 from router.frontend.openai.request import ApiRequest
 from router.frontend.openai.tool_calls import ToolCall, ToolCallParser
@@ -24,11 +25,8 @@ PLAIN = b',"logprobs":null,"finish_reason":null}]'
 REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
-class Answer(ABC):
-    """Answer to one HTTP request.
-
-    First `begin` each prompt, then `chunk` or `absorb` its messages.
-    """
+class OpenAiAnswer(Answer):
+    """Answer of a completion or a chat."""
 
     id_prefix: str
     whole_name: str
@@ -263,7 +261,7 @@ class Answer(ABC):
         return b',"tandem":' + compact(receipts[0] if len(self._asked.requests) == 1 else receipts).encode()
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(OpenAiAnswer):
     """Answer of /v1/completions."""
 
     id_prefix, whole_name, chunk_name = "cmpl-", "text_completion", "text_completion"
@@ -282,7 +280,7 @@ class CompletionAnswer(Answer):
         return {"text": "".join(choice.text)}
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(OpenAiAnswer):
     """Answer of /v1/chat/completions."""
 
     id_prefix, whole_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"

@@ -8,8 +8,8 @@ from typing import Any
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.frontend.openai.caller import Caller
-from router.frontend.openai.fields import Fields, one_of, shown
+from router.frontend.http.caller import Caller
+from router.frontend.http.fields import Fields, one_of, shown
 from router.frontend.openai.forced_calls import Function, call_grammar
 from router.frontend.openai.request import ApiRequest, check_choices, common
 from router.frontend.openai.sampling import INT32, GenerationOptions, read_sampling

@@ -1,24 +1,13 @@
-"""State of one prompt, and of one choice, while its answer is made."""
+"""State of one choice while its answer is made."""
 
 import json
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring
 from typing import Any
 
-from router.frontend.openai.logprobs import CompletionLogprobs, TokenText
+from router.frontend.http.generation import PromptInfo
+from router.frontend.openai.logprobs import CompletionLogprobs
 from router.frontend.openai.tool_calls import ToolCallParser
-
-
-@dataclass(frozen=True, slots=True)
-class PromptInfo:
-    """A prompt that was checked."""
-
-    model: str
-    """Model that serves it."""
-    prompt: list[int]
-    echo: str
-    """Text before the output."""
-    text_of: TokenText
 
 
 @dataclass(slots=True)

@@ -3,15 +3,14 @@
 Pure.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from protos import inference_pb2 as pb
+from router.frontend.http.generation import TokenText
 
 LEAST = -9999.0
 """Value in place of minus infinity, which JSON cannot express; vLLM's value."""
-TokenText = Callable[[int], str]
-"""Function that returns a token's own text."""
 
 
 def chat_logprobs(message: pb.GenerateResponse, text_of: TokenText) -> list[dict[str, Any]]:

@@ -1,14 +1,14 @@
 """Fields common to both endpoints' requests."""
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.frontend.openai.caller import Caller, check_name
-from router.frontend.openai.fields import Fields
+from router.frontend.http.caller import Caller, check_name
+from router.frontend.http.fields import Fields
+from router.frontend.http.generation import Generation
 from router.frontend.openai.sampling import INT32, GenerationOptions
 
 MAX_CHOICES = 1024
@@ -16,24 +16,15 @@ MAX_CHOICES = 1024
 
 
 @dataclass(slots=True)
-class ApiRequest:
-    """One HTTP request, as it is to be served and answered."""
+class ApiRequest(Generation):
+    """One request of a completion or a chat."""
 
-    request_id: str
-    requests: list[pb.GenerateRequest]
-    """Requests, one for each prompt."""
-    names: dict[str, str]
-    """Client's names of fields that we call otherwise."""
-    stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
     """Whether every event has the usage, and not only the last."""
     receipt: bool = False
     token_ids: bool = False
     """Whether the answer has the token ids of prompt and output."""
-    deadline_s: float | None = None
-    echo: bool = False
-    """Whether the texts of completions begin with their prompts."""
     echo_logprobs: bool = False
     """Whether log probabilities include those of the echoed prompt."""
     only_echo: bool = False
@@ -42,7 +33,6 @@ class ApiRequest:
     """Whether a chat's output is searched for tool calls."""
     forced_calls: bool = False
     """Whether the text can be nothing but tool calls."""
-    created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def choices_per_prompt(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.frontend.openai.fields import Fields, one_of, shown
+from router.frontend.http.fields import Fields, one_of, shown
 
 INT32 = 1 << 31
 KINDS = {

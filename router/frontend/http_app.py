@@ -13,12 +13,12 @@ from cluster.drain import Drain
 from cluster.errors import ServiceError, UnknownModel
 from router.admission.arrivals import Arrivals
 from router.config import RouterConfig
+from router.frontend.http.caller import caller_of
+from router.frontend.http.endpoint import SPARE_VALUES, BodyLimits, Endpoint
+from router.frontend.http.errors import ErrorAnswer, error_answer, error_of
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer
-from router.frontend.openai.caller import caller_of
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
-from router.frontend.openai.endpoint import SPARE_VALUES, BodyLimits, Endpoint
-from router.frontend.openai.errors import ErrorAnswer, error_answer, error_of
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys

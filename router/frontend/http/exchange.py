@@ -9,8 +9,8 @@ from starlette.types import Receive, Scope, Send
 from cluster.drain import Drain
 from cluster.errors import Draining, InvalidRequest
 from router.admission.arrivals import Arrival
-from router.frontend.openai.connection import CONNECTION, ClientConnection
-from router.frontend.openai.errors import ErrorAnswer, HttpRefusal
+from router.frontend.http.connection import CONNECTION, ClientConnection
+from router.frontend.http.errors import ErrorAnswer, HttpRefusal
 
 BODY_S = 60.0
 """Seconds for the whole body to arrive."""

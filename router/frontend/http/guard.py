@@ -3,7 +3,7 @@
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import ServiceError
-from router.frontend.openai.errors import error_answer
+from router.frontend.http.errors import error_answer
 from router.security.api_keys import ApiKeys
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/console"})

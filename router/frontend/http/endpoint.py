@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -15,20 +15,19 @@ from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
 from cluster.trace_context import from_headers, traceparent
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals
-from router.frontend.openai.answers import Answer
-from router.frontend.openai.caller import Caller, caller_of
-from router.frontend.openai.choice import PromptInfo
-from router.frontend.openai.errors import error_answer
-from router.frontend.openai.exchange import ClientGone, Exchange
-from router.frontend.openai.fields import parse_object
-from router.frontend.openai.merging import merged
-from router.frontend.openai.request import ApiRequest
+from router.frontend.http.caller import Caller, caller_of
+from router.frontend.http.errors import error_answer
+from router.frontend.http.exchange import ClientGone, Exchange
+from router.frontend.http.fields import parse_object
+from router.frontend.http.generation import Answer, Generation, PromptInfo
+from router.frontend.http.merging import merged
 from router.prepared_request import PreparedRequest
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
 from router.validation import check_whole_answer
 
 log = logging.getLogger(__name__)
+Asked = TypeVar("Asked", bound=Generation)
 INLINE_BYTES = 64 << 10
 """Size from which bodies are parsed on a thread, so that other streams wait less."""
 SPARE_VALUES = 65_536
@@ -46,7 +45,7 @@ class BodyLimits:
     """Largest number of JSON values: parsing holds the GIL, so that all other requests wait."""
 
 
-class Endpoint:
+class Endpoint(Generic[Asked]):
     """ASGI application of one path."""
 
     def __init__(
@@ -57,8 +56,8 @@ class Endpoint:
         arrivals: Arrivals,
         limits: BodyLimits,
         default_deadline_s: float,
-        read: Callable[[dict[str, Any], Caller], ApiRequest],
-        answer: Callable[[ApiRequest, str], Answer],
+        read: Callable[[dict[str, Any], Caller], Asked],
+        answer: Callable[[Asked, str], Answer],
     ) -> None:
         self._arrivals = arrivals
         self._limits = limits
@@ -97,13 +96,13 @@ class Endpoint:
             log.exception("a request failed", extra=logs.of(exchange.request_id))
             await exchange.fail(error_answer(ServiceError("the router failed; its log says why"), names))
 
-    def _asked(self, body: bytes, caller: Caller) -> ApiRequest:
+    def _asked(self, body: bytes, caller: Caller) -> Asked:
         try:
             return self._read(parse_object(body, self._limits.max_values), caller)
         except RecursionError:
             raise InvalidRequest("", "the body is nested too deeply") from None
 
-    async def _serve_in_time(self, exchange: Exchange, asked: ApiRequest, caller: Caller, arrival: Arrival) -> None:
+    async def _serve_in_time(self, exchange: Exchange, asked: Asked, caller: Caller, arrival: Arrival) -> None:
         """Serve a request within its deadline, also when the client does not read."""
         deadline_s = self._default_deadline_s if asked.deadline_s is None else asked.deadline_s
         try:
@@ -112,7 +111,7 @@ class Endpoint:
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the client took the answer") from None
 
-    async def _serve(self, exchange: Exchange, asked: ApiRequest, caller: Caller, arrival: Arrival) -> None:
+    async def _serve(self, exchange: Exchange, asked: Asked, caller: Caller, arrival: Arrival) -> None:
         if not asked.stream:
             check_whole_answer(asked.requests)
         answer = self._answer(asked, asked.request_id)

@@ -1,0 +1,14 @@
+"""The router's HTTP server, and what all of its APIs share.
+
+The APIs' own packages read bodies and make answers.
+
+| file | what |
+| --- | --- |
+| `server.py`, `connection.py`, `guard.py` | uvicorn in the router's event loop, limits of a request's head, keys |
+| `exchange.py`, `endpoint.py`, `merging.py` | one request: body, generation, answer, disconnects |
+| `generation.py` | a request as it was read, and the maker of its answer. Pure |
+| `fields.py` | reading of a JSON body field by field. Pure |
+| `caller.py`, `errors.py` | the caller's identity; the form of errors |
+
+`router/frontend/http_app.py` joins the APIs.
+"""

@@ -1,0 +1,68 @@
+"""What every generating API has in common: a request as it was read, and the maker of its answer. Pure."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from protos import inference_pb2 as pb
+
+TokenText = Callable[[int], str]
+"""Function that returns a token's own text."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInfo:
+    """A prompt that was checked."""
+
+    model: str
+    """Model that serves it."""
+    prompt: list[int]
+    echo: str
+    """Text before the output."""
+    text_of: TokenText
+
+
+@dataclass(slots=True)
+class Generation:
+    """One HTTP request, as it is to be served and answered."""
+
+    request_id: str
+    requests: list[pb.GenerateRequest]
+    """Requests, one for each prompt."""
+    names: dict[str, str]
+    """Client's names of fields that we call otherwise."""
+    stream: bool = False
+    deadline_s: float | None = None
+    echo: bool = False
+    """Whether the texts of completions begin with their prompts."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Seconds since the epoch."""
+
+
+class Answer(ABC):
+    """Maker of the answer to one HTTP request.
+
+    First `begin` each prompt, then `chunk` or `absorb` its messages.
+    """
+
+    @abstractmethod
+    def begin(self, number: int, served: PromptInfo) -> None:
+        """Begin a prompt that was checked."""
+
+    @abstractmethod
+    def chunk(self, number: int, message: pb.GenerateResponse) -> bytes:
+        """Return the events of a prompt's message, perhaps none."""
+
+    @property
+    @abstractmethod
+    def complete(self) -> bool:
+        """Whether the finish of every choice was seen."""
+
+    @abstractmethod
+    def absorb(self, number: int, message: pb.GenerateResponse) -> None:
+        """Add a message of a prompt to the whole answer."""
+
+    @abstractmethod
+    def whole(self) -> bytes:
+        """Return the whole answer, once all messages were absorbed."""
