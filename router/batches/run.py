@@ -1,0 +1,277 @@
+"""One claimed batch, taken from step to step until it has ended, the claim is lost, or the router stops."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import secrets
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cluster import logs
+from cluster.drain import Drain
+from cluster.errors import ServiceError
+from router.admission.fair_turns import FairTurns
+from router.batches.answer_log import AnswerLog, Tally, encoded, tally_of
+from router.batches.batch_store import BatchFolder
+from router.batches.claims import Claim
+from router.batches.disk import Disk
+from router.batches.file_store import FileStore
+from router.batches.input_check import InputLimits, check_input, lines_of
+from router.batches.line import Handle, LineRequest, Parse, answered, read_line
+from router.batches.outputs import make_outputs
+from router.batches.pace import paced
+from router.batches.records import Checked, Decided, Ended, Facts, Fault, Made, Outcome
+from router.batches.retries import wait_s
+from router.batches.state import Step, next_step
+from router.batches.threads import Threads
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Seconds between looks for a cancellation by another router, and between records of the progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Parts of the router that all its runs share."""
+
+    files: FileStore
+    disk: Disk
+    threads: Threads
+    handlers: dict[str, Handle]
+    """Functions that answer lines, by the path of their endpoint."""
+    parse: Parse
+    limits: InputLimits
+    drain: Drain
+    turns: FairTurns
+    """Turns of lines, so that tenants share the router's concurrency."""
+    concurrency: int
+    """Lines of one batch that may be in flight."""
+    clock: Callable[[], float]
+    """Seconds since 1970."""
+    look_s: float = LOOK_S
+
+
+@dataclass(slots=True)
+class _Lines:
+    """Lines of a batch while they are answered."""
+
+    made: Made
+    input: int
+    """Descriptor of the input."""
+    offsets: "array[int]"
+    """Offset of each line in the input, from number 1, and the end of the last line."""
+    tally: Tally
+    answers: AnswerLog
+
+    def left(self) -> Iterator[int]:
+        return (number for number in range(1, len(self.tally.done)) if not self.tally.done[number])
+
+
+class Run:
+    """Run of one batch by this router."""
+
+    def __init__(self, batch: BatchFolder, claim: Claim, around: Surroundings) -> None:
+        self._batch = batch
+        self._claim = claim
+        self._around = around
+        self._looking = asyncio.Event()
+        self._stopping = asyncio.Event()
+        """Set when no further line starts."""
+
+    def look(self) -> None:
+        """Look at once whether the batch was cancelled."""
+        self._looking.set()
+
+    async def to_end(self) -> None:
+        """Take the batch as far as this router can.
+
+        Raises OSError.
+        """
+        around = self._around
+        while not self._claim.lost.is_set() and not around.drain.draining:
+            facts = await around.threads.quick(self._batch.facts)
+            if facts is None:
+                return
+            tenant = facts.made.tenant
+            match next_step(facts, around.clock()):
+                case Step.NOTHING:
+                    await around.threads.quick(self._batch.clean)
+                    return
+                case Step.CHECK:
+                    await around.threads.slow(tenant, self._check, facts.made)
+                case Step.ANSWER:
+                    await self._answer_lines(facts)
+                case Step.END_CANCELLED:
+                    await around.threads.slow(tenant, self._decide, facts, "cancelled")
+                case Step.END_EXPIRED:
+                    await around.threads.slow(tenant, self._decide, facts, "expired")
+                case Step.MAKE_OUTPUTS:
+                    await around.threads.slow(tenant, self._end, facts)
+
+    # ------------------------------------------------------------------ steps on a thread
+
+    def _check(self, made: Made) -> None:
+        """Check the input, and record the result."""
+        around = self._around
+        if made.endpoint not in around.handlers:  # another version of the router made the batch
+            message = f"This router does not serve {made.endpoint!r}."
+            num_lines, faults = 0, [Fault(code="invalid_endpoint", message=message, param="endpoint")]
+        else:
+            with self._batch.input.open("rb") as file:
+                lines = paced(lines_of(file, around.limits.max_line_bytes))
+                num_lines, faults = check_input(lines, made.endpoint, around.parse, around.limits)
+        now = around.clock()
+        if faults:
+            self._batch.record(Ended(at=now, status="failed", faults=tuple(faults)))
+        else:
+            self._batch.record(Checked(at=now, num_lines=num_lines))
+
+    def _decide(self, facts: Facts, outcome: Outcome) -> None:
+        """Record how the running ends, and which answers count."""
+        log_bytes: dict[str, int] = {}
+        if facts.checked is not None:
+            tally = self._tally(facts.checked.num_lines)
+            log_bytes = tally.log_bytes
+        self._batch.record(Decided(at=self._around.clock(), outcome=outcome, log_bytes=log_bytes))
+
+    def _end(self, facts: Facts) -> None:
+        """Make the outputs and record the end."""
+        around = self._around
+        limits = around.limits
+        self._batch.record(
+            make_outputs(self._batch, facts, around.files, around.parse, limits.max_line_bytes, around.clock())
+        )
+
+    def _tally(self, num_lines: int) -> Tally:
+        return tally_of(self._batch.logs(), num_lines)
+
+    def _open(self, made: Made, num_lines: int) -> _Lines | None:
+        """Return the lines to answer, or None where all are answered."""
+        tally = self._tally(num_lines)
+        if not tally.num_left:
+            return None
+        offsets = array("Q", [0])
+        with self._batch.input.open("rb") as file:
+            at = 0
+            for raw in paced(file):
+                offsets.append(at)
+                at += len(raw)
+            offsets.append(at)
+        fd = os.open(self._batch.input, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _, log_fd = self._batch.new_log()
+        except OSError:
+            os.close(fd)
+            raise
+        return _Lines(made, fd, offsets, tally, AnswerLog(self._around.disk, log_fd, self._around.threads))
+
+    # ------------------------------------------------------------------ answers
+
+    async def _answer_lines(self, facts: Facts) -> None:
+        """Answer lines until none is left, or the batch may not go on; record that none is left."""
+        around, made, checked = self._around, facts.made, facts.checked
+        assert checked is not None
+        lines = await around.threads.slow(made.tenant, self._open, made, checked.num_lines)
+        if lines is not None:
+            try:
+                await self._work_on(lines)
+            finally:
+                await lines.answers.close()
+                os.close(lines.input)
+            await around.threads.quick(self._batch.show_progress, lines.tally.progress)
+        if lines is None or not lines.tally.num_left:
+            await around.threads.slow(made.tenant, self._decide, facts, "completed")
+
+    async def _work_on(self, lines: _Lines) -> None:
+        numbers = lines.left()
+        num_workers = min(self._around.concurrency, lines.tally.num_left)
+        workers = [asyncio.ensure_future(self._work(lines, numbers)) for _ in range(num_workers)]
+        working: asyncio.Future[Any] = asyncio.gather(*workers)
+        watching: asyncio.Future[Any] = asyncio.ensure_future(self._watch(lines))
+        try:
+            await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                await watching
+                if self._stopping.is_set():
+                    await working  # lines in flight finish while the router waits for them
+            else:
+                await working
+        finally:
+            for task in (watching, working):
+                task.cancel()
+            await asyncio.gather(watching, *workers, return_exceptions=True)
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await working  # its failure was raised above, or is that of a worker
+
+    async def _watch(self, lines: _Lines) -> None:
+        """Return when the batch may not go on, for whatever reason."""
+        around, shown = self._around, lines.tally.progress
+        expires_at = lines.made.expires_at
+        while True:
+            left_s = expires_at - around.clock()
+            if left_s <= 0 or self._claim.lost.is_set():
+                return
+            if around.drain.draining:
+                self._stopping.set()
+                return
+            if await around.threads.quick(self._batch.is_cancelled):
+                return
+            if (progress := lines.tally.progress) != shown:
+                await around.threads.quick(self._batch.show_progress, progress)
+                shown = progress
+            self._looking.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(around.look_s, left_s)):
+                    await self._looking.wait()
+
+    async def _work(self, lines: _Lines, numbers: Iterator[int]) -> None:
+        for number in numbers:  # one iterator for all workers
+            if self._stopping.is_set():
+                return
+            await self._answer(lines, number)
+
+    async def _answer(self, lines: _Lines, number: int) -> None:
+        """Answer a line and log it; where the router stops before, it stays unanswered."""
+        around, made = self._around, lines.made
+        request_id = secrets.token_hex(16)
+        logs.request_id.set(request_id)
+        num_tries = 0
+        while True:
+            async with around.turns.turn(made.tenant):
+                if self._stopping.is_set():
+                    return
+                num_tries += 1
+                # Read for each try: the reader of the endpoint takes the body apart.
+                custom_id, body = await around.threads.quick(_read, lines, number, around.parse)
+                left_s = made.expires_at - around.clock()
+                request = LineRequest(body, request_id, made.tenant, made.key, max(0.0, left_s))
+                try:
+                    answer = await around.handlers[made.endpoint](request)
+                    break
+                except ServiceError as error:
+                    pause_s = wait_s(error, num_tries, random.random())
+                    log.info("%s, line %d, is tried again in %.3g s: %s", made.id, number, pause_s, error)
+            if await self._stops_within(pause_s):
+                return
+        output_line = answered(made.id, number, custom_id, request_id, answer)
+        await lines.answers.append(encoded(number, answer.failed, output_line))
+        lines.tally.count(number, answer.failed)
+
+    async def _stops_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+def _read(lines: _Lines, number: int, parse: Parse) -> tuple[str, dict[str, Any]]:
+    begin, end = lines.offsets[number], lines.offsets[number + 1]
+    raw = os.pread(lines.input, end - begin, begin).rstrip(b"\r\n")
+    return read_line(raw, lines.made.endpoint, parse)

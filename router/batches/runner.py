@@ -1,0 +1,117 @@
+"""All batches that a router runs: it looks for open ones, claims them, and runs several at a time."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+
+from cluster.errors import TandemError
+from router.batches.batch_store import BatchFolder, BatchStore
+from router.batches.claims import Claims
+from router.batches.run import Run, Surroundings
+
+log = logging.getLogger(__name__)
+
+SCAN_S = 1.0
+"""Seconds between looks for batches of other routers."""
+MAX_RUNS, MAX_RUNS_PER_TENANT = 64, 8
+"""Batches that a router runs at a time; further ones wait."""
+REST_S = 10.0
+"""Seconds until a batch that could not go on is taken up again."""
+CLEAN_S = 3600.0
+"""Seconds between removals of files that expired, and of what died processes left."""
+
+
+class BatchRunner:
+    """Runner of one router."""
+
+    def __init__(self, batches: BatchStore, claims: Claims, around: Surroundings) -> None:
+        self._batches = batches
+        self._claims = claims
+        self._around = around
+        self._runs: dict[str, asyncio.Task[None]] = {}
+        self._claimed: dict[str, Run] = {}
+        self._tenants: Counter[str] = Counter()
+        """Runs by the name of their tenant's folder."""
+        self._resting: dict[str, float] = {}
+        """Times from which batches that failed may be taken up again."""
+        self._woken = asyncio.Event()
+        self._clean_at = 0.0
+        self._scanning: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._scanning = asyncio.ensure_future(self._scan())
+
+    def changed(self, batch_id: str) -> None:
+        """Look at once at a batch that was made or cancelled."""
+        if (run := self._claimed.get(batch_id)) is not None:
+            run.look()
+        self._woken.set()
+
+    async def close(self) -> None:
+        """Stop all runs where they are; another process takes them up."""
+        tasks = [*self._runs.values(), *([] if self._scanning is None else [self._scanning])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._claims.close()
+
+    async def _scan(self) -> None:
+        while True:
+            self._woken.clear()
+            try:
+                await self._look()
+            except OSError as error:
+                log.error("batches_folder cannot be read: %s", error)
+            except Exception:  # a bug here must not end all batches
+                log.exception("a look for batches failed")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SCAN_S):
+                    await self._woken.wait()
+
+    async def _look(self) -> None:
+        """Begin runs of batches that nobody runs."""
+        if self._around.drain.draining:
+            return
+        now = time.monotonic()
+        if now >= self._clean_at:
+            self._clean_at = now + CLEAN_S
+            await self._around.threads.quick(self._around.files.clean)
+            await self._around.threads.quick(self._batches.clean)
+        for batch in await self._around.threads.quick(self._batches.open_of, None):
+            if len(self._runs) >= MAX_RUNS:
+                return
+            is_full = self._tenants[batch.tenant_key] >= MAX_RUNS_PER_TENANT
+            if batch.id in self._runs or is_full or self._resting.get(batch.id, now) > now:
+                continue
+            self._tenants[batch.tenant_key] += 1
+            self._runs[batch.id] = asyncio.ensure_future(self._run(batch))
+
+    async def _run(self, batch: BatchFolder) -> None:
+        try:
+            await self._run_if_free(batch)
+        except (OSError, TandemError) as error:
+            log.error("%s cannot go on, and is taken up again in %g s: %s", batch.id, REST_S, error)
+            self._resting[batch.id] = time.monotonic() + REST_S
+        except Exception:  # a bug here ends this run
+            log.exception("%s failed, and is taken up again in %g s", batch.id, REST_S)
+            self._resting[batch.id] = time.monotonic() + REST_S
+        else:
+            self._resting.pop(batch.id, None)
+        finally:
+            del self._runs[batch.id]
+            self._tenants[batch.tenant_key] -= 1
+            if not self._tenants[batch.tenant_key]:
+                del self._tenants[batch.tenant_key]
+
+    async def _run_if_free(self, batch: BatchFolder) -> None:
+        claim = await self._claims.claim(batch)
+        if claim is None:
+            return
+        run = self._claimed[batch.id] = Run(batch, claim, self._around)
+        try:
+            await run.to_end()
+        finally:
+            del self._claimed[batch.id]
+            await claim.release()

@@ -1,0 +1,114 @@
+"""States of a batch. Pure.
+
+    validating ──▶ in_progress ──▶ finalizing ──▶ completed
+        │              │               └────────▶ expired      (completion_window is over)
+        │              └─▶ cancelling ──────────▶ cancelled
+        ▼
+      failed (the input is at fault)
+
+A batch that has not been checked may be cancelled and expire too.
+"""
+
+import re
+from enum import Enum, auto
+from typing import Any
+
+from cluster.errors import InvalidRequest
+from router.batches.records import Facts, Fault, Progress
+
+MAX_WINDOW_S = 7 * 86_400
+_WINDOW = re.compile(r"([1-9][0-9]{0,5})([hm])")
+_UNIT_S = {"h": 3600, "m": 60}
+
+
+class Step(Enum):
+    """Next thing to do for a batch."""
+
+    CHECK = auto()
+    """Check the input."""
+    ANSWER = auto()
+    """Answer lines; when none is left, the batch is completed."""
+    END_CANCELLED = auto()
+    """Record that it was cancelled."""
+    END_EXPIRED = auto()
+    """Record that its time is over."""
+    MAKE_OUTPUTS = auto()
+    """Make the output files and record the end."""
+    NOTHING = auto()
+
+
+def next_step(facts: Facts, now: float) -> Step:
+    if facts.ended is not None:
+        return Step.NOTHING
+    if facts.decided is not None:
+        return Step.MAKE_OUTPUTS
+    if facts.cancelled is not None:
+        return Step.END_CANCELLED
+    if now >= facts.made.expires_at:
+        return Step.END_EXPIRED
+    return Step.CHECK if facts.checked is None else Step.ANSWER
+
+
+def status_of(facts: Facts) -> str:
+    """Return the status in OpenAI's words."""
+    if facts.ended is not None:
+        return facts.ended.status
+    if facts.decided is not None and facts.decided.outcome != "cancelled":
+        return "finalizing"
+    if facts.cancelled is not None:
+        return "cancelling"
+    return "validating" if facts.checked is None else "in_progress"
+
+
+def batch_object(facts: Facts, progress: Progress) -> dict[str, Any]:
+    """Return OpenAI's object of a batch; `progress` is used until its end."""
+    made, ended = facts.made, facts.ended
+    counted = progress if ended is None else ended
+    is_final = facts.decided is not None and facts.decided.outcome != "cancelled"
+    said: dict[str, Any] = {
+        "id": made.id,
+        "object": "batch",
+        "endpoint": made.endpoint,
+        "errors": None,
+        "input_file_id": made.input_file_id,
+        "completion_window": made.completion_window,
+        "status": status_of(facts),
+        "output_file_id": ended and ended.output_file_id,
+        "error_file_id": ended and ended.error_file_id,
+        "created_at": int(made.created_at),
+        "in_progress_at": facts.checked and int(facts.checked.at),
+        "expires_at": int(made.expires_at),
+        "finalizing_at": int(facts.decided.at) if facts.decided is not None and is_final else None,
+        "cancelling_at": facts.cancelled and int(facts.cancelled.at),
+        "request_counts": {
+            "total": facts.checked.num_lines if facts.checked is not None else 0,
+            "completed": counted.completed,
+            "failed": counted.failed,
+        },
+        "metadata": made.metadata,
+    }
+    said |= {f"{status}_at": None for status in ("completed", "failed", "expired", "cancelled")}
+    if ended is not None:
+        said[f"{ended.status}_at"] = int(ended.at)
+        if ended.faults:
+            said["errors"] = {"object": "list", "data": [_fault(fault) for fault in ended.faults]}
+    return said
+
+
+def window_s(completion_window: str) -> int:
+    """Return the seconds of a window such as 24h or 30m.
+
+    Raises InvalidRequest.
+    """
+    found = _WINDOW.fullmatch(completion_window)
+    seconds = int(found[1]) * _UNIT_S[found[2]] if found else 0
+    if not 0 < seconds <= MAX_WINDOW_S:
+        longest = f"{MAX_WINDOW_S // 3600}h"
+        raise InvalidRequest(
+            "completion_window", f"must be 24h, or other hours or minutes such as 2h or 30m, up to {longest}"
+        )
+    return seconds
+
+
+def _fault(fault: Fault) -> dict[str, Any]:
+    return {"code": fault.code, "message": fault.message, "param": fault.param, "line": fault.line}
