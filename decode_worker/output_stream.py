@@ -139,7 +139,10 @@ class OutputStream:
         """Create a choice that skips the tokens and the text that an earlier attempt streamed."""
         request = self._request
         token_ids, num_chars = emitted_of(request, index)
-        stream = TextStream(tokenizer, request.prompt_token_ids, request.sampling.stop, request.sampling.min_tokens)
+        sampling = request.sampling
+        stream = TextStream(
+            tokenizer, request.prompt_token_ids, sampling.stop, sampling.min_tokens, sampling.keep_special_tokens
+        )
         text = "".join(stream.push(token_id) for token_id in token_ids)
         num_known = len(token_ids) if request.sampling.HasField("beam_width") else 0
         choice = _Choice(index, stream, len(token_ids), num_known, index in request.finished_choices)
@@ -161,7 +164,10 @@ class OutputStream:
         choice.num_completion += 1
         self._changed[choice.index] = None
         choice.token_ids.append(token.token_id)
-        choice.pieces.append(choice.text.push(token.token_id))
+        if not (
+            token.finish is FinishReason.STOP and self._request.sampling.keep_special_tokens
+        ):  # the end token is no text
+            choice.pieces.append(choice.text.push(token.token_id))
         if token.logprobs is not None:
             choice.logprobs.append(_logprobs(token.logprobs))
         if choice.text.stopped:

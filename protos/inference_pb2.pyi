@@ -77,6 +77,10 @@ class GenerateRequest(_message.Message):
     MIN_QUALITY_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
+    PARSE_OUTPUT_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    SINGLE_TOOL_CALL_FIELD_NUMBER: _builtins.int
+    REASONING_EFFORT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a served model, or "auto": the router's rules choose the cheapest suitable model. Empty: the only served
     model, or the router's default.
@@ -110,6 +114,20 @@ class GenerateRequest(_message.Message):
     """With `messages` only. A JSON object of further variables of the chat template, such as {"enable_thinking": false},
     of at most 16,384 characters. A variable that the template does not use has no effect.
     """
+    parse_output: _builtins.bool
+    """With `messages` only. Return the output as `parts` as well: reasoning, tool calls and the text between them, in the
+    model's own form. Which form that is, the router's settings `tool_parser` and `reasoning_parser` say.
+    """
+    tool_choice: _builtins.str
+    """With `tools` only. Empty or "auto": the model may call tools. "none": calls are not looked for. "required": the
+    output is nothing but calls. The name of a tool: it is one call of this tool. The last two exclude `structured`.
+    """
+    single_tool_call: _builtins.bool
+    """With `tools` only. Make one call at most."""
+    reasoning_effort: _builtins.str
+    """With `messages` only. How much to reason, for templates that know it: "none", "minimal", "low", "medium", "high" or
+    another name. "none" also means {"enable_thinking": false, "thinking": false}; `chat_template_kwargs` go first.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """Messages, rendered with the model's chat template."""
@@ -125,7 +143,7 @@ class GenerateRequest(_message.Message):
         """With `messages` only. Functions that the model may call. Each is a JSON object as the chat template expects it,
         which is OpenAI's {"type": "function", "function": {"name", "description", "parameters"}}. At most 128, of at most
         262,144 characters together. Refused where the template does not use tools. A call is returned as text, in the
-        model's own form.
+        model's own form, and with `parse_output` as a part.
         """
 
     def __init__(
@@ -146,10 +164,14 @@ class GenerateRequest(_message.Message):
         min_quality: _builtins.float = ...,
         tools: _abc.Iterable[_builtins.str] | None = ...,
         chat_template_kwargs: _builtins.str = ...,
+        parse_output: _builtins.bool = ...,
+        tool_choice: _builtins.str = ...,
+        single_tool_call: _builtins.bool = ...,
+        reasoning_effort: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "max_ttft_ms", b"max_ttft_ms", "sampling", b"sampling", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "max_ttft_ms", b"max_ttft_ms", "messages", b"messages", "min_quality", b"min_quality", "model", b"model", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "task", b"task", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "max_ttft_ms", b"max_ttft_ms", "messages", b"messages", "min_quality", b"min_quality", "model", b"model", "parse_output", b"parse_output", "priority", b"priority", "reasoning_effort", b"reasoning_effort", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "single_tool_call", b"single_tool_call", "task", b"task", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_ttft_ms: _TypeAlias = _typing.Literal["max_ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__max_ttft_ms: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms"]  # noqa: Y015
@@ -171,6 +193,7 @@ class ChatMessage(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"system", "user", "assistant", "tool", or another role that the chat template knows. "developer" becomes "system"
     for a template that does not know it.
@@ -180,6 +203,8 @@ class ChatMessage(_message.Message):
     """Name of the speaker, or of the tool that answers. Templates may use it."""
     tool_call_id: _builtins.str
     """For a tool's answer: the `id` of the call that it answers."""
+    reasoning: _builtins.str
+    """For an assistant's message: its reasoning. Templates may use it, as `reasoning_content`."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
         """For an assistant's message: the calls that it made."""
@@ -192,10 +217,11 @@ class ChatMessage(_message.Message):
         name: _builtins.str = ...,
         tool_call_id: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -277,6 +303,7 @@ class Sampling(_message.Message):
     BEAM_WIDTH_FIELD_NUMBER: _builtins.int
     LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
     EARLY_STOPPING_FIELD_NUMBER: _builtins.int
+    KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Largest number of tokens to generate. Default 256, or the rest of the context if that is less."""
     temperature: _builtins.float
@@ -329,6 +356,8 @@ class Sampling(_message.Message):
     """End the beam search once `beam_width` completions are finished. Otherwise it continues while the best unfinished
     beam scores higher than the worst finished one.
     """
+    keep_special_tokens: _builtins.bool
+    """Keep special tokens in the text, but for the model's end token."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings before the first of which generation ends; the text does not include it. At most 16. Only for a model with
@@ -371,10 +400,11 @@ class Sampling(_message.Message):
         beam_width: _builtins.int | None = ...,
         length_penalty: _builtins.float | None = ...,
         early_stopping: _builtins.bool = ...,
+        keep_special_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_beam_width", b"_beam_width", "_frequency_penalty", b"_frequency_penalty", "_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "beam_width", b"beam_width", "frequency_penalty", b"frequency_penalty", "length_penalty", b"length_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured", b"structured", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_width", b"_beam_width", "_frequency_penalty", b"_frequency_penalty", "_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "beam_width", b"beam_width", "early_stopping", b"early_stopping", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured", b"structured", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_beam_width", b"_beam_width", "_frequency_penalty", b"_frequency_penalty", "_length_penalty", b"_length_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "beam_width", b"beam_width", "early_stopping", b"early_stopping", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "keep_special_tokens", b"keep_special_tokens", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured", b"structured", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__beam_width: _TypeAlias = _typing.Literal["beam_width"]  # noqa: Y015
     _WhichOneofArgType__beam_width: _TypeAlias = _typing.Literal["_beam_width", b"_beam_width"]  # noqa: Y015
@@ -508,6 +538,7 @@ class GenerateResponse(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text completed since the last message. It lags the tokens where a character or a possible stop string is still
     incomplete.
@@ -532,6 +563,10 @@ class GenerateResponse(_message.Message):
         the first token, a part in each message while a long prompt is computed.
         """
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputPart]:
+        """With `parse_output`: the pieces of the output that became certain, in order. They may lag `text`."""
+
     def __init__(
         self,
         *,
@@ -541,14 +576,49 @@ class GenerateResponse(_message.Message):
         finish: Global___Finish | None = ...,
         index: _builtins.int = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        parts: _abc.Iterable[Global___OutputPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "index", b"index", "logprobs", b"logprobs", "parts", b"parts", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class OutputPart(_message.Message):
+    """Piece of a parsed output."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text for the reader."""
+    reasoning: _builtins.str
+    """Reasoning, which is not for the reader."""
+    @_builtins.property
+    def tool_call(self) -> Global___ToolCall:
+        """A whole tool call."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        tool_call: Global___ToolCall | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "reasoning", b"reasoning", "text", b"text", "tool_call", b"tool_call"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "reasoning", b"reasoning", "text", b"text", "tool_call", b"tool_call"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["text", "reasoning", "tool_call"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___OutputPart: _TypeAlias = OutputPart  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
@@ -627,20 +697,24 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens whose KV no worker computed for this request."""
+    reasoning_tokens: _builtins.int
+    """Completion tokens within reasoning, with `parse_output`."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -661,6 +735,7 @@ class Receipt(_message.Message):
     MODEL_REASON_FIELD_NUMBER: _builtins.int
     PRICE_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    IGNORED_FIELDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     seed: _builtins.int
     model: _builtins.str
@@ -680,6 +755,10 @@ class Receipt(_message.Message):
     def speculation(self) -> Global___Speculation:
         """Speculation, where draft tokens were used."""
 
+    @_builtins.property
+    def ignored_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Fields of the client's request that had no effect."""
+
     def __init__(
         self,
         *,
@@ -692,10 +771,11 @@ class Receipt(_message.Message):
         model_reason: _builtins.str = ...,
         price: Global___Price | None = ...,
         speculation: Global___Speculation | None = ...,
+        ignored_fields: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "placement", b"placement", "price", b"price", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "price", b"price", "request_id", b"request_id", "seed", b"seed", "speculation", b"speculation", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignored_fields", b"ignored_fields", "kv", b"kv", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "price", b"price", "request_id", b"request_id", "seed", b"seed", "speculation", b"speculation", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1417,6 +1497,7 @@ class BatchChoice(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     STOP_MATCH_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     reason: Global___FinishReason.ValueType
     stop_match: _builtins.str
@@ -1424,6 +1505,10 @@ class BatchChoice(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]: ...
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputPart]:
+        """With `parse_output`; a text may be in several parts."""
+
     def __init__(
         self,
         *,
@@ -1432,10 +1517,11 @@ class BatchChoice(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         reason: Global___FinishReason.ValueType = ...,
         stop_match: _builtins.str = ...,
+        parts: _abc.Iterable[Global___OutputPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "reason", b"reason", "stop_match", b"stop_match", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "parts", b"parts", "reason", b"reason", "stop_match", b"stop_match", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

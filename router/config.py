@@ -8,13 +8,21 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings
 from router.admission.config import AdmissionConfig
+from router.batches.config import BatchesConfig
 from router.models.config import ModelsConfig
 from router.placement.rates import Priors
 from router.security.config import SecuritySettings
 
 
 class RouterConfig(
-    SecuritySettings, ModelsConfig, HealthSettings, MetricsSettings, LogSettings, DiscoverySettings, AdmissionConfig
+    SecuritySettings,
+    ModelsConfig,
+    HealthSettings,
+    MetricsSettings,
+    LogSettings,
+    DiscoverySettings,
+    AdmissionConfig,
+    BatchesConfig,
 ):
     """Settings of the global router.
 
@@ -42,6 +50,9 @@ class RouterConfig(
 
     max_body_mib: int = Field(default=4, ge=1, le=16)
     """Largest HTTP body and gRPC message of a client in MiB. 4 MiB of text are about a million tokens."""
+    strict_fields: bool = False
+    """Whether the HTTP API refuses a field that it does not know. Otherwise such a field is ignored and named in the
+    header `x-tandem-ignored`, unless its loss would change the answer's meaning."""
     default_deadline_s: PositiveFloat = 600.0
     """Deadline in seconds of requests that set none."""
     max_attempts: PositiveInt = 4

@@ -8,6 +8,7 @@ from protos import inference_pb2 as pb
 from router.admission.request import RequestInfo
 from router.models.model_runtime import ModelRuntime
 from router.models.model_selection import Verdict
+from router.models.output_plan import OutputPlan
 from router.placement.place import Decision
 from router.placement.request_demand import num_outputs
 
@@ -25,6 +26,7 @@ class PreparedRequest:
     """Verdicts on the compared models, when the request named `auto`."""
     prompt: list[int]
     sampling: pb.Sampling
+    output: OutputPlan
     cache_salt: str
     """Cache salt of the request, with its tenant's where tenants are isolated."""
     arrived_at: float

@@ -48,8 +48,9 @@ class _Decoding:
     but raises where invalid bytes change earlier text, and repeats text of a prompt that ends within a character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], keep_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = not keep_special_tokens
         self._ids = list(context)
         """Last tokens whose text was returned, and the tokens after them."""
         self._num_out = len(self._ids)
@@ -74,7 +75,7 @@ class _Decoding:
         return new
 
     def _decode(self) -> str:
-        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special_tokens)
         return text
 
 
@@ -87,9 +88,15 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, prompt: Sequence[int], stop: Sequence[str], min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer | None,
+        prompt: Sequence[int],
+        stop: Sequence[str],
+        min_tokens: int = 0,
+        keep_special_tokens: bool = False,
     ) -> None:
-        self._decoding = None if tokenizer is None else _Decoding(tokenizer, prompt[-CONTEXT_TOKENS:])
+        context = prompt[-CONTEXT_TOKENS:]
+        self._decoding = None if tokenizer is None else _Decoding(tokenizer, context, keep_special_tokens)
         self._stop = tuple(stop)
         self._too_early = min_tokens
         """Number of further tokens at which no stop string counts."""

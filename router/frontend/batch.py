@@ -34,6 +34,7 @@ class _Gathered:
         choice = self.choices.setdefault(response.index, pb.BatchChoice())
         choice.text += response.text
         choice.token_ids.extend(response.token_ids)
+        choice.parts.extend(response.parts)
         choice.logprobs.extend(response.logprobs)
         if response.HasField("finish"):
             choice.reason, choice.stop_match = response.finish.reason, response.finish.stop_match

@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -23,6 +24,7 @@ from router.membership.status import cluster_status
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.observability.explanations import candidate_of, compared, num_shown, to_response
 from router.observability.samples import Samples
+from router.request_path.parsed_stream import generate_parts
 from router.request_path.preprocess import tenant_of
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys, Principal
@@ -90,7 +92,7 @@ class InferenceService:
             message = CallMessage(given, self._reading)
             del given
             async with self._arriving(message, principal) as (request, arrival):
-                stream = self._handler.generate(request, context.time_remaining(), principal, arrival=arrival)
+                stream = self._generate(request, context, principal, arrival)
                 async with contextlib.aclosing(stream) as messages:
                     async for raw in messages:
                         answer.sending = True
@@ -114,8 +116,7 @@ class InferenceService:
                 del raw
 
                 def generate(number: int, one: pb.GenerateRequest) -> AsyncGenerator[bytes]:
-                    is_charged = is_known and number == 0
-                    return self._handler.generate(one, context.time_remaining(), principal, is_charged=is_charged)
+                    return self._generate(one, context, principal, is_charged=is_known and number == 0)
 
                 each = generate_batch(request, generate)
                 async with contextlib.aclosing(each) as results:
@@ -123,6 +124,25 @@ class InferenceService:
                         answer.sending = True
                         yield result
                         answer.sent()
+
+    def _generate(
+        self,
+        request: pb.GenerateRequest,
+        context: Any,
+        principal: Principal,
+        arrival: Arrival | None = None,
+        is_charged: bool = False,
+    ) -> AsyncGenerator[bytes]:
+        """Return a request's messages, with their parts where the client wants these."""
+        start = partial(
+            self._handler.generate,
+            request,
+            context.time_remaining(),
+            principal,
+            arrival=arrival,
+            is_charged=is_charged,
+        )
+        return generate_parts(lambda checked: start(on_checked=checked)) if request.parse_output else start()
 
     @contextlib.asynccontextmanager
     async def _arriving(

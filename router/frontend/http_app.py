@@ -14,11 +14,14 @@ from cluster.errors import ServiceError, UnknownModel
 from router.admission.arrivals import Arrivals
 from router.config import RouterConfig
 from router.frontend.http.caller import caller_of
-from router.frontend.http.endpoint import SPARE_VALUES, BodyLimits, Endpoint
+from router.frontend.http.endpoint import SPARE_VALUES, BodyLimits, Endpoint, EndpointContext
 from router.frontend.http.errors import ErrorAnswer, error_answer, error_of
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
+from router.frontend.openai_files.lines import line_handler
+from router.frontend.openai_files.opening import open_batches
+from router.frontend.openai_files.routes import add_files_and_batches
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
@@ -36,11 +39,15 @@ def make_app(
     started_at = int(time.time())
     max_context = max(model.model_dir.max_context_tokens for model in models)
     limits = BodyLimits(config.max_body_mib << 20, max_context + SPARE_VALUES)
-    shared = handler, drain, keys, arrivals, limits, config.default_deadline_s
-    completions = Endpoint(*shared, read_completion, CompletionAnswer)
-    chats = Endpoint(*shared, read_chat, ChatAnswer)
-    endpoints: dict[str, ASGIApp] = {"/v1/completions": completions, "/v1/chat/completions": chats}
+    context = EndpointContext(handler, drain, keys, arrivals, limits, config.default_deadline_s, config.strict_fields)
+    endpoints: dict[str, Endpoint[Any]] = {
+        "/v1/completions": Endpoint(context, read_completion, CompletionAnswer),
+        "/v1/chat/completions": Endpoint(context, read_chat, ChatAnswer),
+    }
     app = _Application(endpoints)
+    handlers = {path: line_handler(endpoint, keys, drain) for path, endpoint in endpoints.items()}
+    app.state.batches = batches = open_batches(config, handlers, limits, drain)
+    add_files_and_batches(app, batches, keys, arrivals, drain)
     for path, endpoint in endpoints.items():  # so that a method other than POST is refused as such
         app.router.add_route(path, endpoint, methods=["POST"])  # type: ignore[arg-type] # an ASGI application
 

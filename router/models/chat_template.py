@@ -1,6 +1,7 @@
 """Chat templates: rendering of messages, tools and the template's own variables, with their limits."""
 
 import json
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,10 @@ from protos import inference_pb2 as pb
 MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 262_144
 MAX_VARIABLES_CHARS = 16_384
+MAX_PROMPTS_KEPT = 256
+NO_REASONING = "none"
+"""Effort that switches reasoning off, where a template knows how."""
+log = logging.getLogger(__name__)
 WITH_TOOLS = "tool_use"
 """Name of the template for requests with tools, where a model has several."""
 _NAMES_TOOLS = re.compile(r"\btools\b")
@@ -30,6 +35,8 @@ class ChatTemplate:
         self._source_with_tools = source_with_tools or source
         self._special_tokens = special_tokens
         self._takes_tools = _NAMES_TOOLS.search(self._source_with_tools) is not None
+        self._generation_prompts: dict[str, str] = {}
+        """Text after the last message, by the variables that may change it; at most MAX_PROMPTS_KEPT."""
 
     @classmethod
     def of(cls, model_dir: ModelDir) -> "ChatTemplate | None":
@@ -43,6 +50,11 @@ class ChatTemplate:
             source, with_tools = named.get("default"), named.get(WITH_TOOLS)
         return cls(source, _special_tokens(config), with_tools) if source else None
 
+    @property
+    def text(self) -> str:
+        """The template's source, of both where there are two."""
+        return self._source if self._source_with_tools is self._source else self._source + self._source_with_tools
+
     def render(self, request: pb.GenerateRequest) -> str:
         """Render a request's messages up to where the assistant's answer begins.
 
@@ -52,21 +64,60 @@ class ChatTemplate:
         if tools and not self._takes_tools:
             raise InvalidRequest("tools", "the model's chat template has no place for them")
         source = self._source_with_tools if tools else self._source
-        variables = self._read_variables(request.chat_template_kwargs)
+        variables = self._variables(request)
         chat = [_message(message, number, source) for number, message in enumerate(request.messages)]
         try:
-            rendered, _ = self._render(
-                conversations=[chat],
-                tools=tools or None,
-                chat_template=source,
-                add_generation_prompt=True,
-                **self._special_tokens,
-                **variables,
-            )
+            return self._rendered(chat, tools, source, True, variables)
         except Exception as error:  # a template is a program and may raise anything
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
+
+    def generation_prompt(self, request: pb.GenerateRequest) -> str:
+        """Return what the template adds for the answer to a user's message, with the request's variables.
+
+        Raises InvalidRequest for invalid variables.
+        """
+        variables = self._variables(request)
+        key = json.dumps([bool(request.tools), variables], sort_keys=True)
+        known = self._generation_prompts.get(key)
+        if known is None:
+            known = self._generation_prompt(variables, bool(request.tools))
+            if len(self._generation_prompts) >= MAX_PROMPTS_KEPT:
+                self._generation_prompts.clear()
+            self._generation_prompts[key] = known
+        return known
+
+    def _generation_prompt(self, variables: dict[str, Any], has_tools: bool) -> str:
+        source = self._source_with_tools if has_tools else self._source
+        chat = [{"role": "user", "content": "a"}]
+        try:
+            before, whole = (self._rendered(chat, [], source, adds, variables) for adds in (False, True))
+        except Exception:  # a template may refuse this chat, and then says nothing about reasoning
+            log.debug("the chat template refuses a chat of one message", exc_info=True)
+            return ""
+        return whole.removeprefix(before)
+
+    def _rendered(
+        self, chat: list[dict[str, Any]], tools: list[Any], source: str, adds_prompt: bool, variables: dict[str, Any]
+    ) -> str:
+        rendered, _ = self._render(
+            conversations=[chat],
+            tools=tools or None,
+            chat_template=source,
+            add_generation_prompt=adds_prompt,
+            **self._special_tokens,
+            **variables,
+        )
         text: str = rendered[0]
         return text
+
+    def _variables(self, request: pb.GenerateRequest) -> dict[str, Any]:
+        """Return the template's variables: those of the effort to reason, and the request's own."""
+        given = self._read_variables(request.chat_template_kwargs)
+        effort = request.reasoning_effort
+        if not effort:
+            return given
+        off = {"enable_thinking": False, "thinking": False} if effort == NO_REASONING else {}
+        return {"reasoning_effort": effort, **off, **given}
 
     def _read_variables(self, text: str) -> dict[str, Any]:
         if not text:
@@ -99,11 +150,15 @@ _OURS = frozenset(
 def check_chat_fields(request: pb.GenerateRequest) -> None:
     """Check fields that only a chat template uses.
 
-    Raises InvalidRequest where the prompt is no chat.
+    Raises InvalidRequest where the prompt is no chat, or has no tools to choose from.
     """
+    if not request.tools:
+        for field in ("tool_choice", "single_tool_call"):
+            if getattr(request, field) not in ("", False, "none", "auto"):
+                raise InvalidRequest(field, "means nothing without tools")
     if request.messages:
         return
-    for field in ("tools", "chat_template_kwargs"):
+    for field in ("tools", "chat_template_kwargs", "parse_output", "reasoning_effort"):
         if getattr(request, field):
             raise InvalidRequest(field, "means nothing without messages")
 
@@ -111,7 +166,8 @@ def check_chat_fields(request: pb.GenerateRequest) -> None:
 def chars_of(request: pb.GenerateRequest) -> int:
     """Estimate the number of characters that a template makes of the messages and tools."""
     calls = sum(len(call.name) + len(call.arguments) for message in request.messages for call in message.tool_calls)
-    return calls + sum(len(message.content) for message in request.messages) + sum(map(len, request.tools))
+    texts = sum(len(message.content) + len(message.reasoning) for message in request.messages)
+    return calls + texts + sum(map(len, request.tools))
 
 
 def _read_tools(texts: Sequence[str]) -> list[dict[str, Any]]:
@@ -130,6 +186,8 @@ def _message(message: pb.ChatMessage, number: int, source: str) -> dict[str, Any
         seen["name"] = message.name
     if message.tool_call_id:
         seen["tool_call_id"] = message.tool_call_id
+    if message.reasoning:
+        seen["reasoning_content"] = message.reasoning
     if message.tool_calls:
         where = f"messages[{number}].tool_calls"
         seen["tool_calls"] = [_tool_call(call, f"{where}[{place}]") for place, call in enumerate(message.tool_calls)]

@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from cluster.config import Config
+from router.models.output_format import AUTO as AUTO_FORMAT
 
 AUTO = "auto"
 """Model name of requests that leave the choice to the router."""
@@ -37,6 +38,12 @@ class ModelEntry(Config):
     """Quality between 0 and 1; requests may ask for a minimum."""
     tasks: tuple[str, ...] = ()
     """Tasks that the model is good at. Empty: any."""
+    tool_parser: str = AUTO_FORMAT
+    """Form of the model's tool calls, by vLLM's names: `hermes`, `llama3_json`, `mistral`, ... (`none`: calls stay
+    text). `auto` goes by the model's chat template."""
+    reasoning_parser: str = AUTO_FORMAT
+    """Form of the model's reasoning, by vLLM's names: `qwen3`, `deepseek_r1`, `openai_gptoss`, ... (`none`: reasoning
+    stays text). `auto` goes by the model's chat template."""
 
     @model_validator(mode="after")
     def _both_prices(self) -> Self:

@@ -53,8 +53,9 @@ class ModelFiles:
         model_dir = ModelDir.open(entry.path)
         # Read now, so that a config without them is refused at start and not with the first request.
         size, context = model_dir.vocab_size, model_dir.max_context_tokens
+        encoder = PromptEncoder(model_dir, entry.tool_parser, entry.reasoning_parser)
         log.info("%s: %d tokens, context %d", entry.name or model_dir.name, size, context)
-        return cls(entry, model_dir, PromptEncoder(model_dir), model_dir.config_fingerprint())
+        return cls(entry, model_dir, encoder, model_dir.config_fingerprint())
 
     @property
     def name(self) -> str:
@@ -108,6 +109,7 @@ class ModelRuntime:
         self.entry = files.entry
         self.model_dir = files.model_dir
         self.encoder = files.encoder
+        self.output_format = files.encoder.output_format
         self.config_fingerprint = files.config_fingerprint
         self.fleet = fleet
         self.dispatcher = dispatcher

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival
 from router.models.model_runtime import ModelRuntime
+from router.models.output_plan import OutputPlan, plan_output
 from router.validation import check_prompt, prompt_field, resolve_sampling
 
 
@@ -14,6 +15,7 @@ class PreparedPrompt:
 
     prompt: list[int]
     sampling: pb.Sampling
+    output: OutputPlan
 
 
 async def read(
@@ -27,4 +29,7 @@ async def read(
         prompt = await model.encoder.encode(request, arrival.tenant)
         arrival.tokens_read += len(prompt)
     check_prompt(prompt, prompt_field(request), model.model_dir)
-    return PreparedPrompt(prompt, resolve_sampling(request.sampling, len(prompt), model.model_dir))
+    encoder = model.encoder
+    generation_prompt = encoder.generation_prompt(request)
+    output, sampling = plan_output(request, model.output_format, generation_prompt, encoder.reasoning_marks)
+    return PreparedPrompt(prompt, resolve_sampling(sampling, len(prompt), model.model_dir), output)

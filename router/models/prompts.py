@@ -14,7 +14,9 @@ from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from router.admission.fair_turns import FairTurns
+from router.models.after_reasoning import ReasoningMarks
 from router.models.chat_template import ChatTemplate, chars_of, check_chat_fields
+from router.models.output_format import AUTO, OutputFormat
 
 INLINE_CHARS = 4096
 """Length from which texts are rendered and tokenised on a thread, so that other streams do not wait."""
@@ -56,9 +58,18 @@ def prompt_kind(request: pb.GenerateRequest) -> str:
 class PromptEncoder:
     """Tokenizer and chat template of one model."""
 
-    def __init__(self, model_dir: ModelDir) -> None:
+    def __init__(self, model_dir: ModelDir, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
+        """Read tokenizer and template.
+
+        Raises StartError for an unknown parser.
+        """
         self._tokenizer: Tokenizer | None = load_tokenizer(model_dir)
         self._template = ChatTemplate.of(model_dir) if self._tokenizer is not None else None
+        own = model_dir.read_json("tokenizer_config.json").get("response_template")
+        shown = self._template.text if self._template is not None else ""
+        self.output_format = OutputFormat.of(tool_parser, reasoning_parser, shown, own)
+        """Form of the model's reasoning and tool calls."""
+        self.reasoning_marks = self._marks(*self.output_format.reasoning_marks)
         self.vocabulary = _digest(model_dir, VOCABULARY_FILES) + f"{model_dir.vocab_size}".encode()
         """Digest that is equal where token ids mean the same."""
         self.reading = self.vocabulary + _digest(model_dir, ("tokenizer_config.json", "chat_template.jinja"))
@@ -70,6 +81,17 @@ class PromptEncoder:
         self._max_chars = None if longest is None else longest * self._max_context_tokens
         """Characters beyond which no text fits in the context; None where that cannot be said."""
         self._turns, self._large_turns = FairTurns(4, 2), FairTurns(2, 1)
+
+    def _marks(self, opening: str, closing: str) -> ReasoningMarks:
+        special: dict[str, int] = {}
+        if self._tokenizer is not None:
+            added = self._tokenizer.get_added_tokens_decoder()
+            special = {token.content: token_id for token_id, token in added.items() if token.special}
+        return ReasoningMarks(opening, closing, special.get(opening), special.get(closing))
+
+    def generation_prompt(self, request: pb.GenerateRequest) -> str:
+        """Return what the template adds after a chat's last message; empty for other prompts."""
+        return self._template.generation_prompt(request) if self._template is not None and request.messages else ""
 
     @property
     def has_tokenizer(self) -> bool:

@@ -19,6 +19,8 @@ from router.prepared_request import PreparedRequest
 MODEL = ("model_name",)
 KV_ORIGINS = ("reused", "moved", "computed", "restored", "lender_cached", "lender_computed", "lender_fetched")
 FINISHED = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+MAX_FIELDS = 64
+"""Distinct names of ignored fields, which clients choose, that are counted by name."""
 QUANTILES = (0.1, 0.5, 0.9)
 _M = TypeVar("_M", Counter, Histogram)
 
@@ -78,11 +80,25 @@ class RouterMetrics:
         self.predicted_hits = counter("tandem_predicted_hit_blocks", "Of requests with a receipt, placed once.")
         self.missed_hits = counter("tandem_predicted_hit_blocks_missed", "Of those, such as were computed after all.")
         self.unforeseen_hits = counter("tandem_unpredicted_hit_blocks", "Others that nobody computed either.")
+        self.ignored_fields = Counter(
+            "tandem_ignored_fields",
+            "Fields of clients' requests that had no effect, by name.",
+            ["field"],
+            registry=registry,
+        )
+        self._fields_seen: set[str] = set()
         self._children: dict[tuple[Any, ...], Any] = {}
 
     def watch(self) -> "RequestMetrics":
         """Start the metrics of a request that has arrived."""
         return RequestMetrics(self)
+
+    def ignored(self, fields: Iterable[str]) -> None:
+        """Count ignored fields, the first MAX_FIELDS ones by name."""
+        for field in fields:
+            if len(self._fields_seen) < MAX_FIELDS:
+                self._fields_seen.add(field)
+            self.ignored_fields.labels(field if field in self._fields_seen else "other").inc()
 
     def of(self, metric: _M, *labels: str) -> _M:
         """Return the child of a metric; a lookup in the metric itself would cost more than counting."""

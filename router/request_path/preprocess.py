@@ -74,6 +74,7 @@ class Preprocessor:
             verdicts=chosen.verdicts,
             prompt=chosen.reading.prompt,
             sampling=sampling,
+            output=chosen.reading.output,
             cache_salt=cache_salt,
             arrived_at=arrived_at,
             tokenised_at=time.monotonic(),

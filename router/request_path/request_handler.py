@@ -5,7 +5,7 @@ import contextlib
 import copy
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import (
@@ -173,6 +173,10 @@ class RequestHandler:
             self._tracing.finished(prepared, request_metrics.ttft_s)
             if sampled:
                 self._samples.served(prepared, kept)
+
+    def count_ignored(self, fields: Sequence[str]) -> None:
+        """Count fields of a request that had no effect."""
+        self._metrics.ignored(fields)
 
     async def tokenize(self, request: pb.TokenizeRequest, principal: Principal) -> pb.TokenizeResponse:
         """Return a prompt's tokens as its model reads it.

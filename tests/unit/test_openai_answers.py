@@ -21,10 +21,11 @@ from cluster.errors import (
 )
 from protos import inference_pb2 as pb
 from router.frontend.http.errors import client_field, error_answer
+from router.frontend.http.generation import PromptInfo
 from router.frontend.http.merging import merged
-from router.frontend.openai.answers import Answer, ChatAnswer, CompletionAnswer
-from router.frontend.openai.choice import PromptInfo
+from router.frontend.openai.answers import ChatAnswer, CompletionAnswer, OpenAiAnswer
 from router.frontend.openai.request import ApiRequest
+from router.models.output_format import OutputFormat, OutputParser
 
 STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -36,10 +37,17 @@ def asked_for(num_prompts: int = 1, **options: Any) -> ApiRequest:
     return ApiRequest("r", requests, {}, created=7, **options)
 
 
-def answer_of(kind: type[Answer], asked: ApiRequest, echo: str = "") -> Answer:
+FORM = OutputFormat("hermes", "qwen3")
+
+
+def answer_of(kind: type[OpenAiAnswer], asked: ApiRequest, echo: str = "", tools: bool = False) -> OpenAiAnswer:
     answer = kind(asked, "r")
+
+    def new_parser() -> OutputParser | None:
+        return FORM.parser(parses_calls=True, begins_in_reasoning=False) if tools else None
+
     for number in range(len(asked.requests)):
-        answer.begin(number, PromptInfo("m", [1, 2], echo, lambda token_id: f"<{token_id}>"))
+        answer.begin(number, PromptInfo("m", [1, 2], echo, lambda token_id: f"<{token_id}>", new_parser))
     return answer
 
 
@@ -58,7 +66,7 @@ def end(
     return pb.GenerateResponse(index=index, finish=finish)
 
 
-def events_of(answer: Answer, *messages: pb.GenerateResponse) -> list[Any]:
+def events_of(answer: OpenAiAnswer, *messages: pb.GenerateResponse) -> list[Any]:
     """Of the only prompt; the last one is "[DONE]"."""
     stream = b"".join(answer.chunk(0, message) for message in messages).decode()
     assert stream.endswith("\n\n")
@@ -67,7 +75,7 @@ def events_of(answer: Answer, *messages: pb.GenerateResponse) -> list[Any]:
     return [event if event == "data: [DONE]" else json.loads(event[6:]) for event in events]
 
 
-def whole_of(answer: Answer, *messages: pb.GenerateResponse) -> Any:
+def whole_of(answer: OpenAiAnswer, *messages: pb.GenerateResponse) -> Any:
     for message in messages:
         answer.absorb(0, message)
     return json.loads(answer.whole())
@@ -186,7 +194,7 @@ def test_prompt_log_probabilities() -> None:
 
 def test_calls_of_tools() -> None:
     messages = [said("Let me see."), said(" \n" + CALL[:20]), said(CALL[20:]), said(CALL), end()]
-    *events, _ = events_of(answer_of(ChatAnswer, asked_for(stream=True, tools=True)), *messages)
+    *events, _ = events_of(answer_of(ChatAnswer, asked_for(stream=True), tools=True), *messages)
     deltas = [event["choices"][0]["delta"] for event in events]
     assert deltas[:2] == [{"role": "assistant", "content": ""}, {"content": "Let me see."}]
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
@@ -195,23 +203,37 @@ def test_calls_of_tools() -> None:
     ]
     assert len({call["id"] for call in calls}) == 2
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
-    choice = whole_of(answer_of(ChatAnswer, asked_for(tools=True)), *messages)["choices"][0]
+    choice = whole_of(answer_of(ChatAnswer, asked_for(), tools=True), *messages)["choices"][0]
     assert choice["message"]["content"] == "Let me see."
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["f", "f"]
     assert choice["finish_reason"] == "tool_calls"
     plain = whole_of(answer_of(ChatAnswer, asked_for()), said(CALL), end())["choices"][0]
     assert plain["message"] == {"role": "assistant", "content": CALL, "refusal": None}
-    cut_off = whole_of(answer_of(ChatAnswer, asked_for(tools=True)), said(CALL[:20]), end(LENGTH))["choices"][0]
+    cut_off = whole_of(answer_of(ChatAnswer, asked_for(), tools=True), said(CALL[:20]), end(LENGTH))["choices"][0]
     assert (cut_off["message"]["content"], cut_off["finish_reason"]) == (CALL[:20], "length")
+
+
+def test_reasoning_is_apart_from_the_text() -> None:
+    messages = [said("<think>"), said("Hm", 5, 6), said(" so"), said("</think>"), said("\n\nYes."), end()]
+    *events, _ = events_of(answer_of(ChatAnswer, asked_for(stream=True, include_usage=True), tools=True), *messages)
+    deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm so"
+    assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
+    whole = whole_of(answer_of(ChatAnswer, asked_for(), tools=True), *messages)
+    message = whole["choices"][0]["message"]
+    assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("Hm so", "Hm so", "Yes.")
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}
+    hidden = whole_of(answer_of(ChatAnswer, asked_for(include_reasoning=False), tools=True), *messages)
+    assert "reasoning_content" not in hidden["choices"][0]["message"]
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), min_size=1, max_size=10), st.booleans())
 def test_any_text_comes_through_as_it_is(pieces: list[str], tools: bool) -> None:
     messages = [said(piece) for piece in pieces]
-    *events, _ = events_of(answer_of(ChatAnswer, asked_for(stream=True, tools=tools)), *messages, end())
+    *events, _ = events_of(answer_of(ChatAnswer, asked_for(stream=True), tools=tools), *messages, end())
     text = "".join(pieces)
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == text
-    whole = whole_of(answer_of(ChatAnswer, asked_for(tools=tools)), *messages, end())
+    whole = whole_of(answer_of(ChatAnswer, asked_for(), tools=tools), *messages, end())
     assert whole["choices"][0]["message"]["content"] == text
 
 

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -16,9 +16,9 @@ from cluster.trace_context import from_headers, traceparent
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals
 from router.frontend.http.caller import Caller, caller_of
-from router.frontend.http.errors import error_answer
+from router.frontend.http.errors import client_field, error_answer
 from router.frontend.http.exchange import ClientGone, Exchange
-from router.frontend.http.fields import parse_object
+from router.frontend.http.fields import Fields, IgnoredFields, parse_object
 from router.frontend.http.generation import Answer, Generation, PromptInfo
 from router.frontend.http.merging import merged
 from router.prepared_request import PreparedRequest
@@ -45,48 +45,58 @@ class BodyLimits:
     """Largest number of JSON values: parsing holds the GIL, so that all other requests wait."""
 
 
+@dataclass(frozen=True, slots=True)
+class EndpointContext:
+    """Parts of the router that every endpoint uses."""
+
+    handler: RequestHandler
+    drain: Drain
+    """Drain that holds requests in flight."""
+    keys: ApiKeys
+    arrivals: Arrivals
+    limits: BodyLimits
+    default_deadline_s: float
+    strict_fields: bool
+    """Whether a field that nobody reads is refused."""
+
+
 class Endpoint(Generic[Asked]):
     """ASGI application of one path."""
 
     def __init__(
         self,
-        handler: RequestHandler,
-        drain: Drain,
-        keys: ApiKeys,
-        arrivals: Arrivals,
-        limits: BodyLimits,
-        default_deadline_s: float,
-        read: Callable[[dict[str, Any], Caller], Asked],
+        context: EndpointContext,
+        read: Callable[[Fields, Caller], Asked],
         answer: Callable[[Asked, str], Answer],
     ) -> None:
-        self._arrivals = arrivals
-        self._limits = limits
-        self._handler = handler
-        self._drain = drain
-        self._keys = keys
+        self._context = context
+        self._arrivals = context.arrivals
+        self._handler = context.handler
         self._read = read
         self._answer = answer
-        self._default_deadline_s = default_deadline_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         names: Mapping[str, str] = {"tenant": "x-tenant"}  # a tenant can be refused before the body is read
         try:
             traceparent.set(from_headers(exchange.headers))
-            caller = caller_of(exchange.headers, self._keys)
+            caller = caller_of(exchange.headers, self._context.keys)
             exchange.request_id = caller.request_id
             logs.request_id.set(caller.request_id)
             with self._arrivals.arriving(caller.tenant) as arrival:
-                body = await exchange.body(self._limits.max_bytes, arrival)
+                body = await exchange.body(self._context.limits.max_bytes, arrival)
                 if len(body) <= INLINE_BYTES:
                     asked = self._asked(body, caller)
                 else:
                     asked = await asyncio.to_thread(self._asked, body, caller)
                 del body
                 names = asked.names
+                self._handler.count_ignored(asked.ignored)
+                exchange.ignored = asked.ignored
                 exchange.request_id = asked.request_id
-                with exchange.lasting(self._drain):
-                    await self._serve_in_time(exchange, asked, caller, arrival)
+                with exchange.lasting(self._context.drain):
+                    async with self._deadline(asked):
+                        await self._serve(exchange, asked, caller, arrival)
         except ClientGone:
             return
         except ServiceError as error:
@@ -96,25 +106,53 @@ class Endpoint(Generic[Asked]):
             log.exception("a request failed", extra=logs.of(exchange.request_id))
             await exchange.fail(error_answer(ServiceError("the router failed; its log says why"), names))
 
-    def _asked(self, body: bytes, caller: Caller) -> Asked:
+    async def whole(self, values: dict[str, Any], caller: Caller, adapt: Callable[[Asked], object]) -> bytes:
+        """Return the whole answer to a body that came by no exchange, such as a line of a batch.
+
+        Raises ServiceError, whose field is the client's. `adapt` may change or refuse the request that was read.
+        """
+        names: Mapping[str, str] = {}
         try:
-            return self._read(parse_object(body, self._limits.max_values), caller)
+            with self._arrivals.arriving(caller.tenant) as arrival:
+                asked = self._read_values(values, caller)
+                names = asked.names
+                self._handler.count_ignored(asked.ignored)
+                adapt(asked)
+                async with self._deadline(asked):
+                    return await self._whole(asked, caller, arrival)
+        except ServiceError as error:
+            error.field = client_field(error.field, names)
+            raise
+
+    def _asked(self, body: bytes, caller: Caller) -> Asked:
+        return self._read_values(parse_object(body, self._context.limits.max_values), caller)
+
+    def _read_values(self, values: dict[str, Any], caller: Caller) -> Asked:
+        try:
+            fields = Fields(values, ignored=IgnoredFields(self._context.strict_fields))
+            asked = self._read(fields, caller)
+            asked.ignored = tuple(fields.ignored.names)
+            return asked
         except RecursionError:
             raise InvalidRequest("", "the body is nested too deeply") from None
 
-    async def _serve_in_time(self, exchange: Exchange, asked: Asked, caller: Caller, arrival: Arrival) -> None:
-        """Serve a request within its deadline, also when the client does not read."""
-        deadline_s = self._default_deadline_s if asked.deadline_s is None else asked.deadline_s
+    @asynccontextmanager
+    async def _deadline(self, asked: Asked) -> AsyncIterator[None]:
+        """End a block at a request's deadline, also when the client does not read.
+
+        Raises DeadlineExceeded.
+        """
+        deadline_s = self._context.default_deadline_s if asked.deadline_s is None else asked.deadline_s
         try:
             async with asyncio.timeout(deadline_s + GRACE_S):
-                await self._serve(exchange, asked, caller, arrival)
+                yield
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the client took the answer") from None
 
-    async def _serve(self, exchange: Exchange, asked: Asked, caller: Caller, arrival: Arrival) -> None:
-        if not asked.stream:
-            check_whole_answer(asked.requests)
-        answer = self._answer(asked, asked.request_id)
+    def _streams(
+        self, asked: Asked, answer: Answer, caller: Caller, arrival: Arrival
+    ) -> AsyncGenerator[tuple[int, bytes]]:
+        """Return the messages of all prompts of a request."""
         streams = [
             self._handler.generate(
                 request,
@@ -125,14 +163,23 @@ class Endpoint(Generic[Asked]):
             )
             for number, request in enumerate(asked.requests)
         ]
+        return merged(streams)
+
+    async def _whole(self, asked: Asked, caller: Caller, arrival: Arrival) -> bytes:
+        check_whole_answer(asked.requests)
+        answer = self._answer(asked, asked.request_id)
+        async with aclosing(self._streams(asked, answer, caller, arrival)) as messages:
+            async for number, raw in messages:
+                answer.absorb(number, pb.GenerateResponse.FromString(raw))
+        return answer.whole()
+
+    async def _serve(self, exchange: Exchange, asked: Asked, caller: Caller, arrival: Arrival) -> None:
         if not asked.stream:
-            async with aclosing(merged(streams)) as messages:
-                async for number, raw in messages:
-                    answer.absorb(number, pb.GenerateResponse.FromString(raw))
-            await exchange.send_json(answer.whole())
+            await exchange.send_json(await self._whole(asked, caller, arrival))
             return
+        answer = self._answer(asked, asked.request_id)
         last = b""
-        async with aclosing(merged(streams)) as messages:
+        async with aclosing(self._streams(asked, answer, caller, arrival)) as messages:
             async for number, raw in messages:
                 events = answer.chunk(number, pb.GenerateResponse.FromString(raw))
                 if answer.complete:
@@ -148,6 +195,8 @@ def _beginner(answer: Answer, number: int, echo: bool) -> Callable[[PreparedRequ
         said = ""
         if echo:
             said = prepared.request.text if prepared.request.HasField("text") else encoder.decode(prepared.prompt)
-        answer.begin(number, PromptInfo(prepared.model.name, prepared.prompt, said, encoder.token_text))
+        answer.begin(
+            number, PromptInfo(prepared.model.name, prepared.prompt, said, encoder.token_text, prepared.output.parser)
+        )
 
     return begin

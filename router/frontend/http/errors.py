@@ -13,6 +13,8 @@ from cluster.errors import InvalidRequest, Overloaded, ServiceError, Unauthentic
 
 RETRY_AFTER_S = 1.0
 """Retry delay in seconds without a prediction."""
+UNREAD = (408, 413)
+"""Statuses of refusals after which the rest of what the client sends is not read."""
 
 
 class HttpRefusal(InvalidRequest):
@@ -50,6 +52,7 @@ _KINDS = {
     "UNAVAILABLE": _Kind(503, "server_error", "unavailable"),
     "FAILED_PRECONDITION": _Kind(503, "server_error", "unavailable"),
     "DEADLINE_EXCEEDED": _Kind(504, "server_error", "deadline_exceeded"),
+    "UNIMPLEMENTED": _Kind(501, "server_error", "not_configured"),
 }
 _WEB_CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 431: "headers_too_large"}
 _INTERNAL = _Kind(500, "server_error", "internal_error")
@@ -95,7 +98,7 @@ def _kind(error: ServiceError) -> _Kind:
 
 def _headers(error: ServiceError, kind: _Kind) -> Mapping[str, str]:
     if isinstance(error, HttpRefusal):
-        return {"connection": "close"}  # the rest of what it sends is not read
+        return {"connection": "close"} if error.status in UNREAD else {}
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
     if kind is _NEVER_FITS or not isinstance(error, Overloaded | Unavailable):

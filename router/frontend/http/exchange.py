@@ -1,7 +1,7 @@
 """One HTTP exchange: its body, its answer, and its end when the client disconnects."""
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from starlette.types import Receive, Scope, Send
@@ -17,6 +17,8 @@ BODY_S = 60.0
 FAREWELL_S = 1.0
 """Seconds for a client that may not read to take an error."""
 EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+IGNORED = "x-tandem-ignored"
+"""Header that names the fields of a body without effect."""
 JSON = {"content-type": "application/json"}
 
 
@@ -36,6 +38,8 @@ class Exchange:
         }
         self.request_id = ""
         """Request id, sent with the answer once it is known."""
+        self.ignored: Sequence[str] = ()
+        """Fields of the body without effect, named with the answer."""
         self.started = False
         """Whether the status was sent; later errors can only be events."""
         self.sending = False
@@ -121,7 +125,9 @@ class Exchange:
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.started = True
-        named = {**headers, "x-request-id": self.request_id} if self.request_id else headers
+        named = {**headers, "x-request-id": self.request_id} if self.request_id else dict(headers)
+        if self.ignored:
+            named[IGNORED] = ", ".join(self.ignored)
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 

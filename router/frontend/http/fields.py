@@ -1,8 +1,7 @@
 """Reading of a JSON body field by field.
 
-Every mistake is an InvalidRequest that names the field.
-
-No field is ignored unless it is known to be harmless.
+Every mistake is an InvalidRequest that names the field. A field that nobody reads is ignored, and named once in the
+answer, unless its loss would change the answer's meaning (REFUSED).
 """
 
 import json
@@ -13,44 +12,43 @@ from typing import Any, TypeVar
 
 from cluster.errors import InvalidRequest
 
-HARMLESS = frozenset(
-    (
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-    )
-)
-"""Fields that OpenAI's clients send and that change no answer."""
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+REFUSED: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
     "allowed_token_ids": ([],),
+    "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
+    "chat_template": (),
     "continue_final_message": (False,),
+    "documents": ([],),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
     "modalities": (["text"],),
+    "prompt_embeds": (),
     "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
     "suffix": ("",),
+    "truncate_prompt_tokens": (-1,),
     "use_beam_search": (False,),
+    "web_search_options": (),
+    # structured output, nested
+    "disable_additional_properties": (False,),
+    "structural_tag": (),
+    "whitespace_pattern": (),
 }
-"""Unsupported fields, with values that ask for the default behaviour."""
+"""Fields whose silent loss would change an answer's meaning, with the values that ask for nothing."""
+MAX_IGNORED = 16
+"""Ignored fields that are named."""
 INT64 = 1 << 63
 MAX_SHOWN_CHARS = 80
 
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_NUMBER = re.compile(r"\[\d+\]")
 _T = TypeVar("_T")
 
 
@@ -84,17 +82,33 @@ def _no_number(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
 
 
+class IgnoredFields:
+    """Names of the fields of one body that had no effect."""
+
+    def __init__(self, strict: bool = False) -> None:
+        """Create the collection; a `strict` one refuses every field instead."""
+        self.strict = strict
+        self.names: dict[str, None] = {}
+        """Paths without numbers, in order, at most MAX_IGNORED."""
+
+    def add(self, path: str) -> None:
+        name = _NUMBER.sub("[]", path)[:MAX_SHOWN_CHARS]
+        if len(self.names) < MAX_IGNORED and name.isascii() and name.isprintable():
+            self.names[name] = None
+
+
 class Fields:
     """Fields of one object, each taken once.
 
     A `null` field counts as absent.
     """
 
-    def __init__(self, values: Any, where: str = "") -> None:
+    def __init__(self, values: Any, where: str = "", ignored: IgnoredFields | None = None) -> None:
         """Wrap an object at path `where`, empty at the top.
 
         Raises InvalidRequest unless `values` is an object.
         """
+        self.ignored = IgnoredFields() if ignored is None else ignored
         if not isinstance(values, dict):
             raise InvalidRequest(where, f"must be an object, not {shown(values)}")
         self._values = {name: value for name, value in values.items() if value is not None}
@@ -134,7 +148,11 @@ class Fields:
     def nested(self, name: str) -> "Fields | None":
         """Take an object within this one."""
         values = self.take(name)
-        return None if values is None else Fields(values, self.path(name))
+        return None if values is None else self.at(name, values)
+
+    def at(self, name: str, values: Any) -> "Fields":
+        """Wrap an object that was taken from this one."""
+        return Fields(values, self.path(name), self.ignored)
 
     def integer(self, name: str, low: int = -INT64, high: int = INT64 - 1) -> int | None:
         """Take an integer within [low, high]."""
@@ -185,16 +203,17 @@ class Fields:
         return {int(token_id): self._number(name, bias) for token_id, bias in biases.items()}
 
     def finish(self) -> None:
-        """Check that no remaining field asks for anything.
+        """Note all remaining fields as ignored.
 
-        Raises InvalidRequest.
+        Raises InvalidRequest for one that asks for something which would be lost, and where fields are strict.
         """
         for name, value in self._values.items():
-            if name in HARMLESS and not self._where:
+            neutral = REFUSED.get(name)
+            if neutral is not None and any(type(value) is type(one) and value == one for one in neutral):
                 continue
-            if any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(name, ())):
-                continue
-            raise self.refuse(name, "is not supported")
+            if neutral is not None or self.ignored.strict:
+                raise self.refuse(name, "is not supported")
+            self.ignored.add(self.path(name))
 
     def _number(self, name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):

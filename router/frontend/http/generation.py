@@ -2,10 +2,11 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from protos import inference_pb2 as pb
+from router.models.output_format import OutputParser
 
 TokenText = Callable[[int], str]
 """Function that returns a token's own text."""
@@ -21,6 +22,8 @@ class PromptInfo:
     echo: str
     """Text before the output."""
     text_of: TokenText
+    new_parser: Callable[[], OutputParser | None] = lambda: None
+    """Function that returns a parser of a choice's output; None where all of it is text."""
 
 
 @dataclass(slots=True)
@@ -36,6 +39,8 @@ class Generation:
     deadline_s: float | None = None
     echo: bool = False
     """Whether the texts of completions begin with their prompts."""
+    ignored: Sequence[str] = ()
+    """Fields of the body that had no effect."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since the epoch."""
 

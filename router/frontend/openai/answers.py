@@ -17,7 +17,7 @@ from router.frontend.http.generation import Answer, PromptInfo
 from router.frontend.openai.choice import ChoiceAnswer, compact, quoted
 from router.frontend.openai.logprobs import CompletionLogprobs, chat_logprobs, echoed, joined, prompt_logprobs
 from router.frontend.openai.request import ApiRequest
-from router.frontend.openai.tool_calls import ToolCall, ToolCallParser
+from router.models.output_format import Piece, Reasoning, ToolCall
 
 DONE = b"data: [DONE]\n\n"
 PLAIN = b',"logprobs":null,"finish_reason":null}]'
@@ -56,8 +56,9 @@ class OpenAiAnswer(Answer):
         per_prompt = self._asked.choices_per_prompt
         for index in range(number * per_prompt, (number + 1) * per_prompt):
             head = f'data: {self._top(self.chunk_name, served.model)},"choices":[{{"index":{index},'
-            parser = ToolCallParser(self._asked.forced_calls) if self._asked.tools else None
-            choice = ChoiceAnswer(index, served, head.encode(), parser, CompletionLogprobs(len(served.echo)))
+            choice = ChoiceAnswer(
+                index, served, head.encode(), served.new_parser(), CompletionLogprobs(len(served.echo))
+            )
             self._choices[index] = choice
             if not self._asked.stream and served.echo:
                 choice.text.append(served.echo)
@@ -111,17 +112,32 @@ class OpenAiAnswer(Answer):
         after = self._detailed(choice, message) if detailed else self._plain
         if choice.parser is None:
             return choice.head + self.before + quoted(message.text) + after
-        pieces = choice.parser.push(message.text)
+        pieces = self._parsed(choice, message)
         if detailed and not pieces:
             return choice.head + self.before + b'""' + after
         return self._pieces(choice, pieces, after)
 
-    def _pieces(self, choice: ChoiceAnswer, pieces: Sequence[str | ToolCall], after: bytes) -> bytes:
+    def _parsed(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> list[Piece]:
+        """Return a message's pieces, and count the tokens of reasoning."""
+        assert choice.parser is not None
+        was_in_reasoning = choice.parser.in_reasoning
+        pieces = choice.parser.push(message.text)
+        if was_in_reasoning or choice.parser.in_reasoning:
+            choice.num_reasoning += len(message.token_ids)
+        return pieces
+
+    def _pieces(self, choice: ChoiceAnswer, pieces: Sequence[Piece], after: bytes) -> bytes:
         """Return one event per piece, the first one ending with `after`."""
         events = []
         for piece in pieces:
             if isinstance(piece, str):
                 events.append(choice.head + self.before + quoted(piece) + after)
+            elif isinstance(piece, Reasoning):
+                if not self._asked.include_reasoning:
+                    continue
+                text = quoted(piece.text)
+                delta = b'"delta":{"reasoning_content":' + text + b',"reasoning":' + text
+                events.append(choice.head + delta + after)
             else:
                 call = {"index": len(choice.calls)} | self._call(choice, piece)
                 events.append(choice.head + f'"delta":{{"tool_calls":[{compact(call)}]'.encode() + after)
@@ -177,7 +193,7 @@ class OpenAiAnswer(Answer):
                 message.finish.reason = pb.FINISH_REASON_LENGTH
                 self._finish(number, choice, message.finish)
             return
-        pieces: list[str | ToolCall] = choice.parser.push(message.text) if choice.parser else [message.text]
+        pieces: list[Piece] = self._parsed(choice, message) if choice.parser else [message.text]
         if message.logprobs:
             choice.logprobs.append(self.message_logprobs(choice, message))
         if self._asked.token_ids:
@@ -187,6 +203,8 @@ class OpenAiAnswer(Answer):
         for piece in pieces:
             if isinstance(piece, str):
                 choice.text.append(piece)
+            elif isinstance(piece, Reasoning):
+                choice.reasoning.append(piece.text)
             else:
                 self._call(choice, piece)
         if message.HasField("finish"):
@@ -217,12 +235,15 @@ class OpenAiAnswer(Answer):
     def usage(self) -> dict[str, Any]:
         """Return the usage of all finished prompts and choices."""
         usage = self._usage
-        return {
+        said = {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         }
+        if any(choice.parser is not None for choice in self._choices.values()):
+            said["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+        return said
 
     def _top(self, name: str, model: str) -> str:
         """Return the beginning of an object."""
@@ -233,7 +254,7 @@ class OpenAiAnswer(Answer):
 
     def _call(self, choice: ChoiceAnswer, call: ToolCall) -> dict[str, Any]:
         function = {"name": call.name, "arguments": call.arguments}
-        made = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+        made = {"id": call.id or f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
         choice.calls.append(made)
         return made
 
@@ -248,7 +269,9 @@ class OpenAiAnswer(Answer):
         self._usage.prompt_tokens += finish.usage.prompt_tokens
         self._usage.completion_tokens += finish.usage.completion_tokens
         self._usage.cached_tokens += finish.usage.cached_tokens
+        self._usage.reasoning_tokens += choice.num_reasoning
         if self._asked.receipt and finish.HasField("receipt"):
+            finish.receipt.ignored_fields.extend(self._asked.ignored)
             self._receipts[number] = MessageToDict(
                 finish.receipt, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
             )
@@ -298,6 +321,9 @@ class ChatAnswer(OpenAiAnswer):
     def whole_content(self, choice: ChoiceAnswer) -> dict[str, Any]:
         text = "".join(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if choice.reasoning and self._asked.include_reasoning:
+            reasoning = "".join(choice.reasoning)
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if choice.calls:
             message |= {"content": text or None, "tool_calls": choice.calls}
         return {"message": message}

@@ -10,36 +10,37 @@ from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.http.caller import Caller
 from router.frontend.http.fields import Fields, one_of, shown
-from router.frontend.openai.forced_calls import Function, call_grammar
 from router.frontend.openai.request import ApiRequest, check_choices, common
 from router.frontend.openai.sampling import INT32, GenerationOptions, read_sampling
-from router.frontend.openai.tool_calls import CLOSE
+from router.models.output_plan import ANY_CALL, AUTO_CHOICES, NO_CALLS
 from router.validation import MAX_MESSAGES
 
 ROLES = ("developer", "system", "user", "assistant", "tool")
 
 
-def read_chat(body: dict[str, Any], caller: Caller) -> ApiRequest:
+def read_chat(fields: Fields, caller: Caller) -> ApiRequest:
     """Read a chat request.
 
     Raises InvalidRequest naming the field at fault.
     """
-    fields = Fields(body)
     options = read_sampling(fields, ("max_completion_tokens", "max_tokens"), None)
     _read_logprobs(fields, options)
     messages = fields.objects("messages")
     if not 0 < len(messages) <= MAX_MESSAGES:
         raise InvalidRequest("messages", f"must be a list of 1 to {MAX_MESSAGES}")
-    tools, functions = _read_tools(fields)
-    _read_tool_choice(fields, options, functions)
     request, asked = common(fields, caller, options)
+    read_tools(fields, request)
+    if request.tool_choice not in (*AUTO_CHOICES, NO_CALLS):
+        asked.names["structured"] = "tools"
     if (variables := fields.nested("chat_template_kwargs")) is not None:
         request.chat_template_kwargs = variables.rest()
+    request.reasoning_effort = fields.text("reasoning_effort")
+    if (said := fields.take("include_reasoning")) is not None:
+        asked.include_reasoning = bool(said)
+    request.messages.extend(_message(fields.at(f"messages[{at}]", each)) for at, each in enumerate(messages))
+    request.parse_output = True
     fields.finish()
-    request.messages.extend(_message(message, f"messages[{place}]") for place, message in enumerate(messages))
-    request.tools.extend(tools)
     asked.requests.append(request)
-    asked.tools, asked.forced_calls = bool(tools) and options.parse_calls, options.forced_calls
     check_choices(asked, "n")
     return asked
 
@@ -56,29 +57,29 @@ def _read_logprobs(fields: Fields, options: GenerationOptions) -> None:
 # ------------------------------------------------------------------------------------------------ messages
 
 
-def _message(values: Any, where: str) -> pb.ChatMessage:
-    fields = Fields(values, where)
+def _message(fields: Fields) -> pb.ChatMessage:
     role = one_of(fields, "role", ROLES)
     if role is None:
         raise fields.refuse("role", "is missing")
     message = pb.ChatMessage(role=role, name=fields.text("name"))
     if role == "assistant":
-        message.tool_calls.extend(
-            _made_call(call, fields.path(f"tool_calls[{place}]"))
-            for place, call in enumerate(fields.objects("tool_calls"))
-        )
-        _check_nothing_else(fields)
+        calls = enumerate(fields.objects("tool_calls"))
+        message.tool_calls.extend(_made_call(fields.at(f"tool_calls[{place}]", call)) for place, call in calls)
+        message.reasoning = fields.text("reasoning_content") or fields.text("reasoning")
+        _skip_own_fields(fields)
     if role == "tool":
         message.tool_call_id = fields.text("tool_call_id", required=True)
-    message.content = _content(fields, required=not message.tool_calls)
+    message.content = _content(fields, required=not (message.tool_calls or message.reasoning))
     fields.finish()
     return message
 
 
-def _check_nothing_else(fields: Fields) -> None:
-    """Accept fields of OpenAI's own answers when clients send these back unchanged."""
-    for name in ("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content"):
-        if fields.take(name) not in (None, "", []):
+def _skip_own_fields(fields: Fields) -> None:
+    """Drop fields of our own answers when clients send these back unchanged."""
+    for name in ("refusal", "annotations", "reasoning", "reasoning_content"):
+        fields.take(name)
+    for name in ("audio", "function_call"):
+        if fields.take(name) not in (None, ""):
             raise fields.refuse(name, "is not supported")
 
 
@@ -91,21 +92,22 @@ def _content(fields: Fields, required: bool) -> str:
         return ""
     if not isinstance(content, list):
         raise fields.refuse("content", f"must be a text or a list of parts, not {shown(content)}")
-    return "".join(_part(part, fields.path(f"content[{place}]")) for place, part in enumerate(content))
+    return "".join(_part(fields.at(f"content[{place}]", part)) for place, part in enumerate(content))
 
 
-def _part(values: Any, where: str) -> str:
-    fields = Fields(values, where)
+def _part(fields: Fields) -> str:
     kind = fields.take("type")
-    if kind != "text":
-        raise fields.refuse("type", f"must be text, not {shown(kind)}")
-    text = fields.text("text", required=True)
+    if kind == "refusal":
+        text = fields.text("refusal")
+    elif kind == "text":
+        text = fields.text("text", required=True)
+    else:
+        raise fields.refuse("type", f"must be text, not {shown(kind)}: the models here read nothing else")
     fields.finish()
     return text
 
 
-def _made_call(values: Any, where: str) -> pb.ToolCall:
-    fields = Fields(values, where)
+def _made_call(fields: Fields) -> pb.ToolCall:
     one_of(fields, "type", ("function",))
     call_id = fields.text("id")
     function = fields.nested("function")
@@ -122,68 +124,52 @@ def _made_call(values: Any, where: str) -> pb.ToolCall:
 # --------------------------------------------------------------------------------------------------- tools
 
 
-def _read_tools(fields: Fields) -> tuple[list[str], list[Function]]:
-    """Return each tool as JSON for the chat template, and as a Function."""
-    texts, functions = [], []
+def read_tools(fields: Fields, request: pb.GenerateRequest) -> None:
+    """Read `tools`, `tool_choice` and `parallel_tool_calls`."""
     for place, tool in enumerate(fields.objects("tools")):
-        where = f"tools[{place}]"
-        known = Fields(tool, where)
+        known = fields.at(f"tools[{place}]", tool)
         if one_of(known, "type", ("function",)) is None:
             raise known.refuse("type", "is missing")
         function = known.nested("function")
         if function is None:
             raise known.refuse("function", "is missing")
+        _check_function(function)
         known.finish()
-        functions.append(_function(function))
-        texts.append(json.dumps(tool, ensure_ascii=False))
-    return texts, functions
-
-
-def _function(fields: Fields) -> Function:
-    name = fields.text("name", required=True)
-    fields.text("description")
-    fields.boolean("strict")  # arguments follow the schema where tool_choice forces the call
-    parameters = fields.take("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise fields.refuse("parameters", f"must be a JSON schema, not {shown(parameters)}")
-    fields.finish()
-    return Function(name, parameters)
-
-
-def _read_tool_choice(fields: Fields, options: GenerationOptions, functions: list[Function]) -> None:
-    """Read tool_choice; a forced call becomes structured output."""
-    choice = fields.take("tool_choice")
+        request.tools.append(json.dumps(tool, ensure_ascii=False))
     several = fields.take("parallel_tool_calls")
     if several is not None and not isinstance(several, bool):
         raise fields.refuse("parallel_tool_calls", f"must be true or false, not {shown(several)}")
-    if choice == "none" or not functions:
-        if choice not in (None, "none", "auto"):
-            raise fields.refuse("tool_choice", "forces a call, and there are no tools")
-        options.parse_calls = False
-        return
-    if choice in (None, "auto"):
-        if several is False:
-            options.sampling.stop.append(CLOSE)  # nothing follows the first call
-        return
-    candidates = functions if choice == "required" else [_named(Fields(choice, "tool_choice"), functions)]
-    if options.sampling.HasField("structured"):
-        raise fields.refuse("tool_choice", f"and {options.names['structured']} cannot both say what is generated")
-    single = several is False or choice != "required"
-    options.sampling.structured.grammar = call_grammar(candidates, single)
-    options.names["structured"] = "tools"
-    options.forced_calls = True
+    choice = fields.take("tool_choice")
+    request.tool_choice = _tool_choice(fields, choice)
+    request.single_tool_call = several is False and bool(request.tools)
+    if not request.tools and request.tool_choice not in ("", "none", "auto"):
+        raise fields.refuse("tool_choice", "forces a call, and there are no tools")
 
 
-def _named(fields: Fields, functions: list[Function]) -> Function:
-    if one_of(fields, "type", ("function",)) is None:
-        raise fields.refuse("type", "is missing")
-    wanted = fields.nested("function")
-    if wanted is None:
-        raise fields.refuse("function", "is missing")
-    name = wanted.text("name", required=True)
-    wanted.finish()
+def _check_function(fields: Fields) -> None:
+    fields.text("name", required=True)
+    parameters = fields.take("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise fields.refuse("parameters", f"must be a JSON schema, not {shown(parameters)}")
+    for name in ("description", "strict"):  # a forced call follows its schema in any case
+        fields.take(name)
     fields.finish()
-    for function in functions:
-        if function.name == name:
-            return function
-    raise InvalidRequest("tool_choice.function.name", f"{shown(name)} is not among the tools")
+
+
+def _tool_choice(fields: Fields, choice: Any) -> str:
+    if choice is None:
+        return ""
+    if isinstance(choice, str):
+        if choice not in (*AUTO_CHOICES, NO_CALLS, ANY_CALL):
+            raise fields.refuse("tool_choice", f"must be auto, none, required or a function, not {shown(choice)}")
+        return choice
+    wanted = fields.at("tool_choice", choice)
+    if one_of(wanted, "type", ("function",)) is None:
+        raise wanted.refuse("type", "is missing")
+    function = wanted.nested("function")
+    if function is None:
+        raise wanted.refuse("function", "is missing")
+    name = function.text("name", required=True)
+    function.finish()
+    wanted.finish()
+    return name

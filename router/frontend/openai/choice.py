@@ -7,7 +7,7 @@ from typing import Any
 
 from router.frontend.http.generation import PromptInfo
 from router.frontend.openai.logprobs import CompletionLogprobs
-from router.frontend.openai.tool_calls import ToolCallParser
+from router.models.output_format import OutputParser
 
 
 @dataclass(slots=True)
@@ -19,15 +19,18 @@ class ChoiceAnswer:
     served: PromptInfo
     head: bytes
     """Beginning of each of its events."""
-    parser: ToolCallParser | None
-    """Parser of tool calls, where these are looked for."""
+    parser: OutputParser | None
+    """Parser of reasoning and tool calls; None where all output is text."""
     offsets: CompletionLogprobs
     begun: bool = False
     num_tokens: int = 0
+    num_reasoning: int = 0
+    """Tokens within reasoning."""
     reason: str | None = None
     stop_reason: str | int | None = None
     text: list[str] = field(default_factory=list)
     """Text in pieces; this and the following are kept for a whole answer only."""
+    reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)

@@ -17,12 +17,11 @@ DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
 
 
-def read_completion(body: dict[str, Any], caller: Caller) -> ApiRequest:
+def read_completion(fields: Fields, caller: Caller) -> ApiRequest:
     """Read a completion request.
 
     Raises InvalidRequest naming the field at fault.
     """
-    fields = Fields(body)
     options = read_sampling(fields, ("max_tokens",), DEFAULT_MAX_TOKENS)
     if (logprobs := fields.integer("logprobs", -INT32, INT32 - 1)) is not None:
         options.sampling.logprobs = logprobs

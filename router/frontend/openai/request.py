@@ -29,10 +29,8 @@ class ApiRequest(Generation):
     """Whether log probabilities include those of the echoed prompt."""
     only_echo: bool = False
     """Whether only the prompt is wanted; the one token that an engine must generate is omitted."""
-    tools: bool = False
-    """Whether a chat's output is searched for tool calls."""
-    forced_calls: bool = False
-    """Whether the text can be nothing but tool calls."""
+    include_reasoning: bool = True
+    """Whether a chat's answer has the reasoning."""
 
     @property
     def choices_per_prompt(self) -> int:

@@ -33,10 +33,6 @@ class GenerationOptions:
     sampling: pb.Sampling
     names: dict[str, str] = field(default_factory=dict)
     """Client's names of fields that we call otherwise."""
-    parse_calls: bool = True
-    """Whether the output is searched for tool calls, where there are tools."""
-    forced_calls: bool = False
-    """Whether the output can be nothing but tool calls."""
 
 
 def read_sampling(fields: Fields, most_tokens: tuple[str, ...], default_max_tokens: int | None) -> GenerationOptions:
@@ -64,6 +60,10 @@ def read_sampling(fields: Fields, most_tokens: tuple[str, ...], default_max_toke
     sampling.ignore_eos = fields.boolean("ignore_eos")
     for token_id, bias in fields.biases("logit_bias").items():
         sampling.logit_bias[token_id] = bias
+    if (skip := fields.take("skip_special_tokens")) is not None:
+        if not isinstance(skip, bool):
+            raise fields.refuse("skip_special_tokens", f"must be true or false, not {shown(skip)}")
+        sampling.keep_special_tokens = not skip
     _read_structured(fields, options)
     return options
 
@@ -111,9 +111,8 @@ def _response_format(fields: Fields) -> pb.StructuredOutput | None:
         schema = fields.nested("json_schema")
         if schema is None:
             raise fields.refuse("json_schema", "is missing")
-        for informative in ("name", "description"):
-            schema.text(informative)
-        schema.boolean("strict")  # the schema is enforced in any case
+        for informative in ("name", "description", "strict"):  # the schema is enforced in any case
+            schema.take(informative)
         form = _form(schema, "schema", "json_schema")
         if form is None:
             raise schema.refuse("schema", "is missing")
@@ -124,8 +123,6 @@ def _response_format(fields: Fields) -> pb.StructuredOutput | None:
 
 def _structured_outputs(fields: Fields) -> list[pb.StructuredOutput | None]:
     forms = [_form(fields, theirs, ours) for theirs, ours in KINDS.items()]
-    if fields.boolean("disable_additional_properties"):
-        raise fields.refuse("disable_additional_properties", "is not supported: say it in the schema")
     if fields.boolean("disable_any_whitespace"):
         forms = [form and _without_whitespace(form, fields) for form in forms]
     fields.finish()

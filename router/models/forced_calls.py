@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.errors import InvalidRequest
-from router.frontend.openai.tool_calls import CLOSE, OPEN
 
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 ANY_ARGUMENTS = {"type": "object"}
 COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """llguidance's options for compact JSON in the models' own style; otherwise an uncertain model may write whitespace
@@ -31,7 +31,7 @@ class Function:
 def call_grammar(functions: Sequence[Function], single: bool) -> str:
     """Return the grammar, in llguidance's Lark, of a call of one of the functions, or of several unless `single`.
 
-    The text has the form that `ToolCallParser` reads. Raises InvalidRequest for an invalid name.
+    The text has Hermes' form. Raises InvalidRequest for an invalid name.
     """
     rules = ["start: call" if single else 'start: call ("\\n" call)*']
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))

@@ -1,0 +1,358 @@
+"""A model's output as text, reasoning and tool calls, in pieces as it is generated. Pure.
+
+transformers' ResponseParser does the parsing; here are its templates, by model, and exact text where a call is none.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+from cluster.errors import StartError
+from router.models.output_families import CALLS, REASONING, SAME_CALLS, SAME_REASONING, TEXT, Family, Fields
+
+NONE = "none"
+"""Name that switches a parser off."""
+AUTO = "auto"
+"""Name that lets the chat template decide."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call that a model made."""
+
+    name: str
+    arguments: str
+    """Arguments as JSON, usually an object."""
+    id: str = ""
+    """Id that the model itself gave; usually empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of reasoning."""
+
+    text: str
+
+
+Piece = str | Reasoning | ToolCall
+"""A piece of an output; plain text is for the reader."""
+
+
+class OutputParser(Protocol):
+    """Parser of one choice's output.
+
+    The pieces joined do not depend on how the text was cut.
+    """
+
+    in_reasoning: bool
+    """Whether the output's present end is reasoning."""
+
+    def push(self, text: str) -> list[Piece]:
+        """Return the pieces that are now certain."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """End the output; return the remaining pieces."""
+        ...
+
+
+class OutputFormat:
+    """Forms of one model's reasoning and calls."""
+
+    def __init__(self, calls: str, reasoning: str, template: Mapping[str, Any] | None = None) -> None:
+        """Join two forms by name, NONE for neither, or take a model's own response template.
+
+        Raises StartError for an unknown name.
+        """
+        self.calls, self.reasoning = SAME_CALLS.get(calls, calls), SAME_REASONING.get(reasoning, reasoning)
+        call_fields = _fields_of("tool_parser", CALLS, SAME_CALLS, self.calls)
+        reasoning_fields = _fields_of("reasoning_parser", REASONING, SAME_REASONING, self.reasoning)
+        families = [CALLS.get(self.calls), REASONING.get(self.reasoning)]
+        self.keeps_special_tokens = any(family.is_special for family in families if family is not None)
+        """Whether parsing needs special tokens in the text."""
+        own = {} if template is None else _own_fields(template)
+        if own:
+            self.keeps_special_tokens = True
+        self._with_calls = {**(own or {**call_fields, **reasoning_fields})}
+        self._without_calls = {
+            name: field for name, field in self._with_calls.items() if not name.startswith("tool_calls")
+        }
+        self._opens = self.reasoning in REASONING and REASONING[self.reasoning].opens
+        reasoned = self._without_calls.get("reasoning", {})
+        self._opening, closing = _first_literal(reasoned, "open"), _first_literal(reasoned, "close")
+        self.reasoning_marks = (self._opening, closing) if self._opening else ("", "")
+        """Texts around reasoning; empty where these are not fixed ones."""
+
+    @classmethod
+    def of(
+        cls, calls: str, reasoning: str, chat_template: str, response_template: Mapping[str, Any] | None
+    ) -> "OutputFormat":
+        """Return the format by name; AUTO: the model's response template, or the form that the chat template shows.
+
+        Raises StartError.
+        """
+        if calls == AUTO and reasoning == AUTO and response_template is not None:
+            return cls(NONE, NONE, response_template)
+        if calls == AUTO:
+            calls = _shown_by(CALLS, chat_template) or ("hermes" if chat_template else NONE)
+        if reasoning == AUTO:
+            reasoning = _shown_by(REASONING, chat_template) or NONE
+        return cls(calls, reasoning)
+
+    @property
+    def has_reasoning(self) -> bool:
+        return "reasoning" in self._without_calls
+
+    def opens_reasoning(self, generation_prompt: str) -> bool:
+        """Return whether an output begins within reasoning, after this end of its prompt."""
+        opening, closing = self.reasoning_marks
+        if self._opens:
+            return True
+        return bool(opening) and generation_prompt.rfind(opening) > generation_prompt.rfind(closing)
+
+    def parser(
+        self, parses_calls: bool, begins_in_reasoning: bool, tools: Sequence[str] = (), forced: bool = False
+    ) -> OutputParser | None:
+        """Return a parser for one choice; None where all output is text.
+
+        `tools` are the request's, as JSON: their schemas give arguments types where the form has none. `forced`: the
+        output is held to calls of Hermes' form.
+        """
+        if forced:
+            fields = {**self._without_calls, **CALLS["hermes"].fields}
+        else:
+            fields = self._with_calls if parses_calls else self._without_calls
+        if not fields:
+            return None
+        prefix = self._opening if begins_in_reasoning else ""
+        return _TemplateParser(fields, prefix, [json.loads(tool) for tool in tools], forced)
+
+
+class _TemplateParser:
+    """Parser by a response template.
+
+    Whitespace next to a call or to reasoning is dropped. Text that is not exactly a call stays unchanged.
+    """
+
+    def __init__(self, fields: Fields, prefix: str, tools: Sequence[Any], forced: bool) -> None:
+        template = {"start_anchor_pattern": r"\A", "fields": {"content": TEXT, **fields}}
+        self._parser: Any = _parser_class()(template, prefix=prefix, tools=list(tools))
+        self._open = {name: _literals(field, "open") for name, field in fields.items()}
+        self._close = {name: _literals(field, "close") for name, field in fields.items()}
+        self._forced = forced
+        self._held = ""
+        """Whitespace that is text only if more text of its region follows."""
+        self._dropped = ""
+        """Whitespace that was held when the present call began."""
+        self._at_boundary = bool(prefix)
+        """Whether leading whitespace is next to a call or to reasoning."""
+        self._after_text = not prefix
+        """Whether the region before the next content is text as well."""
+        self._crossed = bool(prefix)
+        """Whether the output was anything but content so far."""
+        self.in_reasoning = bool(prefix)
+        self._is_broken = False
+        self._ended = False
+
+    def push(self, text: str) -> list[Piece]:
+        if self._is_broken:
+            return [text] if text else []
+        try:
+            return self._pieces(self._parser.feed(text))
+        except (ValueError, KeyError, RecursionError):  # a model's own template may raise on what it cannot parse
+            return self._rest()
+
+    def finish(self) -> list[Piece]:
+        self._ended = True
+        if self._is_broken:
+            return []
+        try:
+            pieces = self._pieces(self._parser.finalize()[1])
+        except (ValueError, KeyError, RecursionError):
+            return self._rest()
+        if not self.in_reasoning and not (self._crossed and self._at_boundary):
+            self._add_text(self._held, pieces)
+        return pieces
+
+    def _rest(self) -> list[Piece]:
+        """Give up parsing; return the rest of the output so far as text."""
+        pieces = self._pieces(self._parser.events)
+        self._is_broken, self.in_reasoning = True, False
+        return [*pieces, self._dropped + self._parser.unread]
+
+    def _pieces(self, events: Sequence[Mapping[str, Any]]) -> list[Piece]:
+        pieces: list[Piece] = []
+        for event in events:
+            field, kind = event["field"], event["type"]
+            if kind == "region_open":
+                self._enter(field)
+            elif field.startswith("tool_calls"):
+                if kind == "region_close":
+                    self._call(field, event, pieces)
+            elif kind == "region_chunk" and field in ("content", "reasoning"):
+                self._say(event["text"], pieces)
+            elif field == "reasoning":
+                self.in_reasoning, self._held = False, ""
+        return pieces
+
+    def _enter(self, field: str) -> None:
+        self._dropped, self._held = self._held, ""
+        self.in_reasoning = field == "reasoning"
+        if field == "content":
+            self._at_boundary, self._after_text = not self._after_text, False
+        else:
+            self._at_boundary, self._after_text = True, False
+            self._crossed = self._crossed or not field.startswith("tool_calls")
+
+    def _say(self, text: str, pieces: list[Piece]) -> None:
+        text = self._held + text
+        if self._at_boundary and self._crossed:
+            text = text.lstrip()
+        certain = text.rstrip()
+        self._held = text[len(certain) :]
+        if certain:
+            self._at_boundary = False
+            pieces.append(Reasoning(certain) if self.in_reasoning else certain)
+
+    def _call(self, field: str, event: Mapping[str, Any], pieces: list[Piece]) -> None:
+        closing = self._close.get(field, ()) if self._ended else ()
+        value, raw = event["value"], self._dropped + event["raw"]
+        calls = _calls_of(value, closing, self._forced)
+        for opening in self._open.get(field, ()):  # a mark may only have been spoken of before the call
+            if not calls and isinstance(value.get("function"), str) and opening in value["function"]:
+                calls = _calls_of(value | {"function": value["function"].rpartition(opening)[2]}, closing, self._forced)
+                if calls:
+                    self._add_text(raw[: raw.rindex(opening)].rstrip(), pieces)
+        if calls:
+            self._crossed = True
+            pieces += calls
+            return
+        self._after_text = True
+        self._held = raw[len(raw.rstrip()) :]
+        self._add_text(raw[: len(raw) - len(self._held)], pieces)
+
+    def _add_text(self, text: str, pieces: list[Piece]) -> None:
+        if text:
+            pieces.append(text)
+
+
+@cache
+def _parser_class() -> type[Any]:
+    """Return transformers' parser, extended by the raw text of each region."""
+    from transformers.utils.chat_parsing import ResponseParser  # already imported by chat templates; slow otherwise
+
+    class RawParser(ResponseParser):  # type: ignore[misc]  # transformers has no types
+        _opened_at = 0
+        events: list[Any]
+        """Events of the present call, also where it raises."""
+
+        @property
+        def unread(self) -> str:
+            """Text from the beginning of the present region on."""
+            text: str = self._buffer[self._opened_at :]
+            return text
+
+        def _process(self, events: Any, eos: bool) -> None:
+            self.events = events
+            super()._process(events, eos)
+
+        def _open_explicit(self, events: Any, field: Any, m: Any) -> None:
+            self._opened_at = m.start()
+            super()._open_explicit(events, field, m)
+
+        def _close_current(self, events: Any) -> None:
+            closed = len(events)
+            super()._close_current(events)
+            for event in events[closed:]:
+                event["raw"] = self._buffer[self._opened_at : self._pos]
+
+    return RawParser
+
+
+_BEGUN = re.compile(r'\s*\{"name": "([^"]*)", "arguments": (.*)', re.DOTALL)
+"""A forced call that is not complete."""
+
+
+def _calls_of(value: Any, closing: Sequence[str], forced: bool) -> list[Piece]:
+    """Return the calls of a region; none where it is no call.
+
+    An output's end may have cut off the `closing` text, of a `forced` call also its arguments.
+    """
+    function, call_id = value.get("function"), value.get("id", "")
+    if isinstance(function, str):
+        text = _without_part(function, closing)
+        if forced and _parsed(text) is None and (begun := _BEGUN.match(text)):
+            return [ToolCall(begun[1], begun[2])]
+        function = _parsed(text)
+    calls = function if isinstance(function, list) else [function]
+    found: list[Piece] = []
+    for call in calls:
+        name = call.get("name") if isinstance(call, dict) else None
+        if not isinstance(name, str) or not name:
+            return []
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = _without_part(arguments, closing).strip()
+            if arguments and _parsed(arguments) is None:
+                return []
+            found.append(ToolCall(name, arguments or "{}", call_id))
+            continue
+        try:
+            found.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False), call_id))
+        except (ValueError, RecursionError):
+            return []
+    return found
+
+
+def _parsed(text: str) -> Any:
+    """Parse JSON, also with line breaks within strings; None for anything else."""
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _without_part(text: str, closing: Sequence[str]) -> str:
+    """Cut off the beginning of a closing text at the end of `text`."""
+    for mark in closing:
+        for length in range(min(len(text), len(mark) - 1), 0, -1):
+            if text.endswith(mark[:length]):
+                return text[:-length]
+    return text
+
+
+def _fields_of(setting: str, families: Mapping[str, Family], same: Mapping[str, str], name: str) -> Fields:
+    if name == NONE:
+        return {}
+    if (family := families.get(name)) is None:
+        known = ", ".join(sorted({NONE, AUTO, *families, *same}))
+        raise StartError(setting, f"{name!r} is not known; known are {known}")
+    return family.fields
+
+
+def _own_fields(template: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's own fields under our names."""
+    return {_OURS.get(name, name): field for name, field in template["fields"].items()}
+
+
+_OURS = {"reasoning_content": "reasoning", "thinking": "reasoning"}
+
+
+def _shown_by(families: Mapping[str, Family], chat_template: str) -> str:
+    """Return the first form whose marks the template has; empty where there is none."""
+    for name, family in families.items():
+        if family.marks and all(mark in chat_template for mark in family.marks):
+            return name
+    return ""
+
+
+def _literals(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = field.get(key, ())
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _first_literal(field: Mapping[str, Any], key: str) -> str:
+    return next(iter(_literals(field, key)), "")

@@ -1,0 +1,87 @@
+"""What a request wants of its model's output: how it is parsed, and the grammar that forces a call. Pure."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.errors import InvalidRequest
+from engine.sampling.structured_output import FIELD
+from protos import inference_pb2 as pb
+from router.models.after_reasoning import ReasoningMarks, after_reasoning
+from router.models.forced_calls import CLOSE, Function, call_grammar
+from router.models.output_format import OutputFormat, OutputParser
+
+AUTO_CHOICES = ("", "auto")
+NO_CALLS = "none"
+ANY_CALL = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """Plan for one request's output."""
+
+    format: OutputFormat
+    is_parsed: bool = False
+    """Whether the client wants the output in parts."""
+    parses_calls: bool = False
+    is_forced: bool = False
+    """Whether the output can be nothing but tool calls."""
+    begins_in_reasoning: bool = False
+    tools: tuple[str, ...] = ()
+    """The request's tools, as JSON."""
+
+    def parser(self) -> OutputParser | None:
+        """Return a parser for one choice; None where the output is text, or is not parsed."""
+        if not self.is_parsed:
+            return None
+        return self.format.parser(self.parses_calls, self.begins_in_reasoning, self.tools, self.is_forced)
+
+
+def plan_output(
+    request: pb.GenerateRequest, format_: OutputFormat, generation_prompt: str, marks: ReasoningMarks
+) -> tuple[OutputPlan, pb.Sampling]:
+    """Return the plan, and the request's options with what the plan needs.
+
+    Raises InvalidRequest for a choice of tools that means nothing.
+    """
+    sampling = pb.Sampling()
+    sampling.CopyFrom(request.sampling)
+    begins = format_.opens_reasoning(generation_prompt)
+    is_forced = request.tool_choice not in (*AUTO_CHOICES, NO_CALLS)
+    parses_calls = bool(request.tools) and request.tool_choice != NO_CALLS
+    if is_forced:
+        _force_call(request, sampling)
+    elif parses_calls and request.single_tool_call and format_.calls == "hermes":
+        sampling.stop.append(CLOSE)  # nothing follows the first call
+    may_reason = format_.has_reasoning and (begins or marks.closing not in generation_prompt)
+    if request.messages and sampling.HasField("structured") and may_reason and marks.closing:
+        sampling.structured.CopyFrom(after_reasoning(sampling.structured, marks, begins))
+    plan = OutputPlan(format_, request.parse_output, parses_calls, is_forced, begins, tuple(request.tools))
+    if request.parse_output and format_.keeps_special_tokens and plan.parser() is not None:
+        sampling.keep_special_tokens = True
+    return plan, sampling
+
+
+def _force_call(request: pb.GenerateRequest, sampling: pb.Sampling) -> None:
+    """Hold the output to calls of the chosen tools."""
+    if sampling.HasField("structured"):
+        raise InvalidRequest("tool_choice", f"and {FIELD} cannot both say what is generated")
+    functions = [_function(tool, number) for number, tool in enumerate(request.tools)]
+    any_call = request.tool_choice == ANY_CALL
+    wanted = [function for function in functions if any_call or function.name == request.tool_choice]
+    if not wanted:
+        raise InvalidRequest("tool_choice", f"{request.tool_choice!r} is not among the tools")
+    sampling.structured.grammar = call_grammar(wanted, single=request.single_tool_call or not any_call)
+
+
+def _function(text: str, number: int) -> Function:
+    field = f"tools[{number}]"
+    try:
+        tool: Any = json.loads(text)
+        function = tool["function"]
+        name, parameters = function["name"], function.get("parameters")
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        raise InvalidRequest(field, "must be a JSON object with function.name for a call of it to be forced") from None
+    if not isinstance(name, str) or not isinstance(parameters, dict | None):
+        raise InvalidRequest(field, "function.name must be a string, and function.parameters an object")
+    return Function(name, parameters)

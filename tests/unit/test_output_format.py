@@ -1,0 +1,305 @@
+"""Reasoning and tool calls in an output, by family: what is one, what is not, and that pieces do not matter."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.errors import StartError
+from router.models.forced_calls import CLOSE, OPEN
+from router.models.output_format import AUTO, NONE, OutputFormat, OutputParser, Piece, Reasoning, ToolCall
+
+HERMES = OutputFormat("hermes", NONE)
+
+
+def hermes(forced: bool = False) -> OutputParser:
+    parser = HERMES.parser(parses_calls=True, begins_in_reasoning=False, forced=forced)
+    assert parser is not None
+    return parser
+
+
+def parse_with(parser: OutputParser, *pieces: str) -> list[Piece]:
+    """Neighbouring texts joined."""
+    found = [item for piece in pieces for item in parser.push(piece)] + parser.finish()
+    joined: list[Piece] = []
+    for item in found:
+        last = joined[-1] if joined else None
+        if isinstance(item, str) and isinstance(last, str):
+            joined[-1] = last + item
+        elif isinstance(item, Reasoning) and isinstance(last, Reasoning):
+            joined[-1] = Reasoning(last.text + item.text)
+        else:
+            joined.append(item)
+    return joined
+
+
+def parse(*pieces: str) -> list[Piece]:
+    return parse_with(hermes(), *pieces)
+
+
+def call_of(name: str, **arguments: object) -> str:
+    return OPEN + "\n" + json.dumps({"name": name, "arguments": arguments}) + "\n" + CLOSE
+
+
+def test_text_calls_and_text_between() -> None:
+    text = "Let me see.\n" + call_of("find", kind="fox") + "\n" + call_of("say") + " done \n"
+    assert parse(text) == ["Let me see.", ToolCall("find", '{"kind": "fox"}'), ToolCall("say", "{}"), "done \n"]
+
+
+def test_text_is_out_as_soon_as_it_can_be_no_tag() -> None:
+    parser = hermes()
+    assert parser.push("one < two <tool") == ["one < two"]
+    assert parser.push("box> and") == [" <toolbox> and"]
+    assert parser.push(" \n") == []
+    assert parser.push(OPEN + '{"name": "f"}' + CLOSE[:-1]) == []
+    assert parser.push(">") == [ToolCall("f", "{}")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        OPEN + "no json" + CLOSE,
+        OPEN + '{"arguments": {}}' + CLOSE,
+        OPEN + '{"name": 3}' + CLOSE,
+        OPEN + '{"name": "f"} and more' + CLOSE,
+        OPEN + '{"name": "f", "arguments": {"a": NaN}}' + CLOSE,
+        OPEN + "[" * 100_000 + CLOSE,
+        OPEN + '{"name": "f", "argum',
+        OPEN + '{"name": "f' + CLOSE,
+        "a \n " + OPEN,
+        CLOSE,
+        "almost \n <tool_call",
+        "  \n",
+        "",
+    ],
+)
+def test_what_is_no_call_stays_text_to_the_letter(text: str) -> None:
+    assert parse(text) == ([text] if text else [])
+
+
+def test_a_tag_that_is_only_spoken_of_hides_no_call() -> None:
+    said = f"I use {OPEN} for it: "
+    assert parse(said + call_of("f")) == [said.rstrip(), ToolCall("f", "{}")]
+
+
+@pytest.mark.parametrize("end", ["", "\n", "</tool", CLOSE])
+def test_a_complete_call_needs_no_end(end: str) -> None:
+    assert parse("x " + OPEN + '{"name": "f", "parameters": {"a": 1}}' + end) == ["x", ToolCall("f", '{"a": 1}')]
+
+
+def test_arguments_that_are_json_already_stay_as_they_are() -> None:
+    assert parse(OPEN + '{"name": "f", "arguments": "{\\"a\\":1}"}' + CLOSE) == [ToolCall("f", '{"a":1}')]
+
+
+PIECES = st.sampled_from(
+    [
+        OPEN,
+        CLOSE,
+        "<tool",
+        "_call>",
+        "</",
+        "\n",
+        " ",
+        "text",
+        '{"name": "f"}',
+        '{"name": "g", "arguments": {"a": "',
+        '"}}',
+    ]
+)
+
+
+@given(st.lists(PIECES | st.text(max_size=3), max_size=14).map("".join), st.data())
+def test_pieces_do_not_matter(text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=20)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = parse(text)
+    assert parse(*pieces) == whole
+    assert parse(*text) == whole
+    if not any(isinstance(item, ToolCall) for item in whole):
+        assert "".join(map(str, whole)) == text, "without a call every character stays"
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"name": "f", "arguments": {"a": "b', '{"a": "b'),
+        ('\n{"name": "f", "arguments": {"a": [1, ', '{"a": [1, '),
+        ('\n{"name": "f", "arguments": ', ""),
+        ('\n{"name": "f", "arguments": {}}\n</tool_', "{}"),
+    ],
+)
+def test_a_forced_call_that_is_cut_off_is_a_call(text: str, arguments: str) -> None:
+    parser = hermes(forced=True)
+    assert parser.push(OPEN + text) + parser.finish() == [ToolCall("f", arguments)]
+    assert hermes(forced=True).push("no call") == ["no call"]
+
+
+WEATHER = json.dumps(
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+        },
+    }
+)
+PARIS = ToolCall("weather", '{"city": "Paris", "days": 3}')
+ARGUMENTS = PARIS.arguments
+FAMILIES: list[tuple[str, str, str, str, list[Piece]]] = [
+    (
+        "hermes",
+        "qwen3",
+        "<think>\n",
+        'Hm\n so\n</think>\n\nLet me see.\n<tool_call>\n{"name": "weather", "arguments": '
+        + ARGUMENTS
+        + "}\n</tool_call>",
+        [Reasoning("Hm\n so"), "Let me see.", PARIS],
+    ),
+    (
+        "qwen3_coder",
+        "qwen3",
+        "<think>\n\n</think>\n\n",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>",
+        [PARIS],
+    ),
+    (
+        "glm45",
+        "glm45",
+        "",
+        "\n<think>Hm</think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        [Reasoning("Hm"), PARIS],
+    ),
+    (
+        "kimi_k2",
+        NONE,
+        "",
+        "Sure<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+        + ARGUMENTS
+        + "<|tool_call_end|><|tool_call_begin|>functions.weather:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        [
+            "Sure",
+            ToolCall("weather", ARGUMENTS, "functions.weather:0"),
+            ToolCall("weather", "{}", "functions.weather:1"),
+        ],
+    ),
+    (
+        "deepseek_v3",
+        "deepseek_r1",
+        "",
+        "Hm</think>Go<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+        + ARGUMENTS
+        + "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [Reasoning("Hm"), "Go", PARIS],
+    ),
+    (
+        "deepseek_v31",
+        "deepseek_v3",
+        "</think>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+        + ARGUMENTS
+        + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [PARIS],
+    ),
+    (
+        "openai",
+        "openai_gptoss",
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+        "<|constrain|>json<|message|>" + ARGUMENTS,
+        [Reasoning("Hm"), PARIS],
+    ),
+    (
+        "openai",
+        "openai_gptoss",
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>It is  sunny.",
+        [Reasoning("Hm"), "It is  sunny."],
+    ),
+    (
+        "mistral",
+        "mistral",
+        "",
+        "[THINK]Hm[/THINK]Go[TOOL_CALLS]weather[ARGS]" + ARGUMENTS + "[TOOL_CALLS]weather[ARGS]{}",
+        [Reasoning("Hm"), "Go", PARIS, ToolCall("weather", "{}")],
+    ),
+    (
+        "mistral",
+        NONE,
+        "",
+        '[TOOL_CALLS] [{"name": "weather", "arguments": ' + ARGUMENTS + '}, {"name": "weather", "arguments": {}}]',
+        [PARIS, ToolCall("weather", "{}")],
+    ),
+    ("llama3_json", NONE, "", '{"name": "weather", "parameters": ' + ARGUMENTS + "}", [PARIS]),
+    ("llama3_json", NONE, "", '<|python_tag|>{"name": "weather", "parameters": ' + ARGUMENTS + "}", [PARIS]),
+    ("llama3_json", NONE, "", '{"colour": "red"}', ['{"colour": "red"}']),
+]
+
+
+@pytest.mark.parametrize(("calls", "reasoning", "before", "text", "expected"), FAMILIES)
+@given(data=st.data())
+def test_the_forms_of_families(
+    calls: str, reasoning: str, before: str, text: str, expected: list[Piece], data: st.DataObject
+) -> None:
+    form = OutputFormat(calls, reasoning)
+
+    def parser() -> OutputParser:
+        made = form.parser(True, form.opens_reasoning(before), [WEATHER])
+        assert made is not None
+        return made
+
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parse_with(parser(), *pieces) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "calls", "reasoning"),
+    [
+        ("<tool_call> <think>", "hermes", "qwen3"),
+        ("<tool_call> <function=x> <parameter=y>", "qwen3_coder", NONE),
+        ("<|channel|>final<|message|>", "openai", "openai_gptoss"),
+        ("[TOOL_CALLS]", "mistral", NONE),
+        ("anything", "hermes", NONE),
+        ("", NONE, NONE),
+    ],
+)
+def test_a_chat_template_shows_the_form(template: str, calls: str, reasoning: str) -> None:
+    form = OutputFormat.of(AUTO, AUTO, template, None)
+    assert (form.calls, form.reasoning) == (calls, reasoning)
+
+
+def test_an_unknown_form_is_refused_by_name() -> None:
+    with pytest.raises(StartError, match="tool_parser: 'hermess' is not known; known are auto, deepseek_v3"):
+        OutputFormat.of("hermess", AUTO, "", None)
+    with pytest.raises(StartError, match="reasoning_parser"):
+        OutputFormat.of(AUTO, "hermes", "", None)
+
+
+def test_a_models_own_template_that_fails_leaves_the_text() -> None:
+    own = {
+        "start_anchor": "x",
+        "fields": {
+            "tool_calls": {
+                "open": "<call>",
+                "close": "</call>",
+                "content": "json",
+                "transform": {"function": "{content}"},
+            },
+            "content": {},
+        },
+    }
+    form = OutputFormat.of(AUTO, AUTO, "", own)
+    for text, expected in [
+        ('a <call>{"name": "f"}</call>', ["a", ToolCall("f", "{}")]),
+        ("a <call>no json</call> and more", ["a <call>no json</call> and more"]),
+    ]:
+        parser = form.parser(True, False)
+        assert parser is not None
+        assert parse_with(parser, text) == expected
+        parser = form.parser(True, False)
+        assert parser is not None
+        assert parse_with(parser, *text) == expected
