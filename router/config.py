@@ -50,6 +50,9 @@ class RouterConfig(
 
     max_body_mib: int = Field(default=4, ge=1, le=16)
     """Largest HTTP body and gRPC message of a client in MiB. 4 MiB of text are about a million tokens."""
+    responses_store_mib: int = Field(default=64, ge=0, le=65_536)
+    """Memory of responses that later ones go on from (`previous_response_id`) in MiB, those used longest ago going
+    first. With `redis_url` they are in Redis, for a day, and this is the largest one. 0: none are kept."""
     strict_fields: bool = False
     """Whether the HTTP API refuses a field that it does not know. Otherwise such a field is ignored and named in the
     header `x-tandem-ignored`, unless its loss would change the answer's meaning."""

@@ -159,9 +159,8 @@ async def start_router(config: RouterConfig) -> Router:
             from router.frontend.http_frontend import open_http  # imported late, as below
 
             http = await open_http(
-                config, config.http_port, public, handler, models, requests, keys, inference, arrivals
+                config, config.http_port, public, handler, models, requests, keys, inference, arrivals, parts
             )
-            parts.push_async_callback(http.close)
         await metrics.start(registry)
         for each in servers:
             await each.mark_serving(

@@ -13,12 +13,21 @@ from cluster.drain import Drain
 from cluster.errors import ServiceError, UnknownModel
 from router.admission.arrivals import Arrivals
 from router.config import RouterConfig
+from router.frontend.anthropic.answer import MessagesAnswer
+from router.frontend.anthropic.answer import error_form as messages_error_form
+from router.frontend.anthropic.counting import TokenCounter
+from router.frontend.anthropic.messages import read_messages
 from router.frontend.http.caller import caller_of
 from router.frontend.http.endpoint import SPARE_VALUES, BodyLimits, Endpoint, EndpointContext
 from router.frontend.http.errors import ErrorAnswer, error_answer, error_of
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
+from router.frontend.openai.response_routes import add_stored_responses
+from router.frontend.openai.response_store import MemoryResponses, RedisResponses, ResponseHooks, ResponseStore
+from router.frontend.openai.responses import read_response
+from router.frontend.openai.responses_answer import ResponsesAnswer
+from router.frontend.openai.responses_answer import error_form as responses_error_form
 from router.frontend.openai_files.lines import line_handler
 from router.frontend.openai_files.opening import open_batches
 from router.frontend.openai_files.routes import add_files_and_batches
@@ -40,11 +49,19 @@ def make_app(
     max_context = max(model.model_dir.max_context_tokens for model in models)
     limits = BodyLimits(config.max_body_mib << 20, max_context + SPARE_VALUES)
     context = EndpointContext(handler, drain, keys, arrivals, limits, config.default_deadline_s, config.strict_fields)
-    endpoints: dict[str, Endpoint[Any]] = {
+    responses = _open_responses(config)
+    endpoints: dict[str, Endpoint[Any, Any]] = {
         "/v1/completions": Endpoint(context, read_completion, CompletionAnswer),
         "/v1/chat/completions": Endpoint(context, read_chat, ChatAnswer),
+        "/v1/responses": Endpoint(
+            context, read_response, ResponsesAnswer, responses_error_form, ResponseHooks(responses)
+        ),
+        "/v1/messages": Endpoint(context, read_messages, MessagesAnswer, messages_error_form),
     }
     app = _Application(endpoints)
+    app.router.add_route("/v1/messages/count_tokens", TokenCounter(context), methods=["POST"])  # type: ignore[arg-type]
+    app.state.responses = responses
+    add_stored_responses(app, responses, keys)
     handlers = {path: line_handler(endpoint, keys, drain) for path, endpoint in endpoints.items()}
     app.state.batches = batches = open_batches(config, handlers, limits, drain)
     add_files_and_batches(app, batches, keys, arrivals, drain)
@@ -89,6 +106,17 @@ def make_app(
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ServiceError, _service_error)
     return app
+
+
+def _open_responses(config: RouterConfig) -> ResponseStore:
+    """Return the store of responses.
+
+    Raises StartError for an invalid `redis_url`.
+    """
+    max_bytes = config.responses_store_mib << 20
+    if not config.redis_url:
+        return MemoryResponses(max_bytes)
+    return RedisResponses(config.redis_url, config.cluster_name, max_bytes)
 
 
 class _Application(FastAPI):

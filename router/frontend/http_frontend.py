@@ -3,15 +3,19 @@
 Imported only where there is such a port: FastAPI takes a fifth of a router's start.
 """
 
+from contextlib import AsyncExitStack
+
 from cluster.drain import Drain
 from cluster.tls import Credentials
 from router.admission.arrivals import Arrivals
+from router.batches.service import Batches
 from router.config import RouterConfig
 from router.frontend.console.routes import add_console
 from router.frontend.grpc_service import InferenceService
 from router.frontend.http.guard import guarded
 from router.frontend.http.server import OpenAiServer
 from router.frontend.http_app import make_app
+from router.frontend.openai.response_store import ResponseStore
 from router.models.model_runtime import ModelRuntimes
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
@@ -27,13 +31,21 @@ async def open_http(
     keys: ApiKeys,
     inference: InferenceService,
     arrivals: Arrivals,
+    parts: AsyncExitStack,
 ) -> OpenAiServer:
-    """Start serving; the caller closes the server.
+    """Start serving; `parts` closes what was started.
 
     Raises StartError.
     """
     http = OpenAiServer(config.host, port, credentials, config.max_connection_s)
     app = make_app(handler, models, requests, keys, config, arrivals)
     add_console(app, keys, inference.status, handler.recent)
+    batches: Batches | None = app.state.batches
+    if batches is not None:
+        parts.push_async_callback(batches.close)
+        batches.runner.start()
+    responses: ResponseStore = app.state.responses
+    parts.push_async_callback(responses.close)
+    parts.push_async_callback(http.close)
     await http.start(guarded(app, keys))
     return http

@@ -104,6 +104,22 @@ class ApiKeys:
         found = self._keys.get(hash_of(key.strip()))
         if found is None:
             raise Unauthenticated("is no key that is known here", "authorization")
+        return self._principal_of(found)
+
+    def named(self, name: str) -> Principal:
+        """Return the principal of the key of this name as it is now, for work that goes on without its caller.
+
+        Raises Unauthenticated where the key is gone or has expired.
+        """
+        if not self.required:
+            return ANYBODY
+        self._look()
+        found = next((key for key in self._keys.values() if key.name == name), None)
+        if found is None:
+            raise Unauthenticated(f"no key {name!r} is known here any more", "authorization")
+        return self._principal_of(found)
+
+    def _principal_of(self, found: ApiKey) -> Principal:
         if found.expires is not None and found.expires.timestamp() <= self._wall_clock():
             raise Unauthenticated(f"the key {found.name!r} expired at {found.expires.isoformat()}", "authorization")
         return Principal(found.name, found.tenant, frozenset(found.models) if found.models else None, found.operator)

@@ -25,11 +25,18 @@ def caller_of(headers: Mapping[str, str], keys: ApiKeys) -> Caller:
 
     Raises InvalidRequest for a header that is no valid name, Unauthenticated, and Forbidden for another tenant.
     """
-    principal = keys.principal(headers.get("authorization"))
+    principal = keys.principal(authorization_of(headers))
     tenant = principal.tenant_for(check_name(headers.get("x-tenant", ""), "x-tenant"))
     return Caller(
         tenant, check_name(headers.get("x-request-id", ""), "x-request-id") or secrets.token_hex(16), principal
     )
+
+
+def authorization_of(headers: Mapping[str, str]) -> str | None:
+    """Return the key as `Bearer KEY`; Anthropic's clients send it in `x-api-key`."""
+    given = headers.get("authorization")
+    key = headers.get("x-api-key")
+    return f"Bearer {key}" if given is None and key is not None else given
 
 
 def check_name(value: str, field: str) -> str:

@@ -16,7 +16,7 @@ from cluster.trace_context import from_headers, traceparent
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals
 from router.frontend.http.caller import Caller, caller_of
-from router.frontend.http.errors import client_field, error_answer
+from router.frontend.http.errors import Form, client_field, error_answer, openai_form
 from router.frontend.http.exchange import ClientGone, Exchange
 from router.frontend.http.fields import Fields, IgnoredFields, parse_object
 from router.frontend.http.generation import Answer, Generation, PromptInfo
@@ -28,6 +28,7 @@ from router.validation import check_whole_answer
 
 log = logging.getLogger(__name__)
 Asked = TypeVar("Asked", bound=Generation)
+Made = TypeVar("Made", bound=Answer)
 INLINE_BYTES = 64 << 10
 """Size from which bodies are parsed on a thread, so that other streams wait less."""
 SPARE_VALUES = 65_536
@@ -60,15 +61,33 @@ class EndpointContext:
     """Whether a field that nobody reads is refused."""
 
 
-class Endpoint(Generic[Asked]):
+class Hooks(Generic[Asked, Made]):
+    """Steps of an API around a generation, for what it keeps."""
+
+    async def before(self, asked: Asked, caller: Caller) -> None:
+        """Complete a request by what is kept.
+
+        Raises ServiceError.
+        """
+
+    async def after(self, asked: Asked, caller: Caller, answer: Made) -> None:
+        """Keep a complete answer, before its client has all of it."""
+
+
+class Endpoint(Generic[Asked, Made]):
     """ASGI application of one path."""
 
     def __init__(
         self,
         context: EndpointContext,
         read: Callable[[Fields, Caller], Asked],
-        answer: Callable[[Asked, str], Answer],
+        answer: Callable[[Asked, str], Made],
+        error_form: Form = openai_form,
+        hooks: "Hooks[Asked, Made] | None" = None,
     ) -> None:
+        """Create the application of an API's reader, its maker of answers and its form of errors."""
+        self._error_form = error_form
+        self._hooks: Hooks[Asked, Made] = hooks or Hooks()
         self._context = context
         self._arrivals = context.arrivals
         self._handler = context.handler
@@ -101,10 +120,11 @@ class Endpoint(Generic[Asked]):
             return
         except ServiceError as error:
             await self._arrivals.pace.wait(error)
-            await exchange.fail(error_answer(error, names))
+            await exchange.fail(error_answer(error, names, self._error_form))
         except Exception:  # a bug here ends this request, with an error in the client's format
             log.exception("a request failed", extra=logs.of(exchange.request_id))
-            await exchange.fail(error_answer(ServiceError("the router failed; its log says why"), names))
+            failure = ServiceError("the router failed; its log says why")
+            await exchange.fail(error_answer(failure, names, self._error_form))
 
     async def whole(self, values: dict[str, Any], caller: Caller, adapt: Callable[[Asked], object]) -> bytes:
         """Return the whole answer to a body that came by no exchange, such as a line of a batch.
@@ -167,16 +187,19 @@ class Endpoint(Generic[Asked]):
 
     async def _whole(self, asked: Asked, caller: Caller, arrival: Arrival) -> bytes:
         check_whole_answer(asked.requests)
+        await self._hooks.before(asked, caller)
         answer = self._answer(asked, asked.request_id)
         async with aclosing(self._streams(asked, answer, caller, arrival)) as messages:
             async for number, raw in messages:
                 answer.absorb(number, pb.GenerateResponse.FromString(raw))
+        await self._hooks.after(asked, caller, answer)
         return answer.whole()
 
     async def _serve(self, exchange: Exchange, asked: Asked, caller: Caller, arrival: Arrival) -> None:
         if not asked.stream:
             await exchange.send_json(await self._whole(asked, caller, arrival))
             return
+        await self._hooks.before(asked, caller)
         answer = self._answer(asked, asked.request_id)
         last = b""
         async with aclosing(self._streams(asked, answer, caller, arrival)) as messages:
@@ -186,6 +209,7 @@ class Endpoint(Generic[Asked]):
                     last += events  # sent once the request is accounted for: its client may ask again at once
                 elif events:
                     await exchange.send_events(events)
+        await self._hooks.after(asked, caller, answer)
         await exchange.end_events(last)
 
 

@@ -5,7 +5,7 @@ Pure.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,19 @@ class ErrorAnswer:
     headers: Mapping[str, str]
     body: bytes
     """JSON bytes."""
+    event: bytes
+    """The error as the last event of a stream."""
+
+
+Form = Callable[[int, str, str, str | None, str | None], tuple[dict[str, Any], bytes]]
+"""Function of status, type, message, field and code that returns an error's body and its event's prefix."""
+
+
+def openai_form(
+    status: int, kind: str, message: str, param: str | None, code: str | None
+) -> tuple[dict[str, Any], bytes]:
+    """Return an error in OpenAI's form."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}, b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +72,21 @@ _INTERNAL = _Kind(500, "server_error", "internal_error")
 _NEVER_FITS = _Kind(400, "invalid_request_error", "request_too_large")
 
 
-def error_answer(error: ServiceError, names: Mapping[str, str]) -> ErrorAnswer:
-    """Return the answer for an error.
+def error_answer(error: ServiceError, names: Mapping[str, str], form: Form = openai_form) -> ErrorAnswer:
+    """Return the answer for an error in an API's form.
 
     `names` maps our field names to the client's.
     """
     kind = _kind(error)
     param = client_field(error.field, names) or None
     message = f"{param}: {error.message}" if param else error.message
-    said = {"message": message, "type": kind.kind, "param": param, "code": kind.code}
-    return ErrorAnswer(kind.status, _headers(error, kind), json.dumps({"error": said}).encode())
+    return _answer(kind.status, _headers(error, kind), form(kind.status, kind.kind, message, param, kind.code))
+
+
+def _answer(status: int, headers: Mapping[str, str], said: tuple[dict[str, Any], bytes]) -> ErrorAnswer:
+    value, prefix = said
+    body = json.dumps(value).encode()
+    return ErrorAnswer(status, headers, body, prefix + b"data: " + body + b"\n\n")
 
 
 def client_field(field: str, names: Mapping[str, str]) -> str:
@@ -84,8 +102,7 @@ def error_of(status: int, message: str) -> ErrorAnswer:
     """Return the answer for an error of the web server itself: unknown path or method."""
     code = _WEB_CODES.get(status, "bad_request")
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    said: dict[str, Any] = {"message": message, "type": kind, "param": None, "code": code}
-    return ErrorAnswer(status, {}, json.dumps({"error": said}).encode())
+    return _answer(status, {}, openai_form(status, kind, message, None, code))
 
 
 def _kind(error: ServiceError) -> _Kind:

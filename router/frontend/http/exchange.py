@@ -119,7 +119,7 @@ class Exchange:
                 if not self.started:
                     await self.send_json(error.body, error.status, error.headers)
                 else:
-                    await self._push(b"data: " + error.body + b"\n\n", more=False)
+                    await self._push(error.event, more=False)
         except TimeoutError:
             return
 

@@ -121,6 +121,10 @@ class Fields:
         """Return whether the field is there and not taken yet."""
         return name in self._values
 
+    def peek(self, name: str) -> Any:
+        """Return a field without taking it; None where it is absent."""
+        return self._values.get(name)
+
     def take(self, name: str) -> Any:
         """Take a field; None where it is absent."""
         return self._values.pop(name, None)

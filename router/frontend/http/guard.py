@@ -3,6 +3,7 @@
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import ServiceError
+from router.frontend.http.caller import authorization_of
 from router.frontend.http.errors import error_answer
 from router.security.api_keys import ApiKeys
 
@@ -17,9 +18,12 @@ def guarded(app: ASGIApp, keys: ApiKeys) -> ASGIApp:
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = [value for name, value in scope["headers"] if name == b"authorization"]
+            names = (b"authorization", b"x-api-key")
+            headers = {name: value for name, value in scope["headers"] if name in names}
             try:
-                keys.principal(given[0].decode("latin-1") if given else None)
+                keys.principal(
+                    authorization_of({name.decode(): value.decode("latin-1") for name, value in headers.items()})
+                )
             except ServiceError as error:
                 await _refuse(error, send)
                 return

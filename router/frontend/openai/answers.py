@@ -13,10 +13,12 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from protos import inference_pb2 as pb
+from router.frontend.http.blocks import compact
 from router.frontend.http.generation import Answer, PromptInfo
-from router.frontend.openai.choice import ChoiceAnswer, compact, quoted
+from router.frontend.openai.choice import ChoiceAnswer, quoted
 from router.frontend.openai.logprobs import CompletionLogprobs, chat_logprobs, echoed, joined, prompt_logprobs
 from router.frontend.openai.request import ApiRequest
+from router.models.forced_calls import CLOSE
 from router.models.output_format import Piece, Reasoning, ToolCall
 
 DONE = b"data: [DONE]\n\n"
@@ -265,7 +267,10 @@ class OpenAiAnswer(Answer):
             choice.reason = "tool_calls"
         if finish.stop_match:
             stops = self._asked.requests[number].sampling.stop
-            choice.stop_reason = finish.stop_match if finish.stop_match in stops else int(finish.stop_match)
+            is_token = finish.stop_match not in stops and finish.stop_match.isdecimal()
+            choice.stop_reason = int(finish.stop_match) if is_token else finish.stop_match
+            if choice.stop_reason == CLOSE and CLOSE not in stops:
+                choice.stop_reason = None  # the router's own, after a single call
         self._usage.prompt_tokens += finish.usage.prompt_tokens
         self._usage.completion_tokens += finish.usage.completion_tokens
         self._usage.cached_tokens += finish.usage.cached_tokens

@@ -1,6 +1,5 @@
 """State of one choice while its answer is made."""
 
-import json
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring
 from typing import Any
@@ -39,8 +38,3 @@ class ChoiceAnswer:
 def quoted(text: str) -> bytes:
     """Return a text as a JSON string."""
     return encode_basestring(text).encode()
-
-
-def compact(value: Any) -> str:
-    """Return a value as compact JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -19,7 +19,7 @@ from router.security.api_keys import ApiKeys
 log = logging.getLogger(__name__)
 
 
-def line_handler(endpoint: Endpoint[Any], keys: ApiKeys, drain: Drain) -> Handle:
+def line_handler(endpoint: Endpoint[Any, Any], keys: ApiKeys, drain: Drain) -> Handle:
     """Return a function that answers lines as this endpoint answers bodies."""
 
     async def answer(line: LineRequest) -> LineAnswer:

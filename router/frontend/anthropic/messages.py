@@ -1,0 +1,221 @@
+"""POST /v1/messages: from its body to a GenerateRequest.
+
+Pure.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.errors import InvalidRequest
+from protos import inference_pb2 as pb
+from router.frontend.http.caller import Caller
+from router.frontend.http.fields import Fields, one_of, shown
+from router.frontend.http.generation import Generation
+from router.validation import MAX_MESSAGES
+
+INT32 = 1 << 31
+EFFORTS = {"disabled": "none", "enabled": "high", "adaptive": "medium"}
+"""Effort to reason by the type of `thinking`."""
+CLIENT_TOOLS = (None, "custom")
+"""Types of tools that a client defines; all others run at Anthropic."""
+
+
+@dataclass(slots=True)
+class MessagesRequest(Generation):
+    """One request of the Messages API."""
+
+
+def read_messages(fields: Fields, caller: Caller) -> MessagesRequest:
+    """Read a request.
+
+    Raises InvalidRequest naming the field at fault.
+    """
+    max_tokens = fields.integer("max_tokens", 1, INT32 - 1)
+    if max_tokens is None:
+        raise fields.refuse("max_tokens", "is missing")
+    request = read_prompt(fields, caller)
+    sampling = request.sampling
+    sampling.max_tokens = max_tokens
+    for name in ("temperature", "top_p"):
+        if (number := fields.number(name)) is not None:
+            setattr(sampling, name, number)
+    if (top_k := fields.integer("top_k", 0, INT32 - 1)) is not None:
+        sampling.top_k = top_k
+    sampling.stop.extend(fields.strings("stop_sequences"))
+    asked = MessagesRequest(request.request_id, [request], dict(NAMES), stream=fields.boolean("stream"))
+    if request.tool_choice not in ("", "auto", "none"):
+        asked.names["structured"] = "tools"
+    fields.finish()
+    return asked
+
+
+NAMES = {"stop": "stop_sequences", "request_id": "x-request-id", "tenant": "x-tenant", "structured": "output_config"}
+
+
+def read_prompt(fields: Fields, caller: Caller) -> pb.GenerateRequest:
+    """Read what the prompt is made of: system, messages, tools and thinking.
+
+    Raises InvalidRequest.
+    """
+    request = pb.GenerateRequest(
+        model=fields.text("model"), tenant=caller.tenant, request_id=caller.request_id, parse_output=True
+    )
+    system = fields.take("system")
+    if system is not None and (text := _text(fields, "system", system)):
+        request.messages.add(role="system", content=text)
+    messages = fields.objects("messages")
+    if not 0 < len(messages) <= MAX_MESSAGES:
+        raise InvalidRequest("messages", f"must be a list of 1 to {MAX_MESSAGES}")
+    for place, message in enumerate(messages):
+        _add_message(fields.at(f"messages[{place}]", message), request)
+    _read_tools(fields, request)
+    if (thinking := fields.nested("thinking")) is not None:
+        request.reasoning_effort = EFFORTS[one_of(thinking, "type", tuple(EFFORTS)) or "disabled"]
+        thinking.integer("budget_tokens")  # an upper bound that a model here does not know
+        thinking.finish()
+    if (config := fields.nested("output_config")) is not None:
+        _read_output(config, request)
+    return request
+
+
+def _read_output(config: Fields, request: pb.GenerateRequest) -> None:
+    request.reasoning_effort = config.text("effort") or request.reasoning_effort
+    if (form := config.nested("format")) is not None:
+        if one_of(form, "type", ("json_schema",)) is None:
+            raise form.refuse("type", "is missing")
+        schema = form.take("schema")
+        if not isinstance(schema, dict):
+            raise form.refuse("schema", f"must be a JSON schema, not {shown(schema)}")
+        request.sampling.structured.json_schema = json.dumps(schema)
+        form.finish()
+    config.finish()
+
+
+# -------------------------------------------------------------------------------------------------- messages
+
+
+def _add_message(fields: Fields, request: pb.GenerateRequest) -> None:
+    role = one_of(fields, "role", ("user", "assistant", "system"))
+    if role is None:
+        raise fields.refuse("role", "is missing")
+    content = fields.take("content")
+    if role == "assistant":
+        _add_assistant(fields, content, request)
+    else:
+        _add_user(fields, role, content, request)
+    fields.finish()
+
+
+def _add_assistant(fields: Fields, content: Any, request: pb.GenerateRequest) -> None:
+    message = request.messages.add(role="assistant")
+    if isinstance(content, str):
+        message.content = content
+        return
+    texts, thoughts = [], []
+    for block in _blocks(fields, content):
+        kind = block.text("type", required=True)
+        if kind == "text":
+            texts.append(_block_text(block))
+        elif kind == "thinking":
+            thoughts.append(block.text("thinking"))
+            block.take("signature")
+        elif kind == "tool_use":
+            arguments = block.take("input")
+            if not isinstance(arguments, dict):
+                raise block.refuse("input", f"must be an object, not {shown(arguments)}")
+            name = block.text("name", required=True)
+            message.tool_calls.add(id=block.text("id"), name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+            block.take("cache_control")
+        elif kind == "redacted_thinking":
+            block.take("data")
+        else:
+            raise block.refuse("type", f"{shown(kind)} is not supported in an assistant's message")
+        block.finish()
+    message.content, message.reasoning = "".join(texts), "".join(thoughts)
+
+
+def _add_user(fields: Fields, role: str, content: Any, request: pb.GenerateRequest) -> None:
+    """Add a message, and before it the results of tools that it has."""
+    if isinstance(content, str):
+        request.messages.add(role=role, content=content)
+        return
+    texts = []
+    for block in _blocks(fields, content):
+        kind = block.text("type", required=True)
+        if kind == "text":
+            texts.append(_block_text(block))
+        elif kind == "tool_result":
+            call_id = block.text("tool_use_id", required=True)
+            result = _text(block, "content", block.take("content"))
+            block.boolean("is_error")  # said by the result's text
+            block.take("cache_control")
+            request.messages.add(role="tool", tool_call_id=call_id, content=result)
+        else:
+            raise block.refuse("type", f"{shown(kind)} is not supported: the models here read text only")
+        block.finish()
+    if texts:
+        request.messages.add(role=role, content="".join(texts))
+
+
+def _blocks(fields: Fields, content: Any) -> list[Fields]:
+    if not isinstance(content, list):
+        raise fields.refuse("content", f"must be a text or a list of blocks, not {shown(content)}")
+    return [fields.at(f"content[{place}]", block) for place, block in enumerate(content)]
+
+
+def _block_text(block: Fields) -> str:
+    text = block.text("text", required=True)
+    block.take("cache_control")  # every prefix is cached as it is
+    block.take("citations")
+    return text
+
+
+def _text(fields: Fields, name: str, value: Any) -> str:
+    """Return a text, or the joined texts of blocks."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise fields.refuse(name, f"must be a text or a list of blocks, not {shown(value)}")
+    texts = []
+    for place, each in enumerate(value):
+        block = fields.at(f"{name}[{place}]", each)
+        if (kind := block.text("type", required=True)) != "text":
+            raise block.refuse("type", f"{shown(kind)} is not supported: the models here read text only")
+        texts.append(_block_text(block))
+        block.finish()
+    return "".join(texts)
+
+
+# ----------------------------------------------------------------------------------------------------- tools
+
+
+def _read_tools(fields: Fields, request: pb.GenerateRequest) -> None:
+    for place, tool in enumerate(fields.objects("tools")):
+        known = fields.at(f"tools[{place}]", tool)
+        kind = known.take("type")
+        if kind not in CLIENT_TOOLS:
+            fields.ignored.add(f"tools[{place}].type={kind}"[:64])  # the model never hears of it
+            continue
+        function: dict[str, Any] = {"name": known.text("name", required=True)}
+        if description := known.text("description"):
+            function["description"] = description
+        schema = known.take("input_schema")
+        if not isinstance(schema, dict):
+            raise known.refuse("input_schema", f"must be a JSON schema, not {shown(schema)}")
+        function["parameters"] = schema
+        for name in ("cache_control", "strict", "eager_input_streaming"):
+            known.take(name)
+        known.finish()
+        request.tools.append(json.dumps({"type": "function", "function": function}, ensure_ascii=False))
+    if (choice := fields.nested("tool_choice")) is None:
+        return
+    kind = one_of(choice, "type", ("auto", "any", "tool", "none"))
+    if kind is None:
+        raise choice.refuse("type", "is missing")
+    if kind in ("any", "tool") and not request.tools:
+        raise fields.refuse("tool_choice", "forces a call, and there are no tools")
+    named = choice.text("name", required=True) if kind == "tool" else ""
+    request.tool_choice = named or {"auto": "", "any": "required", "none": "none"}[kind]
+    request.single_tool_call = choice.boolean("disable_parallel_tool_use") and bool(request.tools)
+    choice.finish()

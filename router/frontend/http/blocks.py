@@ -1,0 +1,164 @@
+"""Answers that are a sequence of blocks: a text, a piece of reasoning, or a tool call at a time. Pure."""
+
+import json
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from protos import inference_pb2 as pb
+from router.frontend.http.generation import Answer, Generation, PromptInfo
+from router.models.output_format import OutputParser, Piece, Reasoning, ToolCall
+
+Asked = TypeVar("Asked", bound=Generation)
+
+
+@dataclass(slots=True)
+class Block:
+    """One block of an answer."""
+
+    index: int
+    kind: str
+    """One of TEXT, REASONING and CALL."""
+    id: str
+    pieces: list[str] = field(default_factory=list)
+    """Texts, in order."""
+    call: ToolCall | None = None
+    """Tool call of a block of this kind."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+TEXT, REASONING, CALL = "text", "reasoning", "call"
+
+
+class BlockAnswer(Answer, Generic[Asked]):
+    """Answer with one choice, in blocks.
+
+    A stream's events and the whole answer are made by the same steps.
+    """
+
+    def __init__(self, asked: Asked, request_id: str) -> None:
+        self.asked = asked
+        self.request_id = request_id
+        self.served: PromptInfo | None = None
+        self.blocks: list[Block] = []
+        self.usage = pb.Usage()
+        self.finish: pb.Finish | None = None
+        """Finish of the choice, once it has ended."""
+        self._parser: OutputParser | None = None
+        self._open: Block | None = None
+        self._has_begun = False
+        self._num_reasoning = 0
+
+    # ------------------------------------------------------------------------------------ of each API
+
+    @abstractmethod
+    def started(self) -> bytes:
+        """Return the events at the beginning of the answer."""
+
+    @abstractmethod
+    def opened(self, block: Block) -> bytes:
+        """Return the events of a block that begins."""
+
+    @abstractmethod
+    def added(self, block: Block, text: str) -> bytes:
+        """Return the events of further text or reasoning."""
+
+    @abstractmethod
+    def closed(self, block: Block) -> bytes:
+        """Return the events of a block that is complete; a call is complete when it begins."""
+
+    @abstractmethod
+    def ended(self) -> bytes:
+        """Return the events at the end of the answer."""
+
+    @abstractmethod
+    def new_id(self, kind: str) -> str:
+        """Return an id for a block."""
+
+    @abstractmethod
+    def object(self) -> dict[str, Any]:
+        """Return the whole answer."""
+
+    # ---------------------------------------------------------------------------------------- common
+
+    def begin(self, number: int, served: PromptInfo) -> None:
+        self.served = served
+        self._parser = served.new_parser()
+
+    @property
+    def complete(self) -> bool:
+        return self.finish is not None
+
+    @property
+    def model(self) -> str:
+        assert self.served is not None, "the answer has begun"
+        return self.served.model
+
+    def chunk(self, number: int, message: pb.GenerateResponse) -> bytes:
+        events = b""
+        if not self._has_begun:
+            self._has_begun = True
+            events = self.started()
+        for piece in self._pieces_of(message):
+            events += self._piece(piece)
+        if message.HasField("finish"):
+            self.finish = message.finish
+            self.usage.CopyFrom(message.finish.usage)
+            self.usage.reasoning_tokens = self._num_reasoning
+            self.finish.receipt.ignored_fields.extend(self.asked.ignored)
+            events += self._close() + self.ended()
+        return events
+
+    def absorb(self, number: int, message: pb.GenerateResponse) -> None:
+        self.chunk(number, message)
+
+    def whole(self) -> bytes:
+        return compact(self.object()).encode()
+
+    def _pieces_of(self, message: pb.GenerateResponse) -> list[Piece]:
+        if self._parser is None:
+            return [message.text] if message.text else []
+        was_in_reasoning = self._parser.in_reasoning
+        pieces = self._parser.push(message.text)
+        if was_in_reasoning or self._parser.in_reasoning:
+            self._num_reasoning += len(message.token_ids)
+        if message.HasField("finish"):
+            pieces += self._parser.finish()
+        return pieces
+
+    def _piece(self, piece: Piece) -> bytes:
+        if isinstance(piece, ToolCall):
+            events = self._close()
+            block = self._add(CALL)
+            block.call = piece
+            return events + self.opened(block) + self.closed(block)
+        kind, text = (REASONING, piece.text) if isinstance(piece, Reasoning) else (TEXT, piece)
+        events = b""
+        if self._open is None or self._open.kind != kind:
+            events = self._close()
+            self._open = self._add(kind)
+            events += self.opened(self._open)
+        self._open.pieces.append(text)
+        return events + self.added(self._open, text)
+
+    def _add(self, kind: str) -> Block:
+        block = Block(len(self.blocks), kind, self.new_id(kind))
+        self.blocks.append(block)
+        return block
+
+    def _close(self) -> bytes:
+        block, self._open = self._open, None
+        return b"" if block is None else self.closed(block)
+
+
+def compact(value: Any) -> str:
+    """Return a value as compact JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def event(name: str, value: dict[str, Any]) -> bytes:
+    """Return a server-sent event of this name."""
+    return f"event: {name}\ndata: {compact(value)}\n\n".encode()

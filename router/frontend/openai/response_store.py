@@ -1,0 +1,176 @@
+"""Conversations of the Responses API that go on by `previous_response_id`, in memory or, for all routers, in Redis."""
+
+import asyncio
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict, ParseDict
+
+from cluster.errors import Unavailable, UnknownRequest
+from cluster.redis_link import RedisFailure, RedisLink
+from protos import inference_pb2 as pb
+from router.frontend.http.caller import Caller
+from router.frontend.http.endpoint import Hooks
+from router.frontend.openai.responses import ResponsesRequest, complete
+from router.frontend.openai.responses_answer import ResponsesAnswer, response_id
+
+log = logging.getLogger(__name__)
+KEPT_S = 86_400
+"""Seconds for which Redis keeps a response."""
+LIMIT_S = 1.0
+"""Time limit of a call of Redis in seconds."""
+_SET = "redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2]) return 1"
+_GET = "return redis.call('GET', KEYS[1])"
+_DELETE = "return redis.call('DEL', KEYS[1])"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """One response, and the conversation up to its end."""
+
+    response: dict[str, Any]
+    input_items: list[Any]
+    messages: list[dict[str, Any]]
+    """Messages in JSON, without instructions, which belong to one response only."""
+
+    def to_json(self) -> str:
+        return json.dumps([self.response, self.input_items, self.messages], ensure_ascii=False)
+
+    @classmethod
+    def of_json(cls, text: str | bytes) -> "StoredResponse":
+        return cls(*json.loads(text))
+
+
+class ResponseStore(ABC):
+    """Responses by tenant and id."""
+
+    @abstractmethod
+    async def put(self, tenant: str, name: str, stored: StoredResponse) -> None:
+        """Keep a response.
+
+        Raises Unavailable.
+        """
+
+    @abstractmethod
+    async def get(self, tenant: str, name: str) -> StoredResponse | None:
+        """Return a tenant's response, or None.
+
+        Raises Unavailable.
+        """
+
+    @abstractmethod
+    async def delete(self, tenant: str, name: str) -> bool:
+        """Forget a response; return whether it was there.
+
+        Raises Unavailable.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close the connection, if there is one."""
+
+
+class MemoryResponses(ResponseStore):
+    """Store of one router. The responses used longest ago go first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self.num_bytes = 0
+        """Bytes of all texts, as kept."""
+
+    async def put(self, tenant: str, name: str, stored: StoredResponse) -> None:
+        self._drop((tenant, name))
+        text = await asyncio.to_thread(stored.to_json)
+        self._kept[tenant, name] = text
+        self.num_bytes += _size(text)
+        while self.num_bytes > self._max_bytes:
+            self._drop(next(iter(self._kept)))
+
+    async def get(self, tenant: str, name: str) -> StoredResponse | None:
+        if (text := self._kept.get((tenant, name))) is None:
+            return None
+        self._kept.move_to_end((tenant, name))
+        return await asyncio.to_thread(StoredResponse.of_json, text)
+
+    async def delete(self, tenant: str, name: str) -> bool:
+        return self._drop((tenant, name))
+
+    async def close(self) -> None:
+        self._kept.clear()
+        self.num_bytes = 0
+
+    def _drop(self, key: tuple[str, str]) -> bool:
+        text = self._kept.pop(key, None)
+        self.num_bytes -= 0 if text is None else _size(text)
+        return text is not None
+
+
+def _size(text: str) -> int:
+    return 4 * len(text)
+
+
+class RedisResponses(ResponseStore):
+    """Store of all routers of a cluster, under CLUSTER_NAME:response:TENANT:ID, for KEPT_S."""
+
+    def __init__(self, url: str, cluster_name: str, max_bytes: int) -> None:
+        """Prepare the connection; a response above `max_bytes` is not kept.
+
+        Raises StartError for an invalid URL.
+        """
+        self._link = RedisLink(url, LIMIT_S)
+        self._prefix = f"{cluster_name}:response"
+        self._max_bytes = max_bytes
+
+    async def put(self, tenant: str, name: str, stored: StoredResponse) -> None:
+        text = await asyncio.to_thread(stored.to_json)
+        if _size(text) <= self._max_bytes:
+            await self._run(_SET, tenant, name, [text, KEPT_S])
+
+    async def get(self, tenant: str, name: str) -> StoredResponse | None:
+        found = await self._run(_GET, tenant, name, [])
+        return None if found is None else await asyncio.to_thread(StoredResponse.of_json, found)
+
+    async def delete(self, tenant: str, name: str) -> bool:
+        return bool(await self._run(_DELETE, tenant, name, []))
+
+    async def close(self) -> None:
+        await self._link.close()
+
+    async def _run(self, script: str, tenant: str, name: str, arguments: Sequence[str | int]) -> Any:
+        try:
+            return await self._link.run(script, [f"{self._prefix}:{len(tenant)}:{tenant}:{name}"], arguments)
+        except RedisFailure as error:
+            raise Unavailable(f"stored responses cannot be reached: {error}") from error
+
+
+class ResponseHooks(Hooks[ResponsesRequest, ResponsesAnswer]):
+    """Lookup of the conversation before a response, and its keeping afterwards."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    async def before(self, asked: ResponsesRequest, caller: Caller) -> None:
+        if not asked.previous_id:
+            return
+        earlier = await self._store.get(caller.tenant, asked.previous_id)
+        if earlier is None:
+            message = f"{asked.previous_id[:80]!r} is not kept here, or no longer"
+            raise UnknownRequest(message, "previous_response_id")
+        complete(asked, [ParseDict(message, pb.ChatMessage()) for message in earlier.messages])
+
+    async def after(self, asked: ResponsesRequest, caller: Caller, answer: ResponsesAnswer) -> None:
+        if not asked.is_stored:
+            return
+        own = asked.requests[0].messages[1 if asked.instructions else 0 :]
+        messages = [MessageToDict(message, preserving_proto_field_name=True) for message in [*own, *answer.messages()]]
+        stored = StoredResponse(answer.object(), asked.input_items, messages)
+        try:
+            await self._store.put(caller.tenant, response_id(asked.request_id), stored)
+        except Unavailable as error:  # the answer itself is complete; a later turn is told
+            log.warning("%s", error)

@@ -1,0 +1,283 @@
+"""POST /v1/responses: from its body to a GenerateRequest.
+
+Pure.
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.errors import InvalidRequest
+from protos import inference_pb2 as pb
+from router.frontend.http.caller import Caller
+from router.frontend.http.fields import Fields, one_of, shown
+from router.frontend.http.generation import Generation
+from router.models.output_plan import ANY_CALL, AUTO_CHOICES, NO_CALLS
+from router.validation import MAX_MESSAGES
+
+INT32 = 1 << 31
+ROLES = ("developer", "system", "user", "assistant")
+CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""Parameters of a custom tool, whose input is a text."""
+REFUSED = ("background", "conversation", "prompt")
+"""Fields that need more than a generation, unless these are empty."""
+ECHOED = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "metadata": {},
+    "truncation": "disabled",
+    "text": {"format": {"type": "text"}},
+}
+"""Fields of the body that an answer repeats, with their defaults."""
+
+
+@dataclass(slots=True)
+class ResponsesRequest(Generation):
+    """One request of the Responses API."""
+
+    previous_id: str = ""
+    """Response whose conversation goes on; empty: none."""
+    is_stored: bool = True
+    instructions: str | None = None
+    own_messages: list[pb.ChatMessage] = field(default_factory=list)
+    """Messages of this request without instructions and earlier turns."""
+    input_items: list[Any] = field(default_factory=list)
+    """Items of this request's input as the client gave them."""
+    custom_tools: frozenset[str] = frozenset()
+    """Names of tools whose input is a text."""
+    echoed: dict[str, Any] = field(default_factory=dict)
+    """Fields of the body that the answer repeats."""
+
+
+def read_response(fields: Fields, caller: Caller) -> ResponsesRequest:
+    """Read a request.
+
+    Raises InvalidRequest naming the field at fault.
+    """
+    for name in REFUSED:
+        if fields.take(name) not in (None, False, ""):
+            raise fields.refuse(name, "is not supported")
+    request = pb.GenerateRequest(
+        model=fields.text("model"), tenant=caller.tenant, request_id=caller.request_id, parse_output=True
+    )
+    asked = ResponsesRequest(request.request_id, [request], dict(NAMES))
+    asked.echoed = _echoed(fields)
+    _read_options(fields, request)
+    instructions = fields.take("instructions")
+    if instructions is not None and not isinstance(instructions, str):
+        raise fields.refuse("instructions", f"must be a text, not {shown(instructions)}")
+    asked.instructions = instructions
+    _read_tools(fields, request, asked)
+    _read_input(fields, asked)
+    asked.previous_id = fields.text("previous_response_id")
+    stored = fields.take("store")
+    asked.is_stored = stored is None or bool(stored)
+    asked.stream = fields.boolean("stream")
+    for name in ("include", "stream_options", "parallel_tool_calls"):  # reasoning comes as it is, not encrypted
+        fields.take(name)
+    complete(asked, [])
+    fields.finish()
+    return asked
+
+
+NAMES = {
+    "max_tokens": "max_output_tokens",
+    "request_id": "x-request-id",
+    "tenant": "x-tenant",
+    "structured": "text.format",
+}
+
+
+def complete(asked: ResponsesRequest, earlier: list[pb.ChatMessage]) -> None:
+    """Set the request's messages: instructions, earlier turns, and its own."""
+    request = asked.requests[0]
+    del request.messages[:]
+    if asked.instructions:
+        request.messages.add(role="system", content=asked.instructions)
+    request.messages.extend([*earlier, *asked.own_messages])
+    if not request.messages:
+        raise InvalidRequest("input", "is missing")
+
+
+def _echoed(fields: Fields) -> dict[str, Any]:
+    values = {name: fields.peek(name) for name in ("tools", "tool_choice", "parallel_tool_calls", "reasoning", "user")}
+    echoed = {name: value if (value := fields.peek(name)) is not None else default for name, default in ECHOED.items()}
+    return echoed | {
+        "tools": values["tools"] or [],
+        "tool_choice": values["tool_choice"] or "auto",
+        "parallel_tool_calls": values["parallel_tool_calls"] is not False,
+        "reasoning": values["reasoning"] or {"effort": None, "summary": None},
+        "user": values["user"],
+        "max_output_tokens": fields.peek("max_output_tokens"),
+    }
+
+
+def _read_options(fields: Fields, request: pb.GenerateRequest) -> None:
+    sampling = request.sampling
+    if (most := fields.integer("max_output_tokens", 1, INT32 - 1)) is not None:
+        sampling.max_tokens = most
+    for name in ("temperature", "top_p"):
+        if (number := fields.number(name)) is not None:
+            setattr(sampling, name, number)
+    if (several := fields.peek("parallel_tool_calls")) is not None and not isinstance(several, bool):
+        raise fields.refuse("parallel_tool_calls", f"must be true or false, not {shown(several)}")
+    request.single_tool_call = several is False
+    if (reasoning := fields.nested("reasoning")) is not None:
+        request.reasoning_effort = reasoning.text("effort")
+        for name in ("summary", "generate_summary"):
+            reasoning.take(name)
+        reasoning.finish()
+    if (text := fields.nested("text")) is not None:
+        if (form := text.nested("format")) is not None:
+            _read_form(form, sampling)
+        text.finish()
+    fields.take("truncation")
+    fields.take("metadata")
+    fields.integer("top_logprobs", 0, 0)
+
+
+def _read_form(form: Fields, sampling: pb.Sampling) -> None:
+    kind = one_of(form, "type", ("text", "json_object", "json_schema"))
+    if kind == "json_object":
+        sampling.structured.json_object = True
+    elif kind == "json_schema":
+        schema = form.take("schema")
+        if not isinstance(schema, dict):
+            raise form.refuse("schema", f"must be a JSON schema, not {shown(schema)}")
+        sampling.structured.json_schema = json.dumps(schema)
+    for name in ("name", "description", "strict"):  # the schema is enforced in any case
+        form.take(name)
+    form.finish()
+
+
+# ----------------------------------------------------------------------------------------------------- input
+
+
+def _read_input(fields: Fields, asked: ResponsesRequest) -> None:
+    given = fields.take("input")
+    if given is None:
+        return
+    if isinstance(given, str):
+        asked.own_messages = [pb.ChatMessage(role="user", content=given)]
+        asked.input_items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+        return
+    if not isinstance(given, list):
+        raise fields.refuse("input", f"must be a text or a list of items, not {shown(given)}")
+    if len(given) > MAX_MESSAGES:
+        raise fields.refuse("input", f"at most {MAX_MESSAGES} items, not {len(given)}")
+    asked.input_items = given
+    for place, item in enumerate(given):
+        _add_item(fields.at(f"input[{place}]", item), asked)
+
+
+def _add_item(item: Fields, asked: ResponsesRequest) -> None:
+    kind = item.text("type") or "message"
+    messages = asked.own_messages
+    for name in ("id", "status", "phase", "internal_chat_message_metadata_passthrough"):
+        item.take(name)
+    if kind == "message":
+        role = one_of(item, "role", ROLES)
+        if role is None:
+            raise item.refuse("role", "is missing")
+        content = _content(item, "content", item.take("content"))
+        if role == "assistant" and not _assistant(messages).content and not _assistant(messages).tool_calls:
+            _assistant(messages).content = content
+        else:
+            messages.append(pb.ChatMessage(role=role, content=content))
+    elif kind in ("function_call", "custom_tool_call"):
+        name, call_id = item.text("name", required=True), item.text("call_id", required=True)
+        is_function = kind == "function_call"
+        arguments = item.text("arguments", required=True) if is_function else json.dumps({"input": item.text("input")})
+        _assistant(messages).tool_calls.add(id=call_id, name=name, arguments=arguments)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        call_id = item.text("call_id", required=True)
+        output = _content(item, "output", item.take("output"))
+        messages.append(pb.ChatMessage(role="tool", tool_call_id=call_id, content=output))
+    elif kind == "reasoning":
+        thoughts = [_content(item, name, item.take(name) or []) for name in ("content", "summary")]
+        item.take("encrypted_content")
+        messages.append(pb.ChatMessage(role="assistant", reasoning=thoughts[0] or thoughts[1]))
+    else:
+        raise item.refuse("type", f"{shown(kind)} is not supported")
+    item.finish()
+
+
+def _assistant(messages: list[pb.ChatMessage]) -> pb.ChatMessage:
+    """Return the assistant's message at the end; one is added where another role spoke last."""
+    if not messages or messages[-1].role != "assistant":
+        messages.append(pb.ChatMessage(role="assistant"))
+    return messages[-1]
+
+
+def _content(item: Fields, name: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise item.refuse(name, f"must be a text or a list of parts, not {shown(content)}")
+    texts = []
+    for place, each in enumerate(content):
+        part = item.at(f"{name}[{place}]", each)
+        kind = part.text("type", required=True)
+        if kind not in ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"):
+            raise part.refuse("type", f"{shown(kind)} is not supported: the models here read text only")
+        texts.append(part.text("refusal" if kind == "refusal" else "text"))
+        for own in ("annotations", "logprobs"):
+            part.take(own)
+        part.finish()
+    return "".join(texts)
+
+
+# ----------------------------------------------------------------------------------------------------- tools
+
+
+def _read_tools(fields: Fields, request: pb.GenerateRequest, asked: ResponsesRequest) -> None:
+    custom = set()
+    for place, tool in enumerate(fields.objects("tools")):
+        known = fields.at(f"tools[{place}]", tool)
+        kind = known.text("type", required=True)
+        if kind not in ("function", "custom"):
+            fields.ignored.add(f"tools[{place}].type={kind}"[:64])  # the model never hears of it
+            continue
+        name = known.text("name", required=True)
+        function: dict[str, Any] = {"name": name}
+        if description := known.text("description"):
+            function["description"] = description
+        parameters = known.take("parameters")
+        if kind == "custom":
+            custom.add(name)
+            parameters = CUSTOM_PARAMETERS
+            known.take("format")  # a grammar of the text, which the description repeats
+        if parameters is not None and not isinstance(parameters, dict):
+            raise known.refuse("parameters", f"must be a JSON schema, not {shown(parameters)}")
+        function["parameters"] = parameters or {"type": "object"}
+        for own in ("strict", "defer_loading"):
+            known.take(own)
+        known.finish()
+        request.tools.append(json.dumps({"type": "function", "function": function}, ensure_ascii=False))
+    asked.custom_tools = frozenset(custom)
+    request.single_tool_call = request.single_tool_call and bool(request.tools)
+    request.tool_choice = _tool_choice(fields, fields.take("tool_choice"))
+    if not request.tools and request.tool_choice not in (*AUTO_CHOICES, NO_CALLS):
+        raise fields.refuse("tool_choice", "forces a call, and there are no tools")
+    if request.tool_choice not in (*AUTO_CHOICES, NO_CALLS):
+        asked.names["structured"] = "tools"
+
+
+def _tool_choice(fields: Fields, choice: Any) -> str:
+    if choice is None:
+        return ""
+    if isinstance(choice, str):
+        if choice not in (*AUTO_CHOICES, NO_CALLS, ANY_CALL):
+            raise fields.refuse("tool_choice", f"must be auto, none, required or a function, not {shown(choice)}")
+        return choice
+    wanted = fields.at("tool_choice", choice)
+    if one_of(wanted, "type", ("function", "custom")) is None:
+        raise wanted.refuse("type", "is missing")
+    name = wanted.text("name", required=True)
+    wanted.finish()
+    return name

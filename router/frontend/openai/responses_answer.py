@@ -1,0 +1,162 @@
+"""Answers of /v1/responses: events of a stream, or the whole response; and the form of errors within a stream.
+
+Pure.
+"""
+
+import json
+import secrets
+from typing import Any
+
+from protos import inference_pb2 as pb
+from router.frontend.http.blocks import CALL, REASONING, Block, BlockAnswer, event
+from router.frontend.openai.responses import ResponsesRequest
+
+PREFIXES = {CALL: "fc_", REASONING: "rs_"}
+
+
+def response_id(request_id: str) -> str:
+    return f"resp_{request_id}"
+
+
+class ResponsesAnswer(BlockAnswer[ResponsesRequest]):
+    """Answer of /v1/responses."""
+
+    def __init__(self, asked: ResponsesRequest, request_id: str) -> None:
+        super().__init__(asked, request_id)
+        self._num_events = 0
+
+    def started(self) -> bytes:
+        return self._event("response.created", response=self.object()) + self._event(
+            "response.in_progress", response=self.object()
+        )
+
+    def opened(self, block: Block) -> bytes:
+        if block.call is not None:
+            return self._called(block)
+        at = {"output_index": block.index, "item_id": block.id, "content_index": 0}
+        item = self._item(block) | {"status": "in_progress", "content": []}
+        events = self._event("response.output_item.added", output_index=block.index, item=item)
+        return events + self._event("response.content_part.added", **at, part=self._part(block, ""))
+
+    def added(self, block: Block, text: str) -> bytes:
+        at = {"output_index": block.index, "item_id": block.id, "content_index": 0, "delta": text}
+        if block.kind == REASONING:
+            return self._event("response.reasoning_text.delta", **at)
+        return self._event("response.output_text.delta", **at, logprobs=[])
+
+    def closed(self, block: Block) -> bytes:
+        if block.call is not None:
+            return self._event("response.output_item.done", output_index=block.index, item=self._item(block))
+        at = {"output_index": block.index, "item_id": block.id, "content_index": 0}
+        if block.kind == REASONING:
+            events = self._event("response.reasoning_text.done", **at, text=block.text)
+        else:
+            events = self._event("response.output_text.done", **at, text=block.text, logprobs=[])
+        events += self._event("response.content_part.done", **at, part=self._part(block, block.text))
+        return events + self._event("response.output_item.done", output_index=block.index, item=self._item(block))
+
+    def ended(self) -> bytes:
+        return self._event(f"response.{self._status()}", response=self.object())
+
+    def new_id(self, kind: str) -> str:
+        return PREFIXES.get(kind, "msg_") + secrets.token_hex(16)
+
+    def object(self) -> dict[str, Any]:
+        status = self._status()
+        asked, usage = self.asked, None
+        if self.finish is not None:
+            usage = {
+                "input_tokens": self.usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": self.usage.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": self.usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": self.usage.reasoning_tokens},
+                "total_tokens": self.usage.prompt_tokens + self.usage.completion_tokens,
+            }
+        return {
+            "id": response_id(self.request_id),
+            "object": "response",
+            "created_at": asked.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": asked.instructions,
+            "model": self.model,
+            "output": [self._item(block) for block in self.blocks] if self.finish is not None else [],
+            "previous_response_id": asked.previous_id or None,
+            "store": asked.is_stored,
+            "background": False,
+            "service_tier": "default",
+            "usage": usage,
+            **asked.echoed,
+        }
+
+    def messages(self) -> list[pb.ChatMessage]:
+        """Return the answer as a message of the assistant, for the next turn."""
+        message = pb.ChatMessage(role="assistant")
+        for block in self.blocks:
+            if block.call is not None:
+                call = block.call
+                message.tool_calls.add(id=call.id or block.id, name=call.name, arguments=call.arguments)
+            elif block.kind == REASONING:
+                message.reasoning += block.text
+            else:
+                message.content += block.text
+        return [message]
+
+    def _called(self, block: Block) -> bytes:
+        assert block.call is not None
+        item = self._item(block)
+        is_custom = item["type"] == "custom_tool_call"
+        kind, field = ("custom_tool_call_input", "input") if is_custom else ("function_call_arguments", "arguments")
+        at = {"output_index": block.index, "item_id": block.id}
+        events = self._event(
+            "response.output_item.added", output_index=block.index, item=item | {"status": "in_progress", field: ""}
+        )
+        events += self._event(f"response.{kind}.delta", **at, delta=item[field])
+        return events + self._event(f"response.{kind}.done", **at, name=block.call.name, **{field: item[field]})
+
+    def _item(self, block: Block) -> dict[str, Any]:
+        said: dict[str, Any] = {"id": block.id, "status": "completed"}
+        if block.call is not None:
+            call = block.call
+            said |= {"call_id": call.id or block.id, "name": call.name}
+            if call.name in self.asked.custom_tools:
+                return said | {"type": "custom_tool_call", "input": _input_of(call.arguments)}
+            return said | {"type": "function_call", "arguments": call.arguments}
+        parts = [self._part(block, block.text)]
+        if block.kind == REASONING:
+            return said | {"type": "reasoning", "summary": [], "content": parts}
+        return said | {"type": "message", "role": "assistant", "content": parts}
+
+    def _part(self, block: Block, text: str) -> dict[str, Any]:
+        if block.kind == REASONING:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _status(self) -> str:
+        if self.finish is None:
+            return "in_progress"
+        return "incomplete" if self.finish.reason == pb.FINISH_REASON_LENGTH else "completed"
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return event(kind, {"type": kind, "sequence_number": number, **fields})
+
+
+def _input_of(arguments: str) -> str:
+    """Return the text that a custom tool was called with."""
+    try:
+        given = json.loads(arguments)
+    except ValueError:  # cut off by max_output_tokens
+        return arguments
+    return str(given.get("input", "")) if isinstance(given, dict) else arguments
+
+
+def error_form(
+    status: int, kind: str, message: str, param: str | None, code: str | None
+) -> tuple[dict[str, Any], bytes]:
+    """Return an error in OpenAI's form, which is also readable as the event `error`."""
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return {"error": error, "type": "error", "sequence_number": 0, "message": message, "param": param, "code": code}, (
+        b"event: error\n"
+    )

@@ -1,0 +1,264 @@
+"""OpenAI's Responses and Anthropic's Messages, as their own Python clients use them, on the storyteller."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+import pytest_asyncio
+
+from support.openai_http import TOOL_TEMPLATE, call, http_cluster
+from tandem.cli.demo import STORYTELLER
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+ASK = "Tell me a story about a fox."
+PARAMETERS: Any = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["fox", "owl"]}},
+    "required": ["kind"],
+    "additionalProperties": False,
+}
+FUNCTION: Any = {
+    "type": "function",
+    "name": "find",
+    "description": "Finds one.",
+    "parameters": PARAMETERS,
+    "strict": True,
+}
+TOOL: Any = {"name": "find", "description": "Finds one.", "input_schema": PARAMETERS}
+THINKING = TOOL_TEMPLATE.replace(
+    "<|assistant|>{%- endif -%}",
+    "<|assistant|>{%- if enable_thinking is not false -%}<think>{%- endif -%}{%- endif -%}",
+)
+"""A template that opens reasoning, unless this is switched off."""
+
+
+@dataclass
+class Site:
+    """A cluster, and the clients of both makers."""
+
+    http: str
+    openai: openai.AsyncOpenAI
+    anthropic: anthropic.AsyncAnthropic
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
+    model = tmp_path_factory.mktemp("models") / "teller"
+    model.mkdir()
+    for file in STORYTELLER.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": THINKING}))
+    async with http_cluster(model, dtype="float32", decode=1) as cluster:
+        http = cluster.router.http_address
+        async with (
+            openai.AsyncOpenAI(base_url=f"http://{http}/v1", api_key="none", max_retries=0) as by_openai,
+            anthropic.AsyncAnthropic(base_url=f"http://{http}", api_key="none", max_retries=0) as by_anthropic,
+        ):
+            yield Site(http, by_openai, by_anthropic)
+
+
+CALM: Any = {"model": "teller", "temperature": 0, "reasoning": {"effort": "none"}}
+QUIET: Any = {"model": "teller", "extra_body": {"temperature": 0}, "max_tokens": 40}
+
+
+# ------------------------------------------------------------------------------------------------- Responses
+
+
+async def test_a_response_whole_and_as_a_stream(site: Site) -> None:
+    whole = await site.openai.responses.create(**CALM, input=ASK, instructions="Be brief.", max_output_tokens=30)
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
+    assert len(whole.output_text) > 20
+    assert whole.usage is not None
+    assert (whole.usage.output_tokens, whole.usage.output_tokens_details.reasoning_tokens) == (30, 0)
+    stream = await site.openai.responses.create(
+        **CALM, input=ASK, instructions="Be brief.", max_output_tokens=30, stream=True
+    )
+    events = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    kinds = list(dict.fromkeys(event.type for event in events))
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert events[-1].response.output_text == whole.output_text  # type: ignore[union-attr]
+
+
+async def test_a_conversation_goes_on_and_its_prefix_is_cached(site: Site) -> None:
+    """Each turn's prompt begins with the whole turn before it, so all of its full blocks are found again."""
+    first = await site.openai.responses.create(**CALM, input=ASK * 4, max_output_tokens=200)
+    assert first.usage is not None
+    asked: Any = CALM | {"input": "And then?", "max_output_tokens": 200}
+    await asyncio.sleep(0.5)  # the router learns what the workers hold
+    for _ in range(2):
+        second = await site.openai.responses.create(**asked, previous_response_id=first.id)
+        assert second.previous_response_id == first.id
+        assert second.usage is not None
+        could_be = first.usage.total_tokens // 16 * 16
+        assert second.usage.input_tokens_details.cached_tokens >= 0.9 * could_be
+        await asyncio.sleep(0.5)
+        first = second
+    kept = await site.openai.responses.retrieve(first.id)
+    assert kept.output_text == first.output_text
+    items = await site.openai.responses.input_items.list(first.id)
+    assert items.data[0].content[0].text == "And then?"  # type: ignore[union-attr]
+    await site.openai.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        await site.openai.responses.retrieve(first.id)
+    with pytest.raises(openai.NotFoundError) as caught:
+        await site.openai.responses.create(**asked, previous_response_id=first.id)
+    assert caught.value.param == "previous_response_id"
+    not_kept = await site.openai.responses.create(**asked, store=False)
+    with pytest.raises(openai.NotFoundError):
+        await site.openai.responses.retrieve(not_kept.id)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_calls_a_function_and_reads_its_output(site: Site, stream: bool) -> None:
+    asked: Any = CALM | {"tools": [FUNCTION], "max_output_tokens": 60}
+    if stream:
+        async with site.openai.responses.stream(**asked, input=ASK, tool_choice="required") as events:
+            async for _ in events:
+                pass
+            answer: Any = await events.get_final_response()
+    else:
+        answer = await site.openai.responses.create(
+            **asked, input=ASK, tool_choice="required", parallel_tool_calls=False
+        )
+    called = answer.output[0]
+    assert (called.type, called.name) == ("function_call", "find")
+    assert json.loads(called.arguments)["kind"] in ("fox", "owl")
+    items: Any = [
+        {"role": "user", "content": ASK},
+        *[item.model_dump(exclude_none=True) for item in answer.output],
+        {"type": "function_call_output", "call_id": called.call_id, "output": "A red one."},
+    ]
+    answer = await site.openai.responses.create(**asked, input=items)
+    assert answer.usage.input_tokens > 40
+
+
+async def test_a_custom_tool_is_called_with_a_text(site: Site) -> None:
+    tools: Any = [{"type": "custom", "name": "patch", "description": "Changes a file."}, {"type": "web_search"}]
+    raw = await site.openai.responses.with_raw_response.create(
+        **CALM, input=ASK, tools=tools, tool_choice="required", max_output_tokens=200
+    )
+    assert raw.headers["x-tandem-ignored"] == "tools[].type=web_search"
+    called: Any = raw.parse().output[0]
+    assert (called.type, called.name) == ("custom_tool_call", "patch")
+    assert isinstance(called.input, str)
+
+
+async def test_a_response_of_a_schema(site: Site) -> None:
+    schema = PARAMETERS | {"x-guidance": {"whitespace_flexible": False}}
+    form: Any = {"format": {"type": "json_schema", "name": "animal", "schema": schema, "strict": True}}
+    answer = await site.openai.responses.create(**CALM, input=ASK, text=form, max_output_tokens=60)
+    assert json.loads(answer.output_text)["kind"] in ("fox", "owl")
+
+
+async def test_reasoning_is_an_item_of_its_own(site: Site) -> None:
+    asked: Any = {"model": "teller", "temperature": 0, "input": ASK, "max_output_tokens": 20}
+    stream = await site.openai.responses.create(**asked, stream=True)
+    events = [event async for event in stream]
+    said = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
+    answer: Any = events[-1].response  # type: ignore[union-attr]
+    assert [item.type for item in answer.output] == ["reasoning"]
+    assert answer.output[0].content[0].text == said
+    assert answer.usage.output_tokens_details.reasoning_tokens == answer.usage.output_tokens > 0
+
+
+# -------------------------------------------------------------------------------------------------- Messages
+
+
+async def test_a_message_whole_and_as_a_stream(site: Site) -> None:
+    asked: Any = QUIET | {"thinking": {"type": "disabled"}, "messages": [{"role": "user", "content": ASK}]}
+    whole = await site.anthropic.messages.create(**asked, system="Be brief.")
+    assert (whole.stop_reason, whole.usage.output_tokens) == ("max_tokens", 40)
+    text = whole.content[0].text  # type: ignore[union-attr]
+    async with site.anthropic.messages.stream(**asked, system="Be brief.") as stream:
+        assert "".join([piece async for piece in stream.text_stream]) == text
+        final = await stream.get_final_message()
+    assert final.content[0].text == text  # type: ignore[union-attr]
+    assert final.stop_reason == "max_tokens"
+    stopped = await site.anthropic.messages.create(**asked, system="Be brief.", stop_sequences=[text[10:14]])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", text[10:14])
+    counted = await site.anthropic.messages.count_tokens(
+        model="teller", messages=asked["messages"], system="Be brief.", tools=[TOOL]
+    )
+    assert counted.input_tokens > 20
+
+
+async def test_a_message_uses_a_tool_and_reads_its_result(site: Site) -> None:
+    asked: Any = QUIET | {"thinking": {"type": "disabled"}, "tools": [TOOL], "max_tokens": 60}
+    messages: list[Any] = [
+        {"role": "user", "content": [{"type": "text", "text": ASK, "cache_control": {"type": "ephemeral"}}]}
+    ]
+    choice: Any = {"type": "any", "disable_parallel_tool_use": True}
+    async with site.anthropic.messages.stream(**asked, messages=messages, tool_choice=choice) as stream:
+        called = await stream.get_final_message()
+    block: Any = called.content[0]
+    assert (called.stop_reason, block.type, block.name) == ("tool_use", "tool_use", "find")
+    assert block.input["kind"] in ("fox", "owl")
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "A red one."}]}
+    messages += [
+        {"role": "assistant", "content": called.content},
+        {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
+    ]
+    answer = await site.anthropic.messages.create(**asked, messages=messages)
+    assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) > 60
+
+
+async def test_thinking_is_a_block_of_its_own(site: Site) -> None:
+    async with site.anthropic.messages.stream(**QUIET, messages=[{"role": "user", "content": ASK}]) as stream:
+        answer = await stream.get_final_message()
+    assert [block.type for block in answer.content] == ["thinking"]
+    assert answer.content[0].thinking  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("status", "change"),
+    [
+        (400, {"max_tokens": 0}),
+        (400, {"temperature": -1}),
+        (400, {"messages": []}),
+        (400, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
+        (400, {"tool_choice": {"type": "any"}}),
+        (404, {"model": "another"}),
+    ],
+)
+async def test_errors_have_each_makers_form(site: Site, status: int, change: dict[str, Any]) -> None:
+    body = {"model": "teller", "max_tokens": 40, "messages": [{"role": "user", "content": ASK}]} | change
+    got, _, said = await asyncio.to_thread(call, site.http, "/v1/messages", body)
+    kind = {400: "invalid_request_error", 404: "not_found_error"}[status]
+    assert (got, said["type"], said["error"]["type"]) == (status, "error", kind)
+    assert next(iter(change)) in said["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("param", "change"),
+    [
+        ("max_output_tokens", {"max_output_tokens": 0}),
+        ("input", {"input": None}),
+        ("input[0].content[0].type", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
+        ("input[0].type", {"input": [{"type": "computer_call"}]}),
+        ("tools[0].name", {"tools": [{"type": "function"}]}),
+        ("text.format.schema", {"text": {"format": {"type": "json_schema"}}}),
+        ("background", {"background": True}),
+        ("temperature", {"temperature": -1}),
+    ],
+)
+async def test_a_bad_response_names_its_field(site: Site, param: str, change: dict[str, Any]) -> None:
+    got, _, said = await asyncio.to_thread(call, site.http, "/v1/responses", CALM | {"input": ASK} | change)
+    assert (got, said["error"]["param"]) == (400, param)
