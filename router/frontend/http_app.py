@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,11 +16,12 @@ from router.admission.arrivals import Arrivals
 from router.config import RouterConfig
 from router.frontend.anthropic.answer import MessagesAnswer
 from router.frontend.anthropic.answer import error_form as messages_error_form
-from router.frontend.anthropic.counting import TokenCounter
+from router.frontend.anthropic.counting import token_counter
 from router.frontend.anthropic.messages import read_messages
 from router.frontend.http.caller import caller_of
 from router.frontend.http.endpoint import SPARE_VALUES, BodyLimits, Endpoint, EndpointContext
 from router.frontend.http.errors import ErrorAnswer, error_answer, error_of
+from router.frontend.http.json_endpoint import JsonEndpoint
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
@@ -28,9 +30,11 @@ from router.frontend.openai.response_store import MemoryResponses, RedisResponse
 from router.frontend.openai.responses import read_response
 from router.frontend.openai.responses_answer import ResponsesAnswer
 from router.frontend.openai.responses_answer import error_form as responses_error_form
+from router.frontend.openai.tokens import detokenizer_endpoint, tokenizer_endpoint
 from router.frontend.openai_files.lines import line_handler
 from router.frontend.openai_files.opening import open_batches
 from router.frontend.openai_files.routes import add_files_and_batches
+from router.frontend.openapi import describe
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
@@ -59,14 +63,20 @@ def make_app(
         "/v1/messages": Endpoint(context, read_messages, MessagesAnswer, messages_error_form),
     }
     app = _Application(endpoints)
-    app.router.add_route("/v1/messages/count_tokens", TokenCounter(context), methods=["POST"])  # type: ignore[arg-type]
+    others: dict[str, JsonEndpoint[Any]] = {
+        "/v1/messages/count_tokens": token_counter(context),
+        "/tokenize": tokenizer_endpoint(context),
+        "/detokenize": detokenizer_endpoint(context),
+    }
     app.state.responses = responses
     add_stored_responses(app, responses, keys)
     handlers = {path: line_handler(endpoint, keys, drain) for path, endpoint in endpoints.items()}
     app.state.batches = batches = open_batches(config, handlers, limits, drain)
     add_files_and_batches(app, batches, keys, arrivals, drain)
-    for path, endpoint in endpoints.items():  # so that a method other than POST is refused as such
-        app.router.add_route(path, endpoint, methods=["POST"])  # type: ignore[arg-type] # an ASGI application
+    posted: dict[str, ASGIApp] = {**endpoints, **others}
+    for path, application in posted.items():  # so that a method other than POST is refused as such
+        app.router.add_route(path, application, methods=["POST"])  # type: ignore[arg-type] # an ASGI application
+    app.description_of = describe({path: endpoint.read for path, endpoint in (endpoints | others).items()})
 
     def seen(request: Request) -> ModelRuntimes:
         """Return the models that the caller may see.
@@ -96,7 +106,11 @@ def make_app(
             said["decode_workers"] = {model.name: len(model.decode_workers()) for model in models}
         return JSONResponse(said, 200 if is_ready else 503)
 
+    async def tell_version(request: Request) -> Response:
+        return JSONResponse({"version": version("tandem-serving")})
+
     for path, answer in (
+        ("/version", tell_version),
         ("/v1/models", list_models),
         ("/v1/models/{name:path}", one_model),
         ("/health", health),
@@ -123,9 +137,13 @@ class _Application(FastAPI):
     """Application that calls generating endpoints directly: FastAPI would add ten coroutines to each token."""
 
     def __init__(self, endpoints: Mapping[str, ASGIApp]) -> None:
-        # FastAPI's own schema would be empty: bodies are read in `fields.py`, whose errors are OpenAI's.
-        super().__init__(openapi_url=None)
+        super().__init__(title="Tandem", redoc_url=None)
         self._endpoints = endpoints
+        self.description_of: dict[str, Any] = {}
+        """OpenAPI description, in place of FastAPI's own, which would be empty: bodies are read in `fields.py`."""
+
+    def openapi(self) -> dict[str, Any]:
+        return self.description_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else ""

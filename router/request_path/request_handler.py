@@ -19,6 +19,7 @@ from cluster.errors import (
     UnknownRequest,
 )
 from engine.block_keys import BlockKey
+from engine.model.detokenizer import check_token_ids
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals
 from router.admission.tenant_limits import TenantLimits
@@ -178,18 +179,39 @@ class RequestHandler:
         """Count fields of a request that had no effect."""
         self._metrics.ignored(fields)
 
-    async def tokenize(self, request: pb.TokenizeRequest, principal: Principal) -> pb.TokenizeResponse:
+    def model_of(self, name: str, principal: Principal) -> ModelRuntime:
+        """Return the model of this name, for a call that generates nothing.
+
+        Raises InvalidRequest, UnknownModel or Forbidden.
+        """
+        check_name_length(name, "model")
+        if name == AUTO:
+            raise InvalidRequest("model", f"{AUTO!r} is decided for a request that is generated: name one")
+        model, _ = asked_for(self._models, name, principal)
+        if model is None:
+            raise InvalidRequest("model", "is empty, and the default is decided for each request: name one")
+        return model
+
+    async def detokenize(self, name: str, principal: Principal, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included.
+
+        Raises ServiceError.
+        """
+        model = self.model_of(name, principal)
+        if not model.encoder.has_tokenizer:
+            raise InvalidRequest("model", f"{model.name!r} has no tokenizer")
+        check_token_ids(token_ids, "token_ids", model.model_dir.vocab_size)
+        return await asyncio.to_thread(model.encoder.decode, token_ids)
+
+    async def tokenize(
+        self, request: pb.TokenizeRequest, principal: Principal, is_charged: bool = False
+    ) -> pb.TokenizeResponse:
         """Return a prompt's tokens as its model reads it.
 
         Raises ServiceError.
         """
-        check_name_length(request.model, "model")
         check_messages(request.messages)
-        if request.model == AUTO:
-            raise InvalidRequest("model", f"{AUTO!r} is decided for a request that is generated: name one")
-        model, _ = asked_for(self._models, request.model, principal)
-        if model is None:
-            raise InvalidRequest("model", "is empty, and the default is decided for each request: name one")
+        model = self.model_of(request.model, principal)
         prompt = pb.GenerateRequest(
             text=request.text if request.HasField("text") else None,
             messages=request.messages,
@@ -197,7 +219,7 @@ class RequestHandler:
             chat_template_kwargs=request.chat_template_kwargs,
         )
         tenant = principal.tenant or ""
-        with self._arrivals.arriving(tenant):
+        with self._arrivals.arriving(tenant, is_charged):
             token_ids = await model.encoder.encode(prompt, tenant)
         return pb.TokenizeResponse(
             model=model.name, token_ids=token_ids, max_context_tokens=model.model_dir.max_context_tokens

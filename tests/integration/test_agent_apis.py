@@ -262,3 +262,31 @@ async def test_errors_have_each_makers_form(site: Site, status: int, change: dic
 async def test_a_bad_response_names_its_field(site: Site, param: str, change: dict[str, Any]) -> None:
     got, _, said = await asyncio.to_thread(call, site.http, "/v1/responses", CALM | {"input": ASK} | change)
     assert (got, said["error"]["param"]) == (400, param)
+
+
+# ----------------------------------------------------------------------------------------------- other paths
+
+
+async def test_tokens_and_back(site: Site) -> None:
+    text = "Once upon a time"
+    asked = {"model": "teller", "prompt": text, "return_token_strs": True}
+    status, _, said = await asyncio.to_thread(call, site.http, "/tokenize", asked)
+    assert (status, said["count"], said["max_model_len"]) == (200, len(said["tokens"]), 2048)
+    assert "".join(said["token_strs"][1:]) == text
+    status, _, back = await asyncio.to_thread(
+        call, site.http, "/detokenize", {"model": "teller", "tokens": said["tokens"][1:]}
+    )
+    assert (status, back["prompt"]) == (200, text)
+    status, _, error = await asyncio.to_thread(call, site.http, "/detokenize", {"model": "teller", "tokens": [1 << 20]})
+    assert (status, error["error"]["param"]) == (400, "tokens")
+
+
+async def test_the_description_names_what_is_read(site: Site) -> None:
+    status, _, said = await asyncio.to_thread(call, site.http, "/openapi.json")
+    assert status == 200
+    body = said["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body["required"] == ["messages"]
+    assert {"reasoning_effort", "tools", "temperature", "max_completion_tokens", "stream"} <= set(body["properties"])
+    assert body["properties"]["temperature"] == {"type": "number"}
+    status, _, said = await asyncio.to_thread(call, site.http, "/version")
+    assert (status, set(said)) == (200, {"version"})

@@ -91,7 +91,7 @@ class Endpoint(Generic[Asked, Made]):
         self._context = context
         self._arrivals = context.arrivals
         self._handler = context.handler
-        self._read = read
+        self.read = read
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -150,7 +150,7 @@ class Endpoint(Generic[Asked, Made]):
     def _read_values(self, values: dict[str, Any], caller: Caller) -> Asked:
         try:
             fields = Fields(values, ignored=IgnoredFields(self._context.strict_fields))
-            asked = self._read(fields, caller)
+            asked = self.read(fields, caller)
             asked.ignored = tuple(fields.ignored.names)
             return asked
         except RecursionError:

@@ -25,9 +25,7 @@ def read_chat(fields: Fields, caller: Caller) -> ApiRequest:
     """
     options = read_sampling(fields, ("max_completion_tokens", "max_tokens"), None)
     _read_logprobs(fields, options)
-    messages = fields.objects("messages")
-    if not 0 < len(messages) <= MAX_MESSAGES:
-        raise InvalidRequest("messages", f"must be a list of 1 to {MAX_MESSAGES}")
+    messages = read_messages(fields)
     request, asked = common(fields, caller, options)
     read_tools(fields, request)
     if request.tool_choice not in (*AUTO_CHOICES, NO_CALLS):
@@ -37,7 +35,7 @@ def read_chat(fields: Fields, caller: Caller) -> ApiRequest:
     request.reasoning_effort = fields.text("reasoning_effort")
     if (said := fields.take("include_reasoning")) is not None:
         asked.include_reasoning = bool(said)
-    request.messages.extend(_message(fields.at(f"messages[{at}]", each)) for at, each in enumerate(messages))
+    request.messages.extend(messages)
     request.parse_output = True
     fields.finish()
     asked.requests.append(request)
@@ -55,6 +53,17 @@ def _read_logprobs(fields: Fields, options: GenerationOptions) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ messages
+
+
+def read_messages(fields: Fields) -> list[pb.ChatMessage]:
+    """Read `messages`.
+
+    Raises InvalidRequest.
+    """
+    messages = fields.objects("messages")
+    if not 0 < len(messages) <= MAX_MESSAGES:
+        raise InvalidRequest("messages", f"must be a list of 1 to {MAX_MESSAGES}")
+    return [_message(fields.at(f"messages[{place}]", message)) for place, message in enumerate(messages)]
 
 
 def _message(fields: Fields) -> pb.ChatMessage:

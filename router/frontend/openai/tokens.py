@@ -1,0 +1,68 @@
+"""POST /tokenize and /detokenize, as vLLM has them: text or chats to token ids, and back."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from protos import inference_pb2 as pb
+from router.frontend.http.caller import Caller
+from router.frontend.http.endpoint import EndpointContext
+from router.frontend.http.fields import Fields
+from router.frontend.http.json_endpoint import JsonEndpoint
+from router.frontend.openai.chat import read_messages, read_tools
+
+
+@dataclass(frozen=True, slots=True)
+class TokensRequest:
+    """One request to tokenise."""
+
+    request: pb.TokenizeRequest
+    returns_texts: bool
+    """Whether the answer has each token's text."""
+
+
+def tokenizer_endpoint(context: EndpointContext) -> JsonEndpoint[TokensRequest]:
+    """Return the application of /tokenize."""
+
+    async def tokenize(asked: TokensRequest, caller: Caller) -> dict[str, Any]:
+        said = await context.handler.tokenize(asked.request, caller.principal, is_charged=True)
+        texts = None
+        if asked.returns_texts:
+            encoder = context.handler.model_of(said.model, caller.principal).encoder
+            texts = [encoder.token_text(token_id) for token_id in said.token_ids]
+        ids = list(said.token_ids)
+        return {"count": len(ids), "max_model_len": said.max_context_tokens, "tokens": ids, "token_strs": texts}
+
+    return JsonEndpoint(context, _read_text, tokenize, names={"text": "prompt"})
+
+
+def _read_text(fields: Fields, caller: Caller) -> TokensRequest:
+    request = pb.TokenizeRequest(model=fields.text("model"))
+    if fields.given("messages"):
+        chat = pb.GenerateRequest()
+        chat.messages.extend(read_messages(fields))
+        read_tools(fields, chat)
+        if (variables := fields.nested("chat_template_kwargs")) is not None:
+            request.chat_template_kwargs = variables.rest()
+        request.messages.extend(chat.messages)
+        request.tools.extend(chat.tools)
+    else:
+        request.text = fields.text("prompt", required=True)
+    returns_texts = fields.boolean("return_token_strs")
+    fields.finish()
+    return TokensRequest(request, returns_texts)
+
+
+def detokenizer_endpoint(context: EndpointContext) -> JsonEndpoint[tuple[str, list[int]]]:
+    """Return the application of /detokenize."""
+
+    async def detokenize(asked: tuple[str, list[int]], caller: Caller) -> dict[str, Any]:
+        name, token_ids = asked
+        return {"prompt": await context.handler.detokenize(name, caller.principal, token_ids)}
+
+    return JsonEndpoint(context, _read_tokens, detokenize, names={"token_ids": "tokens"})
+
+
+def _read_tokens(fields: Fields, caller: Caller) -> tuple[str, list[int]]:
+    asked = fields.text("model"), fields.token_ids("tokens")
+    fields.finish()
+    return asked
