@@ -38,7 +38,7 @@ class LineRequest:
     key: str
     """Name of the API key with which the batch was made; empty where none is needed."""
     deadline_s: float
-    """Seconds that are left of the batch."""
+    """Seconds for the request, unless its body sets others."""
 
 
 @dataclass(frozen=True, slots=True)

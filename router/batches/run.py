@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """Seconds between looks for a cancellation by another router, and between records of the progress."""
+SPARE_S = 60.0
+"""Seconds after the batch's end for the deadline of a line: the batch ends first, and reports the line as expired."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +251,7 @@ class Run:
                 # Read for each try: the reader of the endpoint takes the body apart.
                 custom_id, body = await around.threads.quick(_read, lines, number, around.parse)
                 left_s = made.expires_at - around.clock()
-                request = LineRequest(body, request_id, made.tenant, made.key, max(0.0, left_s))
+                request = LineRequest(body, request_id, made.tenant, made.key, max(0.0, left_s) + SPARE_S)
                 try:
                     answer = await around.handlers[made.endpoint](request)
                     break

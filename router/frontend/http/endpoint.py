@@ -86,7 +86,7 @@ class Endpoint(Generic[Asked, Made]):
         hooks: "Hooks[Asked, Made] | None" = None,
     ) -> None:
         """Create the application of an API's reader, its maker of answers and its form of errors."""
-        self._error_form = error_form
+        self.error_form = error_form
         self._hooks: Hooks[Asked, Made] = hooks or Hooks()
         self._context = context
         self._arrivals = context.arrivals
@@ -120,11 +120,11 @@ class Endpoint(Generic[Asked, Made]):
             return
         except ServiceError as error:
             await self._arrivals.pace.wait(error)
-            await exchange.fail(error_answer(error, names, self._error_form))
+            await exchange.fail(error_answer(error, names, self.error_form))
         except Exception:  # a bug here ends this request, with an error in the client's format
             log.exception("a request failed", extra=logs.of(exchange.request_id))
             failure = ServiceError("the router failed; its log says why")
-            await exchange.fail(error_answer(failure, names, self._error_form))
+            await exchange.fail(error_answer(failure, names, self.error_form))
 
     async def whole(self, values: dict[str, Any], caller: Caller, adapt: Callable[[Asked], object]) -> bytes:
         """Return the whole answer to a body that came by no exchange, such as a line of a batch.

@@ -31,10 +31,10 @@ def line_handler(endpoint: Endpoint[Any, Any], keys: ApiKeys, drain: Drain) -> H
         except ServiceError as error:
             if is_retriable(error):
                 raise
-            failure = error_answer(error, {})
+            failure = error_answer(error, {}, endpoint.error_form)
         except Exception:  # a bug here ends this line, with an error in the client's format
             log.exception("a line of a batch failed")
-            failure = error_answer(ServiceError("the router failed; its log says why"), {})
+            failure = error_answer(ServiceError("the router failed; its log says why"), {}, endpoint.error_form)
         return LineAnswer(failure.status, failure.body)
 
     return answer
