@@ -12,7 +12,7 @@ FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test vllm vllm-if-on-offer test-vllm docs test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-neighbours bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores protos check-protos install clean
+.PHONY: demo test agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-neighbours bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -57,6 +57,15 @@ e2e: $(INSTALLED)
 # A process of its own: Ray's test cluster leaves its traces in the one that it is made in.
 ray: $(INSTALLED)
 	$(BIN)/pytest tests/ray_cluster
+
+# Whole agents, from npm, in .agents: minutes, so no part of `test`.
+AGENTS := @openai/codex@0.169 opencode-ai@1.18
+agents:
+	@npm install --silent --no-fund --no-audit --prefix .agents $(AGENTS)
+	@cd .agents/node_modules/opencode-ai && node postinstall.mjs
+
+test-agents: $(INSTALLED) agents
+	$(BIN)/pytest tests/agents
 
 # With vLLM's own environment; skipped where vLLM could not be installed.
 test-vllm: $(INSTALLED)
