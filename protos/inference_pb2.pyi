@@ -1974,3 +1974,91 @@ class FeedbackResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FeedbackResponse: _TypeAlias = FeedbackResponse  # noqa: Y015
+
+@_typing.final
+class UsageRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DAYS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    days: _builtins.int
+    """Number of days in UTC, today included. Default 1, at most the router's `usage_days`."""
+    tenant: _builtins.str
+    """One tenant only; of operators any, of others their own."""
+    def __init__(
+        self,
+        *,
+        days: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["days", b"days", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UsageRequest: _TypeAlias = UsageRequest  # noqa: Y015
+
+@_typing.final
+class UsageResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTALS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def totals(self) -> _containers.RepeatedCompositeFieldContainer[Global___UsageTotal]: ...
+    def __init__(
+        self,
+        *,
+        totals: _abc.Iterable[Global___UsageTotal] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UsageResponse: _TypeAlias = UsageResponse  # noqa: Y015
+
+@_typing.final
+class UsageTotal(_message.Message):
+    """Usage of one tenant of one model on one day."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DAY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    INPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
+    day: _builtins.str
+    """Day in UTC, as 2026-11-25."""
+    tenant: _builtins.str
+    model: _builtins.str
+    requests: _builtins.int
+    """Requests with at least one token, also those that did not end well."""
+    input_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    output_tokens: _builtins.int
+    reasoning_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        day: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        requests: _builtins.int = ...,
+        input_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        reasoning_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "day", b"day", "input_tokens", b"input_tokens", "model", b"model", "output_tokens", b"output_tokens", "reasoning_tokens", b"reasoning_tokens", "requests", b"requests", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UsageTotal: _TypeAlias = UsageTotal  # noqa: Y015

@@ -74,6 +74,11 @@ class InferenceStub:
                 request_serializer=protos_dot_inference__pb2.FeedbackRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.FeedbackResponse.FromString,
                 _registered_method=True)
+        self.Usage = channel.unary_unary(
+                '/tandem.v1.Inference/Usage',
+                request_serializer=protos_dot_inference__pb2.UsageRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.UsageResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -138,6 +143,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Usage(self, request, context):
+        """Return tokens by day, tenant and model: of the key's tenant, for operators of all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -180,6 +192,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Feedback,
                     request_deserializer=protos_dot_inference__pb2.FeedbackRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.FeedbackResponse.SerializeToString,
+            ),
+            'Usage': grpc.unary_unary_rpc_method_handler(
+                    servicer.Usage,
+                    request_deserializer=protos_dot_inference__pb2.UsageRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.UsageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -398,6 +415,33 @@ class Inference:
             '/tandem.v1.Inference/Feedback',
             protos_dot_inference__pb2.FeedbackRequest.SerializeToString,
             protos_dot_inference__pb2.FeedbackResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Usage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/Usage',
+            protos_dot_inference__pb2.UsageRequest.SerializeToString,
+            protos_dot_inference__pb2.UsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

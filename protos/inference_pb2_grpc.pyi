@@ -54,6 +54,8 @@ class InferenceStub:
     """Return the router's present view of its workers, its queues and the links between workers."""
     Feedback: _aio.UnaryUnaryMultiCallable[_inference_pb2.FeedbackRequest, _inference_pb2.FeedbackResponse]
     """Record a rating of an answer, with the router's samples. UNIMPLEMENTED where the router keeps no samples."""
+    Usage: _aio.UnaryUnaryMultiCallable[_inference_pb2.UsageRequest, _inference_pb2.UsageResponse]
+    """Return tokens by day, tenant and model: of the key's tenant, for operators of all."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -125,5 +127,13 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_pb2.FeedbackRequest, _abc.Awaitable[_inference_pb2.FeedbackResponse]],
     ) -> _abc.Awaitable[_inference_pb2.FeedbackResponse]:
         """Record a rating of an answer, with the router's samples. UNIMPLEMENTED where the router keeps no samples."""
+
+    @_abc_1.abstractmethod
+    def Usage(
+        self,
+        request: _inference_pb2.UsageRequest,
+        context: _aio.ServicerContext[_inference_pb2.UsageRequest, _abc.Awaitable[_inference_pb2.UsageResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.UsageResponse]:
+        """Return tokens by day, tenant and model: of the key's tenant, for operators of all."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _aio.Server) -> None: ...

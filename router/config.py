@@ -12,6 +12,7 @@ from router.batches.config import BatchesConfig
 from router.models.config import ModelsConfig
 from router.placement.rates import Priors
 from router.security.config import SecuritySettings
+from router.usage.config import UsageSettings
 
 
 class RouterConfig(
@@ -21,6 +22,7 @@ class RouterConfig(
     MetricsSettings,
     LogSettings,
     DiscoverySettings,
+    UsageSettings,
     AdmissionConfig,
     BatchesConfig,
 ):

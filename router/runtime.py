@@ -34,6 +34,8 @@ from router.placement.fleet import Fleet
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
 from router.security.guard import KeyInterceptor
+from router.usage.accounting import Accounting
+from router.usage.ledger import FileLedger, MemoryLedger, UsageLedger
 
 if TYPE_CHECKING:
     from router.admission.redis_quota import RedisLedger
@@ -133,8 +135,12 @@ async def start_router(config: RouterConfig) -> Router:
         parts.push_async_callback(tracing.close)
         decisions = DecisionLog(config)
         parts.push_async_callback(decisions.close)
+        accounting = Accounting(_open_usage(config), router_metrics)
+        parts.push_async_callback(accounting.close)
         arrivals = Arrivals(config, tenant_limits)
-        handler = RequestHandler(config, models, tenant_limits, arrivals, router_metrics, samples, tracing, decisions)
+        handler = RequestHandler(
+            config, models, tenant_limits, arrivals, router_metrics, samples, tracing, decisions, accounting
+        )
         inference = InferenceService(handler, models, keys, config.id(), requests, samples, arrivals)
         inference.add_to(server.grpc)
         membership = MembershipService(
@@ -222,6 +228,22 @@ async def _open_discovery(config: RouterConfig) -> Discovery:
     discovery = open_discovery(config.redis_url, config.cluster_name)
     await discovery.start()
     return discovery
+
+
+def _open_usage(config: RouterConfig) -> UsageLedger:
+    """Return the usage ledger.
+
+    Raises StartError.
+    """
+    if config.usage_file is not None:
+        return FileLedger(config.usage_file, config.usage_days)
+    if not config.usage_in_redis:
+        return MemoryLedger(config.usage_days)
+    if not config.redis_url:
+        raise StartError("usage_in_redis", "needs redis_url")
+    from router.usage.redis_ledger import RedisUsage  # imported late, because an unused import costs start time
+
+    return RedisUsage(config.redis_url, config.cluster_name, config.usage_days)
 
 
 async def _open_ledger(config: RouterConfig, parts: AsyncExitStack) -> "RedisLedger | None":

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -76,6 +76,7 @@ class InferenceService:
             "ListModels": (self.ListModels, pb.ListModelsRequest),
             "ClusterStatus": (self.ClusterStatus, pb.ClusterStatusRequest),
             "Feedback": (self.Feedback, pb.FeedbackRequest),
+            "Usage": (self.Usage, pb.UsageRequest),
         }
         for name, (method, request) in unary.items():
             handlers[name] = grpc.unary_unary_rpc_method_handler(
@@ -236,6 +237,12 @@ class InferenceService:
         self._arrivals.charge(principal.tenant or "")
         self._samples.feedback(request, principal)
         return pb.FeedbackResponse()
+
+    async def Usage(self, request: pb.UsageRequest, context: Any) -> pb.UsageResponse:
+        principal = self._principal(context)
+        self._arrivals.charge(principal.tenant or "")
+        totals = await self._handler.usage(request.days or 1, request.tenant, principal)
+        return pb.UsageResponse(totals=[pb.UsageTotal(**asdict(total)) for total in totals])
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -11,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.drain import Drain
-from cluster.errors import ServiceError, UnknownModel
+from cluster.errors import InvalidRequest, ServiceError, UnknownModel
 from router.admission.arrivals import Arrivals
 from router.config import RouterConfig
 from router.frontend.anthropic.answer import MessagesAnswer
@@ -106,11 +107,21 @@ def make_app(
             said["decode_workers"] = {model.name: len(model.decode_workers()) for model in models}
         return JSONResponse(said, 200 if is_ready else 503)
 
+    async def tell_usage(request: Request) -> Response:
+        asked = request.query_params
+        days = asked.get("days", "1")
+        if not (days.isascii() and days.isdigit() and len(days) < 6):
+            raise InvalidRequest("days", "must be a number of days")
+        principal = caller_of(request.headers, keys).principal
+        totals = await handler.usage(int(days), asked.get("tenant", ""), principal)
+        return JSONResponse({"object": "list", "data": [asdict(total) for total in totals]})
+
     async def tell_version(request: Request) -> Response:
         return JSONResponse({"version": version("tandem-serving")})
 
     for path, answer in (
         ("/version", tell_version),
+        ("/v1/usage", tell_usage),
         ("/v1/models", list_models),
         ("/v1/models/{name:path}", one_model),
         ("/health", health),

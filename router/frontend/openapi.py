@@ -27,6 +27,7 @@ GOT: Mapping[str, str] = {
     "/v1/models": "The served models.",
     "/v1/models/{name}": "One served model.",
     "/v1/responses/{name}": "A stored response.",
+    "/v1/usage": "Tokens by day, tenant and model.",
     "/health": "Whether the process lives.",
     "/ready": "Whether the router takes requests.",
     "/version": "Tandem's version.",

@@ -47,11 +47,11 @@ class OutputParser(Protocol):
     The pieces joined do not depend on how the text was cut.
     """
 
-    in_reasoning: bool
-    """Whether the output's present end is reasoning."""
+    num_reasoning: int
+    """Tokens within reasoning so far."""
 
-    def push(self, text: str) -> list[Piece]:
-        """Return the pieces that are now certain."""
+    def push(self, text: str, num_tokens: int = 0) -> list[Piece]:
+        """Return the pieces that are now certain; `num_tokens` is how many tokens made the text."""
         ...
 
     def finish(self) -> list[Piece]:
@@ -153,17 +153,23 @@ class _TemplateParser:
         """Whether the region before the next content is text as well."""
         self._crossed = bool(prefix)
         """Whether the output was anything but content so far."""
-        self.in_reasoning = bool(prefix)
+        self._in_reasoning = bool(prefix)
+        """Whether the output's present end is reasoning."""
+        self.num_reasoning = 0
         self._is_broken = False
         self._ended = False
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str, num_tokens: int = 0) -> list[Piece]:
         if self._is_broken:
             return [text] if text else []
+        was_in_reasoning = self._in_reasoning
         try:
-            return self._pieces(self._parser.feed(text))
+            pieces = self._pieces(self._parser.feed(text))
         except (ValueError, KeyError, RecursionError):  # a model's own template may raise on what it cannot parse
             return self._rest()
+        if was_in_reasoning or self._in_reasoning:
+            self.num_reasoning += num_tokens
+        return pieces
 
     def finish(self) -> list[Piece]:
         self._ended = True
@@ -173,14 +179,14 @@ class _TemplateParser:
             pieces = self._pieces(self._parser.finalize()[1])
         except (ValueError, KeyError, RecursionError):
             return self._rest()
-        if not self.in_reasoning and not (self._crossed and self._at_boundary):
+        if not self._in_reasoning and not (self._crossed and self._at_boundary):
             self._add_text(self._held, pieces)
         return pieces
 
     def _rest(self) -> list[Piece]:
         """Give up parsing; return the rest of the output so far as text."""
         pieces = self._pieces(self._parser.events)
-        self._is_broken, self.in_reasoning = True, False
+        self._is_broken, self._in_reasoning = True, False
         return [*pieces, self._dropped + self._parser.unread]
 
     def _pieces(self, events: Sequence[Mapping[str, Any]]) -> list[Piece]:
@@ -195,12 +201,12 @@ class _TemplateParser:
             elif kind == "region_chunk" and field in ("content", "reasoning"):
                 self._say(event["text"], pieces)
             elif field == "reasoning":
-                self.in_reasoning, self._held = False, ""
+                self._in_reasoning, self._held = False, ""
         return pieces
 
     def _enter(self, field: str) -> None:
         self._dropped, self._held = self._held, ""
-        self.in_reasoning = field == "reasoning"
+        self._in_reasoning = field == "reasoning"
         if field == "content":
             self._at_boundary, self._after_text = not self._after_text, False
         else:
@@ -215,7 +221,7 @@ class _TemplateParser:
         self._held = text[len(certain) :]
         if certain:
             self._at_boundary = False
-            pieces.append(Reasoning(certain) if self.in_reasoning else certain)
+            pieces.append(Reasoning(certain) if self._in_reasoning else certain)
 
     def _call(self, field: str, event: Mapping[str, Any], pieces: list[Piece]) -> None:
         closing = self._close.get(field, ()) if self._ended else ()

@@ -1,7 +1,7 @@
 """What a request wants of its model's output: how it is parsed, and the grammar that forces a call. Pure."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.errors import InvalidRequest
@@ -29,12 +29,22 @@ class OutputPlan:
     begins_in_reasoning: bool = False
     tools: tuple[str, ...] = ()
     """The request's tools, as JSON."""
+    parsers: list[OutputParser] = field(default_factory=list)
+    """Parsers of choices that were made."""
 
     def parser(self) -> OutputParser | None:
         """Return a parser for one choice; None where the output is text, or is not parsed."""
         if not self.is_parsed:
             return None
-        return self.format.parser(self.parses_calls, self.begins_in_reasoning, self.tools, self.is_forced)
+        parser = self.format.parser(self.parses_calls, self.begins_in_reasoning, self.tools, self.is_forced)
+        if parser is not None:
+            self.parsers.append(parser)
+        return parser
+
+    @property
+    def num_reasoning(self) -> int:
+        """Tokens within reasoning of all choices, as far as they were parsed."""
+        return sum(parser.num_reasoning for parser in self.parsers)
 
 
 def plan_output(
@@ -57,7 +67,7 @@ def plan_output(
     if request.messages and sampling.HasField("structured") and may_reason and marks.closing:
         sampling.structured.CopyFrom(after_reasoning(sampling.structured, marks, begins))
     plan = OutputPlan(format_, request.parse_output, parses_calls, is_forced, begins, tuple(request.tools))
-    if request.parse_output and format_.keeps_special_tokens and plan.parser() is not None:
+    if request.parse_output and format_.keeps_special_tokens:
         sampling.keep_special_tokens = True
     return plan, sampling
 

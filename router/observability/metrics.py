@@ -19,6 +19,8 @@ from router.prepared_request import PreparedRequest
 MODEL = ("model_name",)
 KV_ORIGINS = ("reused", "moved", "computed", "restored", "lender_cached", "lender_computed", "lender_fetched")
 FINISHED = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+MAX_TENANTS = 100
+"""Tenants whose tokens are counted by name."""
 MAX_FIELDS = 64
 """Distinct names of ignored fields, which clients choose, that are counted by name."""
 QUANTILES = (0.1, 0.5, 0.9)
@@ -80,6 +82,10 @@ class RouterMetrics:
         self.predicted_hits = counter("tandem_predicted_hit_blocks", "Of requests with a receipt, placed once.")
         self.missed_hits = counter("tandem_predicted_hit_blocks_missed", "Of those, such as were computed after all.")
         self.unforeseen_hits = counter("tandem_unpredicted_hit_blocks", "Others that nobody computed either.")
+        self.tenant_tokens = counter(
+            "tandem_tenant_tokens", "Tokens of a tenant: input, cached input and output.", "tenant", "kind"
+        )
+        self._tenants_seen: set[str] = set()
         self.ignored_fields = Counter(
             "tandem_ignored_fields",
             "Fields of clients' requests that had no effect, by name.",
@@ -99,6 +105,14 @@ class RouterMetrics:
             if len(self._fields_seen) < MAX_FIELDS:
                 self._fields_seen.add(field)
             self.ignored_fields.labels(field if field in self._fields_seen else "other").inc()
+
+    def used(self, model: str, tenant: str, num_input: int, num_cached: int, num_output: int) -> None:
+        """Count a request's tokens, the first MAX_TENANTS tenants by name."""
+        if len(self._tenants_seen) < MAX_TENANTS:
+            self._tenants_seen.add(tenant)
+        label = tenant if tenant in self._tenants_seen else "other"
+        for kind, number in (("input", num_input), ("cached", num_cached), ("output", num_output)):
+            self.of(self.tenant_tokens, model, label, kind).inc(number)
 
     def of(self, metric: _M, *labels: str) -> _M:
         """Return the child of a metric; a lookup in the metric itself would cost more than counting."""

@@ -15,7 +15,6 @@ class OutputParts:
     def __init__(self, plan: OutputPlan) -> None:
         self._plan = plan
         self._parsers: dict[int, OutputParser | None] = {}
-        self._num_reasoning: dict[int, int] = {}
 
     def add_to(self, message: pb.GenerateResponse) -> None:
         """Add the parts that a message makes certain, and to a choice's end its tokens of reasoning."""
@@ -26,14 +25,10 @@ class OutputParts:
             if message.text:
                 message.parts.add(text=message.text)
             return
-        was_in_reasoning = parser.in_reasoning
-        pieces = parser.push(message.text)
-        if was_in_reasoning or parser.in_reasoning:
-            known = self._num_reasoning.get(message.index, 0)
-            self._num_reasoning[message.index] = known + len(message.token_ids)
+        pieces = parser.push(message.text, len(message.token_ids))
         if message.HasField("finish"):
             pieces += parser.finish()
-            message.finish.usage.reasoning_tokens = self._num_reasoning.get(message.index, 0)
+            message.finish.usage.reasoning_tokens = parser.num_reasoning
         message.parts.extend(map(part_of, pieces))
 
 

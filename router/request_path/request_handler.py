@@ -45,6 +45,8 @@ from router.request_path.decode_request import decode_request
 from router.request_path.preprocess import Preprocessor, asked_for, tenant_of
 from router.request_path.stream_state import StreamState
 from router.security.api_keys import Principal
+from router.usage.accounting import Accounting
+from router.usage.totals import UsageTotal
 from router.validation import check_messages, check_name_length
 
 log = logging.getLogger(__name__)
@@ -82,6 +84,7 @@ class RequestHandler:
         samples: Samples,
         tracing: Tracing,
         decisions_file: DecisionLog,
+        accounting: Accounting,
     ) -> None:
         self._config = config
         self._decisions_file = decisions_file
@@ -89,6 +92,7 @@ class RequestHandler:
         self._models = models
         self._metrics = metrics
         self._samples = samples
+        self._accounting = accounting
         self.recent = RecentRequests()
         """Requests that ended recently, for the console."""
         self._history = DecisionHistory(int(config.decisions_memory_mib * (1 << 20)))
@@ -119,7 +123,7 @@ class RequestHandler:
         prepared, arrived_at = None, time.monotonic()
         past = Entry(request.request_id, request.tenant, time.time())
         kept: list[bytes] = []
-        own = contextlib.ExitStack()
+        own, is_accounted = contextlib.ExitStack(), False
         try:
             if arrival is None:
                 arrival = own.enter_context(self._arrivals.arriving(tenant_of(request, principal), is_charged))
@@ -140,10 +144,13 @@ class RequestHandler:
                         request_metrics.message()
                         if sampled and self._samples.keeps_texts:
                             kept.append(message)
+                        is_accounted |= await self._accounting.message(prepared, emitted, message)
                         yield message
             finally:
                 self._tenant_limits.leave(charge, lambda: len(prepared.prompt) + emitted.num_tokens)
                 _count(prepared, emitted, request_metrics)
+                if not is_accounted and not emitted.empty:
+                    self._accounting.cut_off(prepared, emitted)
         except ServiceError as error:
             request_metrics.failed(error)
             past.refusal = Refused.of(error)
@@ -174,6 +181,17 @@ class RequestHandler:
             self._tracing.finished(prepared, request_metrics.ttft_s)
             if sampled:
                 self._samples.served(prepared, kept)
+
+    async def usage(self, num_days: int, tenant: str, principal: Principal) -> list[UsageTotal]:
+        """Return usage of the last so many days: of the principal's tenant, or for operators of `tenant`, or of all.
+
+        Raises InvalidRequest, Forbidden or Unavailable.
+        """
+        if not 1 <= num_days <= self._config.usage_days:
+            raise InvalidRequest("days", f"must be 1 to {self._config.usage_days} (usage_days), not {num_days}")
+        wanted = tenant or None if principal.operator else principal.tenant_for(tenant)
+        totals = await self._accounting.ledger.since(num_days)
+        return [total for total in totals if wanted is None or total.tenant == wanted]
 
     def count_ignored(self, fields: Sequence[str]) -> None:
         """Count fields of a request that had no effect."""

@@ -304,6 +304,16 @@ class Client:
         )
         await self._ask(lambda stub, how: stub.Feedback(request, **how), timeout_s, metadata)
 
+    async def usage(
+        self, days: int = 1, tenant: str = "", timeout_s: float = 10.0, metadata: Metadata = ()
+    ) -> list[pb.UsageTotal]:
+        """Return tokens of the last `days` days by day, tenant and model; of one `tenant` if named.
+
+        Raises ServiceError.
+        """
+        request = pb.UsageRequest(days=days, tenant=tenant)
+        return list((await self._ask(lambda stub, how: stub.Usage(request, **how), timeout_s, metadata)).totals)
+
     async def wait_for_workers(self, num_prefill: int, num_decode: int, timeout_s: float) -> None:
         """Wait until so many workers have joined the router, of all models together.
 

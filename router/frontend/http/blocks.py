@@ -50,7 +50,6 @@ class BlockAnswer(Answer, Generic[Asked]):
         self._parser: OutputParser | None = None
         self._open: Block | None = None
         self._has_begun = False
-        self._num_reasoning = 0
 
     # ------------------------------------------------------------------------------------ of each API
 
@@ -107,7 +106,7 @@ class BlockAnswer(Answer, Generic[Asked]):
         if message.HasField("finish"):
             self.finish = message.finish
             self.usage.CopyFrom(message.finish.usage)
-            self.usage.reasoning_tokens = self._num_reasoning
+            self.usage.reasoning_tokens = self._parser.num_reasoning if self._parser is not None else 0
             self.finish.receipt.ignored_fields.extend(self.asked.ignored)
             events += self._close() + self.ended()
         return events
@@ -121,10 +120,7 @@ class BlockAnswer(Answer, Generic[Asked]):
     def _pieces_of(self, message: pb.GenerateResponse) -> list[Piece]:
         if self._parser is None:
             return [message.text] if message.text else []
-        was_in_reasoning = self._parser.in_reasoning
-        pieces = self._parser.push(message.text)
-        if was_in_reasoning or self._parser.in_reasoning:
-            self._num_reasoning += len(message.token_ids)
+        pieces = self._parser.push(message.text, len(message.token_ids))
         if message.HasField("finish"):
             pieces += self._parser.finish()
         return pieces

@@ -114,19 +114,10 @@ class OpenAiAnswer(Answer):
         after = self._detailed(choice, message) if detailed else self._plain
         if choice.parser is None:
             return choice.head + self.before + quoted(message.text) + after
-        pieces = self._parsed(choice, message)
+        pieces = choice.parser.push(message.text, len(message.token_ids))
         if detailed and not pieces:
             return choice.head + self.before + b'""' + after
         return self._pieces(choice, pieces, after)
-
-    def _parsed(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> list[Piece]:
-        """Return a message's pieces, and count the tokens of reasoning."""
-        assert choice.parser is not None
-        was_in_reasoning = choice.parser.in_reasoning
-        pieces = choice.parser.push(message.text)
-        if was_in_reasoning or choice.parser.in_reasoning:
-            choice.num_reasoning += len(message.token_ids)
-        return pieces
 
     def _pieces(self, choice: ChoiceAnswer, pieces: Sequence[Piece], after: bytes) -> bytes:
         """Return one event per piece, the first one ending with `after`."""
@@ -195,7 +186,9 @@ class OpenAiAnswer(Answer):
                 message.finish.reason = pb.FINISH_REASON_LENGTH
                 self._finish(number, choice, message.finish)
             return
-        pieces: list[Piece] = self._parsed(choice, message) if choice.parser else [message.text]
+        pieces: list[Piece] = [message.text]
+        if choice.parser is not None:
+            pieces = choice.parser.push(message.text, len(message.token_ids))
         if message.logprobs:
             choice.logprobs.append(self.message_logprobs(choice, message))
         if self._asked.token_ids:
@@ -274,7 +267,7 @@ class OpenAiAnswer(Answer):
         self._usage.prompt_tokens += finish.usage.prompt_tokens
         self._usage.completion_tokens += finish.usage.completion_tokens
         self._usage.cached_tokens += finish.usage.cached_tokens
-        self._usage.reasoning_tokens += choice.num_reasoning
+        self._usage.reasoning_tokens += choice.parser.num_reasoning if choice.parser is not None else 0
         if self._asked.receipt and finish.HasField("receipt"):
             finish.receipt.ignored_fields.extend(self._asked.ignored)
             self._receipts[number] = MessageToDict(

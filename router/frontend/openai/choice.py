@@ -23,8 +23,6 @@ class ChoiceAnswer:
     offsets: CompletionLogprobs
     begun: bool = False
     num_tokens: int = 0
-    num_reasoning: int = 0
-    """Tokens within reasoning."""
     reason: str | None = None
     stop_reason: str | int | None = None
     text: list[str] = field(default_factory=list)
