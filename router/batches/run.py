@@ -204,11 +204,9 @@ class Run:
             else:
                 await working
         finally:
-            for task in (watching, working):
+            for task in (watching, *workers):
                 task.cancel()
-            await asyncio.gather(watching, *workers, return_exceptions=True)
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await working  # its failure was raised above, or is that of a worker
+            await asyncio.gather(watching, working, *workers, return_exceptions=True)  # raised above, where it counts
 
     async def _watch(self, lines: _Lines) -> None:
         """Return when the batch may not go on, for whatever reason."""
