@@ -31,10 +31,10 @@ from router.observability.metrics import ClusterCollector, RouterMetrics
 from router.observability.samples import Samples
 from router.observability.tracing import Tracing
 from router.placement.fleet import Fleet
+from router.request_path.accounting import Accounting
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
 from router.security.guard import KeyInterceptor
-from router.usage.accounting import Accounting
 from router.usage.ledger import FileLedger, MemoryLedger, UsageLedger
 
 if TYPE_CHECKING:

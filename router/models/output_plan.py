@@ -1,4 +1,4 @@
-"""What a request wants of its model's output: how it is parsed, and the grammar that forces a call. Pure."""
+"""Plan of a request's output: how it is parsed, and the grammar that forces a call. Pure."""
 
 import json
 from dataclasses import dataclass, field

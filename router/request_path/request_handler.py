@@ -41,11 +41,11 @@ from router.placement.place import Decision
 from router.placement.request_demand import chains_of, num_outputs
 from router.placement.worker_records import ActivePlacement, Worker
 from router.prepared_request import PreparedRequest
+from router.request_path.accounting import Accounting
 from router.request_path.decode_request import decode_request
 from router.request_path.preprocess import Preprocessor, asked_for, tenant_of
 from router.request_path.stream_state import StreamState
 from router.security.api_keys import Principal
-from router.usage.accounting import Accounting
 from router.usage.totals import UsageTotal
 from router.validation import check_messages, check_name_length
 

@@ -1,4 +1,4 @@
-"""Usage ledgers: what each request used, before its client knows.
+"""Usage ledgers: the tokens of each request, written before its client has the receipt.
 
 An entry is written before the receipt is sent. So after any kill the ledger has every receipt that a client has.
 """

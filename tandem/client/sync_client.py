@@ -73,6 +73,9 @@ class SyncClient:
     def feedback(self, request_id: str, **options: Any) -> None:
         self._wait(self._client.feedback(request_id, **options))
 
+    def usage(self, **options: Any) -> list[pb.UsageTotal]:
+        return self._wait(self._client.usage(**options))
+
     def _wait(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 

@@ -1,4 +1,4 @@
-"""What every generating API has in common: a request as it was read, and the maker of its answer. Pure."""
+"""Common parts of all generating APIs: a request as it was read, and the maker of its answer. Pure."""
 
 import time
 from abc import ABC, abstractmethod
