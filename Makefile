@@ -6,13 +6,14 @@ INSTALLED := $(VENV)/.installed
 PROTOC_VENV := .venv-protoc
 VLLM_VENV := .venv-vllm
 ROUTERS_VENV := .venv-routers
+CLIENTS_VENV := .venv-clients
 HELM := .helm/helm
 # Each file runs in one process. Integration tests wait for processes of theirs, so more of them run at a time.
 FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-neighbours bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores protos check-protos install clean
+.PHONY: demo test agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-neighbours bench-clients bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -109,6 +110,14 @@ bench-engine: $(INSTALLED) $(VLLM_VENV)/.installed
 bench-vllm: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.vllm
 
+bench-clients: $(INSTALLED) $(CLIENTS_VENV)/.installed
+	@$(BIN)/python -m bench.clients
+
+$(CLIENTS_VENV)/.installed: bench/clients/requirements.txt
+	@$(PYTHON) -m venv $(CLIENTS_VENV)
+	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r bench/clients/requirements.txt
+	@touch $@
+
 bench-neighbours: $(INSTALLED)
 	@$(BIN)/python -m bench.neighbours
 
@@ -147,6 +156,9 @@ bench-cores: $(INSTALLED)
 
 bench-api: $(INSTALLED)
 	@$(BIN)/python -m bench.api
+
+bench-batches: $(INSTALLED)
+	@$(BIN)/python -m bench.batches
 
 bench-gpu: $(INSTALLED)
 	@$(BIN)/python -m bench.gpu
@@ -187,4 +199,4 @@ check-protos: $(PROTOC_VENV)/.installed
 	@$(PROTOC_VENV)/bin/python protos/generate.py --check .
 
 clean:
-	rm -rf $(dir $(HELM)) $(VENV) $(VLLM_VENV) $(PROTOC_VENV) $(ROUTERS_VENV) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(dir $(HELM)) $(VENV) $(VLLM_VENV) $(PROTOC_VENV) $(ROUTERS_VENV) $(CLIENTS_VENV) .agents .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis

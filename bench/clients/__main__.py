@@ -1,0 +1,80 @@
+"""Features of public clients, and a fuzzer over /openapi.json: `make bench-clients`.
+
+A cell that must work and does not, or that must be refused and is not, is short of its bar.
+"""
+
+import asyncio
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench.report import Bar, conclude
+from tandem.cli.demo import STORYTELLER
+from tandem.local.local_cluster import LocalCluster
+from tandem.topology import plan_topology
+
+BIN = Path(__file__).parents[2] / ".venv-clients" / "bin"
+NUM_CASES = 2000
+CASES_PER_OPERATION = 260
+
+
+async def features(base: str) -> list[dict[str, Any]]:
+    """Run `features.py`; return its cells."""
+    program = str(Path(__file__).with_name("features.py"))
+    process = await asyncio.create_subprocess_exec(
+        str(BIN / "python"), program, base, stdout=asyncio.subprocess.PIPE, limit=1 << 20
+    )
+    assert process.stdout is not None
+    cells = [json.loads(line) async for line in process.stdout if line.startswith(b"{")]  # libraries print, too
+    await process.wait()
+    return cells
+
+
+async def fuzz(base: str) -> list[Bar]:
+    """Run schemathesis; return its bars."""
+    options = ["--phases", "fuzzing", "--workers", "4", "--max-examples", str(CASES_PER_OPERATION)]
+    options += ["--checks", "not_a_server_error", "--request-timeout", "60"]
+    process = await asyncio.create_subprocess_exec(
+        str(BIN / "schemathesis"),
+        *("run", f"{base}/openapi.json", *options),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output = (await process.communicate())[0].decode()
+    if process.returncode:
+        print(output[-5000:], file=sys.stderr)
+    found = re.search(r"(\d+) generated", output)
+    return [
+        Bar("schemathesis: cases", float(found[1]) if found else 0.0, NUM_CASES, at_least=True),
+        Bar("schemathesis: answers of status 500, and hangs", float(bool(process.returncode)), 0),
+    ]
+
+
+def bar_of(cell: dict[str, Any]) -> Bar:
+    """Return the bar of a cell: 0 where it is as it must be."""
+    what = f"{cell['client']}: {cell['feature']}" + (" (refused)" if cell["expected"] else "")
+    is_wrong = bool(cell["failure"]) != bool(cell["expected"])
+    if is_wrong:
+        print(f"{what}: {cell['failure'] or 'is not refused'}", file=sys.stderr)
+    return Bar(what, float(is_wrong), 0)
+
+
+async def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        router = {"model": STORYTELLER, "port": 0, "http_port": 0, "batches_folder": Path(folder)}
+        settings = {"model": STORYTELLER, "kv_memory_mib": 64, "dtype": "float32"}
+        topology = plan_topology(1, 1, router, settings, [0, 1])
+        async with LocalCluster(topology) as cluster:
+            base = f"http://{cluster.router.http_address}"
+            cells = await features(base)
+            bars = [*map(bar_of, cells), *await fuzz(base)]
+    conclude("clients", bars, {"cells": cells}, Console())
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

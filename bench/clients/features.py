@@ -1,0 +1,342 @@
+"""Features of public clients against a router: `features.py BASE_URL`, in the clients' own environment.
+
+Prints one JSON object a line: client, feature, and how it went (empty: it works).
+"""
+
+import asyncio
+import json
+import os
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+os.environ |= {"OPENAI_AGENTS_DISABLE_TRACING": "1", "LITELLM_LOG": "ERROR", "OPENAI_API_KEY": "none"}
+
+import anthropic
+import instructor
+import litellm
+import openai
+from pydantic import BaseModel
+
+MODEL, ASK = "model", "What is the weather in Paris?"
+STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
+WEATHER: Any = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FUNCTION: Any = {"name": "get_weather", "description": "Current weather of a city.", "parameters": WEATHER}
+TOOL: Any = {"type": "function", "function": FUNCTION}
+REFUSED: dict[tuple[str, str], str] = {
+    ("openai", "images"): "the models here read text only",
+    ("openai", "audio"): "no model here hears or speaks",
+    ("openai", "embeddings"): "not served yet",
+}
+"""Cells that are refused with a clear error, and why."""
+Feature = Callable[[str], Awaitable[object]]
+FEATURES: dict[tuple[str, str], Feature] = {}
+
+
+class City(BaseModel):
+    """A city, as structured output."""
+
+    city: str
+
+
+def feature(client: str, name: str) -> Callable[[Feature], Feature]:
+    def add(function: Feature) -> Feature:
+        FEATURES[client, name] = function
+        return function
+
+    return add
+
+
+def by_openai(base: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0)
+
+
+# ---------------------------------------------------------------------------------------------------- openai
+
+
+@feature("openai", "chat")
+async def _(base: str) -> None:
+    answer = await by_openai(base).chat.completions.create(model=MODEL, messages=STORY, max_tokens=30)
+    assert answer.choices[0].message.content
+
+
+@feature("openai", "chat stream")
+async def _(base: str) -> None:
+    stream = await by_openai(base).chat.completions.create(
+        model=MODEL, messages=STORY, max_tokens=30, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert chunks[-1].usage.completion_tokens > 0
+
+
+@feature("openai", "reasoning_effort and unknown fields")
+async def _(base: str) -> None:
+    await by_openai(base).chat.completions.create(
+        model=MODEL, messages=STORY, max_tokens=5, reasoning_effort="low", verbosity="low", extra_body={"colour": 1}
+    )
+
+
+@feature("openai", "tools, forced")
+async def _(base: str) -> None:
+    answer = await by_openai(base).chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": ASK}], tools=[TOOL], tool_choice="required", max_tokens=64
+    )
+    json.loads(answer.choices[0].message.tool_calls[0].function.arguments)["city"]
+
+
+@feature("openai", "tools, free")
+async def _(base: str) -> None:
+    answer = await by_openai(base).chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": ASK}], tools=[TOOL], max_tokens=64, temperature=0
+    )
+    call = answer.choices[0].message.tool_calls[0].function
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})
+
+
+@feature("openai", "structured output")
+async def _(base: str) -> None:
+    answer = await by_openai(base).chat.completions.parse(
+        model=MODEL, messages=[{"role": "user", "content": ASK}], response_format=City, max_tokens=64, temperature=0
+    )
+    assert isinstance(answer.choices[0].message.parsed, City)
+
+
+@feature("openai", "completions with logprobs")
+async def _(base: str) -> None:
+    answer = await by_openai(base).completions.create(model=MODEL, prompt="Once", max_tokens=5, logprobs=2)
+    assert len(answer.choices[0].logprobs.tokens) == 5
+
+
+@feature("openai", "responses")
+async def _(base: str) -> None:
+    client = by_openai(base)
+    first = await client.responses.create(model=MODEL, input=STORY, max_output_tokens=20)
+    second = await client.responses.create(
+        model=MODEL, input="And then?", previous_response_id=first.id, max_output_tokens=20
+    )
+    assert second.output_text
+
+
+@feature("openai", "responses stream with tools")
+async def _(base: str) -> None:
+    tool: Any = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": True}
+    client = by_openai(base)
+    async with client.responses.stream(
+        model=MODEL, input=ASK, tools=[tool], tool_choice="required", max_output_tokens=64
+    ) as events:
+        async for _event in events:
+            pass
+        answer = await events.get_final_response()
+    assert answer.output[0].type == "function_call"
+
+
+@feature("openai", "models")
+async def _(base: str) -> None:
+    assert [model.id async for model in by_openai(base).models.list()] == [MODEL]
+
+
+@feature("openai", "files and batches")
+async def _(base: str) -> None:
+    client = by_openai(base)
+    body = {"model": MODEL, "messages": STORY, "max_tokens": 5}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    file = await client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+    batch = await client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    while batch.status not in ("completed", "failed", "expired", "cancelled"):
+        await asyncio.sleep(0.1)
+        batch = await client.batches.retrieve(batch.id)
+    assert batch.status == "completed"
+    assert json.loads((await client.files.content(batch.output_file_id)).text)["custom_id"] == "a"
+
+
+@feature("openai", "images")
+async def _(base: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    await by_openai(base).chat.completions.create(model=MODEL, messages=[{"role": "user", "content": [part]}])
+
+
+@feature("openai", "audio")
+async def _(base: str) -> None:
+    await by_openai(base).chat.completions.create(
+        model=MODEL, messages=STORY, modalities=["text", "audio"], audio={"voice": "a", "format": "wav"}
+    )
+
+
+@feature("openai", "embeddings")
+async def _(base: str) -> None:
+    await by_openai(base).embeddings.create(model=MODEL, input="Once")
+
+
+# ------------------------------------------------------------------------------------------------- anthropic
+
+
+def by_anthropic(base: str) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=base, api_key="none", max_retries=0)
+
+
+@feature("anthropic", "messages")
+async def _(base: str) -> None:
+    answer = await by_anthropic(base).messages.create(model=MODEL, messages=STORY, max_tokens=20)
+    assert answer.content[0].text
+
+
+@feature("anthropic", "messages stream")
+async def _(base: str) -> None:
+    async with by_anthropic(base).messages.stream(model=MODEL, messages=STORY, max_tokens=20) as stream:
+        assert "".join([text async for text in stream.text_stream])
+
+
+@feature("anthropic", "tools and results")
+async def _(base: str) -> None:
+    client = by_anthropic(base)
+    tool: Any = {"name": "get_weather", "description": "Current weather of a city.", "input_schema": WEATHER}
+    messages: list[Any] = [{"role": "user", "content": ASK}]
+    asked: Any = {"model": MODEL, "tools": [tool], "max_tokens": 64}
+    called = await client.messages.create(**asked, messages=messages, tool_choice={"type": "any"})
+    result = {"type": "tool_result", "tool_use_id": called.content[0].id, "content": "Sunny, 21 degrees."}
+    messages += [{"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
+    await client.messages.create(**asked, messages=messages)
+
+
+@feature("anthropic", "count_tokens")
+async def _(base: str) -> None:
+    assert (await by_anthropic(base).messages.count_tokens(model=MODEL, messages=STORY)).input_tokens > 5
+
+
+# ------------------------------------------------------------------------------------------------ frameworks
+
+
+@feature("langchain-openai", "chat and stream")
+async def _(base: str) -> None:
+    from langchain_openai import ChatOpenAI
+
+    chat = ChatOpenAI(model=MODEL, base_url=f"{base}/v1", api_key="none", max_tokens=20)
+    assert (await chat.ainvoke("Tell me a story.")).content
+    assert "".join([str(chunk.content) async for chunk in chat.astream("Tell me a story.")])
+
+
+@feature("langchain-openai", "bind_tools")
+async def _(base: str) -> None:
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+
+    @tool
+    def get_weather(city: str) -> str:
+        """Return the current weather of a city."""
+        return "sunny"
+
+    chat = ChatOpenAI(model=MODEL, base_url=f"{base}/v1", api_key="none", max_tokens=64, temperature=0)
+    called = await chat.bind_tools([get_weather]).ainvoke(ASK)
+    assert called.tool_calls[0]["args"] == {"city": "Paris"}
+
+
+@feature("langchain-openai", "with_structured_output")
+async def _(base: str) -> None:
+    from langchain_openai import ChatOpenAI
+
+    chat = ChatOpenAI(model=MODEL, base_url=f"{base}/v1", api_key="none", max_tokens=64, temperature=0)
+    assert isinstance(await chat.with_structured_output(City).ainvoke(ASK), City)
+
+
+@feature("litellm", "chat, stream, tools")
+async def _(base: str) -> None:
+    where: Any = {"model": f"openai/{MODEL}", "api_base": f"{base}/v1", "api_key": "none", "max_tokens": 64}
+    assert (await litellm.acompletion(messages=STORY, **where)).choices[0].message.content
+    stream = await litellm.acompletion(messages=STORY, stream=True, **where)
+    assert [chunk async for chunk in stream]
+    asked = [{"role": "user", "content": ASK}]
+    called = await litellm.acompletion(messages=asked, tools=[TOOL], tool_choice="required", **where)
+    assert called.choices[0].message.tool_calls
+
+
+@feature("litellm", "anthropic messages")
+async def _(base: str) -> None:
+    answer = await litellm.acompletion(
+        model=f"anthropic/{MODEL}", api_base=base, api_key="none", messages=STORY, max_tokens=20
+    )
+    assert answer.choices[0].message.content
+
+
+@feature("instructor", "tools and JSON modes")
+async def _(base: str) -> None:
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+        client = instructor.from_openai(by_openai(base), mode=mode)
+        found = await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": ASK}],
+            response_model=City,
+            max_tokens=64,
+            temperature=0,
+            max_retries=0,
+        )
+        assert isinstance(found, City)
+
+
+@feature("pydantic-ai", "chat, tools, structured output")
+async def _(base: str) -> None:
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(openai_client=by_openai(base)))
+    settings: Any = {"max_tokens": 64, "temperature": 0}
+    assert (await Agent(model, model_settings=settings).run("Tell me a story.")).output
+    found = await Agent(model, output_type=City, model_settings=settings).run(ASK)
+    assert isinstance(found.output, City)
+
+
+@feature("openai-agents", "responses with a tool")
+async def _(base: str) -> None:
+    from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool
+
+    called: list[str] = []
+
+    @function_tool
+    def get_weather(city: str) -> str:
+        """Return the current weather of a city."""
+        called.append(city)
+        return "Sunny, 21 degrees."
+
+    agent = Agent(
+        "teller",
+        model=OpenAIResponsesModel(MODEL, by_openai(base)),
+        tools=[get_weather],
+        model_settings=ModelSettings(tool_choice="required", max_tokens=64),
+    )
+    answer = await Runner.run(agent, ASK)
+    assert called
+    assert answer.raw_responses
+
+
+@feature("llama-index", "chat and stream")
+async def _(base: str) -> None:
+    from llama_index.core.llms import ChatMessage
+    from llama_index.llms.openai_like import OpenAILike
+
+    llm = OpenAILike(model=MODEL, api_base=f"{base}/v1", api_key="none", is_chat_model=True, max_tokens=20)
+    messages = [ChatMessage(role="user", content="Tell me a story.")]
+    assert (await llm.achat(messages)).message.content
+    assert [piece async for piece in await llm.astream_chat(messages)]
+
+
+async def main(base: str) -> None:
+    for (client, name), function in FEATURES.items():
+        try:
+            await asyncio.wait_for(function(base), 120)
+            failure = ""
+        except Exception as error:
+            traceback.print_exc()
+            failure = f"{type(error).__name__}: {error}"[:300]
+        cell = {"client": client, "feature": name, "failure": failure, "expected": REFUSED.get((client, name), "")}
+        print(json.dumps(cell), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
