@@ -60,7 +60,7 @@ ray: $(INSTALLED)
 	$(BIN)/pytest tests/ray_cluster
 
 # Whole agents, from npm, in .agents: minutes, so no part of `test`.
-AGENTS := @openai/codex@0.169 opencode-ai@1.18
+AGENTS := @openai/codex@0.169 opencode-ai@1.18 openai ai @ai-sdk/openai-compatible
 agents:
 	@npm install --silent --no-fund --no-audit --prefix .agents $(AGENTS)
 	@cd .agents/node_modules/opencode-ai && node postinstall.mjs
@@ -110,7 +110,7 @@ bench-engine: $(INSTALLED) $(VLLM_VENV)/.installed
 bench-vllm: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.vllm
 
-bench-clients: $(INSTALLED) $(CLIENTS_VENV)/.installed
+bench-clients: $(INSTALLED) $(CLIENTS_VENV)/.installed agents
 	@$(BIN)/python -m bench.clients
 
 $(CLIENTS_VENV)/.installed: bench/clients/requirements.txt

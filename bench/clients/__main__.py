@@ -6,6 +6,7 @@ A cell that must work and does not, or that must be refused and is not, is short
 import asyncio
 import json
 import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -18,17 +19,16 @@ from tandem.cli.demo import STORYTELLER
 from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
 
-BIN = Path(__file__).parents[2] / ".venv-clients" / "bin"
+HERE = Path(__file__).parent
+BIN = HERE.parents[1] / ".venv-clients" / "bin"
+PACKAGES = HERE.parents[1] / ".agents"
 NUM_CASES = 2000
 CASES_PER_OPERATION = 260
 
 
-async def features(base: str) -> list[dict[str, Any]]:
-    """Run `features.py`; return its cells."""
-    program = str(Path(__file__).with_name("features.py"))
-    process = await asyncio.create_subprocess_exec(
-        str(BIN / "python"), program, base, stdout=asyncio.subprocess.PIPE, limit=1 << 20
-    )
+async def features(*command: str) -> list[dict[str, Any]]:
+    """Run a program of features; return its cells."""
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, limit=1 << 20)
     assert process.stdout is not None
     cells = [json.loads(line) async for line in process.stdout if line.startswith(b"{")]  # libraries print, too
     await process.wait()
@@ -71,7 +71,11 @@ async def main() -> None:
         topology = plan_topology(1, 1, router, settings, [0, 1])
         async with LocalCluster(topology) as cluster:
             base = f"http://{cluster.router.http_address}"
-            cells = await features(base)
+            cells = await features(str(BIN / "python"), str(HERE / "features.py"), base)
+            if node := shutil.which("node"):
+                cells += await features(node, str(HERE / "features.mjs"), base, str(PACKAGES))
+            else:
+                print("node is not installed: its clients are left out", file=sys.stderr)
             bars = [*map(bar_of, cells), *await fuzz(base)]
     conclude("clients", bars, {"cells": cells}, Console())
 
