@@ -23,7 +23,7 @@ from router.batches.file_store import FileStore
 from router.batches.input_check import InputLimits, check_input, lines_of
 from router.batches.line import Handle, LineRequest, Parse, answered, read_line
 from router.batches.outputs import make_outputs
-from router.batches.pace import paced
+from router.batches.pace import StartPace, paced
 from router.batches.records import Checked, Decided, Ended, Facts, Fault, Made, Outcome
 from router.batches.retries import wait_s
 from router.batches.state import Step, next_step
@@ -51,6 +51,7 @@ class Surroundings:
     drain: Drain
     turns: FairTurns
     """Turns of lines, so that tenants share the router's concurrency."""
+    pace: StartPace
     concurrency: int
     """Lines of one batch that may be in flight."""
     clock: Callable[[], float]
@@ -243,6 +244,7 @@ class Run:
         num_tries = 0
         while True:
             async with around.turns.turn(made.tenant):
+                await around.pace.wait()
                 if self._stopping.is_set():
                     return
                 num_tries += 1

@@ -14,6 +14,7 @@ from router.batches.disk import Disk
 from router.batches.file_store import FileStore
 from router.batches.input_check import InputLimits
 from router.batches.line import Handle, Parse
+from router.batches.pace import StartPace
 from router.batches.run import Surroundings
 from router.batches.runner import BatchRunner
 from router.batches.space import TenantSpace
@@ -61,6 +62,7 @@ class Batches:
             limits=InputLimits(max_line_bytes),
             drain=drain,
             turns=FairTurns(config.batch_concurrency, config.batch_concurrency),
+            pace=StartPace(),
             concurrency=config.batch_concurrency,
             clock=clock,
         )

@@ -103,6 +103,29 @@ async def test_a_batch_answers_what_the_endpoint_answers(site: Site) -> None:
     assert failures == [(400, "temperature"), (400, "stream"), (404, "model")]
 
 
+@pytest.mark.parametrize("endpoint", ["/v1/responses", "/v1/messages"])
+async def test_any_generating_path_may_be_the_endpoint(site: Site, endpoint: str) -> None:
+    inputs: Any = {"input": "hello", "max_output_tokens": 4}
+    if endpoint == "/v1/messages":
+        inputs = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    body = {"model": "simulated", "temperature": 0} | inputs
+    lines = [{"custom_id": "a", "method": "POST", "url": endpoint, "body": body}]
+    lines.append({"custom_id": "b", "method": "POST", "url": endpoint, "body": body | {"temperature": -1}})
+    done = await ended(site.openai, (await begin(site.openai, lines, endpoint)).id)
+    status, _, direct = await asyncio.to_thread(call, site.http, endpoint, body)
+    refused, _, failure = await asyncio.to_thread(call, site.http, endpoint, body | {"temperature": -1})
+    assert (status, refused) == (200, 400)
+    (output,) = await content_of(site.openai, done.output_file_id)
+    said = output["response"]["body"]
+    part = "output" if endpoint == "/v1/responses" else "content"
+    assert [block.get("content", block.get("text")) for block in said[part]] == [
+        block.get("content", block.get("text")) for block in direct[part]
+    ]
+    (error,) = await content_of(site.openai, done.error_file_id)
+    assert error["response"]["status_code"] == 400
+    assert error["response"]["body"]["error"] == failure["error"]
+
+
 async def test_files_are_listed_read_and_deleted(site: Site) -> None:
     content = b'{"custom_id": "\xc3\xa9"}\r\n\r\nno boundary --x'
     made = [

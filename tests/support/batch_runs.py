@@ -19,6 +19,7 @@ from router.batches.file_store import FileStore
 from router.batches.input_check import InputLimits
 from router.batches.layout import BATCH_PREFIX, FILE_PREFIX, new_id
 from router.batches.line import Handle, LineAnswer, LineRequest
+from router.batches.pace import StartPace
 from router.batches.records import FileInfo, Made
 from router.batches.run import Run, Surroundings
 from router.batches.threads import Threads
@@ -171,6 +172,7 @@ class World:
             limits=InputLimits(10_000),
             drain=self.drain,
             turns=FairTurns(concurrency, concurrency),
+            pace=StartPace(),
             concurrency=concurrency,
             clock=self.now,
         )

@@ -20,7 +20,7 @@ from router.batches.input_check import MAX_FAULTS, InputLimits, check_input, lin
 from router.batches.layout import BATCH_PREFIX, FILE_PREFIX, derived_id, is_id, new_id, tenant_folder
 from router.batches.line import LineAnswer, LineFault, answered, read_line, unanswered
 from router.batches.outputs import make_outputs
-from router.batches.pace import SHARE, SLICE_S, paced
+from router.batches.pace import SHARE, SLICE_S, START_GAP_S, StartPace, paced
 from router.batches.records import Cancelled, Checked, Decided, Ended, Facts, Fault, FileInfo, Made, Progress
 from router.batches.retries import is_retriable, wait_s
 from router.batches.service import Batches
@@ -241,6 +241,28 @@ def test_long_work_pauses() -> None:
         clock.now += SLICE_S / 2
     assert clock.num_sleeps == 5
     assert clock.slept == pytest.approx(10 * SLICE_S / 2 * (1 / SHARE - 1))
+
+
+async def test_lines_start_one_after_the_other_and_slower_while_the_loop_is_late() -> None:
+    clock, late_s = Clock(), 0.0
+
+    async def start(pace: StartPace) -> float:
+        with pytest.MonkeyPatch.context() as patch:
+
+            async def sleep(seconds: float) -> None:
+                clock.now += seconds + late_s
+
+            patch.setattr("router.batches.pace.asyncio.sleep", sleep)
+            await pace.wait()
+        return clock.now
+
+    pace = StartPace(lambda: clock.now)
+    assert [await start(pace) for _ in range(3)] == pytest.approx([0, START_GAP_S, 2 * START_GAP_S])
+    late_s = 0.01
+    at = await start(pace)
+    late_s = 0.0
+    assert await start(pace) == pytest.approx(at + 0.08)
+    assert await start(pace) == pytest.approx(at + 0.08 + START_GAP_S), "as soon as it is in time again"
 
 
 # ------------------------------------------------------------------ on disk
