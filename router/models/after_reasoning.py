@@ -1,11 +1,13 @@
 """Structured output that follows reasoning: a grammar of free reasoning, its end, and then the required form. Pure."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from cluster.errors import InvalidRequest
 from engine.sampling.structured_output import FIELD
 from protos import inference_pb2 as pb
+from router.models.forced_calls import mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,9 +16,8 @@ class ReasoningMarks:
 
     opening: str
     closing: str
-    opening_token: int | None = None
-    """Token id of the opening, where it is a special token: text never matches one."""
-    closing_token: int | None = None
+    added_tokens: Mapping[str, int] = field(default_factory=dict)
+    """The tokenizer's added tokens by their text: no text of a grammar matches one."""
 
 
 def after_reasoning(form: pb.StructuredOutput, marks: ReasoningMarks, begun: bool) -> pb.StructuredOutput:
@@ -24,13 +25,13 @@ def after_reasoning(form: pb.StructuredOutput, marks: ReasoningMarks, begun: boo
 
     Raises InvalidRequest for a grammar of the client's own, which cannot be a part of another one.
     """
-    if marks.closing_token is None:
+    if marks.closing not in marks.added_tokens:
         thought = f"thought[suffix={json.dumps(marks.closing)}]: /(?s:.*)/"
         rest = "thought"
     else:
         thought = "thought: /(?s:.*)/"
-        rest = f"thought <[{marks.closing_token}]>"
-    opening = json.dumps(marks.opening) if marks.opening_token is None else f"<[{marks.opening_token}]>"
+        rest = f"thought {mark(marks.closing, marks.added_tokens)}"
+    opening = mark(marks.opening, marks.added_tokens)
     start = f"start: {rest} SPACE body" if begun else f"start: ({opening} {rest})? SPACE body"
     return pb.StructuredOutput(grammar="\n".join((start, thought, r"SPACE: /\s{0,4}/", *_body(form))))
 

@@ -60,7 +60,7 @@ def plan_output(
     is_forced = request.tool_choice not in (*AUTO_CHOICES, NO_CALLS)
     parses_calls = bool(request.tools) and request.tool_choice != NO_CALLS
     if is_forced:
-        _force_call(request, sampling)
+        _force_call(request, sampling, marks)
     elif parses_calls and request.single_tool_call and format_.calls == "hermes":
         sampling.stop.append(CLOSE)  # nothing follows the first call
     may_reason = format_.has_reasoning and (begins or marks.closing not in generation_prompt)
@@ -72,7 +72,7 @@ def plan_output(
     return plan, sampling
 
 
-def _force_call(request: pb.GenerateRequest, sampling: pb.Sampling) -> None:
+def _force_call(request: pb.GenerateRequest, sampling: pb.Sampling, marks: ReasoningMarks) -> None:
     """Hold the output to calls of the chosen tools."""
     if sampling.HasField("structured"):
         raise InvalidRequest("tool_choice", f"and {FIELD} cannot both say what is generated")
@@ -81,7 +81,7 @@ def _force_call(request: pb.GenerateRequest, sampling: pb.Sampling) -> None:
     wanted = [function for function in functions if any_call or function.name == request.tool_choice]
     if not wanted:
         raise InvalidRequest("tool_choice", f"{request.tool_choice!r} is not among the tools")
-    sampling.structured.grammar = call_grammar(wanted, single=request.single_tool_call or not any_call)
+    sampling.structured.grammar = call_grammar(wanted, request.single_tool_call or not any_call, marks.added_tokens)
 
 
 def _function(text: str, number: int) -> Function:

@@ -83,11 +83,8 @@ class PromptEncoder:
         self._turns, self._large_turns = FairTurns(4, 2), FairTurns(2, 1)
 
     def _marks(self, opening: str, closing: str) -> ReasoningMarks:
-        special: dict[str, int] = {}
-        if self._tokenizer is not None:
-            added = self._tokenizer.get_added_tokens_decoder()
-            special = {token.content: token_id for token_id, token in added.items() if token.special}
-        return ReasoningMarks(opening, closing, special.get(opening), special.get(closing))
+        added = self._tokenizer.get_added_tokens_decoder() if self._tokenizer is not None else {}
+        return ReasoningMarks(opening, closing, {token.content: token_id for token_id, token in added.items()})
 
     def generation_prompt(self, request: pb.GenerateRequest) -> str:
         """Return what the template adds after a chat's last message; empty for other prompts."""

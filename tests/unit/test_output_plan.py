@@ -6,6 +6,7 @@ from typing import Any
 import llguidance
 import llguidance.hf
 import pytest
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from cluster.errors import InvalidRequest
@@ -18,7 +19,9 @@ from router.request_path.parsed_stream import OutputParts
 from tandem.cli.demo import STORYTELLER
 
 PLAIN, THINKING = OutputFormat("hermes", NONE), OutputFormat("hermes", "qwen3")
-MARKS = ReasoningMarks("<think>", "</think>")
+VOCABULARY = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
+ADDED = {token.content: token_id for token_id, token in VOCABULARY.get_added_tokens_decoder().items()}
+MARKS = ReasoningMarks("<think>", "</think>", ADDED)
 TOOL = json.dumps({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}})
 USER = pb.ChatMessage(role="user", content="hello")
 
@@ -116,7 +119,7 @@ def test_reasoning_may_end_with_a_special_token() -> None:
     token_id = PreTrainedTokenizerFast(tokenizer_file=str(STORYTELLER / "tokenizer.json")).convert_tokens_to_ids(
         "<|user|>"
     )
-    marks = ReasoningMarks("<|user|>", "<|user|>", token_id, token_id)
+    marks = ReasoningMarks("<|user|>", "<|user|>", {"<|user|>": token_id})
     grammar = after_reasoning(pb.StructuredOutput(choice=["yes"]), marks, begun=True).grammar
     matcher = llguidance.LLMatcher(TOKENIZER, grammar, log_level=0)
     ids = [*TOKENIZER.tokenize_str("Hm"), token_id, *TOKENIZER.tokenize_str("yes")]
@@ -145,3 +148,25 @@ def test_messages_get_their_parts() -> None:
         [pb.OutputPart(reasoning="So")],
     ]
     assert [message.finish.usage.reasoning_tokens for message in messages[2:]] == [3, 1]
+
+
+def test_marks_that_are_added_tokens_are_generated_as_such() -> None:
+    """As Qwen's are: a grammar of their text would match no token."""
+    tokenizer = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
+    tokenizer.add_tokens(
+        [AddedToken(mark, normalized=False) for mark in ("<tool_call>", "</tool_call>", "<think>", "</think>")]
+    )
+    added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+    guided = llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=tokenizer.get_vocab_size(), eos_token=2)
+    request = pb.GenerateRequest(messages=[USER], parse_output=True, tools=[TOOL], tool_choice="f")
+    marks = ReasoningMarks("<think>", "</think>", added)
+    for before, text in [
+        ("<think>\n", 'Hm</think>\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
+        ("</think>", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
+    ]:
+        _, sampling = plan_output(request, THINKING, before, marks)
+        matcher = llguidance.LLMatcher(guided, sampling.structured.grammar, log_level=0)
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert added["<tool_call>"] in ids
+        assert matcher.try_consume_tokens(ids) == len(ids)
+        assert matcher.is_accepting()
