@@ -1,4 +1,4 @@
-"""The corpus: drills, plain stories, conversations and long village prompts, endless and in a fixed order per seed.
+"""The corpus: drills, stories, conversations, calls and long village prompts, endless and in a fixed order per seed.
 
 ``python examples/storyteller/grammar.py --count 5`` prints a few documents to look at.
 """
@@ -9,12 +9,15 @@ import argparse
 import random
 from collections.abc import Iterator
 
+from calls import call_chat, call_drill, json_chat
 from chats import Message, conversation
 from lore import village_chat
 from tales import pick_cast, pick_plot, prose, tell
 from words import load
 
-# A document is a conversation, or one message with the role "text": a story with no chat around it.
+# A document is a conversation, or one message with the role "text": a story with no chat around it. Other roles:
+# "tools" is a system message that lists them, "ask" a user's that nobody can predict, "given" such a beginning of a
+# text, and "forced" an assistant's answer that only a client's grammar begins so.
 Document = tuple[Message, ...]
 
 
@@ -43,13 +46,27 @@ def long_documents(seed: int) -> Iterator[Document]:
         yield village_chat(rng)
 
 
+def call_drills(seed: int) -> Iterator[Document]:
+    """Return documents of a few lines, which teach the model to copy names and values into JSON."""
+    rng = random.Random(f"call drills {seed}")
+    while True:
+        yield call_drill(rng)
+
+
+def call_documents(seed: int) -> Iterator[Document]:
+    """Conversations with tools, and answers in JSON, a hundred tokens each."""
+    rng = random.Random(f"calls {seed}")
+    while True:
+        yield call_chat(rng) if rng.random() < 0.7 else json_chat(rng)
+
+
 def main() -> None:
     """Print documents of every kind."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--count", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    for stream in (drills(args.seed), short_documents(args.seed), long_documents(args.seed)):
+    for stream in (kind(args.seed) for kind in (drills, call_drills, short_documents, call_documents, long_documents)):
         for _ in range(args.count):
             print("\n".join(f"<{role}> {text}" for role, text in next(stream)), end="\n\n----\n\n")
 

@@ -290,3 +290,102 @@ async def test_the_description_names_what_is_read(site: Site) -> None:
     assert body["properties"]["temperature"] == {"type": "number"}
     status, _, said = await asyncio.to_thread(call, site.http, "/version")
     assert (status, set(said)) == (200, {"version"})
+
+
+# ------------------------------------------------------------------------------------ tools, turn after turn
+
+QUESTIONS = ["What is the weather in Paris?", "And in Rome?", "Find it for Oslo.", "What about Lima?"]
+BLOCK = 16
+
+
+@dataclass
+class Turns:
+    """Prompt and cached tokens of a conversation's requests."""
+
+    could: int = 0
+    """Tokens of full blocks that the request before had in its prompt or output."""
+    cached: int = 0
+    known: int = 0
+
+    def add(self, num_prompt: int, num_cached: int, num_output: int) -> None:
+        self.could += min(self.known, num_prompt - 1) // BLOCK * BLOCK
+        self.cached += num_cached
+        self.known = num_prompt + num_output - 1  # nobody computes the last token
+
+    def check(self) -> None:
+        assert self.could > 300
+        assert self.cached >= 0.9 * self.could
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def teller() -> AsyncIterator[Site]:
+    """A cluster of the demo model as it is."""
+    async with http_cluster(STORYTELLER, router={"model": STORYTELLER}, dtype="float32") as cluster:
+        http = cluster.router.http_address
+        async with (
+            openai.AsyncOpenAI(base_url=f"http://{http}/v1", api_key="none", max_retries=0) as by_openai,
+            anthropic.AsyncAnthropic(base_url=f"http://{http}", api_key="none", max_retries=0) as by_anthropic,
+        ):
+            yield Site(http, by_openai, by_anthropic)
+
+
+async def test_chats_with_tools_are_cached_from_turn_to_turn(teller: Site) -> None:
+    tool: Any = {"type": "function", "function": {"name": "find", "parameters": PARAMETERS}}
+    messages: list[Any] = []
+    turns = Turns()
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        for choice in ("required", "none"):
+            answer = await teller.openai.chat.completions.create(
+                model="model", messages=messages, tools=[tool], tool_choice=choice, max_tokens=64, temperature=0,
+                parallel_tool_calls=False,
+            )  # fmt: skip
+            usage = answer.usage
+            assert usage is not None
+            turns.add(usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)  # type: ignore[union-attr,arg-type]
+            said = answer.choices[0].message
+            messages.append(said.model_dump(exclude_none=True))
+            messages += [
+                {"role": "tool", "tool_call_id": call.id, "content": "A red one."} for call in said.tool_calls or ()
+            ]
+            await asyncio.sleep(0.3)  # the router learns what the workers hold
+    turns.check()
+
+
+async def test_responses_with_tools_are_cached_from_turn_to_turn(teller: Site) -> None:
+    turns, previous = Turns(), None
+    for question in QUESTIONS:
+        given: Any = question
+        for choice in ("required", "none"):
+            asked: Any = {"model": "model", "tools": [FUNCTION], "tool_choice": choice, "temperature": 0}
+            answer: Any = await teller.openai.responses.create(
+                **asked, input=given, previous_response_id=previous, max_output_tokens=64, parallel_tool_calls=False
+            )
+            usage = answer.usage
+            turns.add(usage.input_tokens, usage.input_tokens_details.cached_tokens, usage.output_tokens)
+            previous = answer.id
+            calls = [item for item in answer.output if item.type == "function_call"]
+            given = [
+                {"type": "function_call_output", "call_id": call.call_id, "output": "A red one."} for call in calls
+            ]
+            await asyncio.sleep(0.3)
+    turns.check()
+
+
+async def test_messages_with_tools_are_cached_from_turn_to_turn(teller: Site) -> None:
+    messages: list[Any] = []
+    turns = Turns()
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "none"}):
+            asked: Any = {"model": "model", "max_tokens": 64, "extra_body": {"temperature": 0}, "tools": [TOOL]}
+            answer = await teller.anthropic.messages.create(**asked, messages=messages, tool_choice=choice)
+            cached = answer.usage.cache_read_input_tokens or 0
+            turns.add(answer.usage.input_tokens + cached, cached, answer.usage.output_tokens)
+            messages.append({"role": "assistant", "content": answer.content})
+            used = [block for block in answer.content if block.type == "tool_use"]
+            if used:
+                result = {"type": "tool_result", "tool_use_id": used[0].id, "content": "A red one."}
+                messages.append({"role": "user", "content": [result]})
+            await asyncio.sleep(0.3)
+    turns.check()
