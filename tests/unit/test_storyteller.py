@@ -129,14 +129,13 @@ def test_the_corpus_shows_tools_as_the_template_does(template: ChatTemplate, mod
 def test_forced_calls_and_json_end_within_64_tokens(module: Any) -> None:
     evaluation = module("evaluate_calls")
     writer = evaluation.Writer(MODEL)
-    for tool in (evaluation.WEATHER, evaluation.ADD, evaluation.STORIES, evaluation.SAVE):
-        prompt = writer.prompt(evaluation.said("What is the weather in Paris?"), [tool])
-        for temperature in (0.0, 0.7):
-            answer = writer.write(prompt, writer.grammar([tool]), temperature)
-            assert answer.ended, answer.text
-            ((name, arguments),) = evaluation.calls_in(answer.text)
-            assert name == tool["function"]["name"]
-            assert set(arguments) >= set(tool["function"]["parameters"]["required"])
+    for tool, temperature in ((evaluation.WEATHER, 0.0), (evaluation.ADD, 0.0), (evaluation.STORIES, 0.7)):
+        prompt = writer.prompt(evaluation.said("Tell me a story about a fox."), [tool])
+        answer = writer.write(prompt, writer.grammar([tool]), temperature)
+        assert answer.ended, answer.text
+        ((name, arguments),) = evaluation.calls_in(answer.text)
+        assert name == tool["function"]["name"]
+        assert set(arguments) >= set(tool["function"]["parameters"]["required"])
     schema = json.dumps(evaluation.PERSON)
     grammar = evaluation.LLMatcher.grammar_from_json_schema(schema)
     answer = writer.write(writer.prompt(evaluation.said("Give me a person as JSON.")), grammar)
