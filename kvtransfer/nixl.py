@@ -76,6 +76,8 @@ class NixlTransport(Transport):
         self._remotes: dict[bytes, str] = {}
         self._pool: AnyPool | None = None
         self._memory = Memory(0, 0)
+        self._endpoint = b""
+        """Own endpoint; empty until memory is registered."""
         self._registration: Any = None
         self._inbox: queue.SimpleQueue[Job | Posted | Drop | None] = queue.SimpleQueue()
         self._asleep = False
@@ -111,10 +113,13 @@ class NixlTransport(Transport):
             process = own_address()
             file = pool.file.address if pool.file is not None else None
             prepare()
-        return Endpoint(memory, self._agent.get_agent_metadata(), process, file).to_bytes()
+        self._endpoint = Endpoint(memory, self._agent.get_agent_metadata(), process, file).to_bytes()
+        return self._endpoint
 
     def connect(self, endpoint: bytes) -> NixlPeer:
         parsed = parse_endpoint(endpoint)
+        if endpoint == self._endpoint:
+            raise EndpointMismatch("the endpoint is this process's own")
         with self._lock:
             if (known := self._peers.get(endpoint)) is not None:
                 return known

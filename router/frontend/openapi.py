@@ -5,7 +5,7 @@ from importlib.metadata import version
 from typing import Any
 
 from router.frontend.http.caller import Caller
-from router.frontend.http.fields import INT64, REFUSED, Fields, IgnoredFields
+from router.frontend.http.fields import INT64, Fields, IgnoredFields
 
 TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": (1 << 32) - 1}
 ERROR = {"description": "The error, with its type and the field at fault.", "content": {"application/json": {}}}
@@ -118,7 +118,7 @@ def describe(readers: Mapping[str, Reader]) -> dict[str, Any]:
 def _operation(about: str, read: Reader, example: Mapping[str, Any]) -> dict[str, Any]:
     fields = _NotingFields(example)
     read(fields, Caller("", "example"))
-    properties = {name: kind for name, kind in sorted(fields.properties.items()) if name not in REFUSED}
+    properties = dict(sorted(fields.properties.items()))
     schema = {"type": "object", "properties": properties, "required": sorted(example)}
     body = {"application/json": {"schema": schema, "example": dict(example)}}
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}

@@ -49,6 +49,9 @@ WORKER = {
 }
 
 
+KINDS = ("join", "stop", "kill", "hang")
+
+
 class Storm:
     """The workers, and what befalls them."""
 
@@ -70,7 +73,8 @@ class Storm:
         """One thing, at random; never so that too few are left who answer."""
         role: Role = self.seeds.choice(("prefill", "decode"))
         healthy = [name for name in self.pool.workers if name.startswith(role) and name not in self._ending]
-        kind = self.seeds.choice(("join", "stop", "kill", "hang"))
+        missing = [kind for kind in KINDS if not self.blows[kind]]
+        kind = self.seeds.choice(missing or KINDS)  # each kind comes once, however short the storm
         if kind == "join" or len(healthy) <= LEAST[role]:
             if len(healthy) < MOST[role]:
                 self.blows["join"] += 1
@@ -174,7 +178,7 @@ async def test_a_storm(sim_model, seed: int) -> None:  # type: ignore[no-untyped
             assert not books.fault, f"{name}: {books.fault}"
             assert (books.held_blocks, books.reserved_blocks, books.loans) == (0, 0, 0), name
         print(f"\n{load.outcomes}, {storm.blows}")
-        assert all(storm.blows[kind] for kind in ("join", "stop", "kill", "hang"))
+        assert all(storm.blows[kind] for kind in KINDS)
         assert load.outcomes["completed"] > 0.6 * len(requests)
         assert load.outcomes["completed"] + load.outcomes["left"] > 0.9 * len(requests)
     finally:

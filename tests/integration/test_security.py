@@ -257,9 +257,10 @@ async def test_no_key_no_service(site: Site) -> None:
             status, said = await asyncio.to_thread(site.https, address, site.visitor, path, body, **headers)
             assert status == 401, path
             assert json.loads(said)["error"]["code"] == "invalid_api_key"
-    for path in ("/metrics", "/docs", "/no/such/path"):
+    for path in ("/metrics", "/v1/usage", "/no/such/path"):
         assert (await asyncio.to_thread(site.https, address, site.visitor, path))[0] == 401, "closed unless opened"
-    assert (await asyncio.to_thread(site.https, address, site.visitor, "/health"))[0] == 200
+    for path in ("/health", "/version", "/openapi.json", "/docs"):
+        assert (await asyncio.to_thread(site.https, address, site.visitor, path))[0] == 200, path
     status, said = await asyncio.to_thread(site.https, address, site.visitor, "/ready")
     assert (status, json.loads(said)) == (200, {"status": "ready"}), "and no models' names"
     async with channel(site.cluster.address, site.visitor) as link:

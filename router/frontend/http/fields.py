@@ -26,12 +26,21 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "functions": ([],),
     "include_stop_str_in_output": (False,),
+    "frequency_penalty": (0, 0.0),
     "length_penalty": (1, 1.0),
+    "logit_bias": ({},),
     "logits_processors": ([],),
+    "min_tokens": (0,),
     "modalities": (["text"],),
+    "n": (1,),
+    "presence_penalty": (0, 0.0),
     "prompt_embeds": (),
+    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
+    "stop": ([],),
     "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
     "truncate_prompt_tokens": (-1,),
     "use_beam_search": (False,),
     "web_search_options": (),
@@ -40,7 +49,10 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "structural_tag": (),
     "whitespace_pattern": (),
 }
-"""Fields whose silent loss would change an answer's meaning, with the values that ask for nothing."""
+"""Fields whose silent loss would change an answer's meaning, with the values that ask for nothing.
+
+This counts where an API does not read them.
+"""
 MAX_IGNORED = 16
 """Ignored fields that are named."""
 INT64 = 1 << 63
