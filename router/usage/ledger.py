@@ -71,20 +71,21 @@ class FileLedger(MemoryLedger):
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.endswith(b"\n"):
+                    os.ftruncate(self._file, end)
                     break
                 end += len(line)
                 try:
                     self._totals.add(UsageEntry.of_line(line))
                 except (ValueError, TypeError) as error:
                     raise StartError("usage_file", f"{path}, line {number}: {error}") from None
-        os.ftruncate(self._file, end)
 
     async def add(self, entry: UsageEntry) -> None:
         await super().add(entry)
         line = entry.to_line()
         try:
             # One short append to the page cache, which outlives this process: a thread would take longer.
-            if os.write(self._file, line) != len(line):
+            if (written := os.write(self._file, line)) != len(line):
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)  # else the next entry would join it
                 raise OSError("the disk is full")
         except OSError as error:
             log.error("usage of request %s is not in the ledger: %s: %s", entry.request_id, error, line.decode())

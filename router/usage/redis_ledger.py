@@ -45,9 +45,12 @@ class RedisUsage(UsageLedger):
         self._link = RedisLink(url, LIMIT_S)
         self._prefix = f"{cluster_name}:usage"
         self._kept_s = (kept_days + 1) * 86_400
-        self._unwritten: deque[UsageEntry] = deque(maxlen=MAX_UNWRITTEN)
+        self._unwritten: deque[UsageEntry] = deque()
 
     async def add(self, entry: UsageEntry) -> None:
+        if len(self._unwritten) >= MAX_UNWRITTEN:
+            lost = self._unwritten.popleft().to_line().decode().rstrip()
+            log.error("usage is not in the ledger, since too much waits for Redis: %s", lost)
         self._unwritten.append(entry)
         while self._unwritten:
             oldest = self._unwritten[0]
