@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 from cluster.errors import StartError
@@ -80,6 +80,8 @@ class OutputFormat:
         self._without_calls = {
             name: field for name, field in self._with_calls.items() if not name.startswith("tool_calls")
         }
+        self._plain, self._calling = _Template(self._without_calls), _Template(self._with_calls)
+        self._forced = _Template({**self._without_calls, **CALLS["hermes"].fields})
         self._opens = self.reasoning in REASONING and REASONING[self.reasoning].opens
         reasoned = self._without_calls.get("reasoning", {})
         self._opening, closing = _first_literal(reasoned, "open"), _first_literal(reasoned, "close")
@@ -121,14 +123,27 @@ class OutputFormat:
         `tools` are the request's, as JSON: their schemas give arguments types where the form has none. `forced`: the
         output is held to calls of Hermes' form.
         """
-        if forced:
-            fields = {**self._without_calls, **CALLS["hermes"].fields}
-        else:
-            fields = self._with_calls if parses_calls else self._without_calls
-        if not fields:
+        template = self._forced if forced else self._calling if parses_calls else self._plain
+        if not template.fields:
             return None
         prefix = self._opening if begins_in_reasoning else ""
-        return _TemplateParser(fields, prefix, [json.loads(tool) for tool in tools], forced)
+        return _TemplateParser(template, prefix, [json.loads(tool) for tool in tools], forced)
+
+
+class _Template:
+    """Response template, compiled at its first use."""
+
+    def __init__(self, fields: Fields) -> None:
+        self.fields = fields
+        self.openings = {name: _literals(field, "open") for name, field in fields.items()}
+        self.closings = {name: _literals(field, "close") for name, field in fields.items()}
+
+    @cached_property
+    def compiled(self) -> Any:
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        fields = {"content": TEXT, **self.fields}
+        return load_response_template({"start_anchor_pattern": r"\A", "fields": fields})
 
 
 class _TemplateParser:
@@ -137,11 +152,9 @@ class _TemplateParser:
     Whitespace next to a call or to reasoning is dropped. Text that is not exactly a call stays unchanged.
     """
 
-    def __init__(self, fields: Fields, prefix: str, tools: Sequence[Any], forced: bool) -> None:
-        template = {"start_anchor_pattern": r"\A", "fields": {"content": TEXT, **fields}}
-        self._parser: Any = _parser_class()(template, prefix=prefix, tools=list(tools))
-        self._open = {name: _literals(field, "open") for name, field in fields.items()}
-        self._close = {name: _literals(field, "close") for name, field in fields.items()}
+    def __init__(self, template: _Template, prefix: str, tools: Sequence[Any], forced: bool) -> None:
+        self._parser: Any = _parser_class()(template.compiled, prefix=prefix, tools=list(tools))
+        self._open, self._close = template.openings, template.closings
         self._forced = forced
         self._held = ""
         """Whitespace that is text only if more text of its region follows."""

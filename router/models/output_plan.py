@@ -16,6 +16,11 @@ NO_CALLS = "none"
 ANY_CALL = "required"
 
 
+def forces_call(tool_choice: str) -> bool:
+    """Return whether an output can be nothing but tool calls."""
+    return tool_choice not in (*AUTO_CHOICES, NO_CALLS)
+
+
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
     """Plan for one request's output."""
@@ -57,7 +62,7 @@ def plan_output(
     sampling = pb.Sampling()
     sampling.CopyFrom(request.sampling)
     begins = format_.opens_reasoning(generation_prompt)
-    is_forced = request.tool_choice not in (*AUTO_CHOICES, NO_CALLS)
+    is_forced = forces_call(request.tool_choice)
     parses_calls = bool(request.tools) and request.tool_choice != NO_CALLS
     if is_forced:
         _force_call(request, sampling, marks)

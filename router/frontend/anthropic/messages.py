@@ -10,11 +10,10 @@ from typing import Any
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.http.caller import Caller
-from router.frontend.http.fields import Fields, one_of, shown
+from router.frontend.http.fields import INT32, Fields, one_of, shown
 from router.frontend.http.generation import Generation
 from router.validation import MAX_MESSAGES
 
-INT32 = 1 << 31
 EFFORTS = {"disabled": "none", "enabled": "high", "adaptive": "medium"}
 """Effort to reason by the type of `thinking`."""
 CLIENT_TOOLS = (None, "custom")

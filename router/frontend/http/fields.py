@@ -55,7 +55,7 @@ This counts where an API does not read them.
 """
 MAX_IGNORED = 16
 """Ignored fields that are named."""
-INT64 = 1 << 63
+INT32, INT64 = 1 << 31, 1 << 63
 MAX_SHOWN_CHARS = 80
 
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)

@@ -4,15 +4,15 @@ Pure.
 """
 
 import json
-from typing import Any
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.http.caller import Caller
-from router.frontend.http.fields import Fields, one_of, shown
+from router.frontend.http.fields import INT32, Fields, one_of, shown
 from router.frontend.openai.request import ApiRequest, check_choices, common
-from router.frontend.openai.sampling import INT32, GenerationOptions, read_sampling
-from router.models.output_plan import ANY_CALL, AUTO_CHOICES, NO_CALLS
+from router.frontend.openai.sampling import GenerationOptions, read_sampling
+from router.frontend.openai.tool_choice import read_tool_choice
+from router.models.output_plan import forces_call
 from router.validation import MAX_MESSAGES
 
 ROLES = ("developer", "system", "user", "assistant", "tool")
@@ -28,7 +28,7 @@ def read_chat(fields: Fields, caller: Caller) -> ApiRequest:
     messages = read_messages(fields)
     request, asked = common(fields, caller, options)
     read_tools(fields, request)
-    if request.tool_choice not in (*AUTO_CHOICES, NO_CALLS):
+    if forces_call(request.tool_choice):
         asked.names["structured"] = "tools"
     if (variables := fields.nested("chat_template_kwargs")) is not None:
         request.chat_template_kwargs = variables.rest()
@@ -148,11 +148,8 @@ def read_tools(fields: Fields, request: pb.GenerateRequest) -> None:
     several = fields.take("parallel_tool_calls")
     if several is not None and not isinstance(several, bool):
         raise fields.refuse("parallel_tool_calls", f"must be true or false, not {shown(several)}")
-    choice = fields.take("tool_choice")
-    request.tool_choice = _tool_choice(fields, choice)
     request.single_tool_call = several is False and bool(request.tools)
-    if not request.tools and request.tool_choice not in ("", "none", "auto"):
-        raise fields.refuse("tool_choice", "forces a call, and there are no tools")
+    read_tool_choice(fields, request, ("function",), _function_name)
 
 
 def _check_function(fields: Fields) -> None:
@@ -165,20 +162,10 @@ def _check_function(fields: Fields) -> None:
     fields.finish()
 
 
-def _tool_choice(fields: Fields, choice: Any) -> str:
-    if choice is None:
-        return ""
-    if isinstance(choice, str):
-        if choice not in (*AUTO_CHOICES, NO_CALLS, ANY_CALL):
-            raise fields.refuse("tool_choice", f"must be auto, none, required or a function, not {shown(choice)}")
-        return choice
-    wanted = fields.at("tool_choice", choice)
-    if one_of(wanted, "type", ("function",)) is None:
-        raise wanted.refuse("type", "is missing")
-    function = wanted.nested("function")
+def _function_name(choice: Fields) -> str:
+    function = choice.nested("function")
     if function is None:
-        raise wanted.refuse("function", "is missing")
+        raise choice.refuse("function", "is missing")
     name = function.text("name", required=True)
     function.finish()
-    wanted.finish()
     return name

@@ -7,9 +7,9 @@ from typing import Any
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.http.caller import Caller, check_name
-from router.frontend.http.fields import Fields
+from router.frontend.http.fields import INT32, Fields
 from router.frontend.http.generation import Generation
-from router.frontend.openai.sampling import INT32, GenerationOptions
+from router.frontend.openai.sampling import GenerationOptions
 
 MAX_CHOICES = 1024
 """Largest number of choices of all prompts of a request together."""

@@ -10,12 +10,12 @@ from typing import Any
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.http.caller import Caller
-from router.frontend.http.fields import Fields, one_of, shown
+from router.frontend.http.fields import INT32, Fields, one_of, shown
 from router.frontend.http.generation import Generation
-from router.models.output_plan import ANY_CALL, AUTO_CHOICES, NO_CALLS
+from router.frontend.openai.tool_choice import read_tool_choice
+from router.models.output_plan import forces_call
 from router.validation import MAX_MESSAGES
 
-INT32 = 1 << 31
 ROLES = ("developer", "system", "user", "assistant")
 CUSTOM_PARAMETERS = {
     "type": "object",
@@ -78,8 +78,7 @@ def read_response(fields: Fields, caller: Caller) -> ResponsesRequest:
     stored = fields.take("store")
     asked.is_stored = stored is None or bool(stored)
     asked.stream = fields.boolean("stream")
-    for name in ("include", "stream_options", "parallel_tool_calls"):  # reasoning comes as it is, not encrypted
-        fields.take(name)
+    fields.take("parallel_tool_calls")  # read with the options
     complete(asked, [])
     fields.finish()
     return asked
@@ -136,7 +135,6 @@ def _read_options(fields: Fields, request: pb.GenerateRequest) -> None:
         if (form := text.nested("format")) is not None:
             _read_form(form, sampling)
         text.finish()
-    fields.take("truncation")
     fields.take("metadata")
     fields.integer("top_logprobs", 0, 0)
 
@@ -261,23 +259,6 @@ def _read_tools(fields: Fields, request: pb.GenerateRequest, asked: ResponsesReq
         request.tools.append(json.dumps({"type": "function", "function": function}, ensure_ascii=False))
     asked.custom_tools = frozenset(custom)
     request.single_tool_call = request.single_tool_call and bool(request.tools)
-    request.tool_choice = _tool_choice(fields, fields.take("tool_choice"))
-    if not request.tools and request.tool_choice not in (*AUTO_CHOICES, NO_CALLS):
-        raise fields.refuse("tool_choice", "forces a call, and there are no tools")
-    if request.tool_choice not in (*AUTO_CHOICES, NO_CALLS):
+    read_tool_choice(fields, request, ("function", "custom"), lambda choice: choice.text("name", required=True))
+    if forces_call(request.tool_choice):
         asked.names["structured"] = "tools"
-
-
-def _tool_choice(fields: Fields, choice: Any) -> str:
-    if choice is None:
-        return ""
-    if isinstance(choice, str):
-        if choice not in (*AUTO_CHOICES, NO_CALLS, ANY_CALL):
-            raise fields.refuse("tool_choice", f"must be auto, none, required or a function, not {shown(choice)}")
-        return choice
-    wanted = fields.at("tool_choice", choice)
-    if one_of(wanted, "type", ("function", "custom")) is None:
-        raise wanted.refuse("type", "is missing")
-    name = wanted.text("name", required=True)
-    wanted.finish()
-    return name

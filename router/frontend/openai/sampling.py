@@ -11,9 +11,8 @@ from typing import Any
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.frontend.http.fields import Fields, one_of, shown
+from router.frontend.http.fields import INT32, Fields, one_of, shown
 
-INT32 = 1 << 31
 KINDS = {
     "json": "json_schema",
     "regex": "regex",
