@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from support.directing_proxy import DirectingProxy, Direction
-from support.openai_http import TOOL_TEMPLATE, http_cluster
+from support.openai_http import http_cluster, with_tools
 from tandem.cli.demo import STORYTELLER
 from tandem.local.local_cluster import LocalCluster
 
@@ -38,16 +38,7 @@ wire_api = "responses"
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
     """A cluster whose model takes tools and long prompts."""
-    model = tmp_path_factory.mktemp("models") / "teller"
-    model.mkdir()
-    for file in STORYTELLER.iterdir():
-        (model / file.name).write_bytes(file.read_bytes())
-    for name, change in (
-        ("tokenizer_config.json", {"chat_template": TOOL_TEMPLATE}),
-        ("config.json", {"max_position_embeddings": 131_072}),
-    ):
-        known = json.loads((model / name).read_text())
-        (model / name).write_text(json.dumps(known | change))
+    model = with_tools(STORYTELLER, tmp_path_factory.mktemp("models") / "teller", max_position_embeddings=131_072)
     async with http_cluster(model, dtype="float32", kv_memory_mib=256) as started:
         yield started
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from support.openai_http import TOOL_TEMPLATE, call, http_cluster
+from support.openai_http import TOOL_TEMPLATE, call, http_cluster, with_tools
 from tandem.cli.demo import STORYTELLER
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -48,12 +48,7 @@ class Site:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
-    model = tmp_path_factory.mktemp("models") / "teller"
-    model.mkdir()
-    for file in STORYTELLER.iterdir():
-        (model / file.name).write_bytes(file.read_bytes())
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": THINKING}))
+    model = with_tools(STORYTELLER, tmp_path_factory.mktemp("models") / "teller", THINKING)
     async with http_cluster(model, dtype="float32", decode=1) as cluster:
         http = cluster.router.http_address
         async with (

@@ -33,13 +33,13 @@ def http_cluster(model: Path, decode: int = 1, router: dict[str, Any] | None = N
     return LocalCluster(plan_topology(1, decode, router_settings, settings, cores))
 
 
-def with_tools(model: Path, path: Path) -> Path:
-    """The same model in another directory, with a chat template that has a place for tools."""
+def with_tools(model: Path, path: Path, template: str = TOOL_TEMPLATE, **config: Any) -> Path:
+    """The same model in another directory, with a chat template that has a place for tools, and changes of its config."""
     path.mkdir()
     for file in model.iterdir():
         shutil.copy(file, path / file.name)
-    config = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TOOL_TEMPLATE}))
+    for name, change in (("tokenizer_config.json", {"chat_template": template}), ("config.json", config)):
+        (path / name).write_text(json.dumps(json.loads((path / name).read_text()) | change))
     return path
 
 
