@@ -34,7 +34,7 @@ def http_cluster(model: Path, decode: int = 1, router: dict[str, Any] | None = N
 
 
 def with_tools(model: Path, path: Path, template: str = TOOL_TEMPLATE, **config: Any) -> Path:
-    """The same model in another directory, with a chat template that has a place for tools, and changes of its config."""
+    """The same model in another directory, with a chat template that takes tools, and changes of its config."""
     path.mkdir()
     for file in model.iterdir():
         shutil.copy(file, path / file.name)
