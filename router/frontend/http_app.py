@@ -70,7 +70,7 @@ def make_app(
         "/detokenize": detokenizer_endpoint(context),
     }
     app.state.responses = responses
-    add_stored_responses(app, responses, keys)
+    add_stored_responses(app, responses, keys, arrivals)
     handlers = {path: line_handler(endpoint, keys, drain) for path, endpoint in endpoints.items()}
     app.state.batches = batches = open_batches(config, handlers, limits, drain)
     add_files_and_batches(app, batches, keys, arrivals, drain)
@@ -113,6 +113,7 @@ def make_app(
         if not (days.isascii() and days.isdigit() and len(days) < 6):
             raise InvalidRequest("days", "must be a number of days")
         principal = caller_of(request.headers, keys).principal
+        arrivals.charge(principal.tenant or "")
         totals = await handler.usage(int(days), asked.get("tenant", ""), principal)
         return JSONResponse({"object": "list", "data": [asdict(total) for total in totals]})
 

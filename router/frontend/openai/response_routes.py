@@ -4,16 +4,22 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from cluster.errors import UnknownRequest
+from router.admission.arrivals import Arrivals
 from router.frontend.http.caller import caller_of
 from router.frontend.openai.response_store import ResponseStore, StoredResponse
 from router.security.api_keys import ApiKeys
 
 
-def add_stored_responses(app: FastAPI, store: ResponseStore, keys: ApiKeys) -> None:
-    """Add the paths; errors are the application's."""
+def add_stored_responses(app: FastAPI, store: ResponseStore, keys: ApiKeys, arrivals: Arrivals) -> None:
+    """Add the paths, whose calls are charged; errors are the application's."""
+
+    def charged(request: Request) -> str:
+        tenant = caller_of(request.headers, keys).tenant
+        arrivals.charge(tenant)
+        return tenant
 
     async def found(request: Request) -> StoredResponse:
-        stored = await store.get(caller_of(request.headers, keys).tenant, request.path_params["name"])
+        stored = await store.get(charged(request), request.path_params["name"])
         if stored is None:
             raise _unknown(request)
         return stored
@@ -28,7 +34,7 @@ def add_stored_responses(app: FastAPI, store: ResponseStore, keys: ApiKeys) -> N
 
     async def delete(request: Request) -> Response:
         name = request.path_params["name"]
-        if not await store.delete(caller_of(request.headers, keys).tenant, name):
+        if not await store.delete(charged(request), name):
             raise _unknown(request)
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
