@@ -5,10 +5,11 @@ import time
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
+from decode_worker.embedding import finished_embedding
 from decode_worker.placed_request import emitted_of, num_choices
 from decode_worker.receipt import build_receipt, price_of
 from engine.core_types import FinishReason, TokenLogprobs
-from engine.messages import Failed, FromEngine, KvAccount, LendClosed, PromptScored, Rejected, Token
+from engine.messages import Embedded, Failed, FromEngine, KvAccount, LendClosed, PromptScored, Rejected, Token
 from engine.model.detokenizer import TextStream
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
@@ -38,6 +39,7 @@ class _Choice:
         self.logprobs: list[pb.TokenLogprobs] = []
         self.pieces: list[str] = []
         self.finish: pb.Finish | None = None
+        self.embedding: list[float] = []
 
     def take(self) -> tuple[pb.GenerateResponse, bool]:
         """Return the next message, and whether more is pending."""
@@ -49,6 +51,7 @@ class _Choice:
             logprobs=self.logprobs,
             finish=self.finish,
             index=self.index,
+            embedding=self.embedding,
         )
         self.token_ids, self.logprobs, self.pieces, self.finish = [], [], [], None
         return message, False
@@ -109,6 +112,12 @@ class OutputStream:
                 self._token(message)
             case PromptScored(_, logprobs):
                 self._prompt_logprobs += map(_logprobs, logprobs)
+            case Embedded(_, vector, account):
+                self._account = account
+                choice = self._choices[0]
+                choice.embedding = finished_embedding(vector, self._request.embedding)
+                self._changed[choice.index] = None
+                self._finish(choice, pb.FINISH_REASON_STOP, "", None)
             case Rejected(_, reason, permanent):
                 raise Overloaded(reason, "max_tokens" if permanent else "", permanent)
             case Failed(_, failure):

@@ -5,12 +5,14 @@ from dataclasses import replace
 
 from cluster.errors import InvalidRequest
 from engine.block_keys import token_array
-from engine.core_types import MAX_CHAINS, BeamParams, SamplingParams
+from engine.core_types import MAX_CHAINS, BeamParams, Pooling, SamplingParams
 from engine.messages import Generate, PlacementMark
 from engine.model.detokenizer import check_token_ids
 from engine.sampling.structured_output import FIELD, read_structured
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
+
+POOLINGS: dict[pb.Pooling.ValueType, Pooling] = {pb.POOLING_LAST: "last", pb.POOLING_MEAN: "mean"}
 
 
 def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> None:
@@ -41,10 +43,21 @@ def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> No
     if sampling.max_tokens < 1 or (longest >= sampling.max_tokens and not sampling.HasField("beam_width")):
         left = sampling.max_tokens - longest
         raise InvalidRequest("sampling.max_tokens", f"nothing to generate: {left} tokens are left")
+    if request.HasField("embedding"):
+        _check_embedding(request, engine)
     if sampling.HasField("beam_width") and engine == "vllm":
         raise InvalidRequest("sampling.beam_width", "this model runs on vLLM, which has no beam search here")
     if read_structured(sampling) is not None and engine == "sim":
         raise InvalidRequest(FIELD, "the sim engine's tokens are hashes of its KV blocks and keep to no grammar")
+
+
+def _check_embedding(request: pb.DecodeRequest, engine: str) -> None:
+    if request.embedding.pooling not in POOLINGS:
+        raise InvalidRequest("embedding.pooling", f"no pooling {request.embedding.pooling} is known here")
+    if request.sampling.max_tokens != 1 or num_choices(request.sampling) != 1:
+        raise InvalidRequest("sampling", "an embedding goes with max_tokens 1 and n 1")
+    if engine == "vllm":
+        raise InvalidRequest("embedding", "this model runs on vLLM, which computes no embeddings here")
 
 
 def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
@@ -76,6 +89,7 @@ def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
             prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
             n=num_choices(sampling),
             beam=_beam(sampling),
+            pooling=POOLINGS[request.embedding.pooling] if request.HasField("embedding") else None,
         ),
         cache_salt=request.cache_salt,
         adapter=request.adapter,

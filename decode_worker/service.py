@@ -74,7 +74,8 @@ class DecodeService(pb_grpc.DecodeServicer):
 
     def _begin(self, request: pb.DecodeRequest, on_news: Callable[[], object]) -> DecodeAttempt:
         engine_id = f"request-{next(self._numbers)}"  # not the client's id, which may not be unique
-        return DecodeAttempt(self._context, self._tokenizer, engine_id, request, on_news)
+        tokenizer = None if request.HasField("embedding") else self._tokenizer  # an embedding has no text
+        return DecodeAttempt(self._context, tokenizer, engine_id, request, on_news)
 
 
 async def _read(connection: RouterStream, frames: AsyncIterator[pb.RouterFrame]) -> None:

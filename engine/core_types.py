@@ -16,6 +16,9 @@ class FinishReason(Enum):
 MAX_CHAINS = 64
 """Largest number of choices or beams of one request."""
 
+Pooling = Literal["last", "mean"]
+"""Way from the hidden states of a prompt's tokens to one vector."""
+
 StructureKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 
 
@@ -68,6 +71,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     beam: BeamParams | None = None
+    pooling: Pooling | None = None
+    """Pooling of the prompt's hidden states; nothing is sampled then."""
 
     @property
     def num_chains(self) -> int:
@@ -125,7 +130,7 @@ class Sequence:
     heard: bool = False
     """Whether a beam's candidates are known, while its search waits for the other beams."""
     num_scored: int = 0
-    """Prompt tokens after the first whose requested log probabilities were already returned."""
+    """Leading prompt positions whose requested scores, see `num_to_score`, were already returned or are not needed."""
     adapter: bytes = b""
     """Fingerprint of the LoRA adapter that computes it; empty for none."""
 
@@ -146,8 +151,15 @@ class Sequence:
 
     @property
     def num_to_score(self) -> int:
-        """Number of prompt tokens whose log probabilities are requested: all but the first."""
-        if self.sampling is None or self.sampling.prompt_logprobs is None:
+        """Number of leading prompt positions whose scores are requested.
+
+        A score is the log probability of the next prompt token, or the hidden state where these are pooled.
+        """
+        if self.sampling is None:
+            return 0
+        if self.sampling.pooling is not None:
+            return self.num_prompt
+        if self.sampling.prompt_logprobs is None:
             return 0
         return self.num_prompt - self.num_emitted_before - 1
 
@@ -259,11 +271,19 @@ class Chunk:
     @property
     def samples(self) -> bool:
         """Whether the chunk reaches the sequence's end, so that the next token is sampled."""
-        return self.sequence.sampling is not None and self.start + self.count == len(self.sequence.token_ids)
+        sampling = self.sequence.sampling
+        at_end = self.start + self.count == len(self.sequence.token_ids)
+        return at_end and sampling is not None and sampling.pooling is None
+
+    @property
+    def pools(self) -> bool:
+        """Whether the hidden states of `scored` are pooled."""
+        sampling = self.sequence.sampling
+        return sampling is not None and sampling.pooling is not None
 
     @property
     def scored(self) -> range:
-        """Positions of the chunk whose logits give the log probability of the following prompt token."""
+        """Positions of the chunk whose scores are requested, see `Sequence.num_to_score`."""
         sequence = self.sequence
         if not (num_to_score := sequence.num_to_score):  # the common case
             return range(0)
@@ -294,6 +314,10 @@ class SampleResult:
     """Failure that ends the request; `token_id` is then meaningless."""
     prompt: tuple[TokenLogprobs, ...] = ()
     """Log probabilities of the prompt tokens that follow `Chunk.scored`."""
+    pooled: bytes = b""
+    """Sum of the hidden states of `Chunk.scored`, float32, where these are pooled."""
+    num_pooled: int = 0
+    """Number of hidden states in `pooled`."""
     num_draft_tokens: int = 0
     """Number of draft tokens that were verified."""
     following: "tuple[SampleResult, ...]" = ()

@@ -237,6 +237,16 @@ class PromptScored:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedded:
+    """The request's embedding, before scaling; the request is over."""
+
+    request_id: str
+    vector: bytes
+    """The pooled hidden state, float32."""
+    account: KvAccount
+
+
+@dataclass(frozen=True, slots=True)
 class Rejected:
     """The request is over without a (further) token.
 
@@ -391,6 +401,7 @@ FromEngine = (
     | StartFailed
     | Token
     | PromptScored
+    | Embedded
     | Rejected
     | Failed
     | OpenLoan

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from protos import inference_pb2 as _inference_pb2
 from protos import lend_pb2 as _lend_pb2
 import builtins as _builtins
@@ -19,6 +20,27 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    POOLING_LAST: _Pooling.ValueType  # 1
+    """Hidden state of the last token."""
+    POOLING_MEAN: _Pooling.ValueType  # 2
+    """Mean of the hidden states of all tokens."""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper): ...
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+POOLING_LAST: Pooling.ValueType  # 1
+"""Hidden state of the last token."""
+POOLING_MEAN: Pooling.ValueType  # 2
+"""Mean of the hidden states of all tokens."""
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final
 class RouterFrame(_message.Message):
@@ -166,6 +188,7 @@ class DecodeRequest(_message.Message):
     MODEL_REASON_FIELD_NUMBER: _builtins.int
     PRICE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     worker_incarnation: _builtins.bytes
     """Incarnation of the intended worker; another process at the same address refuses."""
@@ -220,6 +243,10 @@ class DecodeRequest(_message.Message):
     def price(self) -> _inference_pb2.Price:
         """Price for the receipt, without amounts, which the worker fills in; absent: no price."""
 
+    @_builtins.property
+    def embedding(self) -> Global___Embedding:
+        """Embedding that is wanted instead of an output; `sampling` has max_tokens 1 then."""
+
     def __init__(
         self,
         *,
@@ -244,14 +271,44 @@ class DecodeRequest(_message.Message):
         model_reason: _builtins.str = ...,
         price: _inference_pb2.Price | None = ...,
         adapter: _builtins.bytes = ...,
+        embedding: Global___Embedding | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lender", b"lender", "placement", b"placement", "price", b"price", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "lender", b"lender", "placement", b"placement", "price", b"price", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "lender", b"lender", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "placement_sequence", b"placement_sequence", "price", b"price", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "embedding", b"embedding", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "lender", b"lender", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "placement_sequence", b"placement_sequence", "price", b"price", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    """Way from hidden states to an embedding."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOLING_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
+    pooling: Global___Pooling.ValueType
+    dimensions: _builtins.int
+    """Leading dimensions to keep; 0: all."""
+    normalize: _builtins.bool
+    """Whether the result is scaled to length 1."""
+    def __init__(
+        self,
+        *,
+        pooling: Global___Pooling.ValueType = ...,
+        dimensions: _builtins.int = ...,
+        normalize: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "normalize", b"normalize", "pooling", b"pooling"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
 
 @_typing.final
 class EmittedChoice(_message.Message):

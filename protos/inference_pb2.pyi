@@ -81,6 +81,7 @@ class GenerateRequest(_message.Message):
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     SINGLE_TOOL_CALL_FIELD_NUMBER: _builtins.int
     REASONING_EFFORT_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a served model, or "auto": the router's rules choose the cheapest suitable model. Empty: the only served
     model, or the router's default.
@@ -146,6 +147,12 @@ class GenerateRequest(_message.Message):
         model's own form, and with `parse_output` as a part.
         """
 
+    @_builtins.property
+    def embedding(self) -> Global___EmbeddingOptions:
+        """Return the prompt's embedding instead of an output, in one message with `finish`. The model must be an embedding
+        model. With `text` or `token_ids`, and without `sampling`, `messages` and "auto".
+        """
+
     def __init__(
         self,
         *,
@@ -168,10 +175,11 @@ class GenerateRequest(_message.Message):
         tool_choice: _builtins.str = ...,
         single_tool_call: _builtins.bool = ...,
         reasoning_effort: _builtins.str = ...,
+        embedding: Global___EmbeddingOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "max_ttft_ms", b"max_ttft_ms", "sampling", b"sampling", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "sampling", b"sampling", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "max_ttft_ms", b"max_ttft_ms", "messages", b"messages", "min_quality", b"min_quality", "model", b"model", "parse_output", b"parse_output", "priority", b"priority", "reasoning_effort", b"reasoning_effort", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "single_tool_call", b"single_tool_call", "task", b"task", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "messages", b"messages", "min_quality", b"min_quality", "model", b"model", "parse_output", b"parse_output", "priority", b"priority", "reasoning_effort", b"reasoning_effort", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "single_tool_call", b"single_tool_call", "task", b"task", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_ttft_ms: _TypeAlias = _typing.Literal["max_ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__max_ttft_ms: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms"]  # noqa: Y015
@@ -183,6 +191,30 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__text) -> _WhichOneofReturnType__text | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class EmbeddingOptions(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    dimensions: _builtins.int
+    """Keep this many leading dimensions, and scale what is left to length 1 where the model's embeddings have it. For
+    models that were trained so. Absent: all.
+    """
+    def __init__(
+        self,
+        *,
+        dimensions: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "dimensions", b"dimensions"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "dimensions", b"dimensions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
+    _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
+
+Global___EmbeddingOptions: _TypeAlias = EmbeddingOptions  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
@@ -539,6 +571,7 @@ class GenerateResponse(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text completed since the last message. It lags the tokens where a character or a possible stop string is still
     incomplete.
@@ -567,6 +600,10 @@ class GenerateResponse(_message.Message):
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputPart]:
         """With `parse_output`: the pieces of the output that became certain, in order. They may lag `text`."""
 
+    @_builtins.property
+    def embedding(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The prompt's embedding, when asked for."""
+
     def __init__(
         self,
         *,
@@ -577,10 +614,11 @@ class GenerateResponse(_message.Message):
         index: _builtins.int = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         parts: _abc.Iterable[Global___OutputPart] | None = ...,
+        embedding: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "index", b"index", "logprobs", b"logprobs", "parts", b"parts", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "parts", b"parts", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1375,6 +1413,7 @@ class Model(_message.Message):
     QUALITY_FIELD_NUMBER: _builtins.int
     TASKS_FIELD_NUMBER: _builtins.int
     BASE_MODEL_FIELD_NUMBER: _builtins.int
+    EMBEDDING_DIMENSIONS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_context_tokens: _builtins.int
     vocab_size: _builtins.int
@@ -1390,6 +1429,8 @@ class Model(_message.Message):
     """Configured quality, in [0, 1], and tasks of the model; no task: any."""
     base_model: _builtins.str
     """Model that this LoRA adapter changes; empty: no adapter."""
+    embedding_dimensions: _builtins.int
+    """Dimensions of its embeddings; 0: it is no embedding model."""
     @_builtins.property
     def tasks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -1406,10 +1447,11 @@ class Model(_message.Message):
         quality: _builtins.float = ...,
         tasks: _abc.Iterable[_builtins.str] | None = ...,
         base_model: _builtins.str = ...,
+        embedding_dimensions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_input_per_million", b"_input_per_million", "_output_per_million", b"_output_per_million", "input_per_million", b"input_per_million", "output_per_million", b"output_per_million"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_input_per_million", b"_input_per_million", "_output_per_million", b"_output_per_million", "base_model", b"base_model", "decode_workers", b"decode_workers", "has_tokenizer", b"has_tokenizer", "input_per_million", b"input_per_million", "max_context_tokens", b"max_context_tokens", "name", b"name", "output_per_million", b"output_per_million", "prefill_workers", b"prefill_workers", "quality", b"quality", "tasks", b"tasks", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_input_per_million", b"_input_per_million", "_output_per_million", b"_output_per_million", "base_model", b"base_model", "decode_workers", b"decode_workers", "embedding_dimensions", b"embedding_dimensions", "has_tokenizer", b"has_tokenizer", "input_per_million", b"input_per_million", "max_context_tokens", b"max_context_tokens", "name", b"name", "output_per_million", b"output_per_million", "prefill_workers", b"prefill_workers", "quality", b"quality", "tasks", b"tasks", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__input_per_million: _TypeAlias = _typing.Literal["input_per_million"]  # noqa: Y015
     _WhichOneofArgType__input_per_million: _TypeAlias = _typing.Literal["_input_per_million", b"_input_per_million"]  # noqa: Y015
@@ -1460,6 +1502,7 @@ class BatchResult(_message.Message):
     CHOICES_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Index in `requests`."""
     status: _builtins.bytes
@@ -1472,6 +1515,10 @@ class BatchResult(_message.Message):
     def finish(self) -> Global___Finish:
         """The `finish` that ended the request's stream, with the completion tokens of all choices."""
 
+    @_builtins.property
+    def embedding(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The prompt's embedding, when asked for; there are no choices then."""
+
     def __init__(
         self,
         *,
@@ -1479,10 +1526,11 @@ class BatchResult(_message.Message):
         choices: _abc.Iterable[Global___BatchChoice] | None = ...,
         finish: Global___Finish | None = ...,
         status: _builtins.bytes = ...,
+        embedding: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "finish", b"finish", "index", b"index", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "embedding", b"embedding", "finish", b"finish", "index", b"index", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -112,6 +112,19 @@ def check_prompt(token_ids: Sequence[int], field: str, model_dir: ModelDir) -> N
         raise InvalidRequest(field, f"prompt of {len(token_ids)} tokens leaves no room in the context of {limit}")
 
 
+def check_embedding(request: pb.GenerateRequest, dimensions: int) -> None:
+    """Check a request for an embedding by a model whose embeddings have so many dimensions.
+
+    Raises InvalidRequest.
+    """
+    for field in ("sampling", "messages", "tools", "parse_output"):
+        if request.HasField(field) if field == "sampling" else getattr(request, field):  # type: ignore[arg-type]
+            raise InvalidRequest(field, "cannot be combined with embedding")
+    wanted = request.embedding
+    if wanted.HasField("dimensions") and not 1 <= wanted.dimensions <= dimensions:
+        raise InvalidRequest("embedding.dimensions", f"must be 1 to {dimensions}, not {wanted.dimensions}")
+
+
 def check_name_length(name: str, field: str) -> None:
     """Check the length of a name.
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from bench.report import Bar, conclude
 from tandem.cli.demo import STORYTELLER
 from tandem.local.local_cluster import LocalCluster
-from tandem.topology import plan_topology
+from tandem.topology import ClusterModel, plan_models
 
 HERE = Path(__file__).parent
 BIN = HERE.parents[1] / ".venv-clients" / "bin"
@@ -55,6 +55,17 @@ async def fuzz(base: str) -> list[Bar]:
     ]
 
 
+def make_embedder(path: Path) -> Path:
+    """Make an embedding model of the demo model: its files, and those that say how its hidden states are pooled."""
+    shutil.copytree(STORYTELLER, path)
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [{"path": folder, "type": f"sentence_transformers.models.{kind}"} for kind, folder in kinds.items()]
+    (path / "modules.json").write_text(json.dumps(modules))
+    return path
+
+
 def bar_of(cell: dict[str, Any]) -> Bar:
     """Return the bar of a cell: 0 where it is as it must be."""
     what = f"{cell['client']}: {cell['feature']}" + (" (refused)" if cell["expected"] else "")
@@ -66,9 +77,11 @@ def bar_of(cell: dict[str, Any]) -> Bar:
 
 async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        router = {"model": STORYTELLER, "port": 0, "http_port": 0, "batches_folder": Path(folder)}
-        settings = {"model": STORYTELLER, "kv_memory_mib": 64, "dtype": "float32"}
-        topology = plan_topology(1, 1, router, settings, [0, 1])
+        router = {"port": 0, "http_port": 0, "batches_folder": Path(folder) / "batches", "default_model": "model"}
+        settings = {"kv_memory_mib": 64, "dtype": "float32"}
+        embedder = make_embedder(Path(folder) / "embedder")
+        models = [ClusterModel(path=STORYTELLER), ClusterModel(path=embedder, prefill=1, decode=0)]
+        topology = plan_models(models, router, settings, [0, 1])
         async with LocalCluster(topology) as cluster:
             base = f"http://{cluster.router.http_address}"
             cells = await features(str(BIN / "python"), str(HERE / "features.py"), base)

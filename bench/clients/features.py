@@ -19,7 +19,7 @@ import litellm
 import openai
 from pydantic import BaseModel
 
-MODEL, ASK = "model", "What is the weather in Paris?"
+MODEL, EMBEDDER, ASK = "model", "embedder", "What is the weather in Paris?"
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 WEATHER: Any = {
     "type": "object",
@@ -32,7 +32,6 @@ TOOL: Any = {"type": "function", "function": FUNCTION}
 REFUSED: dict[tuple[str, str], str] = {
     ("openai", "images"): "the models here read text only",
     ("openai", "audio"): "no model here hears or speaks",
-    ("openai", "embeddings"): "not served yet",
 }
 """Cells that are refused with a clear error, and why."""
 Feature = Callable[[str], Awaitable[object]]
@@ -171,7 +170,12 @@ async def _(base: str) -> None:
 
 @feature("openai", "embeddings")
 async def _(base: str) -> None:
-    await by_openai(base).embeddings.create(model=MODEL, input="Once")
+    client = by_openai(base)
+    found = await client.embeddings.create(model=EMBEDDER, input=["Once", "A king"])
+    assert [len(each.embedding) for each in found.data] == [256, 256]
+    assert found.usage.prompt_tokens > 0
+    short = await client.embeddings.create(model=EMBEDDER, input="Once", dimensions=8, encoding_format="float")
+    assert len(short.data[0].embedding) == 8
 
 
 # ------------------------------------------------------------------------------------------------- anthropic
@@ -243,6 +247,29 @@ async def _(base: str) -> None:
 
     chat = ChatOpenAI(model=MODEL, base_url=f"{base}/v1", api_key="none", max_tokens=64, temperature=0)
     assert isinstance(await chat.with_structured_output(City).ainvoke(ASK), City)
+
+
+@feature("langchain-openai", "embeddings")
+async def _(base: str) -> None:
+    from langchain_openai import OpenAIEmbeddings
+
+    # its own splitting into tokens is of OpenAI's models
+    options: Any = {"base_url": f"{base}/v1", "api_key": "none", "check_embedding_ctx_length": False}
+    found = OpenAIEmbeddings(model=EMBEDDER, **options)
+    assert len(await found.aembed_documents(["Once", "A king"])) == 2
+    assert len(await found.aembed_query("Once")) == 256
+
+
+@feature("litellm", "embeddings and rerank")
+async def _(base: str) -> None:
+    import litellm
+
+    found = await litellm.aembedding(model=f"openai/{EMBEDDER}", input=["Once"], api_base=f"{base}/v1", api_key="none")
+    assert len(found.data[0]["embedding"]) == 256
+    ranked: Any = await litellm.arerank(
+        model=f"hosted_vllm/{EMBEDDER}", query="Once", documents=["A king", "Once"], api_base=base, api_key="none"
+    )
+    assert ranked.results[0]["index"] == 1
 
 
 @feature("litellm", "chat, stream, tools")

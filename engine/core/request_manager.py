@@ -19,13 +19,16 @@ runs and finishes by itself (`engine/sampling/parallel_sampling.py`), and the re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.block_keys import root_key
 from engine.core.running_set import RunningSet
 from engine.core_types import Chunk, FinishReason, SampleResult, Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import POOL
 from engine.lending.borrower_manager import BorrowerManager, BorrowRequest
-from engine.messages import Failed, FromEngine, Generate, KvAccount, PromptScored, Rejected, Token
+from engine.messages import Embedded, Failed, FromEngine, Generate, KvAccount, PromptScored, Rejected, Token
 from engine.sampling.beam_search import BeamSearch
 from engine.sampling.parallel_sampling import chains_of, num_blocks_at_most, search_of
 
@@ -43,6 +46,8 @@ class _Request:
     num_preemptions_over: int = 0
     """Preemptions of sequences that are over."""
     num_recomputed_over: int = 0
+    pooled: NDArray[np.float32] | None = None
+    """Sum of the hidden states pooled so far."""
 
     @property
     def is_parted(self) -> bool:
@@ -181,6 +186,8 @@ class RequestManager:
         if sampled.prompt:
             sequence.num_scored += len(sampled.prompt)
             self._emit(PromptScored(sequence.request_id, sampled.prompt))
+        if sampled.num_pooled:
+            self._pool(sequence, sampled)
         if samples:
             self._append(sequence, sampled)
             for following in sampled.following:
@@ -188,6 +195,19 @@ class RequestManager:
                     return  # the token before it was the last
                 self._kv_cache.advance(sequence, 1)  # the draft token, which is the sequence's last token by now
                 self._append(sequence, following, followed_draft=True)
+
+    def _pool(self, sequence: Sequence, sampled: SampleResult) -> None:
+        """Add hidden states to the request's embedding, and end the request with the last of them."""
+        request, part = self._requests[sequence.request_id], np.frombuffer(sampled.pooled, np.float32)
+        request.pooled = part if request.pooled is None else request.pooled + part
+        sequence.num_scored += sampled.num_pooled
+        if sequence.num_scored < sequence.num_to_score:
+            return
+        request.count_preemptions()
+        request.account.times["first_token"] = self._kv_cache.clock()
+        num_pooled = 1 if sequence.sampling is not None and sequence.sampling.pooling == "last" else sequence.num_prompt
+        self._emit(Embedded(sequence.request_id, (request.pooled / num_pooled).tobytes(), request.account))
+        self._finish(sequence.request_id)
 
     def _append(self, sequence: Sequence, sampled: SampleResult, followed_draft: bool = False) -> None:
         """Add the sequence's next token, or a beam's candidates, or end the request with the failure."""

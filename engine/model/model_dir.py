@@ -73,6 +73,28 @@ class ModelDir:
         return frozenset(each for each in found if type(each) is int and 0 <= each < self.vocab_size)
 
     @property
+    def hidden_size(self) -> int:
+        """Length of a hidden state."""
+        if not isinstance(size := self._text_config.get("hidden_size"), int):
+            raise ModelRefused("config.json does not say how long its hidden states are")
+        return size
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """Whether the output layer has the weights of the input layer.
+
+        Without a word in config.json transformers' own defaults differ by architecture, and most tie.
+        """
+        configs = (self.config, self._text_config)
+        return bool(next((each["tie_word_embeddings"] for each in configs if "tie_word_embeddings" in each), True))
+
+    @property
+    def attends_both_ways(self) -> bool:
+        """Whether tokens attend to later ones, by any of the names that configs have for it."""
+        configs = (self.config, self._text_config)
+        return any(each.get("is_causal") is False or each.get("use_bidirectional_attention") for each in configs)
+
+    @property
     def has_tokenizer(self) -> bool:
         return any((self.path / name).exists() for name in TOKENIZER_FILES[:3])
 

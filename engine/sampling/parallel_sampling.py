@@ -65,6 +65,8 @@ def chains_of(
             adapter=message.adapter,
         )
         chain.num_scored = min(chain.num_to_score, chain.num_to_score if chains else message.num_scored)
+        if sampling.pooling == "last":
+            chain.num_scored = chain.num_to_score - 1
         chains.append(chain)
     if len(chains) > 1:
         chains[0].siblings = chains[1:]

@@ -56,6 +56,8 @@ class Capacity:
 
     def fits(self, waiting: QueuedRequest) -> bool:
         """Return whether a request could start somewhere now."""
+        if waiting.demand.embeds:
+            return bool(startable(waiting.demand, self.workers, self.available).any())
         if waiting.need > self.greatest:
             return False
         if self.pool is not None:
@@ -64,8 +66,8 @@ class Capacity:
 
 
 def could_hold(demand: Demand, workers: WorkerTable) -> bool:
-    """Return whether any decode worker's pool is large enough for the whole request."""
-    return demand.num_total_blocks <= largest_pool(workers)
+    """Return whether the pool of any worker that could serve the request is large enough for all of it."""
+    return demand.num_total_blocks <= int(workers.num_blocks[workers.starts_for(demand)].max(initial=-1))
 
 
 def largest_pool(workers: WorkerTable) -> int:
@@ -86,7 +88,7 @@ def first_to_free(demand: Demand, workers: WorkerTable, batch_block_share: float
     pools = workers.num_blocks
     headroom = np.ceil((1 - batch_block_share) * pools).astype(np.int64)
     needed = np.minimum(promised[workers.reserve_of] + headroom, pools)
-    could = workers.with_adapter(workers.starts & (pools >= demand.num_total_blocks), demand.adapter)
+    could = workers.with_adapter(workers.starts_for(demand) & (pools >= demand.num_total_blocks), demand.adapter)
     able = could.copy()
     able[list(kept)] = False
     able = workers.in_share(able, could, demand.traffic_hash)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.error_status import to_proto
 from cluster.errors import InvalidRequest, ServiceError
@@ -26,10 +26,15 @@ class _Gathered:
 
     choices: dict[int, pb.BatchChoice]
     finish: pb.Finish
+    embedding: list[float] = field(default_factory=list)
 
     def add(self, message: bytes) -> None:
         response = pb.GenerateResponse.FromString(message)
         if response.prompt_logprobs and not response.token_ids:
+            return
+        if response.embedding:
+            self.embedding = list(response.embedding)
+            self.finish.CopyFrom(response.finish)
             return
         choice = self.choices.setdefault(response.index, pb.BatchChoice())
         choice.text += response.text
@@ -86,4 +91,4 @@ async def _one(number: int, request: pb.GenerateRequest, generate: Generate) -> 
     except ServiceError as error:
         return pb.BatchResult(index=number, status=to_proto(error).SerializeToString())
     choices = [gathered.choices[index] for index in sorted(gathered.choices)]
-    return pb.BatchResult(index=number, choices=choices, finish=gathered.finish)
+    return pb.BatchResult(index=number, choices=choices, finish=gathered.finish, embedding=gathered.embedding)

@@ -316,4 +316,5 @@ def _listed(model: ModelRuntime) -> pb.Model:
         quality=model.entry.quality,
         tasks=model.entry.tasks,
         base_model=model.base_model,
+        embedding_dimensions=model.embedding.dimensions if model.embedding is not None else 0,
     )

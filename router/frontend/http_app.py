@@ -26,6 +26,14 @@ from router.frontend.http.json_endpoint import JsonEndpoint
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
+from router.frontend.openai.embeddings import (
+    EmbeddingsAnswer,
+    RerankAnswer,
+    ScoreAnswer,
+    read_embeddings,
+    read_rerank,
+    read_score,
+)
 from router.frontend.openai.response_routes import add_stored_responses
 from router.frontend.openai.response_store import MemoryResponses, RedisResponses, ResponseHooks, ResponseStore
 from router.frontend.openai.responses import read_response
@@ -62,7 +70,12 @@ def make_app(
             context, read_response, ResponsesAnswer, responses_error_form, ResponseHooks(responses)
         ),
         "/v1/messages": Endpoint(context, read_messages, MessagesAnswer, messages_error_form),
+        "/v1/embeddings": Endpoint(context, read_embeddings, EmbeddingsAnswer),
+        "/v1/score": Endpoint(context, read_score, ScoreAnswer),
+        "/v1/rerank": Endpoint(context, read_rerank, RerankAnswer),
     }
+    for path in ("score", "rerank"):  # vLLM has these at both places
+        endpoints[f"/{path}"] = endpoints[f"/v1/{path}"]
     app = _Application(endpoints)
     others: dict[str, JsonEndpoint[Any]] = {
         "/v1/messages/count_tokens": token_counter(context),

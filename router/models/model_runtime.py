@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from cluster.errors import Forbidden, Incompatible, InvalidRequest, StartError, Unavailable, UnknownModel
 from cluster.tls import TlsIdentity
 from engine.block_keys import BlockKey, block_keys, root_key
+from engine.errors import ModelRefused
+from engine.model.embedding import EmbeddingConfig, has_output_layer, read_embedding
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from protos import membership_pb2
@@ -43,6 +45,12 @@ class ModelFiles:
     model_dir: ModelDir
     encoder: PromptEncoder
     config_fingerprint: bytes
+    embedding: EmbeddingConfig | None
+    """Way to its embeddings; None for a model that is no embedding model."""
+    embedding_fault: str
+    """Reason why there are no embeddings; empty where there are."""
+    generates: bool
+    """Whether it can generate; a model that was saved for embeddings only may not."""
 
     @classmethod
     def read(cls, entry: ModelEntry) -> "ModelFiles":
@@ -55,7 +63,12 @@ class ModelFiles:
         size, context = model_dir.vocab_size, model_dir.max_context_tokens
         encoder = PromptEncoder(model_dir, entry.tool_parser, entry.reasoning_parser)
         log.info("%s: %d tokens, context %d", entry.name or model_dir.name, size, context)
-        return cls(entry, model_dir, encoder, model_dir.config_fingerprint())
+        try:
+            embedding, fault = read_embedding(model_dir), ""
+        except ModelRefused as reason:
+            embedding, fault = None, reason.reason
+        generates = embedding is None or has_output_layer(model_dir)
+        return cls(entry, model_dir, encoder, model_dir.config_fingerprint(), embedding, fault, generates)
 
     @property
     def name(self) -> str:
@@ -111,6 +124,8 @@ class ModelRuntime:
         self.encoder = files.encoder
         self.output_format = files.encoder.output_format
         self.config_fingerprint = files.config_fingerprint
+        self.embedding, self.generates = files.embedding, files.generates
+        self._embedding_fault = files.embedding_fault
         self.fleet = fleet
         self.dispatcher = dispatcher
         self.grammars = GrammarChecker(files.model_dir, grammar_limit_s)
@@ -122,10 +137,19 @@ class ModelRuntime:
         """Fingerprint of the LoRA adapter; empty for none."""
         self._worker_waits = worker_waits
         self._reported = asyncio.Event()
-        """Event set when a decode worker reports, for requests that wait for the first one."""
+        """Event set when a worker reports, for requests that wait for the first one."""
 
     async def close(self) -> None:
         await self.grammars.close()
+
+    def check_embeds(self) -> EmbeddingConfig:
+        """Return the way to the model's embeddings.
+
+        Raises InvalidRequest for a model without.
+        """
+        if self.embedding is None:
+            raise InvalidRequest("model", f"{self.name!r} makes no embeddings: {self._embedding_fault}")
+        return self.embedding
 
     def with_adapter(self, name: str) -> "ModelRuntime | None":
         """Return the model of this name that a LoRA adapter makes of this one; None where no worker has the adapter.
@@ -149,12 +173,20 @@ class ModelRuntime:
         workers = self.workers()
         return [worker for worker in workers if worker.decodes and worker.load is not None and not worker.draining]
 
-    async def await_decode_workers(self, tenant: str, give_up_at: float) -> None:
-        """Wait until a decode worker is there.
+    def starting_workers(self, embeds: bool) -> list[Worker]:
+        """Return the workers on which requests start: decode workers, or for embeddings prefill workers, if any."""
+        if embeds:
+            workers = [w for w in self.workers() if not w.decodes and w.load is not None and not w.draining]
+            if workers:
+                return workers
+        return self.decode_workers()
+
+    async def await_workers(self, tenant: str, give_up_at: float, embeds: bool = False) -> None:
+        """Wait until a worker is there on which requests start.
 
         Raises Unavailable at `give_up_at`, of the monotonic clock, and Overloaded when too many requests wait.
         """
-        if self.decode_workers():
+        if self.starting_workers(embeds):
             return
         try:
             self._worker_waits.take(tenant)
@@ -162,12 +194,12 @@ class ModelRuntime:
             self.dispatcher.admission.num_refused[refusal.reason] += 1
             raise refusal.take() from None
         try:
-            await self._first_worker(give_up_at)
+            await self._first_worker(give_up_at, embeds)
         finally:
             self._worker_waits.give_back(tenant)
 
-    async def _first_worker(self, give_up_at: float) -> None:
-        while not self.decode_workers():
+    async def _first_worker(self, give_up_at: float, embeds: bool) -> None:
+        while not self.starting_workers(embeds):
             self._reported.clear()
             try:
                 async with asyncio.timeout(give_up_at - time.monotonic()):
@@ -177,7 +209,7 @@ class ModelRuntime:
 
     def on_worker_report(self) -> None:
         """Process a report of one of its workers."""
-        if not self._reported.is_set() and self.decode_workers():
+        if not self._reported.is_set():
             self._reported.set()
 
     def needs(
@@ -189,17 +221,18 @@ class ModelRuntime:
         to_score: bool,
         traffic_hash: float = 1.0,
         new: bool = True,
+        embeds: bool = False,
     ) -> tuple[Demand, list[BlockKey]]:
         """Return the demand of `chains`, the tokens of each choice, and keys of blocks that may come from elsewhere.
 
-        A decode worker must be there. Raises InvalidRequest for a `new` request that no pool could hold; an accepted
-        one stays valid although its workers are gone.
+        A worker must be there on which it can start. Raises InvalidRequest for a `new` request that no pool could hold;
+        an accepted one stays valid although its workers are gone.
         """
-        workers = self.decode_workers()
+        workers = self.starting_workers(embeds)
         hello = _hello_for(workers, traffic_hash)
         largest = max(worker.hello.num_blocks for worker in workers) if new else None
         demand = demand_of(
-            prompt, sampling, chains, to_score, hello.block_tokens, hello.block_bytes, largest, traffic_hash
+            prompt, sampling, chains, to_score, hello.block_tokens, hello.block_bytes, largest, traffic_hash, embeds
         )
         usable = chains[0][: demand.num_usable_blocks * demand.block_tokens]
         own, *others = (

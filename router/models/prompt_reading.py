@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival
 from router.models.model_runtime import ModelRuntime
 from router.models.output_plan import OutputPlan, plan_output
-from router.validation import check_prompt, prompt_field, resolve_sampling
+from router.validation import check_embedding, check_prompt, prompt_field, resolve_sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,11 @@ async def read(
 
     Raises InvalidRequest naming the field.
     """
+    embeds = request.HasField("embedding")
+    if embeds:
+        check_embedding(request, model.check_embeds().dimensions)
+    elif not model.generates:
+        raise InvalidRequest("model", f"{model.name!r} has no output layer: it makes embeddings only")
     if prompt is None:
         prompt = await model.encoder.encode(request, arrival.tenant)
         arrival.tokens_read += len(prompt)
@@ -32,4 +38,6 @@ async def read(
     encoder = model.encoder
     generation_prompt = encoder.generation_prompt(request)
     output, sampling = plan_output(request, model.output_format, generation_prompt, encoder.reasoning_marks)
+    if embeds:
+        sampling.max_tokens = 1  # no token is generated
     return PreparedPrompt(prompt, resolve_sampling(sampling, len(prompt), model.model_dir), output)

@@ -31,6 +31,8 @@ class Demand:
     """Traffic hash in [0, 1): below a canary's share the request is for the canary. 1: for no canary."""
     adapter: str = ""
     """Fingerprint of the LoRA adapter, in hexadecimal digits; empty for none."""
+    embeds: bool = False
+    """Whether an embedding is wanted, which prefill workers compute, and decode workers where there are no others."""
 
     def num_promised_blocks(self, reserve_output_tokens: int) -> int:
         """Return the blocks that a worker with this reservation must have free; 0 reserves everything."""

@@ -29,6 +29,7 @@ def demand_of(
     block_bytes: int,
     largest_pool: int | None,
     traffic_hash: float = 1.0,
+    embeds: bool = False,
 ) -> Demand:
     """Return the demand.
 
@@ -48,11 +49,20 @@ def demand_of(
             f"prompt of {num_prompt} tokens + max_tokens of {sampling.max_tokens}{times} need {total} KV blocks; "
             f"the largest pool has {largest_pool}",
         )
-    num_usable = 0 if to_score else (len(chains[0]) - 1) // block_tokens
+    num_usable = 0 if to_score or embeds else (len(chains[0]) - 1) // block_tokens
     lengths = tuple(map(len, chains))
     num_tokens = len(chains[0])
     return Demand(
-        num_tokens, num_usable, total, block_tokens, block_bytes, lengths, end, shared, traffic_hash=traffic_hash
+        num_tokens,
+        num_usable,
+        total,
+        block_tokens,
+        block_bytes,
+        lengths,
+        end,
+        shared,
+        traffic_hash=traffic_hash,
+        embeds=embeds,
     )
 
 

@@ -67,6 +67,14 @@ class WorkerTable:
         """Decode workers that are not draining, on which requests may start, [W]."""
         return self.decodes & ~self.draining
 
+    def starts_for(self, demand: Demand) -> Bools:
+        """Return the workers that are not draining and of the role that serves the request, [W]."""
+        starts = self.starts
+        if not demand.embeds:
+            return starts
+        prefill: Bools = ~self.decodes & ~self.draining
+        return prefill if prefill.any() else starts
+
     def computing_lenders(self, demand: Demand) -> Bools:
         """Return the prefill workers that may compute the request's blocks, [W]."""
         could: Bools = ~self.decodes & ~self.draining & (self.num_blocks >= demand.num_usable_blocks)

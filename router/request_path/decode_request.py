@@ -3,6 +3,7 @@
 Pure.
 """
 
+from engine.core_types import Pooling
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 from protos import lend_pb2, membership_pb2
@@ -10,6 +11,8 @@ from router.placement.place import Decision
 from router.placement.worker_records import ActivePlacement
 from router.prepared_request import PreparedRequest
 from router.request_path.stream_state import StreamState
+
+POOLINGS: dict[Pooling, pb.Pooling.ValueType] = {"last": pb.POOLING_LAST, "mean": pb.POOLING_MEAN}
 
 
 def decode_request(
@@ -58,6 +61,13 @@ def decode_request(
         model_reason=prepared.model_reason,
         price=model.costs.prices,
     )
+    if model.embedding is not None and prepared.request.HasField("embedding"):
+        wanted = pb.Embedding(
+            pooling=POOLINGS[model.embedding.pooling],
+            dimensions=prepared.request.embedding.dimensions,
+            normalize=model.embedding.normalize,
+        )
+        internal.embedding.CopyFrom(wanted)
     if placed.lender is not None:
         source = _holder(placed.source.hello) if placed.source else None
         lender = pb.Lender(worker=_holder(placed.lender.hello), may_compute=decision.lender_computes, source=source)

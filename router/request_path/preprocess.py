@@ -54,6 +54,8 @@ class Preprocessor:
         cache_salt = isolated(request) if self._config.isolate_tenants else request.cache_salt
         check_time_limit(request)
         check_quality(request)
+        if model is None and request.HasField("embedding"):
+            raise InvalidRequest("model", f"{AUTO!r} chooses among models that generate: name an embedding model")
         if model is None:
             give_up_at = min(deadline, arrived_at + self._config.no_worker_grace_s)
             selector = ModelSelector(self._config, models)

@@ -348,13 +348,14 @@ class RequestHandler:
     async def _needs(self, prepared: PreparedRequest, emitted: StreamState) -> tuple[Demand, list[BlockKey]]:
         """Return the demand, and the keys of blocks that may come from elsewhere."""
         grace_s = min(self._config.no_worker_grace_s, prepared.remaining_s())
-        await prepared.model.await_decode_workers(prepared.info.tenant, time.monotonic() + grace_s)
+        embeds = prepared.request.HasField("embedding")
+        await prepared.model.await_workers(prepared.info.tenant, time.monotonic() + grace_s, embeds)
         prompt, sampling = prepared.prompt, prepared.sampling
         unfinished = [choice.token_ids for choice in emitted.choices if not choice.finished]
         to_score = sampling.HasField("prompt_logprobs") and emitted.num_prompt_logprobs < len(prompt) - 1
         chains = chains_of(prompt, sampling, unfinished)
         traffic_hash, new = traffic_hash_of(prepared.request_id), not prepared.info.num_placed
-        return prepared.model.needs(prompt, sampling, prepared.cache_salt, chains, to_score, traffic_hash, new)
+        return prepared.model.needs(prompt, sampling, prepared.cache_salt, chains, to_score, traffic_hash, new, embeds)
 
 
 def _count(prepared: PreparedRequest, emitted: StreamState, request_metrics: RequestMetrics) -> None:

@@ -253,6 +253,35 @@ class Client:
             call.cancel()
             span.end(failure)
 
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        model: str = "",
+        dimensions: int | None = None,
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
+        **fields: Any,
+    ) -> list[list[float]]:
+        """Return the embedding of each text or list of token ids, in order.
+
+        `fields` are further ones of GenerateRequest, such as `tenant`. Raises ServiceError when any input fails.
+        """
+        options = pb.EmbeddingOptions(dimensions=dimensions)
+        requests = [pb.GenerateRequest(model=model, embedding=options, **fields) for _ in inputs]
+        for request, given in zip(requests, inputs, strict=True):
+            if isinstance(given, str):
+                request.text = given
+            else:
+                request.token_ids.extend(given)
+        vectors: dict[int, list[float]] = {}
+        batch = self.generate_batch(requests, timeout_s=timeout_s, metadata=metadata)
+        async with contextlib.aclosing(batch) as results:  # type: ignore[type-var]
+            async for result in results:
+                if (error := error_of(result)) is not None:
+                    raise error
+                vectors[result.index] = list(result.embedding)
+        return [vectors[index] for index in range(len(requests))]
+
     async def tokenize(
         self,
         text: str | None = None,

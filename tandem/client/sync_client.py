@@ -7,7 +7,7 @@ with SyncClient("127.0.0.1:50051") as client:
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -57,6 +57,9 @@ class SyncClient:
     def generate_batch(self, requests: list[pb.GenerateRequest], **options: Any) -> Iterator[pb.BatchResult]:
         """Yield results of a batch, as Client.generate_batch."""
         return self._each(self._client.generate_batch(requests, **options))
+
+    def embed(self, inputs: Sequence[str | Sequence[int]], **options: Any) -> list[list[float]]:
+        return self._wait(self._client.embed(inputs, **options))
 
     def explain(self, text: str | None = None, **options: Any) -> pb.Explanation:
         return self._wait(self._client.explain(text, **options))

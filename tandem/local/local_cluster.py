@@ -19,6 +19,10 @@ from router.config import RouterConfig
 from tandem.members import await_members
 from tandem.topology import Topology
 
+# gRPC's handlers of forks wait for its own threads, and now and then a process that was just forked was lost to them.
+# Roles are started by fork and exec, and need no such handlers.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 Say = Callable[[str], None]
 START_TIMEOUT_S = 300.0
 LAST_LINES = 20

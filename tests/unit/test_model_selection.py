@@ -110,7 +110,7 @@ async def test_a_model_without_workers_is_not_taken(byte_model: Path, word_model
     assert choice.model.name == "words"
     assert "passed over: bytes (no decode worker)" in choice.reason
     with pytest.raises(Unavailable, match="no decode worker of 'bytes' has joined"):
-        await models.named("bytes").await_decode_workers("t", time.monotonic())
+        await models.named("bytes").await_workers("t", time.monotonic())
 
 
 async def test_a_busy_model_is_passed_over_for_one_that_is_in_time(byte_model: Path, word_model: Path) -> None:

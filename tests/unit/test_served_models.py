@@ -169,7 +169,7 @@ def test_costs_are_counted_by_model() -> None:
 async def test_who_waits_for_a_first_worker_hears_of_it_at_once(byte_model: Path) -> None:
     _, models = served([{"path": byte_model}])
     (model,) = models
-    waits = [asyncio.ensure_future(model.await_decode_workers("t", time.monotonic() + 60)) for _ in range(3)]
+    waits = [asyncio.ensure_future(model.await_workers("t", time.monotonic() + 60)) for _ in range(3)]
     model.on_worker_report()
     await asyncio.sleep(0)
     assert not any(each.done() for each in waits)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from engine.backends.sim.states import (
     choice_token,
+    hidden_states,
     likeliest,
     prompt_logprob,
     state_after,
@@ -24,6 +25,7 @@ from engine.backends.sim.timing import AT_ONCE, StepTiming
 from engine.core_types import Chunk, SampleResult, TokenLogprobs, verified
 from engine.host.memory import pool_memory
 from engine.kv.layout import KvLayout
+from engine.model.embedding import is_embedding_model
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelInfo, ModelRunner
 from kvtransfer.transport import Pool
@@ -51,6 +53,7 @@ class SimRunner(ModelRunner):
         timing: StepTiming = AT_ONCE,
         reads_all: bool = True,
         pool_in_file: bool = False,
+        hidden_size: int = 64,
     ) -> None:
         assert layout.head_bytes % (8 * layout.block_tokens) == 0
         self.layout = layout
@@ -58,6 +61,7 @@ class SimRunner(ModelRunner):
         self.pool = _pool(num_blocks, layout.block_bytes, pool_in_file)
         self.timing = timing
         self._reads_all = reads_all
+        self._hidden_size = hidden_size
         self._root = int.from_bytes(layout.fingerprint(weights_fingerprint)[:8], "little")
         slot_words = layout.head_bytes // 8 // layout.block_tokens
         shape = (-1, layout.kv_heads, layout.block_tokens, slot_words)
@@ -92,6 +96,10 @@ class SimRunner(ModelRunner):
 
     def _answer(self, chunk: Chunk) -> SampleResult:
         prompt: tuple[TokenLogprobs, ...] = ()
+        if chunk.pools:
+            hidden = hidden_states(self._states(chunk, chunk.scored), self._hidden_size)
+            total = hidden.sum(0, dtype=np.float32)
+            return SampleResult(-1, pooled=total.tobytes(), num_pooled=len(chunk.scored))
         if scored := chunk.scored:
             prompt = tuple(TokenLogprobs(prompt_logprob(self._sample(chunk, p + 1)), (), ()) for p in scored)
         if not chunk.samples:
@@ -100,6 +108,13 @@ class SimRunner(ModelRunner):
             return self._next(chunk, chunk.start + chunk.count, prompt)
         ends = range(chunk.start + chunk.count, chunk.start + chunk.num_rows + 1)
         return verified(chunk.draft_tokens, (self._next(chunk, end, prompt) for end in ends))
+
+    def _states(self, chunk: Chunk, positions: range) -> NDArray[np.uint64]:
+        """Return the states of some positions, [len(positions)], as the pool holds them."""
+        width, places = self.layout.block_tokens, np.array(positions)
+        blocks = np.array(chunk.sequence.blocks)[places // width]
+        states: NDArray[np.uint64] = self._words[blocks, 0, places % width, 0]
+        return states
 
     def _next(self, chunk: Chunk, end: int, prompt: tuple[TokenLogprobs, ...]) -> SampleResult:
         token, sampling = self._sample(chunk, end), chunk.sequence.sampling
@@ -144,6 +159,7 @@ def sim_runner(
         timing=timing,
         reads_all=reads_all,
         pool_in_file=pool_in_file,
+        hidden_size=model_dir.hidden_size if is_embedding_model(model_dir) else 0,
     )
 
 

@@ -63,3 +63,14 @@ def likeliest(token: int, count: int, vocab_size: int) -> TokenLogprobs:
 def prompt_logprob(token: int) -> float:
     """Return the log probability of a prompt token where `token` would be sampled."""
     return -token / 64
+
+
+def _odd(size: int) -> NDArray[np.uint64]:
+    return np.arange(1, 2 * size, 2, dtype=np.uint64)
+
+
+def hidden_states(states: NDArray[np.uint64], size: int) -> NDArray[np.float32]:
+    """Return a hidden state for each state, [len(states), size], of values in [-1, 1)."""
+    mixed: NDArray[np.uint64] = states[:, None] * _odd(size) * np.uint64(_OF_TOKENS)
+    values: NDArray[np.float32] = (mixed >> np.uint64(40)).astype(np.float32) / np.float32(1 << 23) - np.float32(1)
+    return values

@@ -3,6 +3,7 @@
 It refuses a model that cannot be served, with the reason.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from engine.backends.torch.ranks import RankGroup
 from engine.backends.torch.sharding import load_shard
 from engine.errors import EngineStartError, ModelRefused
 from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
+from engine.model.embedding import is_embedding_model
 from engine.model.model_dir import ModelDir
 from engine.model.quantization import AS_SAVED, QuantizationConfig, Weights
 from kvtransfer.fingerprint import WORD_BYTES
@@ -29,6 +31,9 @@ SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """Rope types that choose frequencies by the longest sequence of the batch, so that one request would change another."""
 
+OUTPUT_LAYER = "lm_head.weight"
+
+log = logging.getLogger(__name__)
 transformers_logging.disable_progress_bar()
 
 
@@ -64,7 +69,10 @@ def load_model(
         raise _no_room(error) from error
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelRefused(f"transformers cannot load it: {error}") from error
-    if missing := sorted(told["missing_keys"]):
+    missing = sorted(told["missing_keys"])
+    if missing == [OUTPUT_LAYER] and is_embedding_model(model_dir):
+        log.info("the model has no output layer and serves embeddings only")
+    elif missing:
         raise ModelRefused(f"its files lack {len(missing)} of its weights, {missing[0]} among them")
     if quantization.lora is not None:
         merge_lora(model, quantization.lora)

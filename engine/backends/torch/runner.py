@@ -126,7 +126,7 @@ class TorchRunner(ModelRunner):
         if self._draft is not None:
             batch = self._draft.draft_token(batch)
         scores = wants_scores(batch)
-        with self._scorer.reservations() if scores else nullcontext():
+        with self._scorer.keeping_hidden_states() if scores else nullcontext():
             logits = self.logits(batch)
         sampling = [chunk for chunk in batch if chunk.samples]
         sampled: list[SampleResult] = []
@@ -145,7 +145,7 @@ class TorchRunner(ModelRunner):
         Its part of the logits is not read.
         """
         scores = wants_scores(batch)
-        with self._scorer.reservations() if scores else nullcontext():
+        with self._scorer.keeping_hidden_states() if scores else nullcontext():
             self.logits(batch)
         if scores:
             self._scorer.follow(batch)

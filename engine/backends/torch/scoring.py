@@ -1,4 +1,4 @@
-"""Log probabilities of prompt tokens: logits of whole chunks, computed a slice at a time.
+"""Scores of prompt tokens: log probabilities, or the hidden states that an embedding pools.
 
 A step's forward gives logits only for the sampled tokens. Logits for every prompt token would take 600 KB each at a
 vocabulary of 150,000. So the step's hidden states are kept, and the output layer is applied to a few rows at a time.
@@ -21,7 +21,7 @@ SLICE_LOGITS = 1 << 23
 
 
 def wants_scores(batch: Seq[Chunk]) -> bool:
-    """Return whether any chunk asks for log probabilities of its prompt tokens."""
+    """Return whether any chunk asks for scores of its prompt tokens."""
     return any(len(chunk.scored) > 0 for chunk in batch)
 
 
@@ -41,7 +41,7 @@ class PromptScorer:
         self._hidden: Any = None
 
     @contextmanager
-    def reservations(self) -> Iterator[None]:
+    def keeping_hidden_states(self) -> Iterator[None]:
         """Keep the hidden states of the forward that runs within the block, for `score` to read."""
         forward = self._body.forward
 
@@ -63,8 +63,11 @@ class PromptScorer:
             for chunk in batch:
                 if chunk.answers:
                     token = next(tokens) if chunk.samples else SampleResult(-1)
-                    prompt = tuple(self._score(chunk, scored_rows(chunk, first_row)))
-                    answers.append(replace(token, prompt=prompt))
+                    rows = scored_rows(chunk, first_row)
+                    if chunk.pools:
+                        answers.append(self._pool(rows))
+                    else:
+                        answers.append(replace(token, prompt=tuple(self._score(chunk, rows))))
                 first_row += chunk.num_rows
         self._hidden = None
         return answers
@@ -74,10 +77,17 @@ class PromptScorer:
         first_row = 0
         with self._replaced(lambda *args, **options: self._hidden):
             for chunk in batch:
-                for _ in self._slices(scored_rows(chunk, first_row)):
-                    pass
+                if not chunk.pools:
+                    for _ in self._slices(scored_rows(chunk, first_row)):
+                        pass
                 first_row += chunk.num_rows
         self._hidden = None
+
+    def _pool(self, rows: range) -> SampleResult:
+        """Return the sum of the hidden states of `rows`."""
+        hidden: Tensor = self._hidden.last_hidden_state[0, rows.start : rows.stop]
+        total = hidden.sum(0, dtype=torch.float32).cpu().numpy()
+        return SampleResult(-1, pooled=total.tobytes(), num_pooled=len(rows))
 
     def _score(self, chunk: Chunk, rows: range) -> Iterator[TokenLogprobs]:
         sampling = chunk.sequence.sampling

@@ -183,7 +183,7 @@ class Endpoint(Generic[Asked, Made]):
             )
             for number, request in enumerate(asked.requests)
         ]
-        return merged(streams)
+        return merged(streams, asked.max_open)
 
     async def _whole(self, asked: Asked, caller: Caller, arrival: Arrival) -> bytes:
         check_whole_answer(asked.requests)

@@ -92,6 +92,8 @@ def _answer(status: int, headers: Mapping[str, str], said: tuple[dict[str, Any],
 def client_field(field: str, names: Mapping[str, str]) -> str:
     """Return the client's name of one of our fields."""
     field = field.removeprefix("sampling.")
+    if field in names:
+        return names[field]
     first, _, rest = field.partition(".")
     if first == "structured" and first in names:
         return names[first]

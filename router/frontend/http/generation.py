@@ -37,6 +37,8 @@ class Generation:
     """Client's names of fields that we call otherwise."""
     stream: bool = False
     deadline_s: float | None = None
+    max_open: int | None = None
+    """Requests that run at a time; None: all."""
     echo: bool = False
     """Whether the texts of completions begin with their prompts."""
     ignored: Sequence[str] = ()

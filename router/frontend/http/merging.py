@@ -5,10 +5,13 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 
-async def merged(streams: Sequence[AsyncGenerator[bytes]]) -> AsyncGenerator[tuple[int, bytes]]:
+async def merged(
+    streams: Sequence[AsyncGenerator[bytes]], max_open: int | None = None
+) -> AsyncGenerator[tuple[int, bytes]]:
     """Yield the items of all streams with the streams' numbers, as they come.
 
-    Raises the first failure; closing it closes all streams. At most one item per stream is buffered.
+    At most `max_open` streams are open at a time, in order; None: all. Raises the first failure; closing it closes all
+    streams. At most one item per stream is buffered.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
@@ -17,19 +20,22 @@ async def merged(streams: Sequence[AsyncGenerator[bytes]]) -> AsyncGenerator[tup
         return
     queue: asyncio.Queue[tuple[int, bytes | BaseException | None]] = asyncio.Queue(len(streams))
 
-    async def feed(number: int, stream: AsyncGenerator[bytes]) -> None:
-        end: BaseException | None = None
-        try:
-            async with aclosing(stream):
-                async for message in stream:
-                    await queue.put((number, message))
-        except Exception as error:  # any error, raised below
-            end = error
-        await queue.put((number, end))
+    rest = iter(enumerate(streams))
 
-    feeds = [asyncio.ensure_future(feed(number, stream)) for number, stream in enumerate(streams)]
+    async def feed() -> None:
+        for number, stream in rest:  # one iterator for all tasks: each takes the next stream
+            end: BaseException | None = None
+            try:
+                async with aclosing(stream):
+                    async for message in stream:
+                        await queue.put((number, message))
+            except Exception as error:  # any error, raised below
+                end = error
+            await queue.put((number, end))
+
+    feeds = [asyncio.ensure_future(feed()) for _ in range(min(len(streams), max_open or len(streams)))]
     try:
-        num_open = len(feeds)
+        num_open = len(streams)
         while num_open:
             number, said = await queue.get()
             if isinstance(said, BaseException):

@@ -63,7 +63,7 @@ def common(fields: Fields, caller: Caller, options: GenerationOptions) -> tuple[
         stream=fields.boolean("stream"),
         receipt=fields.boolean("receipt"),
         token_ids=fields.boolean("return_token_ids"),
-        deadline_s=_deadline_s(fields),
+        deadline_s=read_deadline_s(fields),
     )
     _read_stream_options(fields, asked)
     if asked.stream and options.sampling.HasField("prompt_logprobs"):
@@ -89,7 +89,11 @@ def check_choices(asked: ApiRequest, field_at_fault: str) -> None:
         raise InvalidRequest(field_at_fault, f"at most {MAX_CHOICES} choices of all prompts, not {num_choices}")
 
 
-def _deadline_s(fields: Fields) -> float | None:
+def read_deadline_s(fields: Fields) -> float | None:
+    """Read the time limit, in seconds.
+
+    Raises InvalidRequest.
+    """
     timeout_ms = fields.number("timeout_ms")
     if timeout_ms is None:
         return None

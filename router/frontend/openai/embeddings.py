@@ -1,0 +1,223 @@
+"""POST /v1/embeddings, and /v1/score and /v1/rerank in vLLM's form: bodies to GenerateRequests, vectors to answers.
+
+Pure. A score is the cosine of two texts' embeddings.
+"""
+
+import base64
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protos import inference_pb2 as pb
+from router.frontend.http.blocks import compact
+from router.frontend.http.caller import Caller, check_name
+from router.frontend.http.fields import INT32, Fields, are_token_ids, one_of
+from router.frontend.http.generation import Answer, Generation, PromptInfo
+from router.frontend.openai.request import NAMES, read_deadline_s
+
+MAX_INPUTS = 2048
+"""Largest number of inputs of one request, as OpenAI has it."""
+MAX_OPEN = 64
+"""Inputs of one request that are computed at a time, or wait in the router's queue."""
+FORMATS = ("float", "base64")
+Vector = NDArray[np.float32]
+Input = str | list[int]
+
+
+@dataclass(slots=True)
+class EmbeddingRequest(Generation):
+    """One request for embeddings, or for what is made of them."""
+
+    is_base64: bool = False
+    """Whether vectors are sent as base64 of little-endian float32."""
+    pairs: list[tuple[int, int]] = field(default_factory=list)
+    """Inputs to compare, by number."""
+    documents: list[str] = field(default_factory=list)
+    """Texts to rank."""
+    num_wanted: int = 0
+    """Number of ranked documents to return."""
+
+
+def read_embeddings(fields: Fields, caller: Caller) -> EmbeddingRequest:
+    """Read an embeddings request.
+
+    Raises InvalidRequest naming the field at fault.
+    """
+    inputs = _inputs(fields, "input")
+    is_base64 = one_of(fields, "encoding_format", FORMATS) == "base64"
+    asked = _asked(fields, caller, inputs, "input")
+    asked.is_base64 = is_base64
+    return asked
+
+
+def read_score(fields: Fields, caller: Caller) -> EmbeddingRequest:
+    """Read a request for scores: of one text and each of several, or of two lists pair by pair.
+
+    Raises InvalidRequest naming the field at fault.
+    """
+    names = ("queries", "documents") if fields.given("queries") else ("text_1", "text_2")
+    left, right = (_texts(fields, name) for name in names)
+    if len(left) not in (1, len(right)):
+        raise fields.refuse(names[0], f"must be one text or as many as {names[1]}, {len(right)}, not {len(left)}")
+    asked = _asked(fields, caller, [*left, *right], names[1])
+    asked.pairs = [(index if len(left) > 1 else 0, len(left) + index) for index in range(len(right))]
+    return asked
+
+
+def read_rerank(fields: Fields, caller: Caller) -> EmbeddingRequest:
+    """Read a request to rank documents by a query.
+
+    Raises InvalidRequest naming the field at fault.
+    """
+    query, documents = fields.text("query", required=True), _texts(fields, "documents")
+    num_wanted = fields.integer("top_n", 0, INT32 - 1) or len(documents)
+    asked = _asked(fields, caller, [query, *documents], "documents")
+    asked.documents, asked.num_wanted = documents, num_wanted
+    asked.pairs = [(0, 1 + index) for index in range(len(documents))]
+    return asked
+
+
+def _asked(fields: Fields, caller: Caller, inputs: list[Input], many: str) -> EmbeddingRequest:
+    """Read the common fields; `many` names the field with the most inputs."""
+    if len(inputs) > MAX_INPUTS:
+        raise fields.refuse(many, f"at most {MAX_INPUTS} inputs of a request, not {len(inputs)}")
+    request = pb.GenerateRequest(
+        model=fields.text("model"),
+        priority=-(fields.integer("priority", 1 - INT32, INT32 - 1) or 0),  # vLLM's lower priorities go first
+        tenant=caller.tenant,
+        request_id=check_name(fields.text("request_id"), "request_id") or caller.request_id,
+        cache_salt=fields.text("cache_salt"),
+        embedding=pb.EmbeddingOptions(dimensions=fields.integer("dimensions", 1, INT32 - 1)),
+    )
+    names = {**NAMES, "text": many, "token_ids": many, "embedding.dimensions": "dimensions"}
+    asked = EmbeddingRequest(request.request_id, [], names, deadline_s=read_deadline_s(fields), max_open=MAX_OPEN)
+    fields.finish()
+    for number, given in enumerate(inputs):
+        one = pb.GenerateRequest()
+        one.CopyFrom(request)
+        if isinstance(given, str):
+            one.text = given
+        else:
+            one.token_ids.extend(given)
+        if len(inputs) > 1:
+            one.request_id = f"{request.request_id}-{number}"
+        asked.requests.append(one)
+    return asked
+
+
+def _inputs(fields: Fields, name: str) -> list[Input]:
+    """Take a text, a list of texts, token ids, or a list of token id lists."""
+    given = fields.take(name)
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list) and given:
+        if are_token_ids(given):
+            return [given]
+        if all(isinstance(each, str) for each in given) or all(each and are_token_ids(each) for each in given):
+            return given
+    raise fields.refuse(name, "must be a text, a list of token ids, or a list of either, and not empty")
+
+
+def _texts(fields: Fields, name: str) -> list[str]:
+    """Take a text, or a list of texts or of objects with `text`."""
+    given = fields.take(name)
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list) and given:
+        found = [each.get("text") if isinstance(each, dict) else each for each in given]
+        texts = [text for text in found if isinstance(text, str)]
+        if len(texts) == len(found):
+            return texts
+    raise fields.refuse(name, 'must be a text, or a list of texts or of objects {"text"}, and not empty')
+
+
+class VectorAnswer(Answer):
+    """Answer that is made of the inputs' embeddings."""
+
+    id_prefix: str
+
+    def __init__(self, asked: EmbeddingRequest, request_id: str) -> None:
+        self._asked = asked
+        self._id = self.id_prefix + request_id
+        self._model = ""
+        self._num_tokens = 0
+        self._vectors: dict[int, Vector] = {}
+
+    def begin(self, number: int, served: PromptInfo) -> None:
+        """Begin an input that was checked."""
+        self._model = served.model
+
+    def chunk(self, number: int, message: pb.GenerateResponse) -> bytes:
+        """Return nothing: vectors are not streamed."""
+        return b""
+
+    @property
+    def complete(self) -> bool:
+        return len(self._vectors) == len(self._asked.requests)
+
+    def absorb(self, number: int, message: pb.GenerateResponse) -> None:
+        """Add the vector of an input."""
+        self._vectors[number] = np.array(message.embedding, np.float32)
+        self._num_tokens += message.finish.usage.prompt_tokens
+
+    def whole(self) -> bytes:
+        """Return the answer."""
+        usage = {"prompt_tokens": self._num_tokens, "total_tokens": self._num_tokens}
+        top = {"id": self._id, "object": "list", "created": self._asked.created, "model": self._model}
+        return compact({**top, **self._data(), "usage": usage}).encode()
+
+    @abstractmethod
+    def _data(self) -> dict[str, Any]:
+        """Return the fields that this API adds."""
+
+    def _scores(self) -> list[float]:
+        """Return the cosine of each wanted pair."""
+        return [_cosine(self._vectors[left], self._vectors[right]) for left, right in self._asked.pairs]
+
+
+class EmbeddingsAnswer(VectorAnswer):
+    id_prefix = "embd-"
+
+    def _data(self) -> dict[str, Any]:
+        ordered = (self._vectors[number] for number in range(len(self._vectors)))
+        return {
+            "data": [
+                {"object": "embedding", "index": number, "embedding": self._sent(vector)}
+                for number, vector in enumerate(ordered)
+            ]
+        }
+
+    def _sent(self, vector: Vector) -> str | list[float]:
+        if self._asked.is_base64:
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        values: list[float] = vector.tolist()
+        return values
+
+
+class ScoreAnswer(VectorAnswer):
+    id_prefix = "score-"
+
+    def _data(self) -> dict[str, Any]:
+        scores = enumerate(self._scores())
+        return {"data": [{"index": index, "object": "score", "score": score} for index, score in scores]}
+
+
+class RerankAnswer(VectorAnswer):
+    id_prefix = "rerank-"
+
+    def _data(self) -> dict[str, Any]:
+        ranked = sorted(enumerate(self._scores()), key=lambda each: (-each[1], each[0]))
+        return {
+            "results": [
+                {"index": index, "document": {"text": self._asked.documents[index]}, "relevance_score": score}
+                for index, score in ranked[: self._asked.num_wanted]
+            ]
+        }
+
+
+def _cosine(left: Vector, right: Vector) -> float:
+    lengths = float(np.linalg.norm(left)) * float(np.linalg.norm(right))
+    return float(left @ right) / lengths if lengths else 0.0

@@ -1,0 +1,191 @@
+"""Embeddings of a whole cluster, over HTTP and gRPC, beside those that transformers makes of the same prompt."""
+
+import asyncio
+import base64
+import json
+import random
+import shutil
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from safetensors.numpy import load_file, save_file
+
+from cluster.errors import InvalidRequest
+from protos import inference_pb2 as pb
+from support.embedding_models import make_embedder, reference
+from support.openai_http import call, http_cluster
+from tandem.client import Client
+from tandem.local.local_cluster import LocalCluster
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+STORYTELLER = Path(__file__).parents[2] / "examples" / "storyteller" / "model"
+
+
+def prompt_of(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(1, 400), k=count)
+
+
+def post(cluster: LocalCluster, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
+    status, _, said = call(cluster.router.http_address, path, body, headers)
+    assert status == 200, said
+    return said
+
+
+def embedder(model: Path, path: Path, pooling: str) -> Path:
+    shutil.copytree(model, path)
+    return make_embedder(path, pooling)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def texts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
+    """The demo model as an embedding model of mean pooling, its prompts computed in many chunks."""
+    path = embedder(STORYTELLER, tmp_path_factory.mktemp("models") / "texts", "mean_tokens")
+    async with http_cluster(path, dtype="float32", max_prefill_tokens=16) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("family", "pooling", "ranks"),
+    [("qwen3", "lasttoken", 1), ("llama", "mean_tokens", 1), ("llama", "lasttoken", 2), ("llama", "mean_tokens", 2)],
+)
+async def test_embeddings_are_those_of_transformers(
+    make_model: Any, tmp_path: Path, family: str, pooling: str, ranks: int
+) -> None:
+    path = embedder(make_model(family), tmp_path / "embedder", pooling)
+    prompts = [prompt_of(seed, count) for seed, count in enumerate((1, 16, 17, 90, 90))]
+    expected = await asyncio.gather(*(asyncio.to_thread(reference, path, prompt, pooling) for prompt in prompts))
+    async with http_cluster(path, dtype="float32", max_prefill_tokens=24, tensor_parallel=ranks) as cluster:
+        body = {"input": prompts, "model": path.name}
+        said = await asyncio.to_thread(post, cluster, "/v1/embeddings", body)
+        async with Client(cluster.address) as client:
+            twice = await client.embed(prompts, model=path.name)  # cached blocks serve the last token's
+            (listed,) = await client.list_models()
+            request = pb.GenerateRequest(token_ids=prompts[3], embedding=pb.EmbeddingOptions())
+            (message,) = [message async for message in client.send(request, 60)]
+    for number, vector in enumerate(expected):
+        assert said["data"][number]["index"] == number
+        assert said["data"][number]["embedding"] == pytest.approx(vector, abs=2e-5)
+        assert twice[number] == pytest.approx(vector, abs=2e-5)
+    assert said["usage"] == {"prompt_tokens": 214, "total_tokens": 214}
+    assert listed.embedding_dimensions == len(expected[0])
+    receipt = message.finish.receipt
+    assert receipt.placement.decode_worker == "prefill-0"
+    assert (receipt.placement.lender, message.finish.usage.completion_tokens) == ("", 0)
+    cached = 5 if pooling == "lasttoken" else 0
+    assert (receipt.kv.reused_blocks, receipt.kv.computed_blocks) == (cached, 6 - cached)
+
+
+async def test_forms_of_answers(texts: LocalCluster) -> None:
+    """Base64 and fewer dimensions are the same vector."""
+    body = {"input": "Once upon a time", "model": "texts"}
+    plain = (await asyncio.to_thread(post, texts, "/v1/embeddings", body))["data"][0]["embedding"]
+    coded = await asyncio.to_thread(post, texts, "/v1/embeddings", body | {"encoding_format": "base64"})
+    raw = base64.b64decode(coded["data"][0]["embedding"])
+    assert list(struct.unpack(f"<{len(raw) // 4}f", raw)) == pytest.approx(plain, abs=1e-7)
+    short = (await asyncio.to_thread(post, texts, "/v1/embeddings", body | {"dimensions": 4}))["data"][0]["embedding"]
+    length = sum(value * value for value in plain[:4]) ** 0.5
+    assert short == pytest.approx([value / length for value in plain[:4]], abs=1e-6)
+
+
+async def test_scores_are_cosines_and_rank_documents(texts: LocalCluster) -> None:
+    query, documents = "The fox ran", ["A king sat on his throne", "The fox ran away", "Rain fell"]
+    said = await asyncio.to_thread(post, texts, "/v1/embeddings", {"input": [query, *documents]})
+    first, *others = [each["embedding"] for each in said["data"]]
+    cosines = [sum(a * b for a, b in zip(first, other, strict=True)) for other in others]
+    for body in ({"text_1": query, "text_2": documents}, {"queries": query, "documents": documents}):
+        scored = await asyncio.to_thread(post, texts, "/score", body)
+        assert [each["score"] for each in scored["data"]] == pytest.approx(cosines, abs=1e-5)
+    pairs = await asyncio.to_thread(post, texts, "/v1/score", {"text_1": documents, "text_2": documents})
+    assert [each["score"] for each in pairs["data"]] == pytest.approx([1, 1, 1], abs=1e-5)
+    ranked = await asyncio.to_thread(
+        post, texts, "/v1/rerank", {"query": query, "documents": [{"text": text} for text in documents], "top_n": 2}
+    )
+    best = sorted(range(3), key=lambda index: -cosines[index])[:2]
+    assert [each["index"] for each in ranked["results"]] == best
+    assert [each["document"]["text"] for each in ranked["results"]] == [documents[index] for index in best]
+
+
+async def test_an_embedding_model_still_generates(texts: LocalCluster) -> None:
+    said = await asyncio.to_thread(post, texts, "/v1/completions", {"prompt": "Once", "max_tokens": 4})
+    assert said["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "words"),
+    [
+        ("/v1/embeddings", {"input": []}, "input", "not empty"),
+        ("/v1/embeddings", {}, "input", "not empty"),
+        ("/v1/embeddings", {"input": [[1], "a"]}, "input", "list of either"),
+        ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "at most 2048 inputs"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 4000}, "dimensions", "must be 1 to"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format", "one of float, base64"),
+        ("/v1/embeddings", {"input": [[99999]]}, "input", "out of range"),
+        ("/v1/embeddings", {"input": "a", "model": "auto"}, "model", "name an embedding model"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_1", "as many as text_2"),
+        ("/v1/rerank", {"query": "a", "documents": [1]}, "documents", "list of texts"),
+    ],
+)
+async def test_bad_requests_name_the_field(
+    texts: LocalCluster, path: str, body: dict[str, Any], field: str, words: str
+) -> None:
+    status, _, said = await asyncio.to_thread(call, texts.router.http_address, path, body)
+    assert (status, said["error"]["param"]) == (400, field), said
+    assert words in said["error"]["message"]
+
+
+async def test_what_cannot_be_combined_is_refused(texts: LocalCluster) -> None:
+    options = pb.EmbeddingOptions()
+    async with Client(texts.address) as client:
+        for fields, field in (
+            ({"text": "a", "sampling": pb.Sampling(max_tokens=2)}, "sampling"),
+            ({"messages": [pb.ChatMessage(role="user", content="a")]}, "messages"),
+        ):
+            request = pb.GenerateRequest(embedding=options, **fields)  # type: ignore[arg-type]
+            with pytest.raises(InvalidRequest) as refused:
+                _ = [message async for message in client.send(request, 60)]
+            assert refused.value.field == field
+
+
+async def test_other_models_are_refused_by_name(model: Path) -> None:
+    async with http_cluster(model, engine="sim") as cluster:
+        body = {"input": [[1, 2, 3]], "model": model.name}
+        status, _, said = await asyncio.to_thread(call, cluster.router.http_address, "/v1/embeddings", body)
+    assert (status, said["error"]["param"]) == (400, "model")
+    assert "'simulated' makes no embeddings: it is no embedding model" in said["error"]["message"]
+
+
+async def test_a_model_without_an_output_layer_embeds_and_does_not_generate(make_model: Any, tmp_path: Path) -> None:
+    """As Sentence Transformers saves one: without the output layer, and names without the prefix `model.`."""
+    path = embedder(make_model("llama"), tmp_path / "bare", "lasttoken")
+    weights = load_file(path / "model.safetensors")
+    bare = {name.removeprefix("model."): each for name, each in weights.items() if name != "lm_head.weight"}
+    save_file(bare, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaModel"]}))
+    prompt = prompt_of(1, 30)
+    async with http_cluster(path, dtype="float32") as cluster:
+        said = await asyncio.to_thread(post, cluster, "/v1/embeddings", {"input": [prompt]})
+        body = {"prompt": prompt, "max_tokens": 2}
+        status, _, refused = await asyncio.to_thread(call, cluster.router.http_address, "/v1/completions", body)
+    assert said["data"][0]["embedding"] == pytest.approx(reference(path, prompt, "lasttoken"), abs=2e-5)
+    assert (status, refused["error"]["param"]) == (400, "model")
+    assert "has no output layer" in refused["error"]["message"]
+
+
+async def test_a_dead_prefill_worker_s_embeddings_are_computed_by_others(model: Path) -> None:
+    """Killed in the middle of many; the decode worker takes over, and every vector is what it was before."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"hidden_size": 16}))
+    make_embedder(model)
+    prompts = [prompt_of(seed, 50) for seed in range(100)]
+    async with http_cluster(model, engine="sim", sim_step_ms=5.0) as cluster, Client(cluster.address) as client:
+        before = await client.embed(prompts)
+        salted = asyncio.ensure_future(client.embed(prompts, cache_salt="again"))
+        await asyncio.sleep(0.15)
+        assert not salted.done()
+        cluster.prefill[0].process.kill()
+        assert await salted == before
