@@ -7,6 +7,7 @@ PROTOC_VENV := .venv-protoc
 VLLM_VENV := .venv-vllm
 ROUTERS_VENV := .venv-routers
 CLIENTS_VENV := .venv-clients
+LOAD_VENV := .venv-load
 HELM := .helm/helm
 # Each file runs in one process. Integration tests wait for processes of theirs, so more of them run at a time.
 FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
@@ -110,8 +111,13 @@ bench-engine: $(INSTALLED) $(VLLM_VENV)/.installed
 bench-vllm: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.vllm
 
-bench-clients: $(INSTALLED) $(CLIENTS_VENV)/.installed agents
+bench-clients: $(INSTALLED) $(CLIENTS_VENV)/.installed $(LOAD_VENV)/.installed agents vllm-if-on-offer
 	@$(BIN)/python -m bench.clients
+
+$(LOAD_VENV)/.installed: bench/clients/load-requirements.txt
+	@$(PYTHON) -m venv $(LOAD_VENV)
+	@$(LOAD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r bench/clients/load-requirements.txt
+	@touch $@
 
 $(CLIENTS_VENV)/.installed: bench/clients/requirements.txt
 	@$(PYTHON) -m venv $(CLIENTS_VENV)
@@ -199,4 +205,4 @@ check-protos: $(PROTOC_VENV)/.installed
 	@$(PROTOC_VENV)/bin/python protos/generate.py --check .
 
 clean:
-	rm -rf $(dir $(HELM)) $(VENV) $(VLLM_VENV) $(PROTOC_VENV) $(ROUTERS_VENV) $(CLIENTS_VENV) .agents .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(dir $(HELM)) $(VENV) $(VLLM_VENV) $(PROTOC_VENV) $(ROUTERS_VENV) $(CLIENTS_VENV) $(LOAD_VENV) .agents .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis

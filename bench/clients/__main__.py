@@ -1,4 +1,4 @@
-"""Features of public clients, and a fuzzer over /openapi.json: `make bench-clients`.
+"""Features of public clients, load tools of others, and a fuzzer over /openapi.json: `make bench-clients`.
 
 A cell that must work and does not, or that must be refused and is not, is short of its bar.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from bench.clients.load_tools import load_cells
 from bench.report import Bar, conclude
 from tandem.cli.demo import STORYTELLER
 from tandem.local.local_cluster import LocalCluster
@@ -89,6 +90,7 @@ async def main() -> None:
                 cells += await features(node, str(HERE / "features.mjs"), base, str(PACKAGES))
             else:
                 print("node is not installed: its clients are left out", file=sys.stderr)
+            cells += await load_cells(base, Path(folder))
             bars = [*map(bar_of, cells), *await fuzz(base)]
     conclude("clients", bars, {"cells": cells}, Console())
 
