@@ -6,11 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.backends.torch.native.kernels import Kernels
 from engine.core_types import Chunk, SamplingParams, StepBudget
 from support.long_runs import mostly_long
 from support.torch_engine import TorchEngine, all_ids, ids, request, requests
-from support.torch_models import copy_with, in_blocks, logits_after, need_bfloat16_products, random_prompts, runner_of
+from support.torch_models import copy_with, in_blocks, logits_after, random_prompts, runner_of
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "qwen3_moe")
 PROMPTS = random_prompts(1, 15, 16, 17, 31, 33, 70, 101, seed=0)
@@ -99,9 +98,8 @@ def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(  # typ
 
 
 def test_bfloat16_logits_are_the_same_to_the_bit_in_any_company(make_model) -> None:  # type: ignore[no-untyped-def]
-    """The kernels compute every row in an order of its own. Only where the CPU multiplies bfloat16 itself."""
+    """The kernels compute every row in an order of its own."""
     runner = runner_of(make_model("qwen2", dtype="bfloat16"), "bfloat16", backend="native")
-    need_bfloat16_products(Kernels())
     whole = [logits_after(runner, prompt, chunk=1000) for prompt in PROMPTS]
     for chunk in (1, 7, 32):
         for prompt, expected in zip(PROMPTS, whole, strict=True):

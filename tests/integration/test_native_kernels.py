@@ -16,18 +16,11 @@ from engine.backends.torch.sdpa import SdpaPagedAttention
 from engine.core_types import Chunk, SamplingParams, Sequence
 from engine.errors import KernelsUnavailable
 from engine.kv.layout import KvLayout
-from support.torch_models import need_bfloat16_products
 
 
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
     return Kernels()
-
-
-@pytest.fixture
-def packs(kernels: Kernels) -> Kernels:
-    need_bfloat16_products(kernels)
-    return kernels
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
@@ -42,10 +35,10 @@ def assert_rounded(got: Tensor, exact: Tensor) -> None:
 @pytest.mark.parametrize(("n", "k"), [(64, 64), (70, 100), (1, 2), (130, 2050), (896, 4864)])
 @pytest.mark.parametrize("rows", [1, 5, 6, 7, 13, 257, 520])
 @pytest.mark.parametrize("biased", [False, True])
-def test_linear(packs: Kernels, n: int, k: int, rows: int, biased: bool) -> None:
+def test_linear(kernels: Kernels, n: int, k: int, rows: int, biased: bool) -> None:
     x, weights, bias = randn(1, rows, k), randn(n, k, seed=1), randn(n, seed=2) if biased else None
     exact = linear(x.float(), weights.float(), None if bias is None else bias.float())
-    got = packs.linear(x, packs.pack(weights), bias)
+    got = kernels.linear(x, kernels.pack(weights), bias)
     assert got.shape == (1, rows, n)
     assert_rounded(got, exact)
 
@@ -53,45 +46,45 @@ def test_linear(packs: Kernels, n: int, k: int, rows: int, biased: bool) -> None
 @pytest.mark.parametrize(("n", "k"), [(64, 64), (70, 100), (130, 2050)])
 @pytest.mark.parametrize("rows", [1, 7, 300])
 @pytest.mark.parametrize("biased", [False, True])
-def test_adding_is_what_torch_adds_to_the_bit(packs: Kernels, n: int, k: int, rows: int, biased: bool) -> None:
-    x, packed, bias = randn(rows, k), packs.pack(randn(n, k, seed=1)), randn(n, seed=2) if biased else None
+def test_adding_is_what_torch_adds_to_the_bit(kernels: Kernels, n: int, k: int, rows: int, biased: bool) -> None:
+    x, packed, bias = randn(rows, k), kernels.pack(randn(n, k, seed=1)), randn(n, seed=2) if biased else None
     before = randn(rows, n, seed=3)
     after = before.clone()
-    packs.add_linear(after, x, packed, bias)
-    assert torch.equal(after, before + packs.linear(x, packed, bias))
+    kernels.add_linear(after, x, packed, bias)
+    assert torch.equal(after, before + kernels.linear(x, packed, bias))
 
 
 @pytest.mark.parametrize(("n", "k"), [(32, 64), (96, 100), (4864, 896)])
 @pytest.mark.parametrize("rows", [1, 9, 300])
-def test_gated(packs: Kernels, n: int, k: int, rows: int) -> None:
+def test_gated(kernels: Kernels, n: int, k: int, rows: int) -> None:
     x, gate, up = randn(rows, k) / k**0.5, randn(n, k, seed=1), randn(n, k, seed=2)
     exact = silu(linear(x.float(), gate.float())) * linear(x.float(), up.float())
-    assert_rounded(packs.gated(x, packs.pack_gated(gate, up)), exact)
+    assert_rounded(kernels.gated(x, kernels.pack_gated(gate, up)), exact)
 
 
 @pytest.mark.parametrize("threads", [1, 3, 5])
-def test_a_result_is_the_same_however_many_threads_compute_it(packs: Kernels, threads: int) -> None:
-    x, packed = randn(300, 1030), packs.pack(randn(777, 1030, seed=1))
-    expected = packs.linear(x, packed, None)
+def test_a_result_is_the_same_however_many_threads_compute_it(kernels: Kernels, threads: int) -> None:
+    x, packed = randn(300, 1030), kernels.pack(randn(777, 1030, seed=1))
+    expected = kernels.linear(x, packed, None)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        assert all(torch.equal(packs.linear(x, packed, None), expected) for _ in range(5))
+        assert all(torch.equal(kernels.linear(x, packed, None), expected) for _ in range(5))
     finally:
         torch.set_num_threads(before)
 
 
-def test_embedding_from_packed_weights_is_exact(packs: Kernels) -> None:
+def test_embedding_from_packed_weights_is_exact(kernels: Kernels) -> None:
     weights = randn(300, 66)
     ids = torch.tensor([[0, 299, 64, 63, 128, 7]])
-    assert torch.equal(packs.embed(ids, packs.pack(weights)), weights[ids])
+    assert torch.equal(kernels.embed(ids, kernels.pack(weights)), weights[ids])
 
 
-def test_columns_after_the_last_are_not_written(packs: Kernels) -> None:
+def test_columns_after_the_last_are_not_written(kernels: Kernels) -> None:
     x, weights = randn(3, 64), randn(70, 64, seed=1)
     guarded = torch.full((4, 70), 7.0, dtype=torch.bfloat16)
-    packed = packs.pack(weights)
-    linear_kernel = packs._function(LINEAR, "tandem_linear")
+    packed = kernels.pack(weights)
+    linear_kernel = kernels._function(LINEAR, "tandem_linear")
     for adds in (False, True):
         linear_kernel(x.data_ptr(), 64, 3, packed.pointer, 70, 64, None, guarded.data_ptr(), 70, adds)
         assert (guarded[3] == 7).all()

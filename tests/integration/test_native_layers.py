@@ -10,18 +10,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from engine.backends.torch import backends
 from engine.backends.torch.native.decoder_layer import NativeDecoderLayer
-from engine.backends.torch.native.kernels import Kernels
 from engine.backends.torch.runner import TorchRunner
 from engine.core_types import Chunk
 from engine.model.quantization import QuantizationConfig
-from support.torch_models import in_blocks, need_bfloat16_products, random_prompts, runner_of
+from support.torch_models import in_blocks, random_prompts, runner_of
 
 LAYERS = 3
-
-
-@pytest.fixture(autouse=True)
-def multiplies() -> None:
-    need_bfloat16_products(Kernels())
 
 
 def num_native(runner: TorchRunner) -> int:

@@ -9,12 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.backends.torch import scoring
-from engine.backends.torch.native.kernels import Kernels
 from engine.core_types import SamplingParams, StepBudget, TokenLogprobs
 from engine.messages import Generate, PromptScored, Token
 from support.checked_core import of_kinds
 from support.torch_engine import TorchEngine, ids, request
-from support.torch_models import need_bfloat16_products, random_prompts, runner_of
+from support.torch_models import random_prompts, runner_of
 
 (PROMPT,) = random_prompts(70, seed=4)
 TOP = 3
@@ -81,7 +80,6 @@ def test_no_chunk_size_changes_them_and_nothing_cached_is_used(
 
 
 def test_the_kernels_give_the_same_to_the_bit(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    need_bfloat16_products(Kernels())
     path = make_model("qwen2", dtype="bfloat16")
     whole = engine_of(path, 200, "bfloat16", backend="native")
     whole.ask(scored("a"))

@@ -4,23 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.torch.native.kernels import Kernels
 from engine.backends.torch.runner import TorchRunner
 from engine.core_types import Chunk, SamplingParams, Sequence
 
 BLOCK_TOKENS = 16
 VOCAB = 500
 """Of the models that tests make."""
-
-
-def need_bfloat16_products(kernels: Kernels) -> None:
-    """The test is skipped where there are none."""
-    if not kernels.multiplies_bfloat16:
-        pytest.skip("no bfloat16 dot products on this CPU: linear layers are torch's")
 
 
 def runner_of(path: Path, dtype: str = "float32", num_blocks: int | None = None, **options: Any) -> TorchRunner:

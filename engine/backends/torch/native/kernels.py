@@ -141,13 +141,13 @@ class Kernels:
 
     @property
     def multiplies_bfloat16(self) -> bool:
-        """Whether the CPU has bfloat16 dot products, which `pack`, `linear`, `gated` and `embed` need."""
-        return self._level >= 1
+        """Whether the CPU multiplies bfloat16 itself; elsewhere factors are widened to float32."""
+        return self._multiplies_bfloat16
 
     @property
-    def multiplies_int8(self) -> bool:
-        """Whether the CPU also permutes bytes, which the functions of int8 and int4 weights need."""
-        return self._level >= 2
+    def has_quantised(self) -> bool:
+        """Whether the functions of int8 and int4 weights exist; CPUs with bfloat16 products and without VBMI lack them."""
+        return self._has_quantised
 
     def _load(self, parts: Sequence[Part]) -> None:
         try:
@@ -156,7 +156,8 @@ class Kernels:
             raise KernelsUnavailable(str(error)) from error
         for part, library in zip(parts, libraries, strict=True):
             if part == LINEAR:
-                self._level: int = library.tandem_has_linear()
+                self._multiplies_bfloat16 = bool(library.tandem_multiplies_bfloat16())
+                self._has_quantised = bool(library.tandem_has_quantised())
             self._loaded[part] = functions = {}
             for name, types in self._signatures(part).items():
                 function = functions[name] = getattr(library, name)
@@ -168,9 +169,9 @@ class Kernels:
             typed = {f"{name}_{kind}": types for name, types in _LAYERS.items() for kind in TYPES.values()}
             return typed | {"tandem_bind": [_POINTER, ctypes.c_int]}
         if part == LINEAR:
-            return _LINEAR if self.multiplies_bfloat16 else {}
+            return _LINEAR
         if part == QUANTISED:
-            return _QUANTISED if self.multiplies_int8 else {}
+            return _QUANTISED if self.has_quantised else {}
         return _ATTENTION
 
     def _function(self, part: Part, name: str) -> Callable[..., Any]:

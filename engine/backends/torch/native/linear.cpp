@@ -1,36 +1,35 @@
-// Linear layers over bfloat16 weights, where the CPU multiplies bfloat16 itself.
+// Linear layers over bfloat16 weights.
 
 #include "linear.h"
 
 extern "C" {
 
-// 2 when this library multiplies bfloat16 natively, with int8 weights too; 1 without those; 0: the linear functions do
-// not exist.
-int tandem_has_linear() {
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-    return 2;
-#elif defined(__AVX512BF16__)
-    return 1;
-#else
+// Whether the CPU multiplies bfloat16 itself; elsewhere it is widened to float32 first.
+int tandem_multiplies_bfloat16() { return !WIDENS; }
+
+// Whether this CPU has the functions of int8 and int4 weights: those of bfloat16 products are for CPUs that also permute
+// bytes.
+int tandem_has_quantised() {
+#if defined(__AVX512BF16__) && !defined(__AVX512VBMI__)
     return 0;
+#else
+    return 1;
 #endif
 }
 
-#if defined(__AVX512BF16__)
-
 // Bytes that `tandem_pack` writes.
-long tandem_packed_bytes(long n, long k) { return panels(n) * even(k) * PANEL * 2 + 4096; }
+long tandem_packed_bytes(long n, long k) { return panels(n) * paired(k) * PANEL * 2 + 4096; }
 
 // Weights [n, k] to panels, as column `shift + (c / group) * stride + c % group` for each row c: with group = n a
 // plain matrix, with group 32 one half of a gated pair.
 void tandem_pack(const bfloat16* weights, long n, long k, bfloat16* packed, long group, long stride, long shift) {
-    const long panel_size = even(k) * PANEL;
+    const long panel_size = paired(k) * PANEL;
 #pragma omp parallel for schedule(static)
     for (long row = 0; row < n; row++) {
         const long column = shift + row / group * stride + row % group;
-        bfloat16* to = packed + column / PANEL * panel_size + column % PANEL * 2;
+        bfloat16* to = packed + column / PANEL * panel_size + column % PANEL * PAIR;
         const bfloat16* from = weights + row * k;
-        for (long i = 0; i < k; i++) to[i / 2 * PANEL * 2 + i % 2] = from[i];
+        for (long i = 0; i < k; i++) to[place(i)] = from[i];
     }
 }
 
@@ -48,13 +47,11 @@ void tandem_gated(const bfloat16* x, long x_stride, long m, const bfloat16* pack
 
 // out[count, k] = rows `ids` of packed weights [n, k]: an embedding that shares the output layer's memory.
 void tandem_embed(const int64_t* ids, long count, const bfloat16* packed, long k, bfloat16* out) {
-    const long panel_size = even(k) * PANEL;
+    const long panel_size = paired(k) * PANEL;
 #pragma omp parallel for schedule(static)
     for (long t = 0; t < count; t++) {
-        const bfloat16* from = packed + ids[t] / PANEL * panel_size + ids[t] % PANEL * 2;
-        for (long i = 0; i < k; i++) out[t * k + i] = from[i / 2 * PANEL * 2 + i % 2];
+        const bfloat16* from = packed + ids[t] / PANEL * panel_size + ids[t] % PANEL * PAIR;
+        for (long i = 0; i < k; i++) out[t * k + i] = from[place(i)];
     }
 }
-
-#endif
 }

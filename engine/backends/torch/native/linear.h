@@ -1,26 +1,53 @@
 // Linear layers over packed weights, of whatever kind: where units of work go, and what becomes of their sums.
 //
-// A kind of weights says how a slice of a panel is opened, which is to say made bfloat16, for many rows to share. One
-// that is smaller than bfloat16 also multiplies few rows in its own way (`few_rows_of`).
+// A kind of weights says how a slice of a panel is opened, which is to say made factors, for many rows to share. Factors
+// are bfloat16 where the CPU multiplies these, and float32 elsewhere. Where they are bfloat16, a kind that is smaller also
+// multiplies few rows in its own way (`few_rows_of`).
 
 #pragma once
 
 #include <type_traits>
+#include <vector>
 
 #include <omp.h>
 
 #include "deal.h"
 #include "microkernel.h"
 
-#if defined(__AVX512BF16__)
-
 namespace {
 
+typedef Operand<bfloat16>::Element Factor;
+constexpr long PAIR = Operand<bfloat16>::PAIR;
+constexpr bool WIDENS = sizeof(Factor) == 4;
 constexpr long DEPTH = 1024;     // of a unit of work: 128 KiB of weights, so that it and the next fit the L2 cache
+constexpr long WIDE_DEPTH = 256; // of a slice in float32: 32 KiB
 constexpr long BLOCK_ROWS = 256; // rows of A that one unit is used for before the next is read
 
 inline long panels(long n) { return (n + PANEL - 1) / PANEL; }
-inline long even(long k) { return (k + 1) / 2 * 2; }
+inline long paired(long k) { return (k + PAIR - 1) / PAIR * PAIR; }
+// Where element i of a column is among those of its panel, the column's first one being at 0.
+inline long place(long i) { return i / PAIR * PANEL * PAIR + i % PAIR; }
+
+// Rows of A as factors: themselves, or a copy that lasts until the calling thread makes the next one.
+inline const Factor* factors_of(const bfloat16* x, long& stride, long m, long k) {
+    if constexpr (!WIDENS) {
+        return reinterpret_cast<const Factor*>(x);
+    } else {
+        static thread_local std::vector<float> wide;
+        if (long(wide.size()) < m * k) wide.resize(m * k);
+        float* to = wide.data();
+        const long from_stride = stride;
+#pragma omp parallel for schedule(static) if (m > 16)
+        for (long row = 0; row < m; row++) {
+            const bfloat16* from = x + row * from_stride;
+            long i = 0;
+            for (; i + LANES <= k; i += LANES) store(to + row * k + i, load(from + i));
+            for (; i < k; i++) to[row * k + i] = widen(from[i]);
+        }
+        stride = k;
+        return reinterpret_cast<const Factor*>(to);
+    }
+}
 
 // Where a panel's 64 sums go, or what they are added to once they are rounded. Columns beyond `n` are not written.
 struct Plain {
@@ -58,21 +85,43 @@ struct Gated {
         bfloat16* to = out + row * stride + panel * (PANEL / 2);
         for (long j = 0; j < VECTORS / 2; j++) {
             const Vec gate = sums[j];
-            const Vec falling = power_of_two<4>(gate * -1.44269504f);  // e^-gate
+            const Vec falling = power_of_two<4>(minimum(gate * -1.44269504f, splat(126.0f)));  // e^-gate
             store(to + j * LANES, gate / (1.0f + falling) * sums[j + VECTORS / 2]);
         }
     }
 };
 
-// Weights as they are multiplied.
+// A slice in float32.
+struct WideRoom {
+    alignas(64) float panel[WIDE_DEPTH * PANEL];
+};
+
+// Weights in bfloat16.
 struct PlainWeights {
-    static constexpr long OPENED = DEPTH, FEW = DEPTH, STEP = PANEL;
-    static constexpr bool GROUPED = false;
+    static constexpr long OPENED = WIDENS ? WIDE_DEPTH : DEPTH, FEW = DEPTH, STEP = PANEL;
+    static constexpr bool GROUPED = false, FEW_ROWS = WIDENS;
     const bfloat16* packed;
+#if defined(__AVX512BF16__)
     struct Room {};
 
     const bfloat16* open(const bfloat16* slice, long, Room&) const { return slice; }
+#else
+    typedef WideRoom Room;
+
+    const float* open(const bfloat16* slice, long depth, Room& room) const {
+        for (long i = 0; i < depth * PANEL; i += LANES) store(room.panel + i, load(slice + i));
+        return room.panel;
+    }
+#endif
 };
+
+#if !defined(__AVX512BF16__)
+template <typename Begin, typename End>
+inline void few_rows_of(PlainWeights, int rows, const float* a, long stride, const bfloat16* panel, long depth, Begin begin,
+                        End end) {
+    tile_of<float, 1>(rows, a, stride, panel, depth, nullptr, 0, begin, end);
+}
+#endif
 
 // Of the reduction, at a time: what is opened for many rows to share, or read once by few.
 template <typename Weights>
@@ -83,7 +132,8 @@ inline long most_of(long rows) {
 template <typename Weights, typename Write>
 void multiply_packed(const bfloat16* x, long x_stride, long m, Weights weights, long n, long k, Write write) {
     typedef std::remove_cvref_t<decltype(*weights.packed)> Element;
-    const long num_panels = panels(n), panel_size = even(k) * Weights::STEP;
+    const Factor* rows_of_x = factors_of(x, x_stride, m, k);
+    const long num_panels = panels(n), panel_size = paired(k) * Weights::STEP;
     const long blocks = (m + BLOCK_ROWS - 1) / BLOCK_ROWS, units = blocks * num_panels;
     const int threads = omp_get_max_threads();
     Deal deal(units, threads);
@@ -99,7 +149,7 @@ void multiply_packed(const bfloat16* x, long x_stride, long m, Weights weights, 
                 const long depth = std::min(most, k - k0);
                 const Element* slice = weights.packed + panel * panel_size + k0 * Weights::STEP;
                 const bool first = k0 == 0, last = k0 + depth == k;
-                const char* next = reinterpret_cast<const char*>(slice + even(depth) * Weights::STEP);
+                const char* next = reinterpret_cast<const char*>(slice + paired(depth) * Weights::STEP);
                 const long next_lines = std::min(most, last ? k : k - k0 - depth) * Weights::STEP * sizeof(Element) / 64;
                 const auto begin = [&](long row, int j) {
                     return first ? Vec{} : load(partial + row * PANEL + j * LANES);
@@ -108,15 +158,15 @@ void multiply_packed(const bfloat16* x, long x_stride, long m, Weights weights, 
                     if (last) return write(row0 + row, panel, sums);
                     for (long j = 0; j < VECTORS; j++) store(partial + row * PANEL + j * LANES, sums[j]);
                 };
-                if constexpr (sizeof(Element) == 1) {
+                if constexpr (Weights::FEW_ROWS) {
                     if (rows <= ROWS) {
-                        few_rows_of(weights, rows, x + row0 * x_stride + k0, x_stride, slice, depth, begin, end);
+                        few_rows_of(weights, rows, rows_of_x + row0 * x_stride + k0, x_stride, slice, depth, begin, end);
                         continue;
                     }
                 }
-                const bfloat16* opened = weights.open(slice, even(depth), room);
+                const Factor* opened = weights.open(slice, paired(depth), room);
                 for_row_groups(rows, [&](long r, int count, long group, long groups) {
-                    const bfloat16* a = x + (row0 + r) * x_stride + k0;
+                    const Factor* a = rows_of_x + (row0 + r) * x_stride + k0;
                     const long line = next_lines * group / groups, lines = next_lines * (group + 1) / groups - line;
                     const long fetched = groups == 1 ? 0 : lines;
                     const auto begin_at = [&](int i, int j) { return begin(r + i, j); };
@@ -125,8 +175,8 @@ void multiply_packed(const bfloat16* x, long x_stride, long m, Weights weights, 
                         many_rows_of(weights, count, a, x_stride, opened, slice, depth, next + line * 64, fetched,
                                      begin_at, end_at);
                     else
-                        tile_of<bfloat16, 2>(count, a, x_stride, opened, depth, next + line * 64, fetched, begin_at,
-                                             end_at);
+                        tile_of<Factor, PAIR>(count, a, x_stride, opened, depth, next + line * 64, fetched, begin_at,
+                                              end_at);
                 });
             }
         }
@@ -134,5 +184,3 @@ void multiply_packed(const bfloat16* x, long x_stride, long m, Weights weights, 
 }
 
 }  // namespace
-
-#endif  // __AVX512BF16__

@@ -16,11 +16,7 @@ namespace {
 
 constexpr long PANEL = 64;
 constexpr long VECTORS = PANEL / LANES;
-#if defined(__AVX512F__)
-constexpr int ROWS = 6;  // 6 x 4 accumulators, 4 vectors of B and one of A: 29 of 32 registers
-#else
-constexpr int ROWS = 2;
-#endif
+constexpr int ROWS = 6;
 
 // Sums live in registers only where the loops are part of their caller; left to judge by size, GCC gives that up in a
 // large file, and everything takes twice as long.
@@ -48,6 +44,8 @@ inline Vec multiply_add(Vec acc, const bfloat16* a, const bfloat16* b) {
     return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(two), (__m512bh)_mm512_loadu_si512(b));
 }
 #endif
+
+#if defined(__AVX512F__)
 
 // acc[rows][PANEL] (+)= a[rows][depth] x panel. `ahead`: memory that will be read soon; a line of it is fetched with
 // each of the first `lines` steps, or two while there are more lines than steps: then MORE is set.
@@ -78,9 +76,10 @@ ALWAYS_INLINE void multiply(const E* a, long stride, const E* panel, long depth,
     }
 }
 
-// The tile's epilogue decides where sums start and where they go.
-template <typename E, long PAIR, int M, typename Begin, typename End>
-ALWAYS_INLINE void tile(const E* a, long stride, const E* panel, long depth, const char* ahead, long lines, Begin begin,
+// The tile's epilogue decides where sums start and where they go. 6 x 4 accumulators, 4 vectors of B and one of A are 29
+// of 32 registers.
+template <typename E, long PAIR, int M, typename B, typename Begin, typename End>
+ALWAYS_INLINE void tile(const E* a, long stride, const B* panel, long depth, const char* ahead, long lines, Begin begin,
                  End end) {
     Vec acc[M][VECTORS];
 #pragma GCC unroll 6
@@ -95,23 +94,94 @@ ALWAYS_INLINE void tile(const E* a, long stride, const E* panel, long depth, con
     for (int i = 0; i < M; i++) end(i, acc[i]);
 }
 
+#else
+
+// What a register of the CPU holds. GCC keeps larger vectors in memory, between one operation and the next.
+#if defined(__AVX__)
+typedef float Register __attribute__((vector_size(32)));
+inline Register everywhere(float x) { return Register{x, x, x, x, x, x, x, x}; }
+#else
+typedef float Register __attribute__((vector_size(16)));
+inline Register everywhere(float x) { return Register{x, x, x, x}; }
+#endif
+typedef Register UnalignedRegister __attribute__((aligned(4)));
+constexpr int REGISTER_LANES = sizeof(Register) / sizeof(float);
+typedef uint32_t BitsRegister __attribute__((vector_size(sizeof(Register))));
+typedef uint16_t HalfRegister __attribute__((vector_size(sizeof(Register) / 2)));
+typedef int8_t ByteRegister __attribute__((vector_size(sizeof(Register) / 4)));
+
+inline Register widened(const float* p) { return *reinterpret_cast<const UnalignedRegister*>(p); }
+inline Register widened(const bfloat16* p) {
+    HalfRegister halves;
+    std::memcpy(&halves, p, sizeof halves);
+    return (Register)(__builtin_convertvector(halves, BitsRegister) << 16);
+}
+inline Register widened(const int8_t* p) {
+    ByteRegister bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(bytes, Register);
+}
+
+// The tile's epilogue decides where sums start and where they go. Registers hold the sums of some of the panel's columns
+// at a time: of enough of them that no sum waits for the one before it, and of so few that other registers are left. A
+// panel of another type than A's is widened as it is read, which is worth it where few rows share it.
+template <typename E, long PAIR, int M, typename B, typename Begin, typename End>
+ALWAYS_INLINE void tile(const E* a, long stride, const B* panel, long depth, const char*, long, Begin begin, End end) {
+    static_assert(PAIR == 1);
+    constexpr int COLUMNS = M == 1 ? 64 : M <= 3 ? 32 : 16, REGISTERS = COLUMNS / REGISTER_LANES;
+    alignas(64) float all[M][PANEL];
+    for (int c = 0; c < PANEL; c += COLUMNS) {
+        for (int i = 0; i < M; i++)
+            for (int j = 0; j < COLUMNS / LANES; j++) store(&all[i][c + j * LANES], begin(i, c / LANES + j));
+        Register acc[M][REGISTERS];
+#pragma GCC unroll 6
+        for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+            for (int j = 0; j < REGISTERS; j++)
+                acc[i][j] = *reinterpret_cast<const Register*>(&all[i][c + j * REGISTER_LANES]);
+        const B* b = panel + c;
+        for (long k = 0; k < depth; k++, b += PANEL) {
+            Register columns[REGISTERS];
+#pragma GCC unroll 16
+            for (int j = 0; j < REGISTERS; j++)
+                columns[j] = widened(b + j * REGISTER_LANES);
+#pragma GCC unroll 6
+            for (int i = 0; i < M; i++) {
+                const Register row = everywhere(a[i * stride + k]);
+#pragma GCC unroll 16
+                for (int j = 0; j < REGISTERS; j++) acc[i][j] += row * columns[j];
+            }
+        }
+#pragma GCC unroll 6
+        for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+            for (int j = 0; j < REGISTERS; j++)
+                *reinterpret_cast<Register*>(&all[i][c + j * REGISTER_LANES]) = acc[i][j];
+    }
+    for (int i = 0; i < M; i++) {
+        Vec sums[VECTORS];
+        for (int j = 0; j < VECTORS; j++) sums[j] = load(&all[i][j * LANES]);
+        end(i, sums);
+    }
+}
+
+#endif
+
 // Calls body.template operator()<rows>().
 template <typename Body>
 inline void with_rows(int rows, Body body) {
     switch (rows) {
         case 1: return body.template operator()<1>();
         case 2: return body.template operator()<2>();
-#if defined(__AVX512F__)
         case 3: return body.template operator()<3>();
         case 4: return body.template operator()<4>();
         case 5: return body.template operator()<5>();
         case 6: return body.template operator()<6>();
-#endif
     }
 }
 
-template <typename E, long PAIR, typename Begin, typename End>
-inline void tile_of(int rows, const E* a, long stride, const E* panel, long depth, const char* ahead, long lines,
+template <typename E, long PAIR, typename B, typename Begin, typename End>
+inline void tile_of(int rows, const E* a, long stride, const B* panel, long depth, const char* ahead, long lines,
                     Begin begin, End end) {
     with_rows(rows, [&]<int M>() { tile<E, PAIR, M>(a, stride, panel, depth, ahead, lines, begin, end); });
 }

@@ -134,10 +134,8 @@ class Replaced:
 def use_kernels(model: nn.Module, kernels: Kernels) -> Replaced:
     """Replace the known modules in place; the replaced weights are freed one by one."""
     norms = _replace_norms(model, kernels)
-    mlps = linears = 0
-    if kernels.multiplies_bfloat16:
-        mlps = _replace_mlps(model, kernels)
-        linears = _replace_linears(model, kernels)
+    mlps = _replace_mlps(model, kernels)
+    linears = _replace_linears(model, kernels)
     rotary = _replace_rotary(model, kernels)
     if linears:
         _leave_file(model)

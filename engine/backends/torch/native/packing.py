@@ -22,7 +22,7 @@ def can_pack(kernels: Kernels, module: object) -> bool:
     if not is_packable(module) or module.in_features % 2:
         return False
     if isinstance(module, QuantisedLinear):
-        return module.made_here and kernels.multiplies_int8 and module.dtype is torch.bfloat16
+        return module.made_here and kernels.has_quantised and module.dtype is torch.bfloat16
     return type(module.weight) is nn.Parameter and module.weight.dtype is torch.bfloat16
 
 

@@ -3,11 +3,16 @@
 
 #include "linear.h"
 
+namespace {
+
+constexpr long GROUP = 32;  // of the reduction, that shares a scale of int4 weights
+
+}  // namespace
+
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 
 namespace {
 
-constexpr long GROUP = 32;          // of the reduction, that shares a scale of int4 weights
 constexpr long BYTES_AHEAD = 2048;  // fetched before they are converted
 
 // int8 as sign and magnitude. 64 bytes are two vectors of 32 bfloat16, 16 columns of a pair of the reduction each:
@@ -48,11 +53,18 @@ class BytesToBfloat16 {
 struct ByteWeights {
     static constexpr long OPENED = 128;  // 16 KiB of bfloat16, so that it stays in the L1 cache
     static constexpr long FEW = DEPTH, STEP = PANEL;
-    static constexpr bool GROUPED = false;
+    static constexpr bool GROUPED = false, FEW_ROWS = true;
     const uint8_t* packed;
     struct Room {
         alignas(64) bfloat16 panel[OPENED * PANEL];
     };
+
+    // Sign and magnitude of a value, and where it lies in its panel, as BytesToBfloat16 takes them.
+    static uint8_t kept(int8_t value) { return value < 0 ? 0x80 | -value : value; }
+    static long place(long i, long column) {
+        const long element = column % LANES * 2 + i % 2;
+        return i / 2 * PANEL * 2 + column / 32 * 64 + column % 32 / LANES * 8 + element / 8 * 16 + element % 8;
+    }
 
     const bfloat16* open(const uint8_t* slice, long depth, Room& room) const {
         const BytesToBfloat16 convert;
@@ -158,11 +170,17 @@ ALWAYS_INLINE Vec add_scaled(Vec total, Vec sum, const uint8_t* scales, long j) 
 struct NibbleWeights {
     static constexpr long OPENED = 128, SCALES = PANEL * 2;
     static constexpr long FEW = 1L << 40, STEP = PANEL / 2 + SCALES / GROUP;
-    static constexpr bool GROUPED = true;
+    static constexpr bool GROUPED = true, FEW_ROWS = true;
     const uint8_t* packed;
     struct Room {
         alignas(64) bfloat16 panel[OPENED * PANEL];
     };
+
+    // Where the byte lies in its group that has a value of column 0 to 31, as NibblesToBfloat16 takes it.
+    static long place(long i, long column) {
+        const long element = column % LANES * 2 + i % 2;
+        return i / 2 * PANEL + column / LANES * 8 + element / 8 * 16 + element % 8;
+    }
 
     ALWAYS_INLINE const bfloat16* open(const uint8_t* slice, long depth, Room& room) const {
         const NibblesToBfloat16 convert;
@@ -253,6 +271,72 @@ inline void few_rows_of(NibbleWeights, int rows, const bfloat16* a, long stride,
     }
 }
 
+}  // namespace
+
+#else
+
+namespace {
+
+// Columns side by side, one element of the reduction after the other.
+struct ByteWeights {
+    static constexpr long OPENED = WIDE_DEPTH, FEW = DEPTH, STEP = PANEL;
+    static constexpr bool GROUPED = false, FEW_ROWS = true;
+    const uint8_t* packed;
+    typedef WideRoom Room;
+
+    static uint8_t kept(int8_t value) { return uint8_t(value); }
+    static long place(long i, long column) { return i * PANEL + column; }
+
+    const float* open(const uint8_t* slice, long depth, Room& room) const {
+        const int8_t* from = reinterpret_cast<const int8_t*>(slice);
+        for (long i = 0; i < depth * PANEL; i += LANES) store(room.panel + i, load(from + i));
+        return room.panel;
+    }
+};
+
+template <typename Begin, typename End>
+inline void few_rows_of(ByteWeights, int rows, const float* a, long stride, const uint8_t* panel, long depth, Begin begin,
+                        End end) {
+    tile_of<float, 1>(rows, a, stride, reinterpret_cast<const int8_t*>(panel), depth, nullptr, 0, begin, end);
+}
+
+// Each group of a panel: its 64 scales in bfloat16, then 32 bytes for each element of the reduction, with a value of
+// columns 0 to 31 in the low half and one of columns 32 to 63 in the high half. A value times its scale is exact.
+struct NibbleWeights {
+    static constexpr long OPENED = WIDE_DEPTH, FEW = OPENED, SCALES = PANEL * 2;
+    static constexpr long STEP = PANEL / 2 + SCALES / GROUP;
+    static constexpr bool GROUPED = false, FEW_ROWS = false;
+    const uint8_t* packed;
+    typedef WideRoom Room;
+
+    static long place(long i, long column) { return i * 32 + column; }
+
+    const float* open(const uint8_t* slice, long depth, Room& room) const {
+        float* to = room.panel;
+        for (const uint8_t* group = slice; group < slice + depth * STEP; group += GROUP * STEP) {
+            const bfloat16* scales = reinterpret_cast<const bfloat16*>(group);
+            for (long k = 0; k < GROUP; k++, to += PANEL)
+                for (long j = 0; j < 2; j++) {
+                    ByteVec bytes;
+                    std::memcpy(&bytes, group + SCALES + k * 32 + j * LANES, LANES);
+                    const ByteVec low = bytes & 15, high = (bytes >> 4) & 15;
+                    const Vec first = __builtin_convertvector(low - 8, Vec), second = __builtin_convertvector(high - 8, Vec);
+                    store(to + j * LANES, first * load(scales + j * LANES));
+                    store(to + (j + 2) * LANES, second * load(scales + (j + 2) * LANES));
+                }
+        }
+        return room.panel;
+    }
+};
+
+}  // namespace
+
+#endif
+
+#if !defined(__AVX512BF16__) || defined(__AVX512VBMI__)
+
+namespace {
+
 // Each column's sum times its scale.
 template <typename Write>
 struct Scaled {
@@ -271,20 +355,17 @@ struct Scaled {
 extern "C" {
 
 // Bytes that `tandem_pack_int8` writes.
-long tandem_packed_bytes_int8(long n, long k) { return panels(n) * even(k) * PANEL + 4096; }
+long tandem_packed_bytes_int8(long n, long k) { return panels(n) * paired(k) * PANEL + 4096; }
 
 // As `tandem_pack`, of values from -127 to 127.
 void tandem_pack_int8(const int8_t* weights, long n, long k, uint8_t* packed, long group, long stride, long shift) {
-    const long panel_size = even(k) * PANEL;
+    const long panel_size = paired(k) * PANEL;
 #pragma omp parallel for schedule(static)
     for (long row = 0; row < n; row++) {
-        const long column = shift + row / group * stride + row % group, within = column % PANEL;
-        uint8_t* to = packed + column / PANEL * panel_size + within / 32 * 64 + within % 32 / LANES * 8;
+        const long column = shift + row / group * stride + row % group;
+        uint8_t* to = packed + column / PANEL * panel_size;
         const int8_t* from = weights + row * k;
-        for (long i = 0; i < k; i++) {
-            const long element = within % LANES * 2 + i % 2;
-            to[i / 2 * PANEL * 2 + element / 8 * 16 + element % 8] = from[i] < 0 ? 0x80 | -from[i] : from[i];
-        }
+        for (long i = 0; i < k; i++) to[ByteWeights::place(i, column % PANEL)] = ByteWeights::kept(from[i]);
     }
 }
 
@@ -309,11 +390,10 @@ void tandem_pack_int4(const int8_t* weights, const bfloat16* scales, long n, lon
             uint8_t* to = packed + column / PANEL * panel_size;
             for (long g = 0; g < k / GROUP; g++, to += group_size) {
                 reinterpret_cast<bfloat16*>(to)[within] = scales[row * (k / GROUP) + g];
-                uint8_t* bytes = to + NibbleWeights::SCALES + within % 32 / LANES * 8;
+                uint8_t* bytes = to + NibbleWeights::SCALES;
                 for (long i = 0; i < GROUP; i++) {
-                    const long element = within % LANES * 2 + i % 2;
                     const uint8_t nibble = uint8_t(weights[row * k + g * GROUP + i] + 8);
-                    bytes[i / 2 * PANEL + element / 8 * 16 + element % 8] |= within < 32 ? nibble : nibble << 4;
+                    bytes[NibbleWeights::place(i, within % 32)] |= within < 32 ? nibble : nibble << 4;
                 }
             }
         }

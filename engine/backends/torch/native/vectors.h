@@ -29,7 +29,7 @@ struct bfloat16 {
     uint16_t bits;
 };
 
-inline Vec splat(float x) { return Vec{} + x; }
+inline Vec splat(float x) { return Vec{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
 inline void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
 
