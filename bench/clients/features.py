@@ -138,7 +138,7 @@ async def _(base: str) -> None:
 
 @feature("openai", "models")
 async def _(base: str) -> None:
-    assert [model.id async for model in by_openai(base).models.list()] == [MODEL]
+    assert [model.id async for model in by_openai(base).models.list()] == [MODEL, EMBEDDER]
 
 
 @feature("openai", "files and batches")

@@ -140,13 +140,8 @@ class Kernels:
         self._load([LAYERS, LINEAR, *parts])
 
     @property
-    def multiplies_bfloat16(self) -> bool:
-        """Whether the CPU multiplies bfloat16 itself; elsewhere factors are widened to float32."""
-        return self._multiplies_bfloat16
-
-    @property
     def has_quantised(self) -> bool:
-        """Whether the functions of int8 and int4 weights exist; CPUs with bfloat16 products and without VBMI lack them."""
+        """Whether functions of int8 and int4 weights exist; CPUs with bfloat16 products and without VBMI lack them."""
         return self._has_quantised
 
     def _load(self, parts: Sequence[Part]) -> None:
@@ -156,7 +151,6 @@ class Kernels:
             raise KernelsUnavailable(str(error)) from error
         for part, library in zip(parts, libraries, strict=True):
             if part == LINEAR:
-                self._multiplies_bfloat16 = bool(library.tandem_multiplies_bfloat16())
                 self._has_quantised = bool(library.tandem_has_quantised())
             self._loaded[part] = functions = {}
             for name, types in self._signatures(part).items():

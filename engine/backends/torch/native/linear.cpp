@@ -4,9 +4,6 @@
 
 extern "C" {
 
-// Whether the CPU multiplies bfloat16 itself; elsewhere it is widened to float32 first.
-int tandem_multiplies_bfloat16() { return !WIDENS; }
-
 // Whether this CPU has the functions of int8 and int4 weights: those of bfloat16 products are for CPUs that also permute
 // bytes.
 int tandem_has_quantised() {
