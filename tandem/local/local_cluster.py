@@ -19,8 +19,7 @@ from router.config import RouterConfig
 from tandem.members import await_members
 from tandem.topology import Topology
 
-# gRPC's handlers of forks wait for its own threads, and now and then a process that was just forked was lost to them.
-# Roles are started by fork and exec, and need no such handlers.
+# Roles are started by fork and exec, and need none of gRPC's handlers of forks, beside which a start was lost (docs/log.md).
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 Say = Callable[[str], None]
