@@ -19,7 +19,8 @@ from router.config import RouterConfig
 from tandem.members import await_members
 from tandem.topology import Topology
 
-# Roles are started by fork and exec, and need none of gRPC's handlers of forks, beside which a start was lost (docs/log.md).
+# Roles are started by fork and exec, and need none of gRPC's handlers of forks: a start was lost beside them, as
+# docs/log.md says.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 Say = Callable[[str], None]
