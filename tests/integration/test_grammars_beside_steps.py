@@ -8,8 +8,8 @@ from support.real_engines import RealEngine, engines, greedy
 from tandem.cli.demo import STORYTELLER
 
 PROMPT = tuple(range(5, 40))
-STREAMED = 20
-"""Tokens of a stream while another request's grammar is compiled, where steps do not wait for it."""
+STREAMED = 5
+"""Tokens of a stream while another request's grammar is compiled, at least: some 200 on free cores, 1 where steps wait."""
 
 
 def wide(number: int) -> StructuredOutput:
