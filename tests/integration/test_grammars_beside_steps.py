@@ -9,7 +9,7 @@ from tandem.cli.demo import STORYTELLER
 
 PROMPT = tuple(range(5, 40))
 STREAMED = 5
-"""Fewest tokens of a stream while another request's grammar is compiled: some 200 on free cores, 1 where steps wait."""
+"""Fewest tokens of a stream while another request's grammar is compiled: some 200 on free cores."""
 
 
 def wide(number: int) -> StructuredOutput:
