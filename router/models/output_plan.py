@@ -61,6 +61,8 @@ def plan_output(
     """
     sampling = pb.Sampling()
     sampling.CopyFrom(request.sampling)
+    if not (request.messages or request.tools or request.tool_choice or request.parse_output):
+        return OutputPlan(format_), sampling
     begins = format_.opens_reasoning(generation_prompt)
     is_forced = forces_call(request.tool_choice)
     parses_calls = bool(request.tools) and request.tool_choice != NO_CALLS

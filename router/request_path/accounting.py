@@ -11,7 +11,7 @@ from router.usage.ledger import UsageLedger
 from router.usage.totals import UsageEntry
 
 FINISH_TAG = b"\x22"
-"""First byte of the field `finish` in a message. A message without this byte has no finish and is not parsed."""
+"""First byte of the field `finish` in a message. Of a message without this byte nothing is to be accounted."""
 
 
 class Accounting:
@@ -24,8 +24,6 @@ class Accounting:
 
     async def message(self, prepared: PreparedRequest, emitted: StreamState, message: bytes) -> bool:
         """Account a request whose receipt is in this message; return whether it is."""
-        if FINISH_TAG not in message:
-            return False
         finish = pb.GenerateResponse.FromString(message).finish
         if not finish.HasField("receipt"):
             return False

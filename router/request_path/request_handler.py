@@ -41,7 +41,7 @@ from router.placement.place import Decision
 from router.placement.request_demand import chains_of, num_outputs
 from router.placement.worker_records import ActivePlacement, Worker
 from router.prepared_request import PreparedRequest
-from router.request_path.accounting import Accounting
+from router.request_path.accounting import FINISH_TAG, Accounting
 from router.request_path.decode_request import decode_request
 from router.request_path.preprocess import Preprocessor, asked_for, tenant_of
 from router.request_path.stream_state import StreamState
@@ -144,7 +144,8 @@ class RequestHandler:
                         request_metrics.message()
                         if sampled and self._samples.keeps_texts:
                             kept.append(message)
-                        is_accounted |= await self._accounting.message(prepared, emitted, message)
+                        if FINISH_TAG in message:  # asked here, since most messages are single tokens
+                            is_accounted |= await self._accounting.message(prepared, emitted, message)
                         yield message
             finally:
                 self._tenant_limits.leave(charge, lambda: len(prepared.prompt) + emitted.num_tokens)

@@ -70,7 +70,8 @@ class UsageTotals:
         self._newest = ""
 
     def add(self, entry: UsageEntry) -> None:
-        key = entry.day, entry.tenant, entry.model
+        day = entry.day
+        key = day, entry.tenant, entry.model
         total = self._totals.get(key) or UsageTotal(*key)
         self._totals[key] = replace(
             total,
@@ -80,9 +81,9 @@ class UsageTotals:
             output_tokens=total.output_tokens + entry.output_tokens,
             reasoning_tokens=total.reasoning_tokens + entry.reasoning_tokens,
         )
-        if entry.day > self._newest:
-            self._newest = entry.day
-            first = first_day(entry.day, self._kept_days)
+        if day > self._newest:
+            self._newest = day
+            first = first_day(day, self._kept_days)
             self._totals = {key: total for key, total in self._totals.items() if key[0] >= first}
 
     def since(self, day: str) -> list[UsageTotal]:
