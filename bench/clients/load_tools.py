@@ -6,6 +6,7 @@ A cell works where the tool ends well and counts every request as answered.
 import asyncio
 import json
 import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,23 +36,14 @@ class Run:
 
 
 def runs(base: str, folder: Path) -> list[Run]:
-    """Return the runs of all tools that are installed."""
+    """Return the runs of all tools; vLLM's where it is installed."""
     tokenizer = str(STORYTELLER)
     found: list[Run] = []
     for api, model in AIPERF.items():
         out = folder / f"aiperf-{api}"
-        command = [
-            str(LOAD_BIN / "aiperf"),
-            "profile",
-            "-m",
-            model,
-            "--url",
-            base,
-            "--endpoint-type",
-            api,
-            "--streaming",
-        ]
-        command += ["--tokenizer", tokenizer, "--request-count", str(NUM_REQUESTS), "--concurrency", str(NUM_STREAMS)]
+        command = [str(LOAD_BIN / "aiperf"), "profile", "-m", model, "--url", base, "--endpoint-type", api]
+        command += ["--streaming", "--tokenizer", tokenizer, "--request-count", str(NUM_REQUESTS)]
+        command += ["--concurrency", str(NUM_STREAMS)]
         command += ["--isl", str(INPUT), "--osl", str(OUTPUT), "--ui", "none", "--output-artifact-dir", str(out)]
         found.append(Run("aiperf", api, command, out / "profile_export_aiperf.json", _answered_aiperf))
     for api, model in GUIDELLM.items():
@@ -87,16 +79,17 @@ async def _cell(run: Run, folder: Path) -> dict[str, Any]:
         env=os.environ | {"HOME": str(folder)},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
     )
     try:
         async with asyncio.timeout(TIMEOUT_S):
             output = (await process.communicate())[0].decode(errors="replace")
     except TimeoutError:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # tools start processes of their own
         await process.wait()
         output = f"took longer than {TIMEOUT_S:g} s"
     failure = output[-500:]
-    if process.returncode == 0:
+    if process.returncode == 0 and run.results.exists():
         answered = run.answered(json.loads(run.results.read_text()))
         failure = "" if answered == NUM_REQUESTS else f"{answered} of {NUM_REQUESTS} requests answered"
     return {"client": run.tool, "feature": run.api, "expected": "", "failure": failure}

@@ -266,13 +266,9 @@ class Client:
 
         `fields` are further ones of GenerateRequest, such as `tenant`. Raises ServiceError when any input fails.
         """
-        options = pb.EmbeddingOptions(dimensions=dimensions)
-        requests = [pb.GenerateRequest(model=model, embedding=options, **fields) for _ in inputs]
-        for request, given in zip(requests, inputs, strict=True):
-            if isinstance(given, str):
-                request.text = given
-            else:
-                request.token_ids.extend(given)
+        prompts = [{"text" if isinstance(given, str) else "token_ids": given} for given in inputs]
+        options = {"dimensions": dimensions}
+        requests = [_request(model=model, embedding=options, **prompt, **fields) for prompt in prompts]
         vectors: dict[int, list[float]] = {}
         batch = self.generate_batch(requests, timeout_s=timeout_s, metadata=metadata)
         async with contextlib.aclosing(batch) as results:  # type: ignore[type-var]

@@ -140,12 +140,6 @@ def saved(make_model: Callable[..., Path]) -> Path:
     return make_model("qwen2", dtype="bfloat16")
 
 
-@pytest.fixture(scope="module")
-def exact_linears() -> None:
-    if not Kernels().has_quantised:
-        pytest.skip("this CPU has no kernels of quantised layers")
-
-
 (PROMPT,) = random_prompts(101, seed=4)
 
 
@@ -155,7 +149,6 @@ def computed(runner: TorchRunner, chunk: int, first_block: int) -> tuple[Tensor,
     return logits, runner.paged.memory.byte_blocks[first_block : first_block + 7].clone()
 
 
-@pytest.mark.usefixtures("exact_linears")
 @pytest.mark.parametrize("quantization", [KV, BOTH])
 def test_logits_and_blocks_are_the_same_to_the_bit_for_every_chunk(
     saved: Path, quantization: QuantizationConfig
@@ -192,7 +185,6 @@ SAMPLING = {
 PROMPTS = [PROMPT[:5], PROMPT[:16], PROMPT[10:41], PROMPT[50:90]]
 
 
-@pytest.mark.usefixtures("exact_linears")
 @pytest.mark.parametrize("how", sorted(SAMPLING))
 def test_speculation_preemption_prefix_hits_and_replay_change_no_token(saved: Path, how: str) -> None:
     """int8 weights and int8 KV, in bfloat16, where equal means equal to the bit."""

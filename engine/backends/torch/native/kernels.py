@@ -139,33 +139,26 @@ class Kernels:
         self._loaded: dict[Part, dict[str, Callable[..., Any]]] = {}
         self._load([LAYERS, LINEAR, *parts])
 
-    @property
-    def has_quantised(self) -> bool:
-        """Whether functions of int8 and int4 weights exist; CPUs with bfloat16 products and without VBMI lack them."""
-        return self._has_quantised
-
     def _load(self, parts: Sequence[Part]) -> None:
         try:
             libraries = load_libraries([part.compiled() for part in parts])
         except NotCompiled as error:
             raise KernelsUnavailable(str(error)) from error
         for part, library in zip(parts, libraries, strict=True):
-            if part == LINEAR:
-                self._has_quantised = bool(library.tandem_has_quantised())
             self._loaded[part] = functions = {}
             for name, types in self._signatures(part).items():
                 function = functions[name] = getattr(library, name)
                 function.argtypes, function.restype = types, _LONG if "_bytes" in name else None
 
     def _signatures(self, part: Part) -> _Signatures:
-        """Return the signatures of the functions that the library has on this CPU."""
+        """Return the signatures of the library's functions."""
         if part == LAYERS:
             typed = {f"{name}_{kind}": types for name, types in _LAYERS.items() for kind in TYPES.values()}
             return typed | {"tandem_bind": [_POINTER, ctypes.c_int]}
         if part == LINEAR:
             return _LINEAR
         if part == QUANTISED:
-            return _QUANTISED if self.has_quantised else {}
+            return _QUANTISED
         return _ATTENTION
 
     def _function(self, part: Part, name: str) -> Callable[..., Any]:

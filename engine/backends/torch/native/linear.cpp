@@ -4,16 +4,6 @@
 
 extern "C" {
 
-// Whether this CPU has the functions of int8 and int4 weights: those of bfloat16 products are for CPUs that also permute
-// bytes.
-int tandem_has_quantised() {
-#if defined(__AVX512BF16__) && !defined(__AVX512VBMI__)
-    return 0;
-#else
-    return 1;
-#endif
-}
-
 // Bytes that `tandem_pack` writes.
 long tandem_packed_bytes(long n, long k) { return panels(n) * paired(k) * PANEL * 2 + 4096; }
 

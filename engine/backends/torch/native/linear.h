@@ -20,7 +20,7 @@ typedef Operand<bfloat16>::Element Factor;
 constexpr long PAIR = Operand<bfloat16>::PAIR;
 constexpr bool WIDENS = sizeof(Factor) == 4;
 constexpr long DEPTH = 1024;     // of a unit of work: 128 KiB of weights, so that it and the next fit the L2 cache
-constexpr long WIDE_DEPTH = 256; // of a slice in float32: 32 KiB
+constexpr long WIDE_DEPTH = 256; // of a slice in float32: 64 KiB
 constexpr long BLOCK_ROWS = 256; // rows of A that one unit is used for before the next is read
 
 inline long panels(long n) { return (n + PANEL - 1) / PANEL; }

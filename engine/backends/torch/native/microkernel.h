@@ -36,7 +36,10 @@ struct Operand<bfloat16> {
 };
 #endif
 
-inline Vec multiply_add(Vec acc, const float* a, const float* b) { return acc + splat(*a) * load(b); }
+template <typename B>
+inline Vec multiply_add(Vec acc, const float* a, const B* b) {
+    return acc + splat(*a) * load(b);
+}
 #if defined(__AVX512BF16__)
 inline Vec multiply_add(Vec acc, const bfloat16* a, const bfloat16* b) {
     int32_t two;
@@ -49,8 +52,8 @@ inline Vec multiply_add(Vec acc, const bfloat16* a, const bfloat16* b) {
 
 // acc[rows][PANEL] (+)= a[rows][depth] x panel. `ahead`: memory that will be read soon; a line of it is fetched with
 // each of the first `lines` steps, or two while there are more lines than steps: then MORE is set.
-template <typename E, long PAIR, int M, bool MORE>
-ALWAYS_INLINE void multiply(const E* a, long stride, const E* panel, long depth, Vec acc[][VECTORS], const char* ahead,
+template <typename E, long PAIR, int M, bool MORE, typename B>
+ALWAYS_INLINE void multiply(const E* a, long stride, const B* panel, long depth, Vec acc[][VECTORS], const char* ahead,
                      long lines) {
     const long steps = depth / PAIR;
     const char* further = ahead + steps * 64;

@@ -178,7 +178,7 @@ def _replace_mlps(model: nn.Module, kernels: Kernels) -> int:
     agrees: dict[type[nn.Module], bool] = {}
     count = 0
     for parent, name, module in _children(model):
-        if not _is_gated_mlp(module, kernels) or agrees.get(type(module)) is False:
+        if not _is_gated_mlp(module) or agrees.get(type(module)) is False:
             continue
         gate = _linear(module, "gate_proj")
         native = PackedGatedMlp(kernels, module)
@@ -188,12 +188,12 @@ def _replace_mlps(model: nn.Module, kernels: Kernels) -> int:
     return count
 
 
-def _is_gated_mlp(module: nn.Module, kernels: Kernels) -> bool:
+def _is_gated_mlp(module: nn.Module) -> bool:
     names = {name for name, _ in module.named_children()}
     if not {"gate_proj", "up_proj", "down_proj"} <= names or names - {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return False
     parts = [getattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")]
-    if not all(can_pack(kernels, part) and part.bias is None for part in parts):
+    if not all(can_pack(part) and part.bias is None for part in parts):
         return False
     return type(parts[0]) is type(parts[1]) and parts[0].out_features % 32 == 0
 
@@ -203,7 +203,7 @@ def _replace_linears(model: nn.Module, kernels: Kernels) -> int:
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     count = 0
     for parent, name, module in _children(model):
-        if not can_pack(kernels, module):
+        if not can_pack(module):
             continue
         assert is_packable(module)
         native = PackedLinear.of(kernels, module)

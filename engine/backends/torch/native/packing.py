@@ -14,7 +14,7 @@ def is_packable(module: object) -> TypeGuard[nn.Linear | QuantisedLinear]:
     return type(module) in (nn.Linear, QuantisedLinear)
 
 
-def can_pack(kernels: Kernels, module: object) -> bool:
+def can_pack(module: object) -> bool:
     """Return whether the module is a linear layer of bfloat16, saved so or quantised here.
 
     A layer whose weight is a tensor of another class (torchao's, say) only looks like one.
@@ -22,7 +22,7 @@ def can_pack(kernels: Kernels, module: object) -> bool:
     if not is_packable(module) or module.in_features % 2:
         return False
     if isinstance(module, QuantisedLinear):
-        return module.made_here and kernels.has_quantised and module.dtype is torch.bfloat16
+        return module.made_here and module.dtype is torch.bfloat16
     return type(module.weight) is nn.Parameter and module.weight.dtype is torch.bfloat16
 
 

@@ -1,5 +1,10 @@
 // Linear layers over int8 weights with a scale for each column, or int4 with one for each column and GROUP of the
-// reduction. They become bfloat16, exactly, where they are used.
+// reduction. They become factors, exactly, where they are used.
+
+// Making bfloat16 of bytes takes VBMI. A CPU without it makes float32 of them, as if it did not multiply bfloat16.
+#if !defined(__AVX512VBMI__)
+#undef __AVX512BF16__
+#endif
 
 #include "linear.h"
 
@@ -7,11 +12,7 @@ namespace {
 
 constexpr long GROUP = 32;  // of the reduction, that shares a scale of int4 weights
 
-}  // namespace
-
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-
-namespace {
+#if defined(__AVX512BF16__)
 
 constexpr long BYTES_AHEAD = 2048;  // fetched before they are converted
 
@@ -271,11 +272,7 @@ inline void few_rows_of(NibbleWeights, int rows, const bfloat16* a, long stride,
     }
 }
 
-}  // namespace
-
 #else
-
-namespace {
 
 // Columns side by side, one element of the reduction after the other.
 struct ByteWeights {
@@ -329,13 +326,7 @@ struct NibbleWeights {
     }
 };
 
-}  // namespace
-
 #endif
-
-#if !defined(__AVX512BF16__) || defined(__AVX512VBMI__)
-
-namespace {
 
 // Each column's sum times its scale.
 template <typename Write>
@@ -414,5 +405,3 @@ void tandem_gated_int8(const bfloat16* x, long x_stride, long m, const uint8_t* 
     multiply_packed(x, x_stride, m, ByteWeights{packed}, 2 * n, k, Scaled<Gated>{Gated{out, out_stride}, scales});
 }
 }
-
-#endif
