@@ -54,6 +54,7 @@ def _kv(account: KvAccount, block_tokens: int) -> pb.KvReceipt:
         transport=account.transport,
         ucx_transports=account.lanes,
         loan_failure=account.loan_failure,
+        hedged_blocks=account.hedged_blocks,
         preemptions=account.preemptions,
         recomputed_tokens=account.recomputed_tokens,
         restored_blocks=account.restored_blocks,

@@ -133,6 +133,10 @@ class Sequence:
     """Leading prompt positions whose requested scores, see `num_to_score`, were already returned or are not needed."""
     adapter: bytes = b""
     """Fingerprint of the LoRA adapter that computes it; empty for none."""
+    hedged: bool = False
+    """Whether it is computed although its loan is open, because the lender is silent."""
+    held_at: int | None = None
+    """Number of leading tokens that a hedged sequence may compute: blocks after them are being read."""
 
     @property
     def num_tokens(self) -> int:
@@ -145,8 +149,10 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Number of tokens whose KV is not computed yet."""
+        """Number of tokens whose KV is not computed yet and may be computed now."""
         end = self.fork_at if self.siblings else len(self.token_ids)
+        if self.held_at is not None:
+            end = min(end, self.held_at)
         return max(0, end - self.num_computed)
 
     @property

@@ -85,6 +85,14 @@ class LoanBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class LenderSilent:
+    """Nothing was heard from the loan's lender for `silent_s` seconds, heartbeats included; repeated while it lasts."""
+
+    request_id: str
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class LoanFailed:
     """The loan's stream ended before the borrower closed it."""
 
@@ -147,6 +155,7 @@ ToEngine = (
     | Cancel
     | LoanStarted
     | LoanBlocks
+    | LenderSilent
     | LoanFailed
     | Lend
     | LendReleased
@@ -200,6 +209,8 @@ class KvAccount:
     """Blocks restored from this engine's own tiers."""
     transport: str = ""
     lanes: tuple[str, ...] = ()
+    hedged_blocks: int = 0
+    """Blocks computed here because the lender was silent, while its loan was open."""
     loan_failure: str = ""
     restore_failure: str = ""
     """Reason why restoring from the tiers ended early."""

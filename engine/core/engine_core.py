@@ -31,6 +31,7 @@ from engine.messages import (
     Generate,
     Lend,
     LendClosed,
+    LenderSilent,
     LendReleased,
     LoanBlocks,
     LoanFailed,
@@ -210,6 +211,8 @@ class EngineCore:
         self._reports.step_began(now)
         for chunk in batch:
             sequence = chunk.sequence
+            if sequence.hedged:
+                self._borrower_manager.claim(sequence, chunk.end)
             self._kv_cache.grow(sequence, chunk.end)
             # loan ids are separate and may equal a request's id; decoding sequences were recorded before
             if sequence.sampling is not None and not sequence.decoding:
@@ -238,6 +241,8 @@ class EngineCore:
             if sequence in over or (sequence.sampling is not None and not self._requests.has(sequence)):
                 continue  # cancelled meanwhile, or another choice of the request failed just now
             full = self._kv_cache.advance(sequence, chunk.count)
+            if sequence.hedged:
+                self._borrower_manager.computed(sequence)
             if sequence.sampling is None:
                 self._lender_manager.computed(sequence, full)
             elif token is not None:
@@ -271,6 +276,8 @@ class EngineCore:
                 self._borrower_manager.started(message)
             case LoanBlocks():
                 self._borrower_manager.announced(message)
+            case LenderSilent():
+                self._borrower_manager.silent(message)
             case LoanFailed():
                 self._borrower_manager.failed(message)
             case ReadCompletion():

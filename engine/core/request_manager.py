@@ -38,8 +38,6 @@ class _Request:
     chains: dict[int, Sequence]
     """Sequences that are not over, by choice."""
     account: KvAccount
-    borrowing: bool
-    """Whether its loan is not over yet."""
     num_choices: int
     """Number of choices wanted; of a beam search, the number of beams returned."""
     search: BeamSearch | None = None
@@ -142,7 +140,7 @@ class RequestManager:
         self._kv_cache.counts.looked(POOL, len(keys), len(sequence.blocks))
         account = KvAccount(reused_blocks=len(sequence.blocks), times={"admitted": self._kv_cache.clock()})
         by_choice = {chain.choice: chain for chain in chains}
-        request = _Request(by_choice, account, True, message.sampling.n, search)
+        request = _Request(by_choice, account, message.sampling.n, search)
         self._requests[message.request_id] = request
         self._num_parted += request.is_parted
         lender = message.lender_computes if message.borrow else None
@@ -157,15 +155,16 @@ class RequestManager:
         adopted = 0
         for chunk in batch:
             sequence = chunk.sequence
-            if sequence.sampling is not None and not sequence.decoding and not sequence.num_preemptions:
-                account = self._requests[sequence.request_id].account
-                if "compute_started" not in account.times:
-                    found = self._kv_cache.adopt(sequence)
-                    self._kv_cache.counts.found(POOL, found)
-                    account.reused_blocks += found
-                    account.computed_blocks -= found
-                    account.computed_tokens -= found * self._kv_cache.layout.block_tokens
-                    adopted += found
+            if sequence.sampling is None or sequence.decoding or sequence.num_preemptions or sequence.hedged:
+                continue
+            account = self._requests[sequence.request_id].account
+            if "compute_started" not in account.times:
+                found = self._kv_cache.adopt(sequence)
+                self._kv_cache.counts.found(POOL, found)
+                account.reused_blocks += found
+                account.computed_blocks -= found
+                account.computed_tokens -= found * self._kv_cache.layout.block_tokens
+                adopted += found
         return adopted > 0
 
     def computing(self, sequence: Sequence, now: float) -> None:
@@ -317,22 +316,35 @@ class RequestManager:
         return None
 
     def loan_bound(self, sequence: Sequence, first: int) -> None:
-        """Do nothing: the prefix is counted when the loan is over."""
+        """Correct the account of a hedged request; that of another is made when its loan is over."""
+        if sequence.hedged:
+            account, count = self._requests[sequence.request_id].account, len(sequence.keys) - first
+            account.computed_blocks -= count
+            account.computed_tokens -= count * self._kv_cache.layout.block_tokens
+
+    def loan_hedged(self, sequence: Sequence) -> bool:
+        """Compute the request, as far as its loan has not brought its blocks."""
+        sequence.hedged = True
+        self._run(sequence)
+        return True
 
     def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
         """Compute the blocks that the loan did not bring."""
-        request = self._requests[sequence.request_id]
-        request.borrowing = False
+        was_hedged, sequence.hedged, sequence.held_at = sequence.hedged, False, None
         if lost_blocks:
             self._finish(sequence.request_id)
             reason = "blocks are quarantined for a silent lender and no others are available"
             self._reject(sequence.request_id, reason, permanent=False)
-        else:
-            self.running_set.run(sequence)
-            account = request.account
-            total = self._kv_cache.layout.blocks_for(sequence.num_prompt)
-            account.computed_blocks = total - account.reused_blocks - account.restored_blocks - account.moved_blocks
-            account.computed_tokens = sequence.num_prompt - sequence.num_computed
+        elif not was_hedged:
+            self._run(sequence)
+
+    def _run(self, sequence: Sequence) -> None:
+        """Compute the sequence from now on, and count what is left to compute."""
+        self.running_set.run(sequence)
+        account = self._requests[sequence.request_id].account
+        total = self._kv_cache.layout.blocks_for(sequence.num_prompt)
+        account.computed_blocks = total - account.reused_blocks - account.restored_blocks - account.moved_blocks
+        account.computed_tokens = sequence.num_prompt - sequence.num_computed
 
     def _finish(self, request_id: str) -> None:
         request = self._requests.pop(request_id)

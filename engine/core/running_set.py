@@ -60,7 +60,12 @@ class RunningSet:
     @property
     def forkable(self) -> list[Sequence]:
         """Sequences that have computed all tokens their siblings share."""
-        return [sequence for sequence in self._running if sequence.siblings and not sequence.num_remaining]
+        return [s for s in self._running if s.siblings and not s.num_remaining and not s.hedged]
+
+    @property
+    def _preemptible(self) -> list[Sequence]:
+        """Sequences whose blocks may be taken: transfers may still write into those of a hedged one."""
+        return [sequence for sequence in self._running if not sequence.hedged]
 
     @property
     def preempted(self) -> list[Sequence]:
@@ -154,7 +159,7 @@ class RunningSet:
                     self._kv_cache.extend(chunk.sequence, count)
             return True
         oldest = self._oldest()
-        victim = next_victim(self._running, oldest)
+        victim = next_victim(self._preemptible, oldest)
         if victim is not None:
             self._preempt(victim)
         else:
@@ -167,11 +172,11 @@ class RunningSet:
 
     def _rescue(self, oldest: Sequence) -> None:
         """Restart the oldest sequence with a block for its next token, if that is possible at all."""
-        num_blocks, victims = self._kv_cache.layout.blocks_for(oldest.num_tokens + 1), list(self._running)
+        num_blocks, victims = self._kv_cache.layout.blocks_for(oldest.num_tokens + 1), self._preemptible
         if not self._kv_cache.could_start_without(victims, oldest, self._preempted[oldest].keys, num_blocks):
             return
         while not self._try_restart(oldest, num_blocks):
-            victim = next_victim(self._running, oldest)
+            victim = next_victim(self._preemptible, oldest)
             assert victim is not None
             self._preempt(victim)
 

@@ -14,6 +14,10 @@ Ownership: the destination blocks belong to the request from `Allocate` on. Afte
 already posted belongs to the transport until that read is quiet; every other block is the request's again. A block is
 bound only when it and all before it arrived with the fingerprints that the lender announced.
 
+The lender may fall silent. Its borrower may then compute blocks itself while the loan stays open (a *hedged* loan). It
+claims blocks in order, before it computes them; claimed blocks are not read any more, and a block that is being read is
+not claimed. When everything is claimed, the loan ends.
+
 A borrower of several tensor-parallel ranks reads every piece once on each rank, into that rank's pool, and ranks finish
 independently. A piece is complete with its last rank; only then is it compared, bound and released.
 """
@@ -58,6 +62,20 @@ class ReadCompleted:
 
 
 @dataclass(frozen=True, slots=True)
+class Claimed:
+    """This engine is about to compute all blocks before `end` that are not bound."""
+
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedHere:
+    """This engine has computed, and named, all blocks before `end`."""
+
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The lender refused, died, fell silent, or broke the protocol."""
 
@@ -69,7 +87,7 @@ class Cancelled:
     """The request itself is over."""
 
 
-Event = Started | Announced | ReadCompleted | Failed | Cancelled
+Event = Started | Announced | ReadCompleted | Claimed | ComputedHere | Failed | Cancelled
 
 # --------------------------------------------------------------------------------------------- actions
 
@@ -125,6 +143,10 @@ class Close:
 Action = Allocate | Read | Bind | Release | Abandon | Close
 
 
+OVERTAKEN = "the blocks were computed here before they arrived"
+"""Reason of the end of a hedged loan."""
+
+
 class _State(Enum):
     OPENING = auto()
     READING = auto()
@@ -162,6 +184,8 @@ class Borrower:
         self.end = end
         self.bound_end = first
         self._announced_end = first
+        self.claimed_end = first
+        """Blocks before it are bound, or computed by this engine."""
         self._max_read_blocks = max_read_blocks
         self._may_be_part = may_be_part
         self._ranks = ranks
@@ -182,6 +206,11 @@ class Borrower:
         """Return whether an announcement starting at `first` is the next one."""
         return self._state is _State.READING and first == self._announced_end
 
+    @property
+    def hold_at(self) -> int | None:
+        """First block that is read and not bound, which this engine must not compute; None without one."""
+        return min(self._pieces, default=None)
+
     def handle(self, event: Event) -> list[Action]:
         """Process an event and return the actions.
 
@@ -196,6 +225,11 @@ class Borrower:
                 return self._on_announced(event)
             case ReadCompleted(first, fingerprints, rank):
                 return self._on_landed(first, fingerprints, rank)
+            case Claimed(end):
+                return self._on_claimed(end)
+            case ComputedHere(end):
+                self.bound_end = max(self.bound_end, min(end, self.end))
+                return self._bind_landed()
             case Failed(reason):
                 return self._finish(reason)
             case Cancelled():
@@ -209,6 +243,8 @@ class Borrower:
         if end == self.first:
             return self._finish("the lender holds none of the blocks")
         self._partial = end < wanted and not self._may_be_part
+        if end <= self.claimed_end:
+            return self._finish(OVERTAKEN)
         return [Allocate(self.first, end)]
 
     def _on_announced(self, event: Announced) -> list[Action]:
@@ -218,7 +254,10 @@ class Borrower:
             return self._finish(f"protocol error: BlocksReady {event.first}+{count}")
         self._announced_end += count
         actions: list[Action] = []
-        for start in range(0, count, self._max_read_blocks):
+        num_claimed = min(count, max(0, self.claimed_end - event.first))
+        if num_claimed:
+            actions.append(Release(event.first, num_claimed))
+        for start in range(num_claimed, count, self._max_read_blocks):
             piece = slice(start, start + self._max_read_blocks)
             self._pieces[event.first + start] = _Piece(event.fingerprints[piece])
             actions.append(Read(event.first + start, event.block_ids[piece]))
@@ -233,7 +272,16 @@ class Borrower:
         piece.parts[rank] = fingerprints
         if piece.landed(self._ranks) is None:
             return []
-        actions: list[Action] = [Release(first, len(piece.expected))]
+        return [Release(first, len(piece.expected)), *self._bind_landed()]
+
+    def _on_claimed(self, end: int) -> list[Action]:
+        assert not self._pieces or end <= min(self._pieces), "a block is computed that is being read"
+        self.claimed_end = max(self.claimed_end, end)
+        return self._finish(OVERTAKEN) if self.claimed_end >= self.end else []
+
+    def _bind_landed(self) -> list[Action]:
+        """Bind all pieces that have arrived and follow what is bound."""
+        actions: list[Action] = []
         while (ready := self._pieces.get(self.bound_end)) is not None:
             if (landed := ready.landed(self._ranks)) is None:
                 break
@@ -243,6 +291,7 @@ class Borrower:
                 end = self.bound_end + num_equal
                 actions.append(Bind(self.bound_end, end, landed[:num_equal]))
                 self.bound_end = end
+                self.claimed_end = max(self.claimed_end, end)
             if num_equal < len(ready.expected):
                 mismatched = sum(a != b for a, b in zip(ready.expected, landed, strict=True))
                 return actions + self._finish(f"block {self.bound_end} arrived corrupted", mismatched)

@@ -24,7 +24,9 @@ from engine.lending.borrower import (
     Bind,
     Borrower,
     Cancelled,
+    Claimed,
     Close,
+    ComputedHere,
     Event,
     Failed,
     Read,
@@ -34,12 +36,17 @@ from engine.lending.borrower import (
 )
 from engine.lending.fast_path import FastPath, Word
 from engine.lending.sources import LenderSource, LoanSource, TierSource
-from engine.messages import FromEngine, KvAccount, LoanBlocks, LoanFailed, LoanStarted
+from engine.messages import FromEngine, KvAccount, LenderSilent, LoanBlocks, LoanFailed, LoanStarted
 from kvtransfer.errors import TransferError
 
 BLOCK_READ_BYTES = 64 << 20
 """Largest part of an announcement read as one block read. The loop is woken once per block read, and if the lender dies
 in the middle, the whole block read is lost."""
+HEDGE_AFTER_S = 0.4
+"""Shortest silence of a lender, in seconds, after which a borrower computes blocks itself. Lenders send a heartbeat at
+least every 0.25 s, also during long steps."""
+HEDGE_UNMEASURED_S = 1.0
+"""The same for an engine that has computed no prompt yet, and so does not know its speed."""
 LOOKS_PER_SILENCE = 20
 """Checks for reads without progress, per `read_silence_s`."""
 
@@ -49,6 +56,9 @@ class LoanOwner(Protocol):
 
     def loan_bound(self, sequence: Sequence, first: int) -> None:
         """Process blocks from `first` to the last named one, which arrived and were verified."""
+
+    def loan_hedged(self, sequence: Sequence) -> bool:
+        """Start to compute the sequence while its loan stays open, or return False: the loan ends instead."""
 
     def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
         """Process the end of the loan; the sequence may be computed.
@@ -81,6 +91,8 @@ class Loan:
     """Reads in flight, by first chain index, then by rank."""
     quarantined: dict[int, "_Quarantined"] = field(default_factory=dict)
     """Quarantined blocks, by first chain index, until their reads are quiet."""
+    silent_s: float = 0.0
+    """Silence of the lender, in seconds, after which blocks were first computed here; 0 when they never were."""
 
 
 @dataclass(slots=True)
@@ -213,6 +225,41 @@ class BorrowerManager:
         if (found := self._of_lender(message.request_id)) is not None:
             self._handle(found[0], Failed(message.reason))
 
+    def silent(self, message: LenderSilent) -> None:
+        """Compute the missing blocks here if the lender has been silent for longer than that takes.
+
+        Blocks that arrive later are still used, as far as they are ahead. A loan whose reads hang is over.
+        """
+        if (found := self._of_lender(message.request_id)) is None:
+            return
+        loan, machine = found[0], found[0].machine
+        if message.silent_s < self._hedge_after_s(machine.end - machine.bound_end):
+            return
+        sequence = loan.wanted.sequence
+        if not loan.silent_s:
+            loan.silent_s = message.silent_s
+        if machine.hold_at is None and (sequence.hedged or loan.wanted.owner.loan_hedged(sequence)):
+            return
+        self._handle(loan, Failed("its reads hang" if machine.hold_at is not None else "its blocks are computed here"))
+
+    def claim(self, sequence: Sequence, num_tokens: int) -> None:
+        """Take the blocks of the sequence's first `num_tokens` from its hedged loan: a step computes them."""
+        loan = self._loans[sequence.request_id]
+        end = self._kv_cache.layout.blocks_for(num_tokens)
+        loan.wanted.account.hedged_blocks += max(0, min(end, loan.machine.end) - loan.machine.claimed_end)
+        self._handle(loan, Claimed(end))
+
+    def computed(self, sequence: Sequence) -> None:
+        """Bind blocks of the sequence's hedged loan that follow those it has computed by now."""
+        self._handle(self._loans[sequence.request_id], ComputedHere(len(sequence.keys)))
+
+    def _hedge_after_s(self, num_blocks: int) -> float:
+        """Return the seconds in which this engine would compute `num_blocks`, by its measured speed."""
+        speed = self._kv_cache.rates.prefill_tokens_per_s
+        if speed is None:
+            return HEDGE_UNMEASURED_S
+        return max(HEDGE_AFTER_S, num_blocks * self._kv_cache.layout.block_tokens / speed)
+
     def cancel(self, loan_id: str) -> None:
         """Cancel a loan.
 
@@ -330,6 +377,9 @@ class BorrowerManager:
                     lost_blocks = not self._abandon(loan, needed=not isinstance(event, Cancelled))
                 case Close(_, mismatched, failure):
                     self._close(loan, mismatched, failure, lost_blocks, isinstance(event, Cancelled))
+        if sequence.hedged:
+            hold = loan.machine.hold_at if not loan.machine.done else None
+            sequence.held_at = None if hold is None else hold * self._kv_cache.layout.block_tokens
 
     def _read(self, loan: Loan, first: int, block_ids: tuple[int, ...]) -> None:
         blocks = loan.wanted.sequence.blocks[first : first + len(block_ids)]
@@ -375,7 +425,8 @@ class BorrowerManager:
             self._kv_cache.counts.num_mismatched += mismatched
         if failure and not cancelled:
             if isinstance(loan.source, LenderSource):
-                account.loan_failure = failure
+                silence = f"the lender was silent for {loan.silent_s:.1f} s: " if loan.silent_s else ""
+                account.loan_failure = silence + failure
             else:
                 account.restore_failure = failure
             loan.source.spoiled(wanted.keys[loan.machine.bound_end])

@@ -155,6 +155,10 @@ class LenderManager:
         """Lend on the blocks of a job that came from elsewhere."""
         self._announce(sequence, sequence.blocks[first : len(sequence.keys)], fetched=True)
 
+    def loan_hedged(self, sequence: Sequence) -> bool:
+        """Return False: a borrower waits for this job, so it goes on without its silent source."""
+        return False
+
     def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
         """Compute the blocks that the job's own loan did not bring."""
         loan = self._loans[sequence.request_id]

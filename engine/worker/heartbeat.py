@@ -8,6 +8,10 @@ from cluster.loop_watch import loop_time
 from engine.process.engine_client import EngineClient
 
 HEARTBEAT_S = 0.2
+QUIET_AFTER_S = 0.35
+"""Seconds without a heartbeat after which `on_quiet` is called; engines report every 0.25 s even in long steps."""
+QUIET_EVERY_S = 0.05
+"""Time between further calls, in seconds."""
 BEATS_PER_SILENCE = 5
 """Heartbeats per tolerated silence, where HEARTBEAT_S would be too rare."""
 
@@ -21,18 +25,22 @@ class Heartbeat:
         silence_s: float,
         on_due: Callable[[], object],
         on_silent: Callable[[], object],
+        on_quiet: Callable[[float], object] | None = None,
     ) -> None:
         """Create it.
 
         `on_due` is called when a frame should be sent, if only as a heartbeat.
 
-        `on_silent` is called once, when the other end sent no heartbeat for `silence_s`.
+        `on_silent` is called once, when the other end sent no heartbeat for `silence_s`. Before that, `on_quiet` is
+        called repeatedly with the seconds since the last heartbeat, while they are many.
         """
         self._engine = engine
         self._silence_s = silence_s
         self._heartbeat_s = min(HEARTBEAT_S, silence_s / BEATS_PER_SILENCE)
         self._on_due = on_due
         self._on_silent = on_silent
+        self._on_quiet = on_quiet
+        self._look_after_s = silence_s if on_quiet is None else min(QUIET_AFTER_S, silence_s)
         self._loop = asyncio.get_running_loop()
         self._running = ExitStack()
         self._timer: asyncio.TimerHandle | None = None
@@ -44,7 +52,7 @@ class Heartbeat:
         """Start: the stream has loans now."""
         self._received_at = loop_time()
         self._running.enter_context(self._engine.watching(self._watch))
-        self._timer = self._loop.call_later(self._silence_s, self._check)
+        self._timer = self._loop.call_later(self._look_after_s, self._check)
 
     def stop(self) -> None:
         """Stop: the stream has no loans any more."""
@@ -72,5 +80,9 @@ class Heartbeat:
         if silent_s >= self._silence_s:
             self.stop()
             self._on_silent()
-        else:
-            self._timer = self._loop.call_later(self._silence_s - silent_s, self._check)
+            return
+        delay_s = self._look_after_s - silent_s
+        if delay_s <= 0 and self._on_quiet is not None:
+            self._on_quiet(silent_s)
+            delay_s = min(QUIET_EVERY_S, self._silence_s - silent_s)
+        self._timer = self._loop.call_later(delay_s, self._check)

@@ -15,7 +15,7 @@ from cluster.error_status import from_proto, from_rpc_error
 from cluster.logs import of
 from cluster.rpc import MAX_MESSAGE_BYTES
 from cluster.waker import Waker
-from engine.messages import LoanBlocks, LoanFailed, LoanStarted, ToEngine
+from engine.messages import LenderSilent, LoanBlocks, LoanFailed, LoanStarted, ToEngine
 from engine.process.engine_client import EngineClient
 from engine.worker.heartbeat import Heartbeat
 from protos import lend_pb2 as pb
@@ -77,6 +77,7 @@ class LoanStream:
             silence_s,
             self._send_heartbeat,
             lambda: self.break_off(f"the lender was silent for {silence_s:g} s"),
+            self._tell_silent,
         )
         self._call = pb_grpc.LendStub(channel).Lend(self._outgoing())
         self._reading = asyncio.ensure_future(self._read())
@@ -148,6 +149,9 @@ class LoanStream:
     def _tell_failed(self, told: "_Told", failure: str) -> None:
         log.info("loan of %s from %s failed: %s", told.engine_id, self._name, failure, extra=of(told.request_id))
         self._engine.send(LoanFailed(told.engine_id, failure))
+
+    def _tell_silent(self, seconds: float) -> None:
+        self._engine.send(*(LenderSilent(told.engine_id, seconds) for told in self._loans.values()))
 
     def _send_heartbeat(self) -> None:
         self._due = True

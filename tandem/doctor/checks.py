@@ -10,10 +10,12 @@ from engine.process.vllm_arguments import VERSION
 from kvtransfer.strict_lanes import GROUPS
 from kvtransfer.topology import choices
 from tandem.doctor.findings import Finding, Level
-from tandem.doctor.machine import Machine
+from tandem.doctor.machine import Machine, uses_cpu_kernels
 
 SHARED_MEMORY_PER_WORKER = 64 << 20
 OPEN_FILES = 4096
+SLOW = 0.8
+"""Speed of the CPU kernels beside torch's, below which something is wrong."""
 INSTALL = {
     "nixl": "pip install 'tandem-serving[worker]'",
     "ucxx": "pip install 'tandem-serving[ucxx]'",
@@ -40,6 +42,7 @@ def check_all(
         lambda: check_ptrace(machine, config),
         lambda: check_open_files(machine),
         lambda: check_compiler(machine, config),
+        lambda: check_kernels(machine, config),
         lambda: [Finding("clock", "ok", "one host has one clock")] * alone,
     ]
     return [finding for check in checks for finding in check()]
@@ -167,8 +170,7 @@ def check_open_files(machine: Machine) -> list[Finding]:
 
 def check_compiler(machine: Machine, config: WorkerConfig) -> list[Finding]:
     """Check for a compiler: the native backend is compiled at the first start."""
-    on_gpu = config.device != "cpu" and bool(machine.torch_gpus)
-    if config.engine != "torch" or on_gpu or config.backend not in ("auto", "native"):
+    if not uses_cpu_kernels(config, machine.torch_gpus):
         return []
     if machine.compiler is None:
         level: Level = "broken" if config.backend == "native" else "warning"
@@ -176,3 +178,23 @@ def check_compiler(machine: Machine, config: WorkerConfig) -> list[Finding]:
             Finding("compiler", level, "no C++ compiler", "apt install g++; without it a CPU is several times slower")
         ]
     return [Finding("compiler", "ok", machine.compiler)]
+
+
+def check_kernels(machine: Machine, config: WorkerConfig) -> list[Finding]:
+    """Check the CPU kernels: what they compute with, and how fast beside torch."""
+    if machine.kernels is None or machine.compiler is None:
+        return []
+    level: Level = "broken" if config.backend == "native" else "warning"
+    if isinstance(machine.kernels, str):
+        return [Finding("cpu kernels", level, machine.kernels, "without them a CPU is several times slower")]
+    speed = machine.kernels
+    of_rows = [
+        f"{rows} row{'s' * (rows != '1')}: {', '.join(f'{name} {figure:.0f}' for name, figure in each.items())}"
+        for rows, each in speed.gflops.items()
+    ]
+    there = f"{speed.instructions}; {speed.threads} threads; GFLOP/s of a bfloat16 layer, {'; '.join(of_rows)}"
+    slower = [rows for rows, each in speed.gflops.items() if each["kernels"] < SLOW * each["torch bfloat16"]]
+    if slower:
+        advice = "another process may have used the cores; if not, set backend: sdpa and report it"
+        return [Finding("cpu kernels", "warning", f"{there}: torch is faster", advice)]
+    return [Finding("cpu kernels", "ok", there)]

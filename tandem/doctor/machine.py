@@ -44,6 +44,8 @@ ASK_VLLM = (
     "print(json.dumps({name: next(filter(None, map(of, each)), None) for name, each in names.items()}))"
 )
 TORCH_TIMEOUT_S = 60.0
+KERNELS_TIMEOUT_S = 180.0
+"""Longest time for compiling and timing the CPU kernels, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,23 @@ class Machine:
     host: Host
     vllm: Mapping[str, str | None] | str | None = None
     """Versions in vLLM's environment by distribution, or the reason why there is none; None for another engine."""
+    kernels: "KernelSpeed | str | None" = None
+    """Speed of the CPU kernels, or the reason why there are none; None where they are not used."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpeed:
+    """Measured speed of the CPU kernels, see `engine/backends/torch/native/speed.py`."""
+
+    instructions: str
+    threads: int
+    gflops: Mapping[str, Mapping[str, float]]
+    """GFLOP/s by the number of rows, then by who computes."""
 
 
 def read_machine(config: WorkerConfig) -> Machine:
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    torch_gpus = _torch_gpus()
     return Machine(
         versions={name: _version(distributions) for name, distributions in PACKAGES.items()},
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
@@ -74,10 +89,30 @@ def read_machine(config: WorkerConfig) -> Machine:
         ptrace_scope=_ptrace_scope(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         compiler=next(filter(None, map(shutil.which, [os.environ.get("CXX") or "", *COMPILERS])), None),
-        torch_gpus=_torch_gpus(),
+        torch_gpus=torch_gpus,
         host=read_host(),
         vllm=_vllm(config) if config.engine == "vllm" else None,
+        kernels=_kernels() if uses_cpu_kernels(config, torch_gpus) else None,
     )
+
+
+def uses_cpu_kernels(config: WorkerConfig, torch_gpus: tuple[str, ...] | None) -> bool:
+    """Return whether a worker of this configuration computes with the CPU kernels where these can be compiled."""
+    on_gpu = config.device != "cpu" and bool(torch_gpus)
+    return config.engine == "torch" and torch_gpus is not None and not on_gpu and config.backend in ("auto", "native")
+
+
+def _kernels() -> KernelSpeed | str:
+    """Compile and time the CPU kernels, in a process of their own."""
+    command = [sys.executable, "-m", "engine.backends.torch.native.speed"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=KERNELS_TIMEOUT_S)
+        said = json.loads(told.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return f"they were not compiled and timed within {KERNELS_TIMEOUT_S:g} s"
+    except (OSError, ValueError, IndexError):
+        return told.stderr.strip().splitlines()[-1] if told.stderr.strip() else "their process printed nothing"
+    return str(said["unavailable"]) if "unavailable" in said else KernelSpeed(**said)
 
 
 def _vllm(config: WorkerConfig) -> Mapping[str, str | None] | str:

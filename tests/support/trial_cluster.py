@@ -120,6 +120,8 @@ class Cluster(Faults):
         unaware = [stream for stream in self.streams if stream.withheld is not None]
         kinds = 4 * ["step"] + 6 * ["deliver"] * bool(talk) + 3 * ["transfer"] * bool(transports)
         kinds += ["submit"] * bool(new) + ["restore"] * bool(tiers)
+        borrowing = [node for node in awake if node.core._borrower_manager.num_loans]
+        kinds += ["quiet"] * bool(self.faults and borrowing and rng.random() < 0.1)
         kinds += ["silence", "wake"] * bool(stopped) + ["notice end"] * bool(unaware)
         match rng.choice(kinds):
             case "step":
@@ -136,6 +138,8 @@ class Cluster(Faults):
                 self.notice_silence()
             case "wake":
                 self.wake()
+            case "quiet":
+                self.be_quiet(rng.choice(borrowing))
             case "notice end":
                 self.notice_end(rng.choice(unaware))
 
@@ -210,6 +214,7 @@ class Cluster(Faults):
         for node in self.nodes:
             node.check()
             self.seen["quarantined"] += bool(node.core._kv_cache.pool.num_quarantined)
+            self.seen["hedged and reading"] += any(s.held_at is not None for s in node.core._requests.sequences)
             self.seen["waiting preempted"] += bool(node.core._requests.running_set.preempted)
             self.seen["said early"] += any(
                 isinstance(loan.source, LenderSource) and bool(loan.source.fast_path)

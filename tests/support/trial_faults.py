@@ -3,7 +3,7 @@
 import random
 
 from engine.lending.sources import TierSource
-from engine.messages import Cancel, LendClosed, LoanFailed
+from engine.messages import Cancel, LendClosed, LenderSilent, LoanFailed
 from support.sim_model import VOCAB, WIDTH
 from support.trial_cells import borrower_state, lender_state
 from support.trial_front import Front
@@ -104,6 +104,13 @@ class Faults(Front):
             self.break_stream(self.rng.choice(streams))
         else:
             self._move_requests(node)
+
+    def be_quiet(self, node: Node) -> None:
+        """A borrower hears that a lender has been silent for long, whether that is so or not."""
+        loan_id = self.rng.choice(sorted(node.core._borrower_manager._loans))
+        node.send(LenderSilent(loan_id, 1e6))
+        self.seen["hedged"] += any(chain.hedged for chain in node.core._requests.sequences)
+        self.route(node)
 
     def wake(self) -> None:
         """It goes on with what it thinks it holds, before it hears what has happened meanwhile."""

@@ -19,7 +19,7 @@ from engine.messages import FromEngine, Generate, ToEngine, Token
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.transport import Pool
 from support.checked_core import NOTHING_LEFT, held
-from support.sim_model import LAYOUT, VOCAB
+from support.sim_model import LAYOUT, VOCAB, WIDTH
 from support.slow_transport import SlowTransport
 
 
@@ -140,11 +140,12 @@ class Node:
 
     def _check_read_into(self, block: int) -> None:
         """It is nobody's, or that of one sequence which waits for it."""
-        pool = self.core._kv_cache.pool
+        pool, running = self.core._kv_cache.pool, self.core._requests.running_set._running
         owners = [
-            request.borrowing
+            chain not in running or (chain.held_at is not None and chain.held_at <= chain.blocks.index(block) * WIDTH)
             for request in self.core._requests._requests.values()
-            if any(block in chain.blocks for chain in request.chains.values())
+            for chain in request.chains.values()
+            if block in chain.blocks
         ]
         owners += [
             loan.fetching

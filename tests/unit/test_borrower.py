@@ -5,13 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.lending.borrower import (
+    OVERTAKEN,
     Abandon,
     Allocate,
     Announced,
     Bind,
     Borrower,
     Cancelled,
+    Claimed,
     Close,
+    ComputedHere,
     Event,
     Failed,
     Read,
@@ -242,6 +245,46 @@ def test_after_the_end_everything_is_ignored(event: Event) -> None:
     assert done(machine, 1)
 
 
+# --------------------------------------------------------------------------------- a silent lender
+
+
+def test_blocks_that_are_computed_here_are_not_read() -> None:
+    machine = reading()
+    assert machine.handle(Claimed(3)) == []
+    assert machine.handle(Announced(1, (10, 11, 12), (A, B, C))) == [Release(1, 2), Read(3, (12,))]
+    assert machine.hold_at == 3
+    assert machine.handle(ReadCompleted(3, (C,))) == [Release(3, 1)]
+    assert machine.hold_at == 3, "it waits for those before it"
+    assert machine.handle(ComputedHere(2)) == []
+    assert machine.handle(ComputedHere(3)) == [Bind(3, 4, (C,))]
+    assert machine.hold_at is None
+    assert machine.handle(Claimed(5)) == [Close(4, 0, OVERTAKEN)]
+
+
+def test_all_is_computed_before_the_lender_starts() -> None:
+    machine = Borrower(1, 5, 2)
+    assert machine.handle(Claimed(3)) == []
+    assert machine.handle(ComputedHere(3)) == []
+    assert machine.handle(Started(3)) == [Close(3, 0, OVERTAKEN)]
+
+
+def test_a_lender_that_comes_back_brings_the_rest() -> None:
+    machine = Borrower(1, 5, 4)
+    machine.handle(Claimed(2))
+    machine.handle(ComputedHere(2))
+    assert machine.handle(Started(5)) == [Allocate(1, 5)]
+    assert machine.handle(Announced(1, (10, 11, 12, 13), (A, B, C, D))) == [Release(1, 1), Read(2, (11, 12, 13))]
+    assert machine.handle(ReadCompleted(2, (B, C, D))) == [Release(2, 3), Bind(2, 5, (B, C, D)), Close(5, 0, "")]
+
+
+def test_a_wrong_block_behind_those_computed_here() -> None:
+    machine = reading()
+    machine.handle(Claimed(2))
+    machine.handle(Announced(1, (10, 11, 12, 13), (A, B, C, D)))
+    machine.handle(ReadCompleted(2, (BAD, C)))
+    assert machine.handle(ComputedHere(2)) == [Abandon(), Close(2, 1, "block 2 arrived corrupted")]
+
+
 # ------------------------------------------------------------------------------------------ any order
 
 
@@ -257,7 +300,8 @@ def test_any_order_of_events(data: st.DataObject) -> None:
     landed: dict[int, bytes] = {}
     released: list[int] = []
     bound = first
-    failed_early = False
+    failed_early = overtaken = False
+    computed_here: set[int] = set()
     closes: list[Close] = []
 
     def perform(actions: list[object]) -> None:
@@ -278,10 +322,13 @@ def test_any_order_of_events(data: st.DataObject) -> None:
                     closes.append(action)
 
     perform([*machine.handle(Started(held_end))])
-    next_announced = first
+    next_announced = claimed = first
     while not machine.done:
         kinds = ["fail"] if data.draw(st.integers(0, 19)) == 0 else []
         kinds += ["land"] * bool(out) + ["announce"] * (next_announced < held_end)
+        hold = machine.hold_at
+        limit = held_end if hold is None else hold
+        kinds += ["claim"] * (bound < limit and claimed <= bound) + ["compute"] * (bound < claimed)
         kind = data.draw(st.sampled_from(kinds or ["fail"]))
         if kind == "announce":
             count = data.draw(st.integers(1, held_end - next_announced))
@@ -298,15 +345,27 @@ def test_any_order_of_events(data: st.DataObject) -> None:
                 arrived[data.draw(st.integers(0, count - 1))] = BAD
             landed.update(zip(range(start, start + count), arrived, strict=True))
             perform([*machine.handle(ReadCompleted(start, tuple(arrived)))])
+        elif kind == "claim":
+            claimed = data.draw(st.integers(bound + 1, limit))
+            perform([*machine.handle(Claimed(claimed))])
+            overtaken |= machine.done
+        elif kind == "compute":
+            landed.update((index, expected[index]) for index in range(bound, claimed))
+            computed_here.update(range(bound, claimed))
+            bound = claimed
+            perform([*machine.handle(ComputedHere(claimed))])
         else:
             failed_early = True
             perform([*machine.handle(Failed("x"))])
     assert [close.bound_end for close in closes] == [bound] == [machine.bound_end]
-    assert sorted(released) == sorted(landed)
+    assert set(released) >= set(landed) - computed_here
+    assert set(released) <= set(landed) | set(range(first, claimed))
     assert len(set(released)) == len(released)
     right = first
     while right < held_end and landed.get(right) == expected[right]:
         right += 1
-    if not failed_early:
+    if overtaken:
+        assert (closes[0].failure, claimed) == (OVERTAKEN, held_end)
+    elif not failed_early:
         assert bound == right
         assert (closes[0].failure == "") == (bound == end)

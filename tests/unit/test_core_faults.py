@@ -244,6 +244,8 @@ REACHED = {
     "woken": 50,
     "given away": 3,
     "exhausted": 30,
+    "hedged": 30,
+    "hedged and reading": 5,
     "expired": 30,
 }
 """How often each must happen in 100 trials, at the least, for the trials to mean anything."""

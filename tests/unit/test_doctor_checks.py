@@ -9,7 +9,7 @@ from engine.config import WorkerConfig
 from kvtransfer.topology import Gpu, Host, Nic, Place
 from tandem.doctor.checks import check_all
 from tandem.doctor.findings import Finding, Level, exit_code
-from tandem.doctor.machine import Machine, read_machine
+from tandem.doctor.machine import KernelSpeed, Machine, read_machine
 from tandem.doctor.pairs import PairResult, judge_pairs
 
 SWITCH = ("pci0000:16", "0000:16:01.0")
@@ -129,6 +129,27 @@ def test_open_files_and_compiler() -> None:
     assert of(bare, "compiler", settings(backend="native")) == [("broken", "no C++ compiler")]
     assert of(bare, "compiler", settings(backend="sdpa")) == of(bare, "compiler", settings(engine="sim")) == []
     assert of(replace(SERVER, compiler=None), "compiler") == []
+
+
+def test_the_cpu_kernels_and_their_speed() -> None:
+    assert of(LAPTOP, "cpu kernels") == []
+    fast = {"kernels": 40.0, "torch bfloat16": 9.0, "torch float32": 20.0}
+    speed = KernelSpeed("AVX2", 2, {"1": fast, "256": fast})
+    ((level, said),) = of(replace(LAPTOP, kernels=speed), "cpu kernels")
+    assert level == "ok"
+    assert said.startswith("AVX2; 2 threads; GFLOP/s of a bfloat16 layer, 1 row: kernels 40, torch bfloat16 9")
+    slow = replace(speed, gflops={"1": fast, "256": fast | {"kernels": 5.0}})
+    assert [judged for judged, _ in of(replace(LAPTOP, kernels=slow), "cpu kernels")] == ["warning"]
+    broken = replace(LAPTOP, kernels="c++ failed")
+    assert of(broken, "cpu kernels") == [("warning", "c++ failed")]
+    assert of(broken, "cpu kernels", settings(backend="native")) == [("broken", "c++ failed")]
+
+
+def test_this_machine_s_kernels_are_timed() -> None:
+    machine = read_machine(settings(device="cpu"))
+    assert isinstance(machine.kernels, KernelSpeed), machine.kernels
+    assert all(figure > 0 for of_rows in machine.kernels.gflops.values() for figure in of_rows.values())
+    assert read_machine(settings(engine="sim")).kernels is None
 
 
 def test_a_finding_that_is_not_all_right_says_what_to_do() -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from cluster.errors import Overloaded
 from cluster.rpc import MAX_MESSAGE_BYTES
-from engine.messages import LendReady, LoanBlocks, LoanFailed, LoanStarted
+from engine.messages import LenderSilent, LendReady, LoanBlocks, LoanFailed, LoanStarted
+from engine.worker.heartbeat import QUIET_AFTER_S
 from engine.worker.loan_stream import TOGETHER_S, Loan
 from prefill_worker.borrower_stream import MAX_FRAME_BYTES
 from prefill_worker.loan import READY_BYTES, announcements
@@ -181,7 +182,13 @@ async def _hang(hangs: str) -> None:
     else:
         assert SILENCE_S <= ended_at - began_at < SILENCE_S + 1
         assert wire.given["a"].closed
-        (failed,) = wire.borrower.told_of("a")
+        *silences, failed = wire.borrower.told_of("a")
+        told = [message.silent_s for message in silences if isinstance(message, LenderSilent)]
+        if hangs == "lender":
+            assert len(told) == len(silences)
+            assert told == sorted(told)
+            assert QUIET_AFTER_S <= told[0] < 1
+            assert SILENCE_S - 1 < told[-1] < SILENCE_S
         assert "was silent for 5 s" in failed.reason
 
 

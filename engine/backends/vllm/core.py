@@ -33,6 +33,7 @@ from engine.messages import (
     Generate,
     Lend,
     LendClosed,
+    LenderSilent,
     LendReleased,
     LoanBlocks,
     LoanFailed,
@@ -242,6 +243,8 @@ class VllmCore:
                 self._borrower_manager.started(message)
             case LoanBlocks():
                 self._borrower_manager.announced(message)
+            case LenderSilent():
+                self._borrower_manager.silent(message)
             case LoanFailed():
                 self._borrower_manager.failed(message)
             case ReadCompletion():

@@ -157,6 +157,10 @@ class VllmRequests:
     def loan_bound(self, sequence: Sequence, first: int) -> None:
         """Do nothing: the prefix is counted when the loan is over."""
 
+    def loan_hedged(self, sequence: Sequence) -> bool:
+        """Return False: vLLM computes nothing of a request whose blocks it still waits for."""
+        return False
+
     def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
         """Submit the request; vLLM computes the blocks that the loan did not bring."""
         request = self._requests[sequence.request_id]
