@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +24,7 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from bench.kv_bare import HOP
 from bench.models import qwen2_half_b, sim_model
+from bench.namespaces import Namespace
 from bench.report import OUT, Bar, conclude
 from bench.workers import Workers
 from cluster.rpc import channel
@@ -42,15 +43,18 @@ PREFIX, LONG = 4096, 2048
 class Bare:
     """Two processes that only use NIXL."""
 
-    def __init__(self, cores: Sequence[int]) -> None:
+    def __init__(self, cores: Sequence[int], namespaces: Sequence[Namespace] = ()) -> None:
+        """Take the cores of both, and their namespaces where they have their own."""
         self._cores = cores
+        self._entered = [namespace.command for namespace in namespaces] or [list, list]
 
     async def __aenter__(self) -> "Bare":
         size = str(POOL_MIB << 20)
         self._at = 0
         tag = str(os.getpid())
-        self._lender, lender = await start_bare("lender", self._cores[0], f"bare-lender-{tag}", size)
-        self._reader, _ = await start_bare("reader", self._cores[1], f"bare-reader-{tag}", size)
+        names, (first, second) = (f"bare-lender-{tag}", f"bare-reader-{tag}"), self._entered
+        self._lender, lender = await start_bare("lender", self._cores[0], names[0], size, entered=first)
+        self._reader, _ = await start_bare("reader", self._cores[1], names[1], size, entered=second)
         tell(self._reader, lender)
         return self
 
@@ -90,10 +94,14 @@ async def ask(process: asyncio.subprocess.Process, message: dict[str, Any]) -> d
 
 
 async def start_bare(
-    role: str, core: int, *arguments: str, env: dict[str, str] | None = None
+    role: str,
+    core: int,
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    entered: Callable[[list[str]], list[str]] = list,
 ) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.kv_bare", role, str(core), *arguments),
+        *entered([sys.executable, "-m", "bench.kv_bare", role, str(core), *arguments]),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=1 << 20,

@@ -39,15 +39,25 @@ def run(*command: str, text: str | None = None) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, input=text)
 
 
+def descendants(pid: int) -> list[int]:
+    """Return the process ids of all children of a process, and theirs."""
+    found = [pid]
+    for each in found:
+        found += [int(child) for child in Path(f"/proc/{each}/task/{each}/children").read_text().split()]
+    return found[1:]
+
+
 class Namespace:
     """One namespace, with one address."""
 
-    def __init__(self, name: str, host_name: str, link: str, ip: str) -> None:
+    def __init__(self, name: str, host_name: str, link: str, ip: str, host_ip: str) -> None:
         self.name = name
         self.host_name = host_name
         self.link = link
         """Name of the host's end of its veth pair."""
         self.ip = ip
+        self.host_ip = host_ip
+        """Address of this machine, as the namespace sees it."""
 
     def command(self, command: Sequence[str]) -> list[str]:
         """Return the command that runs `command` in here, as process 1 with a /proc and a /dev/shm of its own."""
@@ -104,7 +114,7 @@ class Namespaces:
         """Make a namespace, whose /etc/hosts knows itself only and which asks no name server."""
         number = len(self.namespaces) + 1
         name = link = f"{self._tag}-{number}"
-        namespace = Namespace(name, host_name, link, f"{self._subnet}.{number}")
+        namespace = Namespace(name, host_name, link, f"{self._subnet}.{number}", self.host_ip)
         self.namespaces.append(namespace)
         run("ip", "netns", "add", name)
         run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)

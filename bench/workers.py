@@ -3,12 +3,13 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
+from bench.namespaces import Namespace
 from cluster.rpc import Server, channel
 from engine.block_keys import pack_tokens
 from engine.config import WorkerConfig
@@ -38,9 +39,13 @@ class _Listener(membership_pb2_grpc.MembershipServicer):
 class Workers:
     """Async context manager of started workers by id."""
 
-    def __init__(self, **workers: dict[str, Any]) -> None:
-        """Take settings by worker id; ids begin with the role."""
+    def __init__(self, *, namespaces: Mapping[str, Namespace] | None = None, **workers: dict[str, Any]) -> None:
+        """Take settings by worker id; ids begin with the role. `namespaces`: of each worker, where they have their own.
+
+        Workers of namespaces join under all addresses of this machine.
+        """
         self._settings = workers
+        self._namespaces = namespaces or {}
         self._roles: list[RoleProcess] = []
         self._links: dict[str, grpc.aio.Channel] = {}
         self._numbers = itertools.count()
@@ -50,20 +55,23 @@ class Workers:
     async def __aenter__(self) -> Self:
         self._listener, self._server = _Listener(), Server()
         membership_pb2_grpc.add_MembershipServicer_to_server(self._listener, self._server.grpc)
-        port = await self._server.start("127.0.0.1", 0, [])
-        starts = [
-            start_role(
-                f"{name.split('_')[0]}_worker",
-                name,
-                WorkerConfig.parse({"worker_id": name, "routers": (f"127.0.0.1:{port}",)} | settings),
-            )
-            for name, settings in self._settings.items()
-        ]
-        self._roles += await asyncio.gather(*starts)
+        port = await self._server.start("0.0.0.0" if self._namespaces else "127.0.0.1", 0, [])
+        self._roles += await asyncio.gather(
+            *(self._start(name, settings, port) for name, settings in self._settings.items())
+        )
         while len(self._listener.hellos) < len(self._settings):
             self._listener.changed.clear()
             await asyncio.wait_for(self._listener.changed.wait(), 30)
         return self
+
+    async def _start(self, name: str, settings: dict[str, Any], port: int) -> RoleProcess:
+        module, namespace = f"{name.split('_')[0]}_worker", self._namespaces.get(name)
+        if namespace is None:
+            config = WorkerConfig.parse({"worker_id": name, "routers": (f"127.0.0.1:{port}",)} | settings)
+            return await start_role(module, name, config)
+        own = {"worker_id": name, "routers": (f"{namespace.host_ip}:{port}",), "host": "0.0.0.0"}
+        config = WorkerConfig.parse(own | {"advertise_host": namespace.ip} | settings)
+        return await start_role(module, name, config, namespace.command)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,7 +1,7 @@
 """A worker in virtual time: a real engine whose steps take as long as `timing` says and compute nothing.
 
 It behaves as the engine process (`engine/process/engine_process.py`): messages are handled at once, also during a step;
-a step begins as soon as there is something to compute; load is reported at least four times a second.
+a step begins as soon as there is something to compute; load is reported at least six times a second.
 
 **Runs.** Uniform decode steps (`engine/core/uniform_decode.py`) happen at once: the run is deferred until its last step
 ends, a report is due or a message arrives, whatever is first, and only steps that have ended by then are made. The
@@ -24,7 +24,7 @@ from simulator.clock import ScheduledEvent, VirtualClock
 from simulator.runner import UNLIMITED_CONTEXT, BytelessRunner, token_of
 from simulator.transport import VirtualTransport
 
-IDLE_TURN_S = 0.251
+IDLE_TURN_S = 0.151
 """Longest pause of the loop, slightly late like a real one, so that its report is due by then."""
 MAX_RUN = 1024
 """Largest number of steps in a run."""

@@ -57,7 +57,7 @@ class EngineLimits:
     max_queued_loans: int = 256
     reserve_output_tokens: int = 256
     """Output tokens for which a starting request reserves blocks, at most; further blocks are taken while available."""
-    report_interval_s: float = 0.25
+    report_interval_s: float = 0.15
     """Longest time between load reports while the loop runs, in seconds; heartbeats follow them."""
     min_report_interval_s: float = 0.02
     """Shortest time between load reports, in seconds, however much changes."""

@@ -42,9 +42,9 @@ from kvtransfer.errors import TransferError
 BLOCK_READ_BYTES = 64 << 20
 """Largest part of an announcement read as one block read. The loop is woken once per block read, and if the lender dies
 in the middle, the whole block read is lost."""
-HEDGE_AFTER_S = 0.4
+HEDGE_AFTER_S = 0.3
 """Shortest silence of a lender, in seconds, after which a borrower computes blocks itself. Lenders send a heartbeat at
-least every 0.25 s, also during long steps."""
+least every 0.15 s, also during long steps."""
 HEDGE_UNMEASURED_S = 1.0
 """The same for an engine that has computed no prompt yet, and so does not know its speed."""
 LOOKS_PER_SILENCE = 20

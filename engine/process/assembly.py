@@ -16,7 +16,7 @@ from engine.process.spec import EngineSpec
 from engine.speculation.speculator import NGRAM, DraftModelProposer, NgramProposer, Speculator
 from kvtransfer.transport import Transport
 
-IDLE_TURN_S = 0.25
+IDLE_TURN_S = 0.15
 """Longest pause of an engine's loop, in seconds; it makes load reports serve as heartbeats."""
 
 

@@ -7,11 +7,13 @@ from contextlib import ExitStack
 from cluster.loop_watch import loop_time
 from engine.process.engine_client import EngineClient
 
-HEARTBEAT_S = 0.2
-QUIET_AFTER_S = 0.35
-"""Seconds without a heartbeat after which `on_quiet` is called; engines report every 0.25 s even in long steps."""
+HEARTBEAT_S = 0.12
+QUIET_AFTER_S = 0.3
+"""Seconds without a heartbeat after which `on_quiet` is called; engines report every 0.15 s even in long steps."""
 QUIET_EVERY_S = 0.05
 """Time between further calls, in seconds."""
+MIN_DELAY_S = 0.001
+"""Shortest delay of a timer, in seconds: a shorter one may end before its time by the clock."""
 BEATS_PER_SILENCE = 5
 """Heartbeats per tolerated silence, where HEARTBEAT_S would be too rare."""
 
@@ -85,4 +87,4 @@ class Heartbeat:
         if delay_s <= 0 and self._on_quiet is not None:
             self._on_quiet(silent_s)
             delay_s = min(QUIET_EVERY_S, self._silence_s - silent_s)
-        self._timer = self._loop.call_later(delay_s, self._check)
+        self._timer = self._loop.call_later(max(delay_s, MIN_DELAY_S), self._check)

