@@ -14,7 +14,7 @@ FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-neighbours bench-clients bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches protos check-protos install clean
+.PHONY: demo test agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults test-pods fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -53,8 +53,8 @@ unit: $(INSTALLED)
 integration: $(INSTALLED) $(HELM)
 	$(BIN)/pytest -n 3 $(FILES) $(SEVERAL)
 
-e2e: $(INSTALLED)
-	$(BIN)/pytest -n 2 $(FILES) tests/e2e/test_up.py tests/e2e/test_by_hand.py
+e2e: $(INSTALLED) $(HELM)
+	$(BIN)/pytest -n 2 $(FILES) tests/e2e/test_up.py tests/e2e/test_by_hand.py tests/pods
 
 # A process of its own: Ray's test cluster leaves its traces in the one that it is made in.
 ray: $(INSTALLED)
@@ -87,6 +87,10 @@ test-long: $(INSTALLED)
 	$(BIN)/pytest -m long tests/integration tests/e2e tests/vllm_backend
 
 # 20,000 trials in virtual time, 20 real faults of each kind, storms of minutes; `test` runs a slice of all.
+# Twenty rounds of each fault of a network between pods; one round of each is in `test`.
+test-pods: $(INSTALLED) $(HELM)
+	TANDEM_ROUNDS=20 $(BIN)/pytest -s tests/pods
+
 test-faults: $(INSTALLED)
 	TANDEM_CHAOS_STORMS=3 TANDEM_CHAOS_S=120 $(BIN)/pytest -s tests/integration/test_chaos.py
 	TANDEM_TRIALS=20000 $(BIN)/pytest tests/unit/test_core_faults.py
@@ -129,6 +133,10 @@ bench-neighbours: $(INSTALLED)
 
 bench-kv: $(INSTALLED)
 	@$(BIN)/python -m bench.kv
+
+# Workers in network namespaces: needs root, iproute2 and nftables.
+bench-pods: $(INSTALLED)
+	@$(BIN)/python -m bench.pods
 
 bench-router: $(INSTALLED) $(ROUTERS_VENV)/.installed
 	@$(BIN)/python -m bench.router

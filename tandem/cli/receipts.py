@@ -36,6 +36,8 @@ def describe(receipt: pb.Receipt, ttft_ms: float | None = None, itl_ms: float | 
         text.append(f"; {kv.mismatched_blocks} ARRIVED CORRUPTED and were not used", style="bold red")
     if kv.restore_failure:
         text.append(f"; restoring ended early: {kv.restore_failure}", style="yellow")
+    if kv.hedged_blocks:
+        text.append(f"; {kv.hedged_blocks} computed while the lender was silent", style="yellow")
     if kv.loan_failure:
         text.append(f"; the loan ended early: {kv.loan_failure}", style="yellow")
     if receipt.HasField("speculation"):

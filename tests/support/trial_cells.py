@@ -21,10 +21,10 @@ FAULTS = (
 )
 """late write: into the borrower's pool, after the loan was over. late read: of blocks the lender has given away."""
 STATES = {
-    "borrower": ("opening", "reading", "restoring", "over"),
+    "borrower": ("opening", "reading", "hedged", "restoring", "over"),
     "lender": ("queued", "fetching", "computing", "unread", "partly released", "over"),
 }
-"""Of the borrower; `restoring` is from its own tier. Of the lender: `fetching` from a source or its own tier;
+"""Of the borrower; `restoring` is from its own tier, `hedged` that it computes meanwhile. Of the lender: `fetching` from a source or its own tier;
 `unread`: everything is announced and nothing released."""
 Cell = tuple[str, str, str]
 """Fault, side, state."""
@@ -44,6 +44,7 @@ IMPOSSIBLE: dict[Cell, str] = {
     ("late write", "lender", "queued"): _NOTHING_ANNOUNCED,
     ("late write", "borrower", "opening"): _BY_DEFINITION_AFTER,
     ("late write", "borrower", "reading"): _BY_DEFINITION_AFTER,
+    ("late write", "borrower", "hedged"): _BY_DEFINITION_AFTER,
     ("late write", "borrower", "restoring"): _BY_DEFINITION_AFTER,
     ("late read", "borrower", "opening"): _NOTHING_ANNOUNCED,
     ("late read", "borrower", "restoring"): _NO_LENDER_YET,
@@ -60,6 +61,8 @@ def borrower_state(stream: Stream) -> str:
     loan = stream.borrower.core._borrower_manager._loans.get(stream.request_id)
     if loan is None or isinstance(loan.source, TierSource):
         return "over"
+    if loan.wanted.sequence.hedged:
+        return "hedged"
     return "opening" if loan.machine.opening else "reading"
 
 
