@@ -24,8 +24,8 @@ STATES = {
     "borrower": ("opening", "reading", "hedged", "restoring", "over"),
     "lender": ("queued", "fetching", "computing", "unread", "partly released", "over"),
 }
-"""Of the borrower; `restoring` is from its own tier, `hedged` that it computes meanwhile. Of the lender: `fetching` from a source or its own tier;
-`unread`: everything is announced and nothing released."""
+"""Of the borrower; `restoring` is from its own tier, and a `hedged` one computes meanwhile. Of the lender: `fetching`
+from a source or its own tier; `unread`: everything is announced and nothing released."""
 Cell = tuple[str, str, str]
 """Fault, side, state."""
 
