@@ -17,6 +17,7 @@ from huggingface_hub import constants, get_session, get_token, set_client_factor
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -65,7 +66,9 @@ def cause_of(error: Exception, name: str, revision: str) -> str:
         private = "HF_TOKEN may not read it" if signed else "it is private: then set HF_TOKEN"
         return f"{hub} has no repository {name!r}, or {private}"
     if isinstance(error, RevisionNotFoundError):
-        return f"the repository {name!r} at {hub} has no revision {revision!r}"
+        return f"{hub} has no revision {revision!r} of {name!r}"
+    if isinstance(error, HFValidationError):
+        return f"no name of a repository either: {_first_line(error)}"
     if isinstance(error, LocalEntryNotFoundError):
         lacks = f"{cache} does not have all of {name!r}"
         if constants.HF_HUB_OFFLINE:
