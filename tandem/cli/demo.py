@@ -80,7 +80,7 @@ async def run_demo(
 
     Raises TandemError when anything is wrong.
     """
-    path = absolute(await fetch_beside(model or STORYTELLER, MODEL_FILES, say=lambda line: console.print(f"  {line}")))
+    path = absolute(await fetch_beside(model or STORYTELLER, MODEL_FILES, say=lambda line: _say(console, line)))
     ModelDir.open(path)
     topology = plan_topology(1, 1, {"model": path, "port": 0}, {"model": path}, cores, num_routers)
     started_at = time.monotonic()
@@ -99,6 +99,10 @@ async def run_demo(
         console.print()
         console.print(stage_table(_receipt(stories[0])))
     console.print(f"\nstopped; {time.monotonic() - started_at:.1f} s in all")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
 async def _watch(console: Console, clients: list[Client], stories: list[Story]) -> None:
