@@ -35,6 +35,7 @@ BYTES = "B"
 
 def main() -> None:
     order = json.loads(sys.argv[1])
+    sys.stdout = sys.stderr  # what a library prints is no answer
     threading.Thread(target=_end_with_input, daemon=True).start()
     _limit_waits()
     progress = _Progress()
@@ -118,8 +119,9 @@ class _Progress:
 
 
 def _say(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
+    assert sys.__stdout__ is not None
+    sys.__stdout__.write(json.dumps(answer) + "\n")
+    sys.__stdout__.flush()
 
 
 def _limit_waits() -> None:
