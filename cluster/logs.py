@@ -22,6 +22,8 @@ OURS = (
     "cluster", "decode_worker", "engine", "kvtransfer", "planner", "prefill_worker", "router", "simulator", "tandem",
 )  # fmt: skip
 """Packages whose loggers follow `log_level`; library loggers never log less than warnings."""
+AWAITED = ("engine.model.hub",)
+"""Loggers whose few `info` lines are logged at the default level too: somebody waits for what they tell of."""
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the request that the current task serves; empty where it serves none."""
@@ -38,6 +40,8 @@ def set_up(role: str, name: str, settings: LogSettings) -> None:
     logging.basicConfig(handlers=[handler], level=max(level, logging.WARNING), force=True)
     for package in OURS:
         logging.getLogger(package).setLevel(level)
+    for name in AWAITED:
+        logging.getLogger(name).setLevel(logging.INFO if level == logging.WARNING else level)
 
 
 def level_of(settings: LogSettings, environment: Mapping[str, str]) -> int:

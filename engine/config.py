@@ -23,6 +23,7 @@ from engine.backends.sim.timing import StepTiming
 from engine.errors import EngineStartError
 from engine.host.cpu_affinity import num_available
 from engine.kv.layout import KvDtype
+from engine.model.hub import ModelPath
 from engine.model.quantization import QuantizationConfig, Weights
 from engine.speculation.speculator import MAX_GUESSES, NGRAM
 from kvtransfer.ranks import MAX_RANKS
@@ -34,8 +35,10 @@ VLLM_BLOCK_TOKENS = 32
 class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettings, Config):
     """Settings of a prefill or decode worker."""
 
-    model: Path
-    """Local Hugging Face directory of a decoder-only model."""
+    model: ModelPath
+    """Local Hugging Face directory of a decoder-only model, or a repository of the Hub as org/name[@revision], fetched
+    at start where there is no such directory. A name that begins with `./` is always a directory's. HF_TOKEN,
+    HF_ENDPOINT, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE have huggingface_hub's meaning."""
     routers: tuple[str, ...] = ()
     """Addresses host:port of routers to join, besides those found in Redis."""
     worker_id: str = ""
@@ -79,14 +82,14 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
     of both, but on a CPU prompts take a quarter more time than as saved, and some quality is lost. fp8: float8
     weights and activations, on GPUs of compute capability 8.9 and up, half the memory and faster prompts. Only
     workers with equal weights exchange KV."""
-    lora: Path | None = None
-    """Directory of a LoRA adapter as PEFT saves it (adapter_config.json, adapter_model.safetensors), merged into the
-    weights at load, before quantisation. Routers do not see it: all workers of a model need the same adapter; a
-    model with another adapter is a directory of its own."""
-    adapters: dict[str, Path] = Field(default_factory=dict)
-    """Directories of LoRA adapters as PEFT saves them, by name (vllm and sim engines). Clients ask for an adapter as
-    for a model of its own. Workers of a model may have different adapters: a request goes to workers that have its
-    adapter loaded."""
+    lora: ModelPath | None = None
+    """Directory or repository of a LoRA adapter as PEFT saves it (adapter_config.json, adapter_model.safetensors),
+    merged into the weights at load, before quantisation. Routers do not see it: all workers of a model need the same
+    adapter; a model with another adapter is a directory of its own."""
+    adapters: dict[str, ModelPath] = Field(default_factory=dict)
+    """Directories or repositories of LoRA adapters as PEFT saves them, by name (vllm and sim engines). Clients ask for
+    an adapter as for a model of its own. Workers of a model may have different adapters: a request goes to workers that
+    have its adapter loaded."""
     kv_dtype: KvDtype = "auto"
     """Format of stored, lent and moved KV. auto: as computed. int8 (any device), fp8 (GPUs): each vector quantised with
     its own scale, so nearly twice as many blocks fit into `kv_memory_mib`. Only workers with equal settings exchange
@@ -139,10 +142,10 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
 
     speculation: str | None = None
     """Source of draft tokens of a decode worker. ngram: the tokens that followed earlier occurrences of the last
-    tokens, in prompt or output. off: none. A directory: a draft model, smaller and of the same vocabulary, whose KV
-    comes on top of `kv_memory_mib`. The output does not depend on it, and drafts that do not pay are not made.
-    Default: ngram. A prefill worker that becomes a decode worker uses ngram instead of a draft model. The sim engine
-    has none."""
+    tokens, in prompt or output. off: none. A directory or repository: a draft model, smaller and of the same
+    vocabulary, whose KV comes on top of `kv_memory_mib`. The output does not depend on it, and drafts that do not pay
+    are not made. Default: ngram. A prefill worker that becomes a decode worker uses ngram instead of a draft model. The
+    sim engine has none."""
     speculation_tokens: int = Field(default=MAX_GUESSES, ge=1, le=32)
     """Largest number of draft tokens for one sequence in one step."""
 

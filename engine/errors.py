@@ -10,8 +10,8 @@ class EngineStartError(StartError):
 class ModelRefused(EngineStartError):
     """A model that cannot be served correctly and is therefore refused."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__("model", reason)
+    def __init__(self, reason: str, field: str = "model") -> None:
+        super().__init__(field, reason)
 
 
 class KernelsUnavailable(EngineStartError):

@@ -25,7 +25,7 @@ from router.admission.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.frontend.grpc_service import NAME, InferenceService
 from router.membership.membership_service import MembershipService
-from router.models.model_runtime import ModelFiles, ModelRuntime, ModelRuntimes, read_models
+from router.models.model_runtime import ModelFiles, ModelRuntime, ModelRuntimes, fetch_models, read_models
 from router.observability.decision_log import DecisionLog
 from router.observability.metrics import ClusterCollector, RouterMetrics
 from router.observability.samples import Samples
@@ -108,14 +108,14 @@ class Router:
 
 
 async def start_router(config: RouterConfig) -> Router:
-    """Read the models' configs and tokenizers, serve and announce.
+    """Fetch and read the models' configs and tokenizers, serve and announce.
 
     Raises StartError.
     """
     sys.setswitchinterval(SWITCH_S)
     public, member = config.frontends()
     keys = ApiKeys(config.api_keys, config.api_keys_file)
-    files = read_models(config)
+    files = read_models(config, await fetch_models(config))
     async with AsyncExitStack() as parts:
         metrics, registry = MetricsServer(config.host, config), new_registry()
         parts.push_async_callback(metrics.close)

@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.errors import ModelRefused
 from engine.kv.layout import DTYPE_BYTES
+from engine.model.hub import CONFIG_FILES, fetch
 from engine.model.model_dir import ModelDir
 from simulator.errors import BadSetup, shown
 
@@ -105,14 +106,14 @@ class ModelShape:
 
 
 def open_shape(path: Path | None) -> ModelShape:
-    """Return the shape of a model directory; None: Llama 3.1 8B.
+    """Return the shape of a model directory or repository; None: Llama 3.1 8B.
 
     Raises BadSetup.
     """
     if path is None:
         return shape_of("Llama 3.1 8B", DEFAULT_CONFIG)
     try:
-        model_dir = ModelDir.open(path)
+        model_dir = ModelDir.open(fetch(path, CONFIG_FILES))
     except ModelRefused as error:
         raise BadSetup("model", str(error)) from None
     config = model_dir.config

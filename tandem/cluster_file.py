@@ -9,6 +9,7 @@ ray: {strategy: SPREAD, decode: {num_gpus: 1}}
 planner: {prefill: {max_workers: 4}, decode: {max_workers: 8}, switch: true}
 """
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import Any
 
 from cluster.config import read_file
 from cluster.errors import StartError
+from engine.model.hub import absolute
 from router.models.config import ModelsConfig
-from router.models.model_runtime import read_models
+from router.models.model_runtime import fetch_models, read_models
 from tandem.topology import ClusterModel, FindsCores, Topology, plan_models, plan_topology
 
 KEYS = ("models", "router", "worker", "ray", "planner")
@@ -90,13 +92,14 @@ class Cluster:
         return {"http_port": HTTP_PORT if port is None else port}
 
     def check(self) -> None:
-        """Check that the models can be read and told apart, as a router does.
+        """Check that the models can be fetched, read and told apart, as a router does.
 
         Raises StartError.
         """
         given = self.settings.router
         choice = {key: value for key, value in given.items() if key in ModelsConfig.model_fields and key != "model"}
-        read_models(ModelsConfig.parse(choice | {"models": [model.entry for model in self.models]}))
+        config = ModelsConfig.parse(choice | {"models": [model.entry for model in self.models]})
+        read_models(config, asyncio.run(fetch_models(config)))
 
 
 def read_cluster(file: Path | None, model: Path | None, prefill: int, decode: int) -> Cluster:
@@ -106,9 +109,11 @@ def read_cluster(file: Path | None, model: Path | None, prefill: int, decode: in
     """
     settings = read_settings(file)
     if (model is None) == (not settings.models):
-        raise StartError("model", "name one directory, or list several as `models:` in the file of --config")
+        raise StartError(
+            "model", "name one directory or repository, or list several as `models:` in the file of --config"
+        )
     if model is not None:
-        one = {"path": model.absolute(), "prefill": prefill, "decode": decode}
+        one = {"path": absolute(model), "prefill": prefill, "decode": decode}
         return Cluster((_parse(0, one),), settings)
     return Cluster(tuple(_parse(number, entry) for number, entry in enumerate(settings.models)), settings)
 
@@ -118,4 +123,4 @@ def _parse(number: int, entry: dict[str, Any]) -> ClusterModel:
         parsed = ClusterModel.parse(entry)
     except StartError as error:
         raise StartError(f"models.{number}.{error.field}", error.reason) from None
-    return parsed.model_copy(update={"path": parsed.path.absolute()})
+    return parsed.model_copy(update={"path": absolute(parsed.path)})

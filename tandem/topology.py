@@ -13,6 +13,7 @@ from cluster.errors import StartError
 from cluster.roles import ROLES, Role
 from engine.config import WorkerConfig
 from engine.host.core_sharing import CoreShare, share_cores
+from engine.model.hub import model_name
 from router.config import RouterConfig
 from router.models.config import ModelEntry
 
@@ -39,7 +40,7 @@ class Topology:
     @property
     def models(self) -> tuple[str, ...]:
         """Names of the models."""
-        names = (entry.name or entry.path.resolve().name for entry in self.router.entries)
+        names = (entry.name or model_name(entry.path) for entry in self.router.entries)
         return tuple(names)
 
     @property
@@ -69,7 +70,7 @@ class ClusterModel(ModelEntry):
 
     @property
     def known_as(self) -> str:
-        return self.name or self.path.resolve().name
+        return self.name or model_name(self.path)
 
     def workers(self, role: str, several: bool) -> list[str]:
         """Return the ids of its workers."""

@@ -17,6 +17,7 @@ from engine.model.model_dir import ModelDir
 
 MODES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
 """Pooling modes that are served, by their names in the pooling layer's config.json."""
+OUTPUT_WEIGHTS = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,13 @@ def has_output_layer(model_dir: ModelDir) -> bool:
     """
     if model_dir.ties_embeddings:
         return True
+    index = model_dir.read_json("model.safetensors.index.json").get("weight_map")
+    if isinstance(index, dict):  # all that a router has of a repository's weights
+        return any(name.endswith(OUTPUT_WEIGHTS) for name in index)
     for file in model_dir.path.glob("*.safetensors"):
         try:
             with safe_open(file, "np") as weights:
-                if any(name.endswith("lm_head.weight") for name in weights.keys()):  # noqa: SIM118 - it is no dict
+                if any(name.endswith(OUTPUT_WEIGHTS) for name in weights.keys()):  # noqa: SIM118 - it is no dict
                     return True
         except (SafetensorError, OSError) as error:
             raise ModelRefused(f"{file} cannot be read: {error}") from error

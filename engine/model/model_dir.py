@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelRefused
+from engine.model.hub import model_name
 from kvtransfer.native.compiler import cache_folder
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -41,8 +42,8 @@ class ModelDir:
 
     @property
     def name(self) -> str:
-        """Name for clients: the directory's name."""
-        return self.path.resolve().name
+        """Name for clients: the directory's name, or that of the repository it was fetched from."""
+        return model_name(self.path)
 
     @property
     def vocab_size(self) -> int:

@@ -28,6 +28,7 @@ from engine.process.spec import EngineSpec
 from engine.worker.lender_streams import LenderStreams
 from engine.worker.membership import NAME_TAKEN_S, Memberships
 from engine.worker.metrics import register
+from engine.worker.model_files import with_local_files
 from engine.worker.role_switch import RoleSwitch
 from engine.worker.worker_service import WorkerService
 from protos import membership_pb2 as pb
@@ -210,11 +211,12 @@ async def start_worker(
     add_services: AddServices,
     host_engine: Callable[[EngineSpec], EngineHost] = ChildEngine,
 ) -> Worker:
-    """Load the model, serve and join.
+    """Fetch and load the model, serve and join.
 
     Raises StartError.
     """
     watch_loop()
+    config = await with_local_files(config, role)
     model_dir = ModelDir.open(config.model)
     member = member_of(config)
     worker_id, incarnation = config.id_for(role), secrets.token_bytes(16)

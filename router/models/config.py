@@ -1,6 +1,5 @@
 """Settings of the served models, and of the choice for a request that names `auto`."""
 
-from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import (
@@ -15,6 +14,7 @@ from pydantic import (
 )
 
 from cluster.config import Config
+from engine.model.hub import ModelPath
 from router.models.output_format import AUTO as AUTO_FORMAT
 
 AUTO = "auto"
@@ -26,10 +26,11 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class ModelEntry(Config):
     """One served model."""
 
-    path: Path
-    """Model directory: config and tokenizer; the router does not read weights."""
+    path: ModelPath
+    """Model directory, or a repository of the Hugging Face Hub as org/name[@revision]: config and tokenizer; the router
+    neither reads nor fetches weights."""
     name: str = Field(default="", max_length=256)
-    """Name for clients. Default: the directory's name."""
+    """Name for clients. Default: the directory's or the repository's name, without the owner."""
     input_price: NonNegativeFloat | None = None
     """Price of a million prompt tokens, in a unit of your own. Set both prices or neither."""
     output_price: NonNegativeFloat | None = None
@@ -90,8 +91,8 @@ class ModelsConfig(Config):
 
     models: tuple[ModelEntry, ...] = ()
     """Served models, each with its own name. Of two equally cheap ones `auto` takes the first."""
-    model: Path | None = Field(default=None, validate_default=True)
-    """Model directory where only one model is served; the same as one entry of `models` with a path."""
+    model: ModelPath | None = Field(default=None, validate_default=True)
+    """Model directory or repository where only one model is served; the same as one entry of `models` with a path."""
     default_model: str = ""
     """Model of requests that name none; may be `auto`. Default: the only model. With several, such requests are
     refused."""
@@ -100,7 +101,7 @@ class ModelsConfig(Config):
 
     @field_validator("model")
     @classmethod
-    def _one_way(cls, model: Path | None, info: ValidationInfo) -> Path | None:
+    def _one_way(cls, model: ModelPath | None, info: ValidationInfo) -> ModelPath | None:
         """Check that `model` and `models` are not both set; an error within `models` is reported there."""
         if "models" in info.data and (model is None) == (not info.data["models"]):
             raise ValueError("set either model, for one, or models, for several")

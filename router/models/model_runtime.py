@@ -9,12 +9,14 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from cluster.errors import Forbidden, Incompatible, InvalidRequest, StartError, Unavailable, UnknownModel
 from cluster.tls import TlsIdentity
 from engine.block_keys import BlockKey, block_keys, root_key
 from engine.errors import ModelRefused
 from engine.model.embedding import EmbeddingConfig, has_output_layer, read_embedding
+from engine.model.hub import CONFIG_FILES, fetch_beside
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from protos import membership_pb2
@@ -53,12 +55,12 @@ class ModelFiles:
     """Whether it can generate; a model that was saved for embeddings only may not."""
 
     @classmethod
-    def read(cls, entry: ModelEntry) -> "ModelFiles":
+    def read(cls, entry: ModelEntry, directory: Path) -> "ModelFiles":
         """Read a model directory.
 
         Raises StartError.
         """
-        model_dir = ModelDir.open(entry.path)
+        model_dir = ModelDir.open(directory)
         # Read now, so that a config without them is refused at start and not with the first request.
         size, context = model_dir.vocab_size, model_dir.max_context_tokens
         encoder = PromptEncoder(model_dir, entry.tool_parser, entry.reasoning_parser)
@@ -75,12 +77,21 @@ class ModelFiles:
         return self.entry.name or self.model_dir.name
 
 
-def read_models(config: ModelsConfig) -> list[ModelFiles]:
-    """Read all models, in order.
+async def fetch_models(config: ModelsConfig) -> list[Path]:
+    """Return the models' local directories, in order, after fetching what a router reads of repositories.
+
+    Raises StartError.
+    """
+    return [await fetch_beside(entry.path, CONFIG_FILES) for entry in config.entries]
+
+
+def read_models(config: ModelsConfig, directories: Sequence[Path] | None = None) -> list[ModelFiles]:
+    """Read all models, in order, from `directories`; by default those that the settings name.
 
     Raises StartError for an invalid one, and for two that cannot be told apart.
     """
-    models = [ModelFiles.read(entry) for entry in config.entries]
+    places = [entry.path for entry in config.entries] if directories is None else directories
+    models = [ModelFiles.read(entry, place) for entry, place in zip(config.entries, places, strict=True)]
     for number, model in enumerate(models):
         where = f"models.{number}.name"
         if model.name == AUTO:

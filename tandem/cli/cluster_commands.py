@@ -8,7 +8,7 @@ import typer
 from cluster.config import parse_overrides
 from cluster.errors import StartError
 from engine.host.cpu_affinity import available_cores
-from tandem.cli.common import ACCESS, DEFAULT_ADDRESS, console, run
+from tandem.cli.common import ACCESS, DEFAULT_ADDRESS, console, model_option, run
 from tandem.cli.run_cluster import serve_cluster
 
 app = typer.Typer()
@@ -18,7 +18,7 @@ Name = Annotated[str, typer.Option("--name", help="the cluster's `cluster_name`"
 
 @app.command()
 def up(
-    model: Annotated[Path | None, typer.Option(help="directory of a Hugging Face decoder-only model")] = None,
+    model: Annotated[Path | None, model_option("a decoder-only model")] = None,
     prefill: Annotated[int, typer.Option(help="prefill workers")] = 1,
     decode: Annotated[int, typer.Option(help="decode workers")] = 1,
     routers: Annotated[int, typer.Option(help="routers; any of them serves any request")] = 1,
@@ -109,7 +109,7 @@ def down(name: Name = CLUSTER_NAME) -> None:
 @app.command()
 def demo(
     requests: Annotated[int, typer.Option(help="concurrent requests", min=8)] = 8,
-    model: Annotated[Path | None, typer.Option(help="another model directory; default: the storyteller")] = None,
+    model: Annotated[Path | None, model_option("another model than the storyteller")] = None,
     routers: Annotated[int, typer.Option(help="routers; the requests take turns", min=1)] = 1,
 ) -> None:
     """Start a router, a prefill and a decode worker, and watch concurrent requests being served."""
@@ -122,7 +122,7 @@ def demo(
 @app.command()
 def doctor(
     config: Annotated[Path | None, typer.Option(help="YAML file with a `worker:` mapping")] = None,
-    model: Annotated[Path | None, typer.Option(help="directory of the model to be served")] = None,
+    model: Annotated[Path | None, model_option("the model to be served")] = None,
     workers: Annotated[int, typer.Option(help="processes on this host; each pair is tried")] = 2,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="setting of a worker")] = None,
     print_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,

@@ -35,6 +35,17 @@ def out_file(*names: str, help: str, metavar: str = "FILE") -> Any:  # noqa: A00
     return typer.Option(*names, metavar=metavar, help=help, callback=_writable)
 
 
+def model_option(help: str) -> Any:  # noqa: A002 # typer's word
+    """Return an option for a model's directory or repository."""
+    return typer.Option(metavar="DIR|ORG/NAME[@REVISION]", help=help, parser=_model)
+
+
+def _model(text: str) -> Path:
+    from engine.model.hub import model_path
+
+    return Path(model_path(text))
+
+
 def _writable(param: typer.CallbackParam, value: Path | None) -> Path | None:
     """Check that a file can be written.
 

@@ -12,7 +12,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cluster.errors import StartError, TandemError
+from cluster.errors import TandemError
+from engine.model.hub import MODEL_FILES, absolute, fetch_beside
+from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from tandem.cli.receipts import describe, stage_table
 from tandem.client import Client, Message
@@ -78,9 +80,8 @@ async def run_demo(
 
     Raises TandemError when anything is wrong.
     """
-    path = (model or STORYTELLER).absolute()
-    if not path.is_dir():
-        raise StartError("model", f"no directory {str(path)!r}")
+    path = absolute(await fetch_beside(model or STORYTELLER, MODEL_FILES, say=lambda line: _say(console, line)))
+    ModelDir.open(path)
     topology = plan_topology(1, 1, {"model": path, "port": 0}, {"model": path}, cores, num_routers)
     started_at = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
@@ -98,6 +99,10 @@ async def run_demo(
         console.print()
         console.print(stage_table(_receipt(stories[0])))
     console.print(f"\nstopped; {time.monotonic() - started_at:.1f} s in all")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
 async def _watch(console: Console, clients: list[Client], stories: list[Story]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 import uvloop
 
-from tandem.cli.common import Model, asking, console, out_file, run
+from tandem.cli.common import Model, asking, console, model_option, out_file, run
 
 if TYPE_CHECKING:
     from tandem.client import Target
@@ -25,7 +25,7 @@ def plan_cluster(
     variation: Annotated[float, typer.Option(help="of both lengths: standard deviation over mean; 0: all equal")] = 0.5,
     gpu: Annotated[str, typer.Option(help="B200, H200, H100, A100, L40S, A10 or L4")] = "H100",
     decode_gpu: Annotated[str | None, typer.Option(help="of decode workers, where they have others")] = None,
-    model: Annotated[Path | None, typer.Option(help="directory with a config.json; default: Llama 3.1 8B")] = None,
+    model: Annotated[Path | None, model_option("default: Llama 3.1 8B; no weights are read")] = None,
     ttft: Annotated[float, typer.Option(help="SLO: seconds to the first token")] = 1.0,
     itl: Annotated[float, typer.Option(help="SLO: milliseconds between tokens, the mean of a request")] = 50.0,
     price: Annotated[float | None, typer.Option(help="USD per GPU and hour, any; default: a table's")] = None,
@@ -63,7 +63,7 @@ def replay_trace(
     gpus: Annotated[int, typer.Option(help="of every cluster that is compared")] = 8,
     gpu: Annotated[str | None, typer.Option(help="B200, H200, H100, A100, L40S, A10 or L4; default: H100")] = None,
     tp: Annotated[int | None, typer.Option(help="GPUs of one worker; default: 1")] = None,
-    model: Annotated[Path | None, typer.Option(help="directory with a config.json; default: Llama 3.1 8B")] = None,
+    model: Annotated[Path | None, model_option("default: Llama 3.1 8B; no weights are read")] = None,
     modes: Annotated[str, typer.Option(help="who computes prompts")] = "aggregated,disaggregated,conditional",
     split: Annotated[list[str] | None, typer.Option(metavar="P:D", help="workers of each role; repeatable")] = None,
     policies: Annotated[
@@ -246,7 +246,7 @@ def calibrate(
     decode_chunk: Annotated[int, typer.Option(help="and of the decode workers", min=1)] = 128,
     block_bytes: Annotated[int | None, typer.Option(help="of a KV block, where none moved")] = None,
     nic_gbps: Annotated[float | None, typer.Option(help="Gbit/s of a worker's NIC, where hardly any KV moved")] = None,
-    model: Annotated[Path | None, typer.Option(help="directory with a config.json, instead of --block-bytes")] = None,
+    model: Annotated[Path | None, model_option("instead of --block-bytes")] = None,
     gpu: Annotated[
         str | None, typer.Option(help="H100 and the like, instead of --nic-gbps: one such GPU's NIC")
     ] = None,

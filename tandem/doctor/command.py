@@ -14,6 +14,7 @@ from rich.console import Console
 from cluster.errors import StartError
 from cluster.tls import member_of
 from engine.config import WorkerConfig
+from engine.model.hub import CONFIG_FILES, fetch
 from engine.model.model_dir import ModelDir
 from tandem.doctor.checks import check_all
 from tandem.doctor.findings import Finding, exit_code
@@ -117,7 +118,7 @@ async def _examine(
 
 def _config(settings: dict[str, Any], model: Path | None) -> WorkerConfig:
     if model is not None:
-        ModelDir.open(model)
+        ModelDir.open(fetch(model, CONFIG_FILES))
     return WorkerConfig.parse({"model": model or Path()} | settings)
 
 

@@ -7,7 +7,6 @@ tests of scale and failures, and for benchmarks of router and network.
 import asyncio
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field, NonNegativeInt
@@ -20,6 +19,7 @@ from cluster.roles import Role
 from cluster.settings import LogSettings
 from decode_worker.program import add_services
 from engine.config import WorkerConfig
+from engine.model.hub import CONFIG_FILES, ModelPath, fetch_beside
 from engine.process.local_engine import LocalEngine
 from engine.process.spec import EngineSpec
 from engine.worker.runtime import Worker, start_worker
@@ -89,8 +89,8 @@ class SimPool:
 class SimPoolConfig(LogSettings, Config):
     """Settings of a process of sim workers."""
 
-    model: Path
-    """Model directory; the weights are not read."""
+    model: ModelPath
+    """Model directory or repository; the weights are not read."""
     prefill: NonNegativeInt = 1
     decode: NonNegativeInt = 1
     name: str = "sim"
@@ -154,7 +154,8 @@ async def start_pool(config: SimPoolConfig) -> _Process:
     Raises StartError.
     """
     pool = SimPool()
-    workers = config.workers()
+    found = await fetch_beside(config.model, CONFIG_FILES)  # once, not for each worker
+    workers = config.model_copy(update={"model": found}).workers()
     if not workers:
         raise StartError("decode", "no worker at all is asked for")
     for role, worker in workers:

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from support.hub import Hub, Served
 from support.sim_directories import write_sim_model
+from tandem.cli.demo import STORYTELLER
 from tandem.client import Client
 
 ROOT = Path(__file__).parent.parent.parent
@@ -196,6 +198,32 @@ def test_ctrl_c_leaves_nothing_behind(tiny_model: Path) -> None:
     wait_until_gone(tiny_model)
     wait_until_nothing_is_new(shared_memory)
     assert not [line for line in run("ps", "-eo", "args").stdout.splitlines() if "raylet" in line]
+
+
+def test_a_repository_of_the_hub_is_served(tmp_path: Path) -> None:
+    """The driver asks the Hub first: a repository that is not there is told before Ray is started."""
+    port = free_port()
+    with Hub({"org/story": Served({"main": STORYTELLER})}) as hub:
+        environment = ENVIRONMENT | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path)}
+        command = [BIN / "tandem", "up", "--worker", "kv_memory_mib=16", "--port", str(port), "--no-http", "--model"]
+        refused = subprocess.run([*command, "org/gone"], env=environment, capture_output=True, text=True, timeout=60)
+        assert refused.returncode == 2
+        last = refused.stderr.splitlines()[-1]
+        assert last.startswith(f"error: model: no directory 'org/gone'; the Hub at {hub.url} has no repository")
+        assert "Ray" not in refused.stdout
+
+        up = subprocess.Popen(
+            [*command, "org/story"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            assert asyncio.run(tokens_from(f"127.0.0.1:{port}"))
+            up.send_signal(signal.SIGINT)
+            output = up.communicate(timeout=60)[0]
+        finally:
+            up.kill()
+        assert output.splitlines()[-1] == "tandem: stopped"
+        assert "tandem: story, 1 prefill + 1 decode" in output
+        assert hub.bodies(".safetensors") == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("what", ["no such directory", "unsupported architecture", "port in use", "unknown key"])

@@ -218,6 +218,42 @@ def test_vllm_workers_have_their_image_and_settings() -> None:
         assert (config.engine, config.block_tokens, config.vllm_options) == ("vllm", 32, {"max_model_len": 32768})
 
 
+def test_models_of_the_hub_are_fetched_into_a_cache_with_a_token() -> None:
+    kept = {"repository": "org/kept", "revision": "v1", "cache": {"claimName": "models"}}
+    token = {"tokenSecret": {"name": "hugging-face"}}
+    models = [
+        {"name": "a", "source": {"hub": {"repository": "org/a", **token}}, "decode": {"replicas": 1}},
+        {"name": "kept", "source": {"hub": kept}, "decode": {"replicas": 1}},
+        {"name": "local", "source": {"configMap": {}}, "decode": {"replicas": 1}},
+    ]
+    manifests = render({"models": models}, release="x")
+    check_rules(manifests)
+    check_schema(manifests, KUBERNETES[-1])
+    router = RouterConfig.parse(config_of(manifests, "x-router", "router"))
+    assert [(str(entry.path), entry.name) for entry in router.entries] == [
+        ("org/a", "a"),
+        ("org/kept@v1", "kept"),
+        ("/models/local", "local"),
+    ]
+    assert str(WorkerConfig.parse(config_of(manifests, "x-kept-decode", "worker")).model) == "org/kept@v1"
+    reference = {"secretKeyRef": {"name": "hugging-face", "key": "token"}}
+    found = {}
+    for name, spec in pod_specs(manifests):
+        (container,) = spec["containers"]
+        env = {each["name"]: each.get("value", each.get("valueFrom")) for each in container.get("env", [])}
+        (cache,) = [each for each in spec["volumes"] if each["name"] == "hub-cache"] or [None]
+        mounted = [each["mountPath"] for each in container["volumeMounts"] if each["name"] == "hub-cache"]
+        assert mounted == ([env["HF_HOME"]] if cache else [])
+        found[name] = env.get("HF_TOKEN"), cache and {key: cache[key] for key in cache if key != "name"}
+    assert found == {
+        "x-router": (reference, {"emptyDir": {"sizeLimit": "1Gi"}}),
+        "x-a-decode": (reference, {"emptyDir": {"sizeLimit": "100Gi"}}),
+        "x-kept-decode": (None, {"persistentVolumeClaim": {"claimName": "models"}}),
+        "x-local-decode": (None, None),
+        "x-test": (None, None),
+    }
+
+
 def is_guaranteed(spec: dict[str, Any]) -> bool:
     """Whether it is of the class that kubelet aligns devices and cores for."""
     resources = [container["resources"] for container in [*spec.get("initContainers", []), *spec["containers"]]]

@@ -20,8 +20,10 @@ from router.security.api_keys import entry_for, new_key
 from support.certificates import Authority
 from support.chart import needs_helm
 from support.chart_pods import BIN, TOKEN, LoopbackPods, Pod, all_ready, started
+from support.hub import Hub, Served
 from support.processes import Stream, finished, until
 from support.scale_api import ScaleApi
+from support.sim_directories import write_sim_model
 from tandem.client import Client
 
 pytestmark = needs_helm
@@ -68,6 +70,25 @@ async def test_with_redis_two_routers_and_a_planner(tmp_path: Path) -> None:
                 return set(api.replicas.values()) == {1}
 
             await until(sized, "the planner takes away what nobody needs", 60)
+
+
+async def test_a_model_of_the_hub(tmp_path: Path) -> None:
+    """A private one: its token comes from the secret."""
+    repository = write_sim_model(tmp_path / "repository", 1000)
+    sim = {"replicas": 1, "config": {"engine": "sim"}}
+    source = {"hub": {"repository": "org/name", "revision": "v1", "tokenSecret": {"name": "hugging-face", "key": "t"}}}
+    model = {"name": "simulated", "source": source, "prefill": sim, "decode": sim}
+    with Hub({"org/name": Served({"v1": repository}, token="right")}) as hub:
+        env = [{"name": "HF_ENDPOINT", "value": hub.url}]
+        values = {"models": [model], "worker.env": env, "router.env": env}
+        sets = [part for name, value in values.items() for part in ("--set-json", f"{name}={json.dumps(value)}")]
+        async with started(tmp_path, "sim", {"hugging-face": {"t": b"right"}}, options=sets) as node:
+            await all_ready(node)
+            (router,) = node.pods_of("demo")
+            async with Client(f"{router.ip}:50051") as client:
+                (stream,) = await finished([Stream(client, list(range(300)), 8)])
+            assert stream.receipt.kv.verified_blocks > 0
+        assert sorted(hub.bodies()) == ["config.json"] * len(node.pods), "each pod has a cache of its own"
 
 
 async def test_with_certificates_and_keys(tmp_path: Path) -> None:

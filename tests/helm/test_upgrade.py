@@ -14,7 +14,10 @@ pytestmark = needs_helm
 RELEASED = sorted((ROOT / "helm" / "released").glob("*.tgz"))
 VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
 SIM = ROOT / "helm" / "examples" / "sim.yaml"
-SINCE = {("0.1.0", "tls"): "at '/monitoring': additional properties 'tlsConfig' not allowed"}
+SINCE = {
+    ("0.1.0", "tls"): "at '/monitoring': additional properties 'tlsConfig' not allowed",
+    ("0.1.0", "hub"): "at '/models/0/source': additional properties 'hub' not allowed",
+}
 """Examples of what that version could not do, and so refuses."""
 KNOWN = {
     ("0.1.0", "sim"): {"demo-simulated-prefill", "demo-simulated-decode"},

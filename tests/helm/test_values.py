@@ -49,6 +49,13 @@ WITH_PASSWORD = (
 )
 
 
+TOKEN = {"repository": "org/name", "tokenSecret": {"name": "hugging-face"}}
+
+
+def of_hub(name: str = "a", **source: Any) -> dict[str, Any]:
+    return {"name": name, "source": {"hub": source}, "decode": {"replicas": 1}}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -58,6 +65,13 @@ WITH_PASSWORD = (
         ({"models": []}, "/models"),
         ({"models": [{"name": "A b", "source": {"pvc": {"claimName": "x"}}, "decode": {}}]}, "/models/0/name"),
         ({"models": [{"name": "a", "source": {}, "decode": {}}]}, "/models/0/source"),
+        ({"models": [of_hub(repository="name")]}, "/models/0/source/hub/repository"),
+        ({"models": [of_hub(repository="org/name", revison="v1")]}, "'revison' not allowed"),
+        ({"models": [of_hub(repository="org/name", cache={"size": "1Gi", "claimName": "c"})]}, "source/hub/cache"),
+        (
+            {"models": [of_hub("a", **TOKEN), of_hub("b", **TOKEN | {"tokenSecret": {"name": "other"}})]},
+            "a router fetches all models with one token: name the same secret and key everywhere",
+        ),
         ({"image": {"tag": "latest"}}, "/image/tag"),
         ({"router": {"config": {"port": 1}}}, "router.config.port: is set by the chart"),
         ({"worker": {"config": {"model": "x"}}}, "config.model of a worker: is set by the chart"),
@@ -198,6 +212,10 @@ sources = st.sampled_from(
         {"image": {"reference": "registry/model:1"}},
         {"download": {"image": "curl:1", "command": ["sh", "-c", "true"], "size": "1Gi", "secret": "s"}},
         {"configMap": {}},
+        {"hub": {"repository": "org/name"}},
+        {"hub": {"repository": "org/name", "revision": "refs/pr/7", "tokenSecret": {"name": "t", "key": "k"}}},
+        {"hub": {"repository": "org/name", "cache": {"claimName": "c"}}},
+        {"hub": {"repository": "org/name", "cache": {"size": "1Gi"}}},
     ]
 )
 values_of_all_kinds = st.fixed_dictionaries(

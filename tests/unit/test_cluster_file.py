@@ -70,7 +70,7 @@ def test_one_model_is_served_as_ever(folder: Path) -> None:
         ({"models": {}}, "models", "must be a list of mappings"),
         ({"models": []}, "models", "must be a list of mappings"),
         ({"router": []}, "router", "must be a mapping"),
-        ({}, "model", "name one directory, or list several"),
+        ({}, "model", "name one directory or repository, or list several"),
         ({"models": [{"path": "small", "colour": "red"}]}, "models.0.colour", "unknown key"),
         ({"models": [{"path": "small"}, {"path": "large", "decode": -1}]}, "models.1.decode", "greater than or equal"),
         ({"models": [{"path": "small", "decode": 0}]}, "models", "at least one decode worker"),
@@ -91,7 +91,7 @@ def test_what_cannot_be_started_is_named(
 
 def test_a_model_is_named_once(folder: Path) -> None:
     file = write(folder, models=[{"path": str(folder / "large")}])
-    with pytest.raises(StartError, match="name one directory, or list several"):
+    with pytest.raises(StartError, match="name one directory or repository, or list several"):
         planned(file, folder / "small")
     assert read_settings(None).models == []
 

@@ -136,15 +136,51 @@ livenessProbe:
   failureThreshold: 6
 {{- end -}}
 
-{{- /* Where a model's files are: a volume and its mount, or an image that has them. */ -}}
+{{- /* Where a model's files are: a volume and its mount, or an image that has them; or a repository, fetched at start. */ -}}
 {{- define "tandem.modelPath" -}}
+{{- with .source.hub -}}
+{{ .repository }}{{ with .revision }}@{{ . }}{{ end }}
+{{- else -}}
 /models/{{ .name }}
+{{- end -}}
+{{- end -}}
+
+{{- /* Of pods whose models, in a list, come from the Hugging Face Hub; nothing where none does. A process takes one token. */ -}}
+{{- define "tandem.hubEnv" -}}
+{{- $token := dict -}}
+{{- range .models }}
+{{- with (.source.hub | default dict).tokenSecret }}
+{{- $named := dict "name" .name "key" (.key | default "token") }}
+{{- if and $token (ne (toJson $named) (toJson $token)) }}{{ fail "models: source.hub.tokenSecret: a router fetches all models with one token: name the same secret and key everywhere" }}{{ end }}
+{{- $token = $named }}
+{{- end }}
+{{- end }}
+- name: HF_HOME
+  value: /var/cache/huggingface
+{{- with $token }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: '{{ .name }}', key: '{{ .key }}'}}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.hubMount" -}}
+- {name: hub-cache, mountPath: /var/cache/huggingface}
+{{- end -}}
+
+{{- define "tandem.hubVolume" -}}
+- name: hub-cache
+{{- if .claimName }}
+  persistentVolumeClaim: {claimName: '{{ .claimName }}'}
+{{- else }}
+  emptyDir: {sizeLimit: {{ .size | quote }}}
+{{- end }}
 {{- end -}}
 
 {{- define "tandem.modelVolume" -}}
 {{- $model := .model -}}
 {{- $source := $model.source -}}
-{{- if ne (len $source) 1 }}{{ fail (printf "models: %s: source must be exactly one of pvc, hostPath, image, download, configMap" $model.name) }}{{ end -}}
+{{- if ne (len $source) 1 }}{{ fail (printf "models: %s: source must be exactly one of pvc, hostPath, image, download, hub, configMap" $model.name) }}{{ end -}}
+{{- if not (hasKey $source "hub") }}
 - name: 'model-{{ include "tandem.slug" $model }}'
 {{- if hasKey $source "pvc" }}
   persistentVolumeClaim: {claimName: '{{ $source.pvc.claimName }}', readOnly: true}
@@ -157,10 +193,12 @@ livenessProbe:
 {{- else }}
   configMap: {name: '{{ .name }}-model-{{ include "tandem.slug" $model }}'}
 {{- end }}
+{{- end }}
 {{- end -}}
 
 {{- define "tandem.modelMount" -}}
 {{- $source := .source -}}
+{{- if not (hasKey $source "hub") -}}
 - name: 'model-{{ include "tandem.slug" . }}'
   mountPath: '{{ include "tandem.modelPath" . }}'
   readOnly: true
@@ -169,6 +207,7 @@ livenessProbe:
   {{- with $sub }}
   subPath: '{{ . }}'
   {{- end }}
+{{- end -}}
 {{- end -}}
 
 {{- define "tandem.modelDownload" -}}

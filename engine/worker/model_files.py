@@ -1,0 +1,26 @@
+"""Files of a worker's models, fetched before its engine opens them."""
+
+from pathlib import Path
+
+from cluster.roles import Role
+from engine.config import WorkerConfig
+from engine.model.hub import CONFIG_FILES, LORA_FILES, MODEL_FILES, fetch_beside
+from engine.speculation.speculator import NGRAM
+
+
+async def with_local_files(config: WorkerConfig, role: Role) -> WorkerConfig:
+    """Return the settings with local directories in place of repositories, after fetching these.
+
+    Raises EngineStartError.
+    """
+    files = CONFIG_FILES if config.engine == "sim" else MODEL_FILES
+    found: dict[str, object] = {"model": await fetch_beside(config.model, files)}
+    if config.lora is not None:
+        found["lora"] = await fetch_beside(config.lora, LORA_FILES, "lora")
+    if config.adapters:
+        adapters = config.adapters.items()
+        found["adapters"] = {name: await fetch_beside(path, LORA_FILES, "adapters") for name, path in adapters}
+    drafts = config.engine == "torch" and role == "decode"  # a prefill worker never loads a draft model
+    if drafts and config.speculation not in (None, "off", NGRAM):
+        found["speculation"] = str(await fetch_beside(Path(config.speculation), MODEL_FILES, "speculation"))
+    return config.model_copy(update=found)
