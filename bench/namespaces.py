@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -43,7 +44,8 @@ def descendants(pid: int) -> list[int]:
     """Return the process ids of all children of a process, and theirs."""
     found = [pid]
     for each in found:
-        found += [int(child) for child in Path(f"/proc/{each}/task/{each}/children").read_text().split()]
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            found += [int(child) for child in Path(f"/proc/{each}/task/{each}/children").read_text().split()]
     return found[1:]
 
 

@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,8 +175,10 @@ class LoopbackPods:
         """Kill the pod at once, if it runs."""
         if pod.process is not None and pod.process.returncode is None:
             for pid in pod.pids[:1]:  # with the first process of a pid namespace all of it ends
-                os.kill(pid, signal.SIGKILL)
-            os.killpg(pod.process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(pod.process.pid, signal.SIGKILL)
             await pod.process.wait()
 
     def environment(self, container: dict[str, Any], fields: dict[str, str]) -> dict[str, str]:
