@@ -32,9 +32,12 @@ class Config(BaseModel):
         try:
             return cls(**values)
         except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(map(str, first["loc"])) or "config"
-            reason = first["msg"].removeprefix("Value error, ")
+            first, *others = error.errors()
+            place, reason = first["loc"], first["msg"].removeprefix("Value error, ")
+            kinds = [other for other in others if other["loc"][:-1] == place[:-1] and not _is_key(other["loc"][-1])]
+            if kinds and not _is_key(place[-1]):  # one value that is of none of several kinds
+                place, reason = place[:-1], "; or: ".join([reason, *(other["msg"] for other in kinds)])
+            field = ".".join(map(str, place)) or "config"
             if first["type"] == "extra_forbidden":
                 reason = f"unknown key; known are {', '.join(sorted(_model_at(cls, first['loc'][:-1]).model_fields))}"
             raise StartError(field, reason) from None
@@ -48,6 +51,11 @@ class Config(BaseModel):
         parser.epilog = "keys: " + ", ".join(cls.model_fields)
         options = parser.parse_args(arguments)
         return cls.parse(read_file(options.config) | parse_overrides(options.set))
+
+
+def _is_key(part: int | str) -> bool:
+    """Return whether a part of a location is a key or an index, and not pydantic's name of a kind of value."""
+    return isinstance(part, int) or part.isidentifier()
 
 
 def _model_at(model: type[BaseModel], place: Sequence[int | str]) -> type[BaseModel]:

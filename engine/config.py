@@ -105,8 +105,10 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
     block_tokens: int = Field(default=16, ge=1, le=1024)
     """Tokens of a KV block, equal for all workers of a model. Default: 16; with the vllm engine 32, since vLLM's CPU
     attention takes multiples of 32."""
-    kv_memory_mib: PositiveInt = 256
-    """Size of the KV pool in MiB. Raise it until the device's memory is used."""
+    kv_memory_mib: PositiveInt | Literal["auto"] = "auto"
+    """Size of the KV pool in MiB. auto: what the weights and a measured step leave of the GPU's memory, or of the
+    container's where the worker is alone in one that has a limit; with the vllm engine what vLLM leaves of a GPU; 256
+    everywhere else. Set a number where several workers share a GPU."""
     kv_host_memory_mib: NonNegativeInt = 0
     """Host memory for evicted blocks, in MiB. Blocks are restored from there where that is faster than computing."""
     kv_disk_dir: Path | None = None
@@ -171,8 +173,9 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
     which may read its blocks for a while longer."""
 
     @property
-    def kv_bytes(self) -> int:
-        return self.kv_memory_mib << 20
+    def kv_bytes(self) -> int | None:
+        """Size of the KV pool in bytes; None for auto."""
+        return None if self.kv_memory_mib == "auto" else self.kv_memory_mib << 20
 
     def sim_timing(self) -> StepTiming:
         return StepTiming(

@@ -78,7 +78,8 @@ def simplified(schema: dict[str, Any], named: dict[str, Any]) -> dict[str, Any]:
         return simplified(named[schema["$ref"].rpartition("/")[2]], named)
     if "anyOf" in schema:
         first, *others = schema["anyOf"]
-        assert others == [{"type": "null"}], schema
+        if others != [{"type": "null"}]:
+            return {"anyOf": [simplified(each, named) for each in schema["anyOf"]]}
         said = simplified(first, named)
         return {**said, "type": [said["type"], "null"]}
     said = {key: schema[key] for key in KEPT if schema.get(key) not in (None, [])}

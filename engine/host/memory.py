@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 HUGE_BYTES = 2 << 20
 """Size of a huge page."""
+UNMEASURED_KV_BYTES = 256 << 20
+"""Size of an automatic KV pool where the worker's share of the memory is unknown."""
 
 
 def huge_memory(num_bytes: int) -> NDArray[np.uint8]:

@@ -16,7 +16,7 @@ from engine.config import WorkerConfig, finds_own_cores
 from engine.errors import EngineStartError
 from engine.host.core_allocation import CoreAllocation
 from engine.host.core_sharing import CoreShare
-from engine.host.memory import belongs_in_file
+from engine.host.memory import UNMEASURED_KV_BYTES, belongs_in_file
 from engine.model.adapters import read_adapters
 from engine.process.spec import RankSpec
 from engine.process.start_up import num_threads
@@ -31,7 +31,7 @@ def open_sim_runner(config: WorkerConfig, pool_in_file: bool = False) -> SimRunn
     runner = sim_runner(
         config.model,
         config.block_tokens,
-        config.kv_bytes,
+        config.kv_bytes or UNMEASURED_KV_BYTES,
         config.sim_timing(),
         config.sim_block_kib,
         reads_all=config.sim_reads == "all",
@@ -73,6 +73,7 @@ def open_torch_runner(
     As one of several ranks it waits for the others and takes its share of `config`. Raises EngineStartError.
     """
     with _needing_torch():
+        from engine.backends.torch.kv_room import KvRoom
         from engine.backends.torch.ranks import RankInfo
         from engine.backends.torch.runner import TorchRunner, set_threads
 
@@ -93,6 +94,7 @@ def open_torch_runner(
         config.quantization(),
         RankInfo(rank.rank, rank.ranks, rank.meeting) if rank is not None else None,
         belongs_in_file(role),
+        KvRoom(config.max_batch_tokens, config.kv_host_memory_mib << 20),
     )
     if threads == len(share.own):
         runner.bind(share.own, share.shared)

@@ -80,7 +80,7 @@ def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
         "model": str(config.model),
         "block_size": config.block_tokens,
         "dtype": config.dtype,
-        "kv_cache_memory_bytes": config.kv_bytes // ranks,
+        "kv_cache_memory_bytes": None if config.kv_bytes is None else config.kv_bytes // ranks,
         "max_num_batched_tokens": config.max_batch_tokens,
         "tensor_parallel_size": ranks,
         "distributed_executor_backend": "external_launcher" if ranks > 1 else None,

@@ -11,7 +11,7 @@ from typing import Any
 from cluster.roles import Role
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
-from engine.host.memory import belongs_in_file
+from engine.host.memory import UNMEASURED_KV_BYTES, belongs_in_file
 from engine.model.adapters import Adapter, read_adapters
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelInfo
@@ -62,6 +62,10 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
     except ImportError as error:
         raise EngineStartError("vllm_python", f"{sys.executable} cannot import vLLM: {error}") from None
     check_version(vllm.__version__)
+    from vllm.platforms import current_platform
+
+    if config.kv_bytes is None and current_platform.is_cpu():  # there vLLM would take a share of the whole host
+        arguments["kv_cache_memory_bytes"] = UNMEASURED_KV_BYTES // config.tensor_parallel
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor

@@ -6,6 +6,7 @@ Pure.
 from collections.abc import Callable, Mapping
 
 from engine.config import WorkerConfig
+from engine.host.memory import UNMEASURED_KV_BYTES
 from engine.process.vllm_arguments import VERSION
 from kvtransfer.strict_lanes import GROUPS
 from kvtransfer.topology import choices
@@ -126,7 +127,7 @@ def check_nics(machine: Machine, environment: Mapping[str, str]) -> list[Finding
 
 def check_memlock(machine: Machine, config: WorkerConfig) -> list[Finding]:
     """Check the memlock limit: RDMA pins the pool, nothing else does."""
-    limit, needed = machine.memlock_bytes, config.kv_memory_mib << 20
+    limit, needed = machine.memlock_bytes, config.kv_bytes or UNMEASURED_KV_BYTES
     found = "unlimited" if limit is None else f"{limit >> 20} MiB"
     if limit is not None and limit < needed and machine.host.active_rdma:
         advice = "ulimit -l unlimited; LimitMEMLOCK=infinity for systemd; for a container --ulimit memlock=-1"

@@ -27,6 +27,7 @@ from router.config import RouterConfig
         ({"model": "m", "block_tokens": "many"}, "block_tokens"),
         ({"model": "m", "transport": "carrier pigeon"}, "transport"),
         ({"model": "m", "kv_memory_mib": 0}, "kv_memory_mib"),
+        ({"model": "m", "kv_memory_mib": "most"}, "kv_memory_mib"),
         ({"model": "m", "speculation_tokens": 0}, "speculation_tokens"),
         ({"model": "m", "tensor_parallel": 0}, "tensor_parallel"),
         ({"model": "m", "tensor_parallel": 65}, "tensor_parallel"),

@@ -62,6 +62,12 @@ class RankGroup:
         dist.all_reduce(part)
         return part
 
+    def least(self, value: int) -> int:
+        """Return the least value of all ranks."""
+        values = torch.tensor(value, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(values, dist.ReduceOp.MIN)
+        return int(values)
+
     def gather(self, part: Tensor) -> list[Tensor]:
         """Return all ranks' `part`, in order, on rank 0 and an empty list on the others.
 

@@ -14,6 +14,7 @@ from engine.backends.torch.block_bytes import BlockBytes
 from engine.backends.torch.device import Device, choose_device
 from engine.backends.torch.draft import DraftModel
 from engine.backends.torch.fingerprint import TensorFingerprints
+from engine.backends.torch.kv_room import DEFAULT_ROOM, KvRoom, automatic_kv_bytes
 from engine.backends.torch.loader import kv_layout, load_model, whole_layout
 from engine.backends.torch.paged_model import PagedModel
 from engine.backends.torch.ranks import RankGroup, RankInfo
@@ -47,20 +48,21 @@ class TorchRunner(ModelRunner):
         source: Path | BuiltModel,
         dtype: str,
         block_tokens: int,
-        kv_bytes: int,
+        kv_bytes: int | None,
         backend: Backend = "auto",
         device: Device = "auto",
         draft: Path | None = None,
         quantization: QuantizationConfig = AS_SAVED,
         place: RankInfo | None = None,
         pool_in_file: bool = False,
+        room: KvRoom = DEFAULT_ROOM,
     ) -> None:
         """Load or take the model and allocate its KV pool.
 
         `source` is a model directory or a built model, whose dtype is `dtype` and whose weights stay as they are.
         `draft` is the directory of a draft model. `place` makes this one of several tensor-parallel ranks, with its
-        shard of the model and its part of each KV block; `kv_bytes` count all ranks together. `pool_in_file`: see
-        `belongs_in_file`.
+        shard of the model and its part of each KV block; `kv_bytes` count all ranks together. None: what the weights
+        and `room` leave. `pool_in_file`: see `belongs_in_file`.
 
         Raises EngineStartError, or ModelRefused, for a model that cannot be served.
         """
@@ -82,6 +84,9 @@ class TorchRunner(ModelRunner):
             self.info = _info_of(model_dir, quantization, known=samples)
             self.grammars = Grammars(model_dir) if samples else None
         self._part = part
+        if kv_bytes is None:
+            context = self.info.max_context_tokens
+            kv_bytes = automatic_kv_bytes(self._model, self.device, room, context, draft is not None, group)
         num_blocks = kv_bytes // self.layout.block_bytes
         if num_blocks < 1:
             raise EngineStartError("kv_memory_mib", f"less than one KV block of {self.layout.block_bytes} bytes")
