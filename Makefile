@@ -102,9 +102,9 @@ test-faults: $(INSTALLED)
 fuzz: $(INSTALLED)
 	TANDEM_FUZZ=100000 $(BIN)/pytest -s tests/integration/bad_input/test_fuzz.py
 
-# Skipped without a GPU, so no part of `test`. On a machine with one: $(BIN)/python -m pip install -e '.[cuda]' first.
+# docs/first-gpu.md. On a machine with a GPU: $(BIN)/python -m pip install -e '.[cuda]' first.
 gpu: $(INSTALLED)
-	TRITON_INTERPRET=0 $(BIN)/pytest tests/gpu
+	@$(BIN)/python -m bench.first_gpu
 
 bench: $(INSTALLED)
 	@$(BIN)/python -m bench.serving

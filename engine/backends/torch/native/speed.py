@@ -37,7 +37,7 @@ def instructions(cpuinfo: str) -> str:
 
 @torch.inference_mode()
 def measure(kernels: Kernels, rows: int) -> dict[str, float]:
-    """Return GFLOP/s by who computes: the kernels, and torch in both dtypes. All take turns; the fastest of each counts."""
+    """Return GFLOP/s by who computes: the kernels, and torch in both dtypes. The fastest of several rounds counts."""
     weights = [torch.randn(OUTPUTS, INPUTS) / 30 for _ in range(COPIES)]
     half = [each.bfloat16() for each in weights]
     packed = [kernels.pack(each) for each in half]
