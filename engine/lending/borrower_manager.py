@@ -91,6 +91,8 @@ class Loan:
     """Reads in flight, by first chain index, then by rank."""
     quarantined: dict[int, "_Quarantined"] = field(default_factory=dict)
     """Quarantined blocks, by first chain index, until their reads are quiet."""
+    heard_at: float = 0.0
+    """Time of the lender's last announcement, by its front or by the fast path, on the engine's clock."""
     silent_s: float = 0.0
     """Silence of the lender, in seconds, after which blocks were first computed here; 0 when they never were."""
 
@@ -202,7 +204,7 @@ class BorrowerManager:
         return True
 
     def _start(self, loan: Loan, lender: LenderSource, message: LoanStarted) -> None:
-        times = loan.wanted.account.times
+        times, loan.heard_at = loan.wanted.account.times, self._kv_cache.clock()
         times["loan_started"] = self._kv_cache.clock()
         times["lender_queued_s"] = message.queued_ms / 1e3
         lender.cached_end = lender.fetched_end = message.cached_end_block
@@ -214,7 +216,7 @@ class BorrowerManager:
         self._handle(loan, Started(message.end_block))
 
     def _announce(self, loan: Loan, lender: LenderSource, message: LoanBlocks) -> None:
-        times = loan.wanted.account.times
+        times, loan.heard_at = loan.wanted.account.times, self._kv_cache.clock()
         times.setdefault("first_blocks_ready", self._kv_cache.clock())
         times["last_blocks_ready"] = self._kv_cache.clock()
         if message.fetched:
@@ -233,11 +235,12 @@ class BorrowerManager:
         if (found := self._of_lender(message.request_id)) is None:
             return
         loan, machine = found[0], found[0].machine
-        if message.silent_s < self._hedge_after_s(machine.end - machine.bound_end):
+        silent_s = min(message.silent_s, self._kv_cache.clock() - loan.heard_at)
+        if silent_s < self._hedge_after_s(machine.end - machine.bound_end):
             return
         sequence = loan.wanted.sequence
         if not loan.silent_s:
-            loan.silent_s = message.silent_s
+            loan.silent_s = silent_s
         if machine.hold_at is None and (sequence.hedged or loan.wanted.owner.loan_hedged(sequence)):
             return
         self._handle(loan, Failed("its reads hang" if machine.hold_at is not None else "its blocks are computed here"))

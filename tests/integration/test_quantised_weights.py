@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -51,6 +51,7 @@ def layer(n: int, k: int, bias: bool = False, seed: int = 1) -> nn.Linear:
 # ------------------------------------------------------------------------------------------------------ one by one
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1000), st.floats(1e-6, 1e6))
 def test_a_weight_is_its_nearest_multiple_of_the_scale(seed: int, size: float) -> None:
     weights = (torch.randn(5, 24, generator=torch.Generator().manual_seed(seed)) * size).bfloat16()
@@ -62,6 +63,7 @@ def test_a_weight_is_its_nearest_multiple_of_the_scale(seed: int, size: float) -
     assert made[3].eq(0).all()
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1000), st.floats(1e-6, 1e6))
 def test_an_int4_weight_is_its_nearest_multiple_unless_it_is_the_group_s_other_extreme(seed: int, size: float) -> None:
     weights = (torch.randn(5, 3 * GROUP, generator=torch.Generator().manual_seed(seed)) * size).bfloat16()

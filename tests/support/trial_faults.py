@@ -1,5 +1,6 @@
 """What may go wrong in a trial."""
 
+import math
 import random
 
 from engine.lending.sources import TierSource
@@ -108,6 +109,7 @@ class Faults(Front):
     def be_quiet(self, node: Node) -> None:
         """A borrower hears that a lender has been silent for long, whether that is so or not."""
         loan_id = self.rng.choice(sorted(node.core._borrower_manager._loans))
+        node.core._borrower_manager._loans[loan_id].heard_at = -math.inf
         node.send(LenderSilent(loan_id, 1e6))
         self.seen["hedged"] += any(chain.hedged for chain in node.core._requests.sequences)
         self.route(node)

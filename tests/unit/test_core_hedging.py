@@ -1,5 +1,7 @@
 """A borrower whose lender is silent computes its blocks itself, and keeps what still arrives."""
 
+import math
+
 import pytest
 
 from engine.core_types import StepBudget
@@ -29,6 +31,8 @@ def pair(borrower_budget: StepBudget = NARROW) -> Pair:
 
 
 def silent(pair: Pair, seconds: float = HEDGE_UNMEASURED_S) -> None:
+    for loan in pair.borrower.core._borrower_manager._loans.values():
+        loan.heard_at = -math.inf
     pair.borrower.send(LenderSilent("r", seconds))
 
 

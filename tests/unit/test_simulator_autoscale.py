@@ -59,9 +59,9 @@ def all_well(run: Moved, count: int) -> None:
 
 
 def test_a_worker_that_is_added_serves_and_is_paid_for_from_the_moment_it_was_asked_for() -> None:
-    requests = random_requests(1, 60, rate=10)
+    requests = random_requests(1, 120, rate=20)
     run = Moved([(1.0, lambda c: c.add("decode-9", worker_spec("decode"), 2.0))], requests, decode=1)
-    all_well(run, 60)
+    all_well(run, 120)
     by_it = [o for o in run.outcomes if o.receipt is not None and o.receipt.placement.decode_worker == "decode-9"]
     assert by_it
     assert min(outcome.first_token_at for outcome in by_it) > START_S + 3.0
