@@ -31,7 +31,7 @@ AZURE = FOLDER / "AzureLLMInferenceTrace_conv.csv"
 MOST_SEEDS = 4
 PAIRS = 5
 """Pairs of equal clusters in each setting."""
-STARTS = 3
+STARTS = 2
 """First seeds with which each pair of unequal clusters is compared."""
 TraceOf = Callable[[int], Iterable[TraceRequest]]
 
@@ -82,11 +82,11 @@ CHAT_A10 = Setup(LLAMA, A10, gpus=8, slo=Slo(2, 0.08))
 LONG = Load(11, 3000, 200)
 
 EQUAL = (
-    Setting("Mooncake's chat, 8 H100", LOOSE_H100, mooncake(1.5, 400), (together(8),)),
+    Setting("Mooncake's chat, 8 H100", LOOSE_H100, mooncake(1.5, 300), (together(8),)),
     Setting(
         "Mooncake's chat, strict ITL, 4P:4D A100, two routers",
         dataclasses.replace(STRICT_A100, num_routers=2),
-        mooncake(0.7, 300),
+        mooncake(0.7, 200),
         (apart(4, 4),),
     ),
     Setting("Azure's chat, 8 A10", CHAT_A10, azure(2.4, 800), (together(8),)),

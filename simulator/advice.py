@@ -39,6 +39,8 @@ LEAST_BLOCKS = 8
 """Smallest number of blocks with an interval; so a trace of fewer requests tells nothing."""
 JOINED = (1, 2, 4)
 """Numbers of neighbouring blocks taken as one, to see whether blocks are independent."""
+LEAST_SEEDS = 4
+"""Smallest number of seeds whose own variance is trusted."""
 RESAMPLES = 10_000
 LEVELS = (0.05, 0.0294, 0.0221, 0.0182, 0.0158, 0.0142, 0.0130, 0.0120, 0.0112, 0.0106)
 """Chance that a single interval may miss, by the largest number of seeds; one interval is looked at after each seed,
@@ -137,7 +139,7 @@ def sample(
     num_requests = run.results.requests
     num_blocks = min(BLOCKS, num_requests)
     counts = np.bincount(np.array(kept, int) * num_blocks // max(1, num_requests), minlength=num_blocks)
-    return Sample(run, counts * (run.results.goodput_per_gpu / max(1, len(kept))))
+    return Sample(run, counts.astype(np.float64) * (run.results.goodput_per_gpu / max(1, len(kept))))
 
 
 def check_seeds(repeat: int) -> None:
@@ -202,29 +204,39 @@ def interval_of_best(differences: Blocks, level: float) -> tuple[float, float]:
         return -math.inf, math.inf
     means = differences.mean(axis=0)
     sums = means.sum(axis=0)
-    errors = (_resamples(num_blocks) @ means - sums) * _few_blocks_factor(num_blocks, level) * _inflation(differences)
+    errors = (_resamples(num_blocks) @ means - sums) * _error_factor(differences, level)
     below = float(np.quantile(errors.max(axis=1), 1 - level / 2))
     above = float(np.quantile((-errors).max(axis=1), 1 - level / 2))
     return float(sums.max()) - below, float(sums.max()) + above
 
 
-def _inflation(differences: Blocks) -> Blocks:
-    """Return, by cluster, the factor of errors over those of independent blocks.
+def _error_factor(differences: Blocks, level: float) -> Blocks:
+    """Return, by cluster, the factor from a bootstrap's errors to those of few and dependent blocks.
 
-    Queues outlast blocks near the load that a cluster can bear. Then longer blocks vary more than short ones, and whole
-    runs from seed to seed more than their blocks tell: the largest of these variances counts.
+    Queues outlast blocks near the load that a cluster can bear. Then longer blocks vary more than short ones, and runs
+    more from seed to seed than their blocks tell: the largest of these variances counts. From LEAST_SEEDS on, the
+    variance from seed to seed says directly what chance does in a run, and is enough beside that of the blocks, which
+    then stands for the trace.
     """
     num_seeds, num_blocks, _ = differences.shape
     means = differences.mean(axis=0)
     centred = means - means.mean(axis=0)
-    variances = []
+    variances: list[Blocks] = []
     for joined in JOINED:
         sums = np.add.reduceat(centred, np.arange(0, num_blocks, joined), axis=0)
         variances.append((sums**2).sum(axis=0) * len(sums) / (len(sums) - 1))
+    of_blocks = variances[0]
+    t_of_blocks = _student(level, num_blocks - 1)
     if num_seeds > 1:
-        variances.append(differences.sum(axis=1).var(axis=0, ddof=1) / num_seeds)
-    largest = np.max(variances, axis=0)
-    return np.sqrt(np.divide(largest, variances[0], out=np.ones_like(largest), where=variances[0] > 0))
+        of_seeds: Blocks = differences.sum(axis=1).var(axis=0, ddof=1) / num_seeds
+        variances.append(of_seeds)
+    variance: Blocks = np.max(variances, axis=0)
+    if num_seeds >= LEAST_SEEDS:
+        t_of_seeds = _student(level, num_seeds - 1)
+        variance = np.minimum(variance, of_blocks + of_seeds * (t_of_seeds / t_of_blocks) ** 2)
+    ratio: Blocks = np.divide(variance, of_blocks, out=np.ones_like(variance), where=of_blocks > 0)
+    few = num_blocks / (num_blocks - 1) * (t_of_blocks / _normal(level)) ** 2
+    return np.sqrt(ratio * few)
 
 
 @functools.cache
@@ -234,8 +246,17 @@ def _resamples(num_blocks: int) -> Blocks:
     return np.random.default_rng(0).multinomial(num_blocks, shares, size=RESAMPLES).astype(float)
 
 
-def _few_blocks_factor(num_blocks: int, level: float) -> float:
-    """Return the factor from a bootstrap's error to that of few blocks: Student's t over normal, by Fisher's series."""
-    z, freedom = NormalDist().inv_cdf(1 - level / 2), num_blocks - 1
-    t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-    return t / z * math.sqrt(num_blocks / freedom)
+def _student(level: float, freedom: int) -> float:
+    """Return Student's two-sided quantile, to 2 % from 3 degrees of freedom on, by Fisher's series."""
+    z = _normal(level)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / freedom ** (1 + power) for power, term in enumerate(terms))
+
+
+def _normal(level: float) -> float:
+    """Return the normal distribution's two-sided quantile."""
+    return NormalDist().inv_cdf(1 - level / 2)
