@@ -14,7 +14,7 @@ FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults test-pods fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches protos check-protos install clean
+.PHONY: demo test agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults test-pods fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-router bench-gpu bench-simulator bench-advice bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -143,6 +143,9 @@ bench-router: $(INSTALLED) $(ROUTERS_VENV)/.installed
 
 bench-simulator: $(INSTALLED)
 	@$(BIN)/python -m bench.simulator
+
+bench-advice: $(INSTALLED)
+	@$(BIN)/python -m bench.advice
 
 bench-known: $(INSTALLED)
 	@$(BIN)/python -m bench.known_results

@@ -24,11 +24,12 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from bench.known_cases import CASES, Case, with_whole_prompts
 from bench.report import Bar, conclude
+from simulator.advice import MARGIN
 from simulator.plan.aggregated import AggregatedPlan
+from simulator.plan.check import requests_of
 from simulator.plan.load import Load
-from simulator.plan.search import GOAL, apart_of
+from simulator.plan.search import GOAL, MODEL_ERROR, apart_of
 from simulator.replay import Scenario, Setup, bill, replay
-from simulator.report import MARGIN
 
 RATIO = 1.1
 LEAST = 0.02
@@ -92,6 +93,8 @@ def measure(case: Case, advance: Callable[[], object]) -> dict[str, Any]:
         found = goodput(case, setup, scenario)
         gpus, usd_per_hour = bill(setup, scenario)
         figures[name] = {"per_s": found, "per_gpu": found / gpus, "per_usd": 3600 * found / usd_per_hour}
+        if as_planned(case):
+            figures[name]["formulas / simulated"] = planned(setup, scenario, case.load) / found if found else math.inf
         advance()
 
     def over(name: str) -> float:
@@ -108,7 +111,27 @@ def measure(case: Case, advance: Callable[[], object]) -> dict[str, Any]:
         "unit": unit,
         "over whole prompts": over("whole prompts"),
         "over chunks": over("chunks"),
+        **(
+            {"formulas / simulated": figures[best]["formulas / simulated"] / figures["chunks"]["formulas / simulated"]}
+            if as_planned(case)
+            else {}
+        ),
     }
+
+
+def as_planned(case: Case) -> bool:
+    """Return whether the requests are as the formulas of `tandem plan` assume them."""
+    return case.requests is requests_of and not case.fixed
+
+
+def bars_of_formulas(figures: dict[str, Any]) -> list[Bar]:
+    """Return the bar for the error that `tandem plan` assumes of its formulas' ratio of both kinds of clusters."""
+    ratios = [found["formulas / simulated"] for found in figures.values() if "formulas / simulated" in found]
+    if not ratios:
+        return []
+    within = sum(abs(ratio - 1) <= MODEL_ERROR for ratio in ratios) / len(ratios)
+    name = f"split / chunks by the formulas, within {MODEL_ERROR:.0%} of the simulated: share of {len(ratios)} settings"
+    return [Bar(name, within, 0.85, at_least=True)]
 
 
 def bars_of(case: Case, measured: dict[str, Any]) -> Iterator[Bar]:
@@ -139,7 +162,7 @@ def main() -> None:
             figures[case.name] = measure(case, lambda task=task: progress.advance(task))  # type: ignore[misc]
             bars += bars_of(case, figures[case.name])
             progress.console.print(row_of(case.name, figures[case.name]))
-    conclude("known_results", bars, figures, console)
+    conclude("known_results", [*bars, *bars_of_formulas(figures)], figures, console)
 
 
 if __name__ == "__main__":

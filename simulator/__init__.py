@@ -26,7 +26,7 @@ tiers below the pool; stop strings and end tokens (a request generates what the 
 exactly that); clients that give up; workers that hang without dying; routers that die.
 
 **Deterministic**: one thread, one clock, one queue, and every random number from the run's seed. A run repeated gives
-the same figures, to the bit.
+the same figures, to the bit. A seed draws arrivals within the trace's resolution, and the router of each request.
 
 **Fast**: by default uniform decode steps are not computed one by one: a decode worker whose next k steps only add a
 token to each stream makes them at once (`engine/core/uniform_decode.py`, `worker.py`). A test holds both ways to the
@@ -35,5 +35,5 @@ same outcomes, reports and times, to the bit.
 **Other policies** (`policies.py`) replace placement for comparison only; no real request is ever routed by them.
 
 For another clock, other links or other clients, build on `cluster.py`. `tandem replay` is `replay.py` (what to
-compare), `results.py` (figures), `report.py` and `plot.py` (display).
+compare), `results.py` (figures), `advice.py` (differences told from noise), `report.py` and `plot.py` (display).
 """

@@ -9,7 +9,6 @@ from typing import Any
 
 from simulator.errors import BadSetup
 from simulator.replay import MODES, Run, Setup
-from simulator.report import verdict
 from simulator.results import LatencySummary, Results
 
 COLOURS = dict(zip(MODES, ("#5b6b7b", "#d08a2c", "#1f77b4"), strict=True))
@@ -32,8 +31,8 @@ def open_figures() -> Any:
     return Figure
 
 
-def write_plot(path: Path, runs: Sequence[Run], setup: Setup, trace: str) -> None:
-    """Write the picture.
+def write_plot(path: Path, runs: Sequence[Run], setup: Setup, trace: str, headline: str) -> None:
+    """Write the picture, under a headline.
 
     Raises BadSetup without matplotlib.
     """
@@ -71,7 +70,9 @@ def write_plot(path: Path, runs: Sequence[Run], setup: Setup, trace: str) -> Non
         box = (names / width, bottom, 1 - (names + 0.2) / width, (SIZES_HEIGHT - 0.9) / height)
         _sizes(figure.add_axes(box), run)
     left = 0.17 / width
-    figure.text(left, 1 - 0.33 / height, verdict(runs), fontsize=13.5, fontweight="bold", color=INK, va="center")
+    # A long headline would leave the picture: DejaVu's bold letters are about 0.65 of their size wide.
+    size = min(13.5, (width - 0.34) * 72 / (0.65 * max(1, len(headline))))
+    figure.text(left, 1 - 0.33 / height, headline, fontsize=size, fontweight="bold", color=INK, va="center")
     for number, line in enumerate(lines):
         at = 1 - (0.64 + 0.23 * number) / height
         figure.text(left, at, line, fontsize=9.5, color="#5d6770", va="center")

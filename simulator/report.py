@@ -1,4 +1,4 @@
-"""Report of a comparison: tables, JSON, and a verdict in a sentence."""
+"""Report of a comparison: tables, JSON, and advice in a sentence."""
 
 import dataclasses
 import json
@@ -12,35 +12,52 @@ from pydantic import BaseModel
 from rich import box
 from rich.table import Table
 
+from simulator.advice import Comparison, Verdict
 from simulator.replay import MODES, Run, Setup
 
 SHOWN = ("p50", "p95", "p99")
 MOMENTS = 24
-MARGIN = 0.03
-"""Smallest relative difference of goodput that counts: the timing model is no more exact."""
 
 
-def verdict(runs: Sequence[Run]) -> str:
-    """Return whether to disaggregate: goodput under the SLO per GPU, with the same routing on both sides."""
+def advice(runs: Sequence[Run], found: Comparison | None = None) -> str:
+    """Return whether to disaggregate, in a sentence; without a comparison, which cluster is best."""
     if runs and not any(run.results.finished for run in runs):
         reasons = sum((Counter(run.reasons) for run in runs), Counter[str]())
         return f"Nothing was served: {reasons.most_common(1)[0][0]}" if reasons else "Nothing was served"
-    ours = [run for run in runs if run.scenario.policy == "ours" and run.scenario.autoscale is None]
-    together = _best([run for run in ours if run.scenario.mode == "aggregated"])
-    apart = _best([run for run in ours if run.scenario.mode != "aggregated"])
-    if together is None or apart is None:
+    if found is None:
         best = _best(runs)
-        return "" if best is None else f"Best: {best.scenario.name}, {_goodput(best)}"
-    base, other = together.results.goodput_per_gpu, apart.results.goodput_per_gpu
-    if base <= 0 and other <= 0:
-        return "Nothing keeps the SLO: more GPUs, or a looser SLO"
-    name, change = apart.scenario.name, other / base - 1 if base > 0 else math.inf
-    if change > MARGIN:
-        more = "where aggregated keeps nothing" if change == math.inf else f"{change:+.0%} over aggregated"
-        return f"Disaggregate: {name} gives {_goodput(apart)}, {more}"
-    if change < -MARGIN:
-        return f"Do not disaggregate: aggregated gives {_goodput(together)}; the best split, {name}, {change:+.0%}"
-    return f"Disaggregation changes little: {name} gives {_goodput(apart)}, {change:+.1%} beside aggregated"
+        return "" if best is None else f"Best: {best.scenario.name}, {_goodput(best.results.goodput_per_gpu)}"
+    name, together, apart = found.split.name, _goodput(found.together), _goodput(found.apart)
+    match verdict(found):
+        case None:
+            return "Nothing keeps the SLO: more GPUs, or a looser SLO"
+        case "disaggregate":
+            return f"Disaggregate: {name} gives {apart}, {_change(found)} beside aggregated"
+        case "aggregate":
+            return f"Do not disaggregate: aggregated gives {together}; the best split, {name}, {_change(found)}"
+        case "even":
+            told = "" if found.settled else " as far as this trace tells"
+            return (
+                f"Even{told}, so do not disaggregate: aggregated has fewer parts and gives {together}; the best split,"
+                f" {name}, {_change(found)}"
+            )
+
+
+def verdict(found: Comparison | None) -> Verdict | None:
+    """Return the verdict; None without a comparison, or where neither cluster keeps the SLO."""
+    return found.verdict if found is not None and (found.together or found.apart) else None
+
+
+def _change(found: Comparison) -> str:
+    """Return the difference beside its interval."""
+    seeds = len(found.together_by_seed)
+    of = f"95 % interval, {seeds} seed{'s' if seeds > 1 else ''}"
+    lower, upper = found.interval
+    if not math.isfinite(lower) and found.together:
+        return f"{found.change:+.1%} (no interval: too few requests)"
+    if not found.together:
+        return f"more by {found.lower:.3g} to {found.upper:.3g} ({of})"
+    return f"{found.change:+.1%} ({lower:+.1%} to {upper:+.1%}: {of})"
 
 
 def _best(runs: Sequence[Run]) -> Run | None:
@@ -48,8 +65,8 @@ def _best(runs: Sequence[Run]) -> Run | None:
     return max(runs, key=lambda run: (run.results.goodput_per_gpu, -run.results.ttft_s.mean), default=None)
 
 
-def _goodput(run: Run) -> str:
-    return f"{run.results.goodput_per_gpu:.3g} requests/s per GPU within the SLO"
+def _goodput(per_gpu: float) -> str:
+    return f"{per_gpu:.3g} requests/s per GPU within the SLO"
 
 
 def tables_of(runs: Sequence[Run], setup: Setup) -> list[Table]:
@@ -115,10 +132,11 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     return table
 
 
-def as_json(runs: Sequence[Run], setup: Setup, trace: str) -> dict[str, Any]:
+def as_json(runs: Sequence[Run], setup: Setup, trace: str, found: Comparison | None = None) -> dict[str, Any]:
     """Return everything as JSON values; the same run gives the same.
 
-    Values that are no numbers are null, and so are those a calibration does not have: model, GPU and cost.
+    Values that are no numbers are null, and so are those a calibration does not have: model, GPU and cost. `runs` are
+    those of the first seed; `difference` is over all seeds.
     """
     said = finite(dataclasses.asdict(setup))
     if setup.calibration is not None:
@@ -129,11 +147,18 @@ def as_json(runs: Sequence[Run], setup: Setup, trace: str) -> dict[str, Any]:
         if not setup.priced:
             figures["results"]["usd_per_million_output_tokens"] = None
         told.append({"name": run.scenario.name, **figures})
-    return {"trace": trace, "verdict": verdict(runs), "setup": said, "runs": told}
+    return {
+        "trace": trace,
+        "verdict": verdict(found),
+        "advice": advice(runs, found),
+        "difference": None if found is None else finite(found.as_json()),
+        "setup": said,
+        "runs": told,
+    }
 
 
-def write_json(path: Path, runs: Sequence[Run], setup: Setup, trace: str) -> None:
-    path.write_text(json.dumps(as_json(runs, setup, trace), indent=1) + "\n")
+def write_json(path: Path, runs: Sequence[Run], setup: Setup, trace: str, found: Comparison | None) -> None:
+    path.write_text(json.dumps(as_json(runs, setup, trace, found), indent=1) + "\n")
 
 
 def finite(value: Any) -> Any:

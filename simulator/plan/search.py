@@ -2,19 +2,23 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from simulator.advice import MARGIN, Verdict
 from simulator.errors import BadSetup
 from simulator.gpus import Gpu, Roofline
 from simulator.plan.aggregated import AggregatedPlan
 from simulator.plan.disaggregated import DecodePool, DisaggregatedPlan, PrefillPool
-from simulator.plan.load import Load
+from simulator.plan.load import MAX_RATE, Load
 from simulator.plan.prompts import PromptQueue
 from simulator.plan.streams import Streams
 from simulator.replay import Scenario, Setup, bill
-from simulator.report import MARGIN
 
 GOAL = 0.9
 """Share of requests that must keep TTFT and ITL."""
+MODEL_ERROR = 0.15
+"""Error of the formulas: disaggregated / aggregated goodput beside that of simulated clusters. `make bench-known`
+measures it, and finds no more in six of seven settings."""
 TPS = (1, 2, 4, 8)
 MAX_WORKERS = 1 << 14
 """Largest number of workers of a pool. Parts of the SLO that so many miss are missed by any number, unless they are too
@@ -47,28 +51,78 @@ class Plan:
     why_not: dict[str, str]
     """Reasons by "disaggregated" and "aggregated"."""
 
+    @cached_property
+    def harder(self) -> Option | None:
+        """Cheaper kind of cluster under MODEL_ERROR more load; None: no such cluster keeps the SLO.
+
+        Only for plans with both kinds.
+        """
+        assert self.apart is not None
+        assert self.together is not None
+        load = replace(self.load, rate=min(MAX_RATE, self.load.rate * (1 + MODEL_ERROR)))
+        kind = _apart if self._cost(self.apart) < self._cost(self.together) else _together
+        return _best({}, "", kind(self.setup, load, {}))
+
+    @cached_property
+    def verdict(self) -> Verdict | None:
+        """Verdict; None: nothing keeps the SLO, or a kind is larger than a plan counts.
+
+        Even: prices differ by MARGIN or less, or not for sure, since the formulas are only so exact (MODEL_ERROR).
+        """
+        if self._too_many or (self.apart is None and self.together is None):
+            return None
+        if self.together is None:
+            return "disaggregate"
+        if self.apart is None:
+            return "aggregate"
+        apart, together = self._cost(self.apart), self._cost(self.together)
+        if abs(apart - together) <= MARGIN * together:
+            return "even"
+        if self.harder is None or self._cost(self.harder) >= max(apart, together):
+            return "even"
+        return "disaggregate" if apart < together else "aggregate"
+
     @property
     def advice(self) -> str:
         """Advice in one sentence."""
         if self.apart is None and self.together is None:
             return f"Nothing keeps the SLO: {self.why_not['aggregated']}"
-        if too_many := next((why for why in self.why_not.values() if why.startswith(_TOO_MANY)), ""):
-            return f"Nothing to compare: {too_many}"
+        if self._too_many:
+            return f"Nothing to compare: {self._too_many}"
         if self.together is None:
             return f"Disaggregate: without, no cluster keeps the SLO: {self.why_not['aggregated']}"
         if self.apart is None:
             return f"Do not disaggregate: with it no cluster keeps the SLO: {self.why_not['disaggregated']}"
-        if self.together.usd_per_hour:
-            change = self.apart.usd_per_hour / self.together.usd_per_hour - 1
-            apart, together = (f"{each.usd_per_hour:,.2f} USD an hour" for each in (self.apart, self.together))
-        else:  # without prices
-            change = self.apart.gpus / self.together.gpus - 1
-            apart, together = (f"{each.gpus:,} GPUs" for each in (self.apart, self.together))
-        if change < -MARGIN:
-            return f"Disaggregate: {apart} instead of {together}, {change:+.0%}"
-        if change > MARGIN:
-            return f"Do not disaggregate: {apart} instead of {together}, {change:+.0%}"
-        return f"Disaggregation makes no difference: {apart}, or {together}"
+        apart, together = self._cost(self.apart), self._cost(self.together)
+        change = f"{self._price(self.apart)} instead of {self._price(self.together)}, {apart / together - 1:+.0%}"
+        match self.verdict:
+            case "disaggregate":
+                return f"Disaggregate: {change}"
+            case "aggregate":
+                return f"Do not disaggregate: {change}"
+        even = "Even, so do not disaggregate: aggregated has fewer parts"
+        if apart == together:
+            return f"{even}, and both take {self._price(self.together)}"
+        if abs(apart - together) <= MARGIN * together:
+            return f"{even}; {change}, which is within the margin of {MARGIN:.0%}"
+        kind = "disaggregated" if apart < together else "aggregated"
+        more = f"{MODEL_ERROR:.0%} more load, which is how exact the formulas are"
+        if self.harder is None:
+            return f"{even}; {change}, but with {more}, no {kind} cluster keeps the SLO"
+        return f"{even}; {change}, but with {more}, {kind} takes {self._price(self.harder)}"
+
+    @property
+    def _too_many(self) -> str:
+        return next((why for why in self.why_not.values() if why.startswith(_TOO_MANY)), "")
+
+    def _cost(self, option: Option) -> float:
+        """Return USD an hour, or GPUs where they cost nothing."""
+        assert self.together is not None
+        return option.usd_per_hour if self.together.usd_per_hour else option.gpus
+
+    def _price(self, option: Option) -> str:
+        assert self.together is not None
+        return f"{option.usd_per_hour:,.2f} USD an hour" if self.together.usd_per_hour else f"{option.gpus:,} GPUs"
 
 
 def plan(setup: Setup, load: Load) -> Plan:

@@ -11,13 +11,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from simulator.advice import MARGIN
 from simulator.errors import BadSetup
 from simulator.plan.arithmetic import PlanFigure, sections
 from simulator.plan.check import check
 from simulator.plan.load import Load
-from simulator.plan.search import GOAL, Option, Plan, plan
+from simulator.plan.search import GOAL, MODEL_ERROR, Option, Plan, plan
 from simulator.replay import Setup
 from simulator.report import finite
+from tandem.progress import ShareProgress
 
 
 def make_plan(console: Console, setup: Setup, load: Load, num_simulated: int, json_path: Path | None) -> Plan:
@@ -52,14 +54,15 @@ def make_plan(console: Console, setup: Setup, load: Load, num_simulated: int, js
 def _simulate(console: Console, made: Plan, count: int) -> dict[str, float]:
     """Return, by cluster, the share of simulated requests that keep the SLO."""
     kept = {}
-    for option in (made.apart, made.together):
-        if option is not None:
-            name = option.scenario.name
-            with console.status(f"simulating {name}"):
-                kept[name] = check(option, count).results.kept_share
-            console.print(
-                f"{name}: {option.model.kept:.1%} by the formulas, {kept[name]:.1%} of {count:,} simulated requests"
-            )
+    with ShareProgress(console, transient=True) as progress:
+        for option in (made.apart, made.together):
+            if option is not None:
+                name = option.scenario.name
+                with progress.part(f"simulating {name}", count / made.load.rate) as advance:
+                    kept[name] = check(option, count, on_progress=advance).results.kept_share
+                console.print(
+                    f"{name}: {option.model.kept:.1%} by the formulas, {kept[name]:.1%} of {count:,} simulated requests"
+                )
     return kept
 
 
@@ -75,7 +78,9 @@ def figure(line: PlanFigure) -> str:
 def as_json(made: Plan) -> dict[str, Any]:
     """Return the plan as JSON values; values that are not finite are null."""
     return {
+        "verdict": made.verdict,
         "advice": made.advice,
+        "margin": {"price": MARGIN, "formulas": MODEL_ERROR},
         "why_not": made.why_not,
         "load": {field.name: getattr(made.load, field.name) for field in dataclasses.fields(made.load)},
         "slo": dataclasses.asdict(made.setup.slo),

@@ -2,20 +2,22 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cluster.garbage_collection import spare_the_started
+from simulator.advice import Comparison, Sample, check_seeds, sample, settle
 from simulator.cluster import Failure, FleetMaker
 from simulator.decision_log import LoggedFleet
 from simulator.errors import BadSetup, shown
 from simulator.plot import open_figures, write_plot
-from simulator.replay import MODES, POLICIES, Mode, Policy, Run, Scenario, Setup, replay
-from simulator.report import tables_of, verdict, write_json
+from simulator.replay import MODES, POLICIES, Mode, Policy, Scenario, Setup
+from simulator.report import advice, tables_of, write_json
 from simulator.request import TraceRequest
+from tandem.progress import ShareProgress
 
 _Word = TypeVar("_Word", bound=str)
 
@@ -24,43 +26,74 @@ def compare(
     console: Console,
     setup: Setup,
     found: Sequence[Scenario],
-    trace: Iterable[TraceRequest],
+    trace_of: Callable[[int], Iterable[TraceRequest]],
+    most_seeds: int,
     name: str,
     json_path: Path | None,
     png_path: Path | None,
     log_path: Path | None,
-) -> list[Run]:
-    """Run all scenarios, print table and verdict, and write files.
+) -> Comparison | None:
+    """Run all scenarios, print table and advice, and write files.
 
-    Raises BadTrace and BadSetup.
+    `trace_of` returns the trace of a seed. Clusters that decide the advice run with further seeds while it is
+    undecided; tables, files and logs are of the first. Raises BadTrace and BadSetup.
     """
     if log_path is not None and not any(_logged(scenario) for scenario in found):
         raise BadSetup("log_decisions", "nothing would be logged: only ours, aggregated or conditional, is")
+    check_seeds(most_seeds)
     if png_path is not None:
         open_figures()  # so that a missing matplotlib is reported before the work
     spare_the_started()
-    runs = []
+    trace = trace_of(setup.seed)
     last_s = _last_arrival_s(console, trace, name)
-    with _progress(console) as progress:
+    with ShareProgress(console) as progress:
+        samples = []
         for scenario in found:
-            task = progress.add_task(scenario.name, total=last_s)
-            with _fleet_maker(scenario, log_path) as make_fleet:
-                runs.append(replay(setup, scenario, trace, _advance(progress, task), make_fleet=make_fleet))
-            progress.update(task, completed=last_s)
+            with progress.part(scenario.name, last_s) as advance, _fleet_maker(scenario, log_path) as make_fleet:
+                samples.append(sample(setup, scenario, trace, advance, make_fleet))
+
+        def again(scenario: Scenario, number: int) -> Sample:
+            seed = setup.seed + number
+            with progress.part(f"{scenario.name}, seed {seed}", last_s) as advance:
+                return sample(replace(setup, seed=seed), scenario, trace_of(seed), advance)
+
+        compared = _settle(samples, most_seeds, again)
+    runs = [each.run for each in samples]
     for table in tables_of(runs, setup):
         console.print(table)
-    if said := verdict(runs):
+    said = advice(runs, compared)
+    if said:
         console.print(said, style="bold")
     for run in runs:
         for reason, count in sorted(run.reasons.items()):
             console.print(f"{run.scenario.name}: {count} x {reason}", style="dim")
     if json_path is not None:
-        write_json(json_path, runs, setup, name)
+        write_json(json_path, runs, setup, name, compared)
         console.print(f"figures: {json_path}")
     if png_path is not None:
-        write_plot(png_path, runs, setup, name)
+        write_plot(png_path, runs, setup, name, said)
         console.print(f"picture: {png_path}")
-    return runs
+    return compared
+
+
+def seeds_that_differ(repeat: int, spread_s: float, num_routers: int) -> int:
+    """Return the largest number of seeds: `repeat`, or 1 where a run draws nothing at random.
+
+    Raises BadSetup.
+    """
+    check_seeds(repeat)
+    return repeat if spread_s > 0 or num_routers > 1 else 1
+
+
+def _settle(samples: Sequence[Sample], most_seeds: int, again: Callable[[Scenario, int], Sample]) -> Comparison | None:
+    """Compare the aggregated cluster with the split ones, all with the same routing; None without both."""
+    ours = [each for each in samples if each.run.scenario.policy == "ours" and each.run.scenario.autoscale is None]
+    together = [each for each in ours if each.run.scenario.mode == "aggregated"]
+    apart = [each for each in ours if each.run.scenario.mode != "aggregated"]
+    if not together or not apart:
+        return None
+    compared = [together[0], *apart]
+    return settle(compared, most_seeds, lambda place, number: again(compared[place].run.scenario, number))
 
 
 def refuse_beside_calibration(options: Sequence[str]) -> None:
@@ -131,15 +164,6 @@ def _last_arrival_s(console: Console, trace: Iterable[TraceRequest], name: str) 
         for request in trace:
             last_s = request.arrival_s
     return max(last_s, 1e-9)
-
-
-def _progress(console: Console) -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %")
-    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
-
-
-def _advance(progress: Progress, task: TaskID) -> Callable[[float], None]:
-    return lambda at_s: progress.update(task, completed=at_s)
 
 
 def _logged(scenario: Scenario) -> bool:

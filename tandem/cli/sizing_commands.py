@@ -1,6 +1,7 @@
 """Commands that size a cluster, and that measure one."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -96,6 +97,9 @@ def replay_trace(
     swing: Annotated[float, typer.Option(help="the rate's highest, of its lowest: a sine, the lowest first")] = 1.0,
     period: Annotated[float, typer.Option(help="of that, in seconds after --rate")] = 3600.0,
     seed: Annotated[int, typer.Option(help="the same seed gives the same figures")] = 0,
+    repeat: Annotated[
+        int, typer.Option(metavar="SEEDS", help="at most so many, from --seed on, while the advice is undecided")
+    ] = 4,
     json_path: JsonOut = None,
     png: Annotated[Path | None, out_file(help="draw the comparison; needs matplotlib")] = None,
     log_decisions: Annotated[Path | None, out_file(help="append placement's decisions")] = None,
@@ -120,6 +124,7 @@ def replay_trace(
         parse_policies,
         parse_splits,
         refuse_beside_calibration,
+        seeds_that_differ,
     )
 
     if calibration is not None:
@@ -144,8 +149,12 @@ def replay_trace(
     found = scenarios(setup, parse_modes(modes), parse_policies(policies), parse_splits(split or []))
     if autoscale is not None:
         found.append(autoscaled(setup, autoscale, worker_start))
-    requests_of = RateSwing(Trace(trace, window), swing, period)
-    compare(console, setup, found, requests_of, trace.name, json_path, png, log_decisions)
+    seeds = seeds_that_differ(repeat, spread, routers)
+
+    def trace_of(seed: int) -> RateSwing:
+        return RateSwing(Trace(trace, replace(window, seed=seed)), swing, period)
+
+    compare(console, setup, found, trace_of, seeds, trace.name, json_path, png, log_decisions)
 
 
 @app.command()

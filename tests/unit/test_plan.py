@@ -31,6 +31,11 @@ from tandem.cli.common import console
 from tandem.cli.main import app
 
 LLAMA = open_shape(None)
+LLAMA_70B = shape_of(
+    "70B",
+    DEFAULT_CONFIG
+    | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+)
 
 
 def setup_of(gpu: str, ttft_s: float, itl_s: float, **changes: object) -> Setup:
@@ -151,6 +156,9 @@ def test_more_workers_keep_no_less_and_parts_are_shares(
         assert larger.kept >= min(model.kept, GOAL) - 0.01
 
 
+ADVICE = {"disaggregate": "Disaggregate: ", "aggregate": "Do not disaggregate: ", "even": "Even, ", None: "Nothing "}
+
+
 @settings(max_examples=8, deadline=None)
 @given(load=loads, gpu=gpus, ttft_s=st.floats(0.2, 5), itl_s=st.floats(0.02, 0.2))
 def test_a_plan_is_smallest_and_its_arithmetic_whole(load: Load, gpu: str, ttft_s: float, itl_s: float) -> None:
@@ -165,7 +173,7 @@ def test_a_plan_is_smallest_and_its_arithmetic_whole(load: Load, gpu: str, ttft_
     assert (made.together is None) == ("aggregated" in made.why_not)
     for _, lines in sections(made):
         assert all(line.value >= 0 and line.how for line in lines)
-    assert made.advice.startswith(("Disaggregate", "Do not", "Disaggregation", "Nothing"))
+    assert made.advice.startswith(ADVICE[made.verdict])
 
 
 def smaller_keeps_less(option: Option) -> bool:
@@ -182,6 +190,42 @@ def test_the_smallest_number() -> None:
     for wanted in (1, 2, 3, 7, 8, 9, 1000):
         assert smallest(lambda count: float(count >= wanted)) == wanted  # noqa: B023
     assert smallest(lambda _: 0.89) is None
+
+
+def test_equal_or_uncertain_prices_are_even() -> None:
+    """A difference counts if it stays with so much more load as the formulas may be wrong by."""
+    same = plan(setup_of("A10", 0.5, 0.08), Load(40, 250, 150))
+    assert (same.verdict, same.advice) == (
+        "even",
+        "Even, so do not disaggregate: aggregated has fewer parts, and both take 3.75 USD an hour",
+    )
+    near = plan(setup_of("H100", 1.0, 0.016), Load(20, 4000, 200))
+    assert near.together is not None
+    assert near.harder is not None
+    assert near.harder.gpus > near.together.gpus
+    assert near.verdict == "even"
+    assert near.advice.endswith(
+        "; 15.00 USD an hour instead of 12.00 USD an hour, +25%, but with 15% more load, which is how exact the"
+        " formulas are, aggregated takes 18.00 USD an hour"
+    )
+
+
+def test_what_is_clearly_cheaper_or_alone_keeps_the_slo_is_advised() -> None:
+    """Splitwise's coding service: prefill on H100, decode on A100."""
+    mixed = Setup(LLAMA_70B, GPUS["H100"], gpus=8, tp=8, decode_gpu=GPUS["A100"], slo=Slo(0.9, 0.026))
+    made = plan(mixed, Load(40, 2048, 28, variation=0.8))
+    assert made.apart is not None
+    assert made.harder is not None
+    assert made.together is not None
+    assert made.apart.usd_per_hour < made.harder.usd_per_hour < made.together.usd_per_hour
+    assert (made.verdict, made.advice[:13]) == ("disaggregate", "Disaggregate:")
+    alone = replace(made, together=None, why_not={"aggregated": "itl: too slow"})
+    assert alone.verdict == "disaggregate"
+    assert alone.advice == "Disaggregate: without, no cluster keeps the SLO: itl: too slow"
+    other = replace(made, apart=None, why_not={"disaggregated": "ttft: too slow"})
+    assert other.verdict == "aggregate"
+    neither = replace(made, apart=None, together=None, why_not={"aggregated": "itl: too slow"})
+    assert neither.verdict is None
 
 
 # ------------------------------------------------------------------ bounds
@@ -221,12 +265,7 @@ def test_own_gpus_cost_nothing_and_are_counted() -> None:
 
 
 def test_a_large_model_takes_tensor_parallelism() -> None:
-    large = shape_of(
-        "70B",
-        DEFAULT_CONFIG
-        | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
-    )
-    made = plan(replace(setup_of("H100", 2.0, 0.05), model=large), Load(2, 2000, 200))
+    made = plan(replace(setup_of("H100", 2.0, 0.05), model=LLAMA_70B), Load(2, 2000, 200))
     assert made.together is not None
     assert made.together.setup.tp >= 4  # 141 GB of weights; two H100 have 144 GB that can be used
     huge = shape_of("huge", DEFAULT_CONFIG | {"num_hidden_layers": 4000})
@@ -310,6 +349,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = json.loads(figures.read_text())
     assert said["aggregated"]["gpus"] == 1
     assert said["disaggregated"]["gpus"] == 2
+    assert said["verdict"] == "aggregate"
     assert said["advice"] == "Do not disaggregate: 6.00 USD an hour instead of 3.00 USD an hour, +100%"
     assert said["simulated"]["aggregated 1"] >= GOAL
     assert said["arithmetic"]["model and load"][1] == {

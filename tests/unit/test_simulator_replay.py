@@ -4,8 +4,10 @@ import io
 import json
 import math
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -21,11 +23,13 @@ from simulator.gpus import gpu_named
 from simulator.model_shape import DEFAULT_CONFIG, open_shape
 from simulator.planned import autoscaled
 from simulator.replay import Scenario, Setup, learnt_by, replay, scenarios
-from simulator.report import as_json, tables_of, verdict
+from simulator.report import advice, as_json, tables_of
 from simulator.request import Outcome, TraceRequest
 from simulator.results import Slo
 from support.virtual_cluster import cluster_spec, random_requests
 from tandem.cli.main import app
+from tandem.cli.replay import seeds_that_differ
+from tandem.progress import ShareProgress
 
 LLAMA = open_shape(None)
 SETUP = Setup(LLAMA, gpu_named("h100"), gpus=4)
@@ -85,28 +89,6 @@ def test_what_is_drawn_beside_the_slo_is_what_it_is_about() -> None:
     assert results.request_itl_s.p50 == results.request_itl_s.p99 == outcomes[-1].itl_s
 
 
-def test_verdicts() -> None:
-    trace = random_requests(5, 10, rate=20.0)
-    aggregated = replay(SETUP, Scenario("aggregated", 0, 4), trace)
-    split = replace(aggregated, scenario=Scenario("conditional", 1, 3))
-
-    def said(base: float, other: float) -> str:
-        runs = [
-            replace(run, results=replace(run.results, goodput_per_gpu=value))
-            for run, value in ((aggregated, base), (split, other))
-        ]
-        return verdict(runs)
-
-    assert said(1.0, 1.5).startswith("Disaggregate: conditional 1P:3D gives 1.5")
-    assert "+50%" in said(1.0, 1.5)
-    assert said(1.0, 0.5).startswith("Do not disaggregate: aggregated gives 1")
-    assert "-50%" in said(1.0, 0.5)
-    assert said(1.0, 1.01).startswith("Disaggregation changes little")
-    assert said(0.0, 0.0).startswith("Nothing keeps the SLO")
-    assert "keeps nothing" in said(0.0, 1.0)
-    assert verdict([split]).startswith("Best: conditional")
-
-
 def test_every_logged_decision_is_made_again() -> None:
     log, seeds = io.StringIO(), random.Random(0)
     for shape in ((0, 3), (2, 3)):
@@ -149,11 +131,49 @@ def test_the_command(tmp_path: Path) -> None:
         "conditional 1P:1D",
     ]
     assert all(run["results"]["finished"] == 20 for run in said["runs"])
-    assert said["verdict"]
+    assert said["verdict"] == "even"
+    assert said["advice"].startswith("Even")
+    assert "95 % interval, 1 seed" in done.output.replace("\n", " "), "every request keeps the SLO in both"
+    assert said["difference"]["interval"] == [0.0, 0.0]
     assert all(said == again for said, again in map(decide_again, log.read_text().splitlines()))
     again = CliRunner().invoke(app, ["replay", str(trace), *options, "--json", str(tmp_path / "again.json")])
     assert again.exit_code == 0
     assert (tmp_path / "again.json").read_text() == figures.read_text()
+
+
+UNDECIDED = ["--gpus", "2", "--split", "1:1", "--modes", "aggregated,disaggregated", "--ttft", "0.035", "--rate", "4"]
+
+
+def test_the_command_repeats_what_is_undecided(tmp_path: Path) -> None:
+    """A run that draws nothing at random is the same for every seed, so it is not repeated."""
+    trace, figures = write_trace(tmp_path / "t.jsonl", 200), tmp_path / "out.json"
+
+    def difference(*options: str) -> dict[str, Any]:
+        done = CliRunner().invoke(app, ["replay", str(trace), *UNDECIDED, *options, "--json", str(figures)])
+        assert done.exit_code == 0, done.output
+        return json.loads(figures.read_text())["difference"]  # type: ignore[no-any-return]
+
+    assert difference()["seeds"] == 1
+    spread = difference("--spread", "1")
+    assert 1 < spread["seeds"] <= 4
+    assert len(set(spread["goodput_per_gpu"]["aggregated"])) == spread["seeds"]
+    assert difference("--spread", "1", "--repeat", "1")["seeds"] == 1
+    assert (seeds_that_differ(4, 0.0, 1), seeds_that_differ(4, 0.0, 2)) == (1, 4)
+
+
+def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with ShareProgress(Console(), every_s=0.01) as progress, progress.part("aggregated 2", 50.0) as advance:
+        advance(20.0)
+        time.sleep(0.1)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "aggregated 2: 40% done, 0 s\n" in err
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with ShareProgress(terminal, every_s=0.01) as progress, progress.part("aggregated 2", 50.0) as advance:
+        advance(20.0)
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+    assert "aggregated 2" in terminal.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_command_with_a_planner(tmp_path: Path) -> None:
@@ -197,6 +217,8 @@ def test_the_command_with_a_planner(tmp_path: Path) -> None:
         (["--tp", "2", "--gpus", "3"], "tp: 3 GPUs are no whole number"),
         (["--tp", "3", "--gpus", "3"], "tp: 3 does not divide the 32 heads of Llama 3.1 8B"),
         (["--duration", "0"], "duration: 0.0 is not"),
+        (["--repeat", "0"], "repeat: 0 is not from 1 to 10"),
+        (["--repeat", "11"], "repeat: 11 is not from 1 to 10"),
         (["--png", "/nonexistent/x"], "there is no directory /nonexistent"),
         (["--log-decisions", "."], "--log-decisions: cannot write .: it is a directory"),
         (["--log-decisions", "log", "--modes", "disaggregated"], "log_decisions: nothing would be logged"),
@@ -292,7 +314,7 @@ def test_the_picture(tmp_path: Path) -> None:
     setup = replace(SETUP, slo=Slo(0.05, 0.01))
     runs = [replay(setup, scenario, trace) for scenario in scenarios(setup, splits=[(1, 3)])]
     runs.append(replay(setup, autoscaled(setup, 2, 0.5), trace))
-    write_plot(tmp_path / "p.png", runs, setup, "made up")
+    write_plot(tmp_path / "p.png", runs, setup, "made up", 20 * "a long headline, ")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -300,5 +322,5 @@ def test_nothing_finished_is_no_number() -> None:
     refused = replay(SETUP, Scenario("aggregated", 0, 4), [TraceRequest(0, 0.0, 1 << 23, 1)])
     assert refused.results.refused == 1
     assert math.isnan(refused.results.ttft_s.mean)
-    assert verdict([refused, refused]) == "Nothing was served: larger than every pool"
+    assert advice([refused, refused]) == "Nothing was served: larger than every pool"
     assert as_json([refused], SETUP, "t")["runs"][0]["results"]["ttft_s"]["mean"] is None
