@@ -196,8 +196,8 @@ def _contenders(blocks: Sequence[Sequence[Blocks]], places: Sequence[int], level
 def interval_of_best(differences: Blocks, level: float) -> tuple[float, float]:
     """Return the bounds of the largest of several differences, given by seed, block and cluster.
 
-    They hold for all clusters at once, since the largest is chosen afterwards, and miss with a chance of `level`. With
-    few blocks they are infinite.
+    They hold for all clusters at once, since the largest is chosen afterwards, and miss with a chance of `level`: the
+    upper one is the largest that any cluster's difference may have. With few blocks they are infinite.
     """
     _, num_blocks, _ = differences.shape
     if num_blocks < LEAST_BLOCKS:
@@ -205,9 +205,12 @@ def interval_of_best(differences: Blocks, level: float) -> tuple[float, float]:
     means = differences.mean(axis=0)
     sums = means.sum(axis=0)
     errors = (_resamples(num_blocks) @ means - sums) * _error_factor(differences, level)
+    deviation = errors.std(axis=0)
+    errors = np.divide(errors, deviation, out=np.zeros_like(errors), where=deviation > 0)
     below = float(np.quantile(errors.max(axis=1), 1 - level / 2))
     above = float(np.quantile((-errors).max(axis=1), 1 - level / 2))
-    return float(sums.max()) - below, float(sums.max()) + above
+    best = int(sums.argmax())
+    return float(sums[best] - below * deviation[best]), float((sums + above * deviation).max())
 
 
 def _error_factor(differences: Blocks, level: float) -> Blocks:

@@ -62,6 +62,15 @@ def test_intervals_hold_the_difference_and_are_not_much_wider_than_they_must() -
     assert exact < width < 1.3 * exact
 
 
+def test_a_noisy_cluster_widens_the_upper_bound_only() -> None:
+    """The best is sure to be worse, but another one may be better."""
+    rng = np.random.default_rng(0)
+    calm, noisy = rng.normal(-1.0, 0.1, size=(1, BLOCKS, 1)), rng.normal(-2.0, 10.0, size=(1, BLOCKS, 1))
+    alone, both = (interval_of_best(each, LEVELS[0]) for each in (calm, np.concatenate((calm, noisy), axis=2)))
+    assert alone[1] < 0 < both[1]
+    assert both[0] == pytest.approx(alone[0], abs=0.5)
+
+
 def test_a_few_requests_tell_nothing() -> None:
     assert interval_of_best(np.ones((1, LEAST_BLOCKS - 1, 1)), LEVELS[0]) == (-math.inf, math.inf)
     assert interval_of_best(np.ones((1, LEAST_BLOCKS, 1)), LEVELS[0]) == (LEAST_BLOCKS, LEAST_BLOCKS)
