@@ -118,10 +118,25 @@ def open_shape(path: Path | None) -> ModelShape:
     """
     if path is None:
         return shape_of("Llama 3.1 8B", DEFAULT_CONFIG)
+    return shape_in(open_config(path))
+
+
+def open_config(path: Path) -> ModelDir:
+    """Return a model directory, or the fetched configs of a repository.
+
+    Raises BadSetup.
+    """
     try:
-        model_dir = ModelDir.open(fetch(path, CONFIG_FILES))
+        return ModelDir.open(fetch(path, CONFIG_FILES))
     except ModelRefused as error:
         raise BadSetup("model", str(error)) from None
+
+
+def shape_in(model_dir: ModelDir) -> ModelShape:
+    """Return the shape of a model directory.
+
+    Raises BadSetup where it is not known.
+    """
     config = model_dir.config
     nested = config.get("text_config")
     if isinstance(nested, dict):

@@ -44,21 +44,27 @@ class Verdict:
         return lines
 
 
-def verdicts(values: Mapping[str, Any], shapes: Mapping[str, ModelShape], gpu: str = "") -> list[Verdict]:
+Shapes = Mapping[str, ModelShape | BadSetup]
+"""Shapes of models by their names in the values, or why a shape is not known."""
+
+
+def verdicts(values: Mapping[str, Any], shapes: Shapes, gpu: str = "") -> list[Verdict]:
     """Return a verdict on each pool, in the order of the chart.
 
-    `shapes`: of models by their names in the values, where the names alone do not tell. `gpu`: where no node selector
-    names one. Raises BadSetup for values that are no values.
+    `shapes`: where the models' names do not tell. `gpu`: where no node selector names one. Raises BadSetup for values
+    that are no values.
     """
     pools = pools_of(values)
-    if others := sorted(set(shapes) - {pool.model for pool in pools}):
-        raise BadSetup("shape", f"the values have no model {others[0]!r} with workers")
+    if others := sorted(set(shapes) - {model["name"] for model in values["models"]}):
+        raise BadSetup("shape", f"the values have no model {others[0]!r}")
     return [_verdict(pool, shapes, gpu) for pool in pools]
 
 
-def _verdict(pool: ValuesPool, shapes: Mapping[str, ModelShape], gpu: str) -> Verdict:
+def _verdict(pool: ValuesPool, shapes: Shapes, gpu: str) -> Verdict:
     shape = None if pool.is_sim else shapes.get(pool.model) or known_shape(pool.repository) or known_shape(pool.model)
     try:
+        if isinstance(shape, BadSetup):
+            raise Unchecked("shape", shape.reason)
         device = pool.device(gpu)
         if shape is None and not pool.is_sim:
             raise Unchecked("shape", f"{pool.model!r} is none of {', '.join(NAMES)}: say --shape {pool.model}=DIR")

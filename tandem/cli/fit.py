@@ -15,9 +15,9 @@ from engine.model.hub import model_path
 from simulator.errors import BadSetup, shown
 from simulator.fit.memory import gb
 from simulator.fit.values import merged
-from simulator.fit.verdict import Verdict, verdicts
+from simulator.fit.verdict import Shapes, Verdict, verdicts
 from simulator.known_models import known_shape
-from simulator.model_shape import ModelShape, open_shape
+from simulator.model_shape import ModelShape, open_config, shape_in
 from tandem.cli.tables import NamesTable, uncut
 
 NAMES = ("pool", "verdict")
@@ -41,18 +41,26 @@ def read_values(paths: Sequence[Path]) -> dict[str, Any]:
     return values
 
 
-def parse_shapes(texts: Sequence[str]) -> dict[str, ModelShape]:
-    """Return shapes by the name of the model in the values, from NAME=SHAPE.
+def parse_shapes(texts: Sequence[str]) -> dict[str, ModelShape | BadSetup]:
+    """Return shapes by the name of the model in the values, from NAME=SHAPE, or why one is not known.
 
-    Raises BadSetup.
+    Raises BadSetup where there is no such model.
     """
-    shapes = {}
+    shapes: dict[str, ModelShape | BadSetup] = {}
     for text in texts:
         name, equals, shape = text.partition("=")
         if not (name and equals and shape):
             raise BadSetup("shape", f"{shown(text)} is not NAME=SHAPE")
-        shapes[name] = known_shape(shape) or open_shape(Path(model_path(shape)))
+        shapes[name] = known_shape(shape) or _shape_at(Path(model_path(shape)))
     return shapes
+
+
+def _shape_at(path: Path) -> ModelShape | BadSetup:
+    model_dir = open_config(path)
+    try:
+        return shape_in(model_dir)
+    except BadSetup as error:
+        return error
 
 
 def refuse_beside_values(others: Mapping[str, object]) -> None:
@@ -66,7 +74,7 @@ def refuse_beside_values(others: Mapping[str, object]) -> None:
 
 
 def show_fit(
-    console: Console, values: Mapping[str, Any], shapes: Mapping[str, ModelShape], gpu: str, json_path: Path | None
+    console: Console, values: Mapping[str, Any], shapes: Shapes, gpu: str, json_path: Path | None
 ) -> bool:
     """Print a verdict on each pool and its reasons, and write figures; return whether no pool is refused.
 
