@@ -176,19 +176,25 @@ def weight_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
     return embeddings + (shape.params - shape.embedding_params) * bits / 8
 
 
-def full_context_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
-    """Return the KV of one context as long as the worker takes, and of the block that engines keep for themselves.
+def block_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
+    """Return the bytes of a KV block, of all ranks together."""
+    if shape is None or config.engine == "sim":
+        return float(config.sim_block_kib << 10) * config.block_tokens / 16
+    layout = _layout(shape, config)
+    if config.engine != "vllm" or (dtype := config.vllm_options.get("kv_cache_dtype", AUTO)) == AUTO:
+        return float(layout.block_bytes)
+    bits = 16.0 if dtype in ("bfloat16", "float16") else _vllm_bits("kv_cache_dtype", dtype)
+    return layout.block_bytes * bits / (8 * DTYPE_BYTES[layout.dtype])
 
-    Where the context's length is not known, that is the KV of a step's tokens.
+
+def full_context_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
+    """Return the KV of one context as long as the worker takes it.
+
+    Where the context's length is not known, that is the KV of a step's tokens; of the sim engine, one block.
     """
     if shape is None or config.engine == "sim":
-        return 2.0 * (config.sim_block_kib << 10)
-    layout = _layout(shape, config)
-    block_bytes = float(layout.block_bytes)
-    if config.engine == "vllm" and (dtype := config.vllm_options.get("kv_cache_dtype", AUTO)) != AUTO:
-        bits = 16.0 if dtype in ("bfloat16", "float16") else _vllm_bits("kv_cache_dtype", dtype)
-        block_bytes *= bits / (8 * DTYPE_BYTES[layout.dtype])
-    return (layout.blocks_for(_context_tokens(shape, config)) + 1) * block_bytes
+        return block_bytes(shape, config)
+    return _layout(shape, config).blocks_for(_context_tokens(shape, config)) * block_bytes(shape, config)
 
 
 def step_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
@@ -234,6 +240,8 @@ def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
         except StartError as error:
             found.append(str(error))
     ranks, shape = config.tensor_parallel, worker.shape
+    if config.engine == "torch" and config.device == "cuda" and not worker.gpus:
+        found.append("device: cuda, but gpus is 0: the pod gets no GPU")
     if worker.gpus and worker.gpus != ranks:
         found.append(f"gpus: {worker.gpus} is not tensor_parallel, {ranks}: each rank has one GPU")
     if shape is not None and config.engine != "sim" and (shape.kv_heads % ranks or shape.heads % ranks):
@@ -252,11 +260,14 @@ def _too_little(worker: Worker, config: WorkerConfig, need: Need, kv_mib: int, c
         each = f" on each of {config.tensor_parallel}" if device.is_gpu and config.tensor_parallel > 1 else ""
         short = f"{gb(need.total - device.memory_bytes)} more than the {gb(device.memory_bytes)} of {device.name}"
         return [f"{need.in_words()}{each}, {short}"]
-    whole = f"one full context of {worker.shape.name} takes {gb(context)}" if worker.shape else "a block takes more"
+    whole = f"one full context of {worker.shape.name}" if worker.shape else "a block"
     if worker.kv_auto and kv < context:
-        return [f"kv_memory_mib: {need.in_words()} leaves {gb(kv)} of {gb(device.memory_bytes)} for KV, and {whole}"]
+        left = f"leaves {gb(kv)} of {gb(device.memory_bytes)} for KV"
+        return [f"kv_memory_mib: {need.in_words()} {left}, and {whole} takes {gb(context)}"]
     if config.engine == "vllm" and kv < context:
-        return [f"kv_memory_mib: {kv_mib} is {gb(kv)}, and {whole}, for which vLLM needs room"]
+        return [f"kv_memory_mib: {kv_mib} is below {math.ceil(context / MIB)}: vLLM needs room for {whole}"]
+    if kv < (block := block_bytes(worker.shape, config)):
+        return [f"kv_memory_mib: {kv_mib} is below {math.ceil(block / MIB)}, a KV block"]
     return []
 
 

@@ -83,6 +83,8 @@ def _changes(worker: Worker) -> Iterator[Change]:
         else:
             if worker.gpus:
                 yield change  # which is as many GPUs as ranks
+            if worker.settings.get("engine") == "vllm" or worker.settings.get("tensor_parallel", 1) != 1:
+                yield from _dropped_tiers(worker, change)  # which are refused whatever the size of the pool
             yield from _resized(worker, change)
             yield from _dropped_tiers(worker, change)
     for change in singles:

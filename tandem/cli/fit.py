@@ -73,9 +73,7 @@ def refuse_beside_values(others: Mapping[str, object]) -> None:
             raise BadSetup(name, "is of a load, and does not go with --values")
 
 
-def show_fit(
-    console: Console, values: Mapping[str, Any], shapes: Shapes, gpu: str, json_path: Path | None
-) -> bool:
+def show_fit(console: Console, values: Mapping[str, Any], shapes: Shapes, gpu: str, json_path: Path | None) -> bool:
     """Print a verdict on each pool and its reasons, and write figures; return whether no pool is refused.
 
     Raises BadSetup.
