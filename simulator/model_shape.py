@@ -129,7 +129,7 @@ def open_config(path: Path) -> ModelDir:
     try:
         return ModelDir.open(fetch(path, CONFIG_FILES))
     except ModelRefused as error:
-        raise BadSetup("model", str(error)) from None
+        raise BadSetup("model", error.reason) from None
 
 
 def shape_in(model_dir: ModelDir) -> ModelShape:

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import WorkerConfig
-from simulator.errors import BadSetup
 from simulator.fit.memory import (
     GPU_RESERVE,
     HOST_RESERVE,
@@ -22,8 +21,6 @@ from simulator.fit.memory import (
     full_context_bytes,
 )
 from simulator.fit.nearest import Change, nearest
-from simulator.fit.values import gpu_of_product, pools_of, quantity
-from simulator.fit.verdict import verdicts
 from simulator.gpus import GPUS
 from simulator.known_models import NAMES, known_shape
 from simulator.model_shape import ModelShape
@@ -338,99 +335,3 @@ def test_a_change_is_found_where_there_is_one(device: Device, times: float, kv_m
     found = nearest(given_worker)
     assert (found is not None) >= any_fits
     assert found is None or times < 4
-
-
-# ------------------------------------------------------------------ values
-
-
-@pytest.mark.parametrize(
-    ("product", "device"),
-    [
-        ("NVIDIA-H100-80GB-HBM3", H100),
-        ("NVIDIA-H100-NVL", H100),
-        ("h100", H100),
-        ("NVIDIA-A100-SXM4-40GB", Device("A100", 40e9)),
-        ("NVIDIA-H100-80GB-HBM3-MIG-1g.10gb", Device("H100", 10e9)),
-        ("NVIDIA-L40S", Device("L40S", 48e9)),
-        ("NVIDIA-L40", None),
-        ("NVIDIA-A10G", None),
-        ("NVIDIA-L4-SHARED", None),
-        ("", None),
-    ],
-)
-def test_products(product: str, device: Device | None) -> None:
-    assert gpu_of_product(product) == device
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("64Gi", 64 << 30), ("512Mi", 512 << 20), ("2G", 2e9), ("1.5Gi", 1.5 * (1 << 30)), (1024, 1024), ("7k", 7000)],
-)
-def test_quantities(text: object, size: float) -> None:
-    assert quantity("memory", text) == size
-
-
-@pytest.mark.parametrize("text", ["", "64GB", "much", "-1Gi", None, True, "1e400", ["1Gi"]])
-def test_what_is_no_quantity(text: object) -> None:
-    with pytest.raises(BadSetup, match=r"memory: .* is no number of bytes"):
-        quantity("memory", text)
-
-
-MODEL = {"name": "llama-3.1-8b", "source": {"pvc": {"claimName": "m"}}, "decode": {"replicas": 1}}
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({}, "models: the values have no list of models"),
-        ({"models": {}}, "models: the values have no list"),
-        ({"models": ["a"]}, "models.0: 'a' is no mapping"),
-        ({"models": [{"name": 1}]}, "models.0.name: 1 is no name"),
-        ({"models": [MODEL | {"decode": []}]}, "llama-3.1-8b.decode: \\[\\] is no mapping"),
-        ({"models": [MODEL | {"decode": {"replicas": "two"}}]}, "llama-3.1-8b.decode.replicas: 'two' is no number"),
-        ({"models": [MODEL], "worker": {"gpus": 0.5}}, "llama-3.1-8b.decode.gpus: 0.5 is no number"),
-        ({"models": [MODEL], "worker": {"resources": {"limits": {"memory": "x"}}}}, "resources.limits.memory: 'x'"),
-        ({"models": [MODEL], "worker": {"config": {1: 2}}}, "worker.config: .* is no mapping of names"),
-    ],
-)
-def test_values_that_are_no_values(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadSetup, match=said):
-        verdicts(values, {})
-
-
-def test_pools_are_merged_as_the_chart_does_it() -> None:
-    values = {
-        "worker": {"gpus": 1, "config": {"kv_memory_mib": 1, "dtype": "float32"}, "nodeSelector": {"a": "b"}},
-        "models": [
-            MODEL
-            | {
-                "prefill": {"replicas": 0, "canary": {"replicas": 1}},
-                "decode": {
-                    "replicas": 2,
-                    "config": {"kv_memory_mib": 2},
-                    "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-L4"},
-                    "canary": {"replicas": 1.0, "gpus": 2.0, "config": {"tensor_parallel": 2}},
-                },
-            }
-        ],
-    }
-    pool, canary = pools_of(values)
-    assert (pool.name, canary.name) == ("llama-3.1-8b.decode", "llama-3.1-8b.decode.canary")
-    assert (pool.replicas, pool.gpus, canary.replicas, canary.gpus) == (2, 1, 1, 2)
-    common = {"model": "/models/llama-3.1-8b", "kv_memory_mib": 2, "dtype": "float32"}
-    assert pool.settings == common
-    assert canary.settings == common | {"tensor_parallel": 2}
-    assert pool.product == canary.product == "NVIDIA-L4"
-
-
-def test_what_is_unknown_is_named() -> None:
-    values = {"worker": {"gpus": 1}, "models": [MODEL, MODEL | {"name": "mine"}]}
-    known, unknown = verdicts(values, {}, gpu="L4")
-    assert known.said == "fits"
-    assert unknown.reasons()[0].startswith("unchecked: shape: 'mine' is none of llama-3.1-8b, ")
-    (without, _) = verdicts(values, {})
-    assert without.reasons() == ["unchecked: nodeSelector.nvidia.com/gpu.product: no GPU is named there, nor by --gpu"]
-    (refused, _) = verdicts(values, {"llama-3.1-8b": BadSetup("model", "latent attention")}, gpu="L4")
-    assert refused.reasons() == ["unchecked: shape: latent attention"]
-    with pytest.raises(BadSetup, match="shape: the values have no model 'other'"):
-        verdicts(values, {"other": LLAMA_8B})
