@@ -60,6 +60,12 @@ class ModelShape:
     """Bits of a quantised layer's weight, without scales; None: `dtype_bytes`."""
     max_context_tokens: int | None = None
     """Context length; None: unknown."""
+    hidden: int = 0
+    """Width of a hidden state."""
+    inner: int = 0
+    """Width of the MLP's inside for a token; with experts, of all those it is routed to."""
+    vocab: int = 0
+    """Size of the vocabulary."""
 
     @property
     def weight_bytes(self) -> int:
@@ -112,10 +118,25 @@ def open_shape(path: Path | None) -> ModelShape:
     """
     if path is None:
         return shape_of("Llama 3.1 8B", DEFAULT_CONFIG)
+    return shape_in(open_config(path))
+
+
+def open_config(path: Path) -> ModelDir:
+    """Return a model directory, or the fetched configs of a repository.
+
+    Raises BadSetup.
+    """
     try:
-        model_dir = ModelDir.open(fetch(path, CONFIG_FILES))
+        return ModelDir.open(fetch(path, CONFIG_FILES))
     except ModelRefused as error:
-        raise BadSetup("model", str(error)) from None
+        raise BadSetup("model", error.reason) from None
+
+
+def shape_in(model_dir: ModelDir) -> ModelShape:
+    """Return the shape of a model directory.
+
+    Raises BadSetup where it is not known.
+    """
     config = model_dir.config
     nested = config.get("text_config")
     if isinstance(nested, dict):
@@ -147,8 +168,10 @@ def shape_of(name: str, config: dict[str, Any]) -> ModelShape:
         raise BadSetup("model", f"config.json: {experts} experts, of which a token is sent to {per_token}")
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
     dense = 0 if experts else (2 if kind in _TWO_MATRICES else 3) * hidden * inner
-    expert = 3 * hidden * _number(config, "moe_intermediate_size", default=inner) if experts else 0
-    vocabulary = _number(config, "vocab_size") * hidden
+    expert_inner = _number(config, "moe_intermediate_size", default=inner)
+    expert = 3 * hidden * expert_inner if experts else 0
+    vocab = _number(config, "vocab_size")
+    vocabulary = vocab * hidden
     tied = config.get("tie_word_embeddings")
     embeddings = vocabulary if (kind in _TIED if tied is None else tied) else 2 * vocabulary
     common = layers * (attention + dense)
@@ -167,6 +190,9 @@ def shape_of(name: str, config: dict[str, Any]) -> ModelShape:
         embedding_params=embeddings,
         layer_bits=_layer_bits(config.get("quantization_config")),
         max_context_tokens=_number(config, "max_position_embeddings", "n_positions", default=0) or None,
+        hidden=hidden,
+        inner=per_token * expert_inner if experts else inner,
+        vocab=vocab,
     )
 
 

@@ -22,6 +22,16 @@ from simulator.report import finite
 from tandem.progress import ShareProgress
 
 
+def needed(name: str, value: float | None) -> float:
+    """Return an option of a load.
+
+    Raises BadSetup where it is not given.
+    """
+    if value is None:
+        raise BadSetup(name, f"give --{name} of a load, or --values FILE of a chart")
+    return value
+
+
 def make_plan(console: Console, setup: Setup, load: Load, num_simulated: int, json_path: Path | None) -> Plan:
     """Compute a plan, print it, simulate it with so many requests, and write files.
 

@@ -19,12 +19,15 @@ JsonOut = Annotated[Path | None, out_file("--json", help="write all figures")]
 
 @app.command(name="plan")
 def plan_cluster(
-    rate: Annotated[float, typer.Option(help="requests per second, coming by chance (Poisson)")],
-    prompt: Annotated[float, typer.Option(help="tokens of a prompt, the mean")],
-    output: Annotated[float, typer.Option(help="tokens of an output, the mean")],
+    rate: Annotated[float | None, typer.Option(help="requests per second, coming by chance (Poisson)")] = None,
+    prompt: Annotated[float | None, typer.Option(help="tokens of a prompt, the mean")] = None,
+    output: Annotated[float | None, typer.Option(help="tokens of an output, the mean")] = None,
     hit_rate: Annotated[float, typer.Option(help="of a prompt's tokens: those that are cached, 0 to 1")] = 0.0,
     variation: Annotated[float, typer.Option(help="of both lengths: standard deviation over mean; 0: all equal")] = 0.5,
-    gpu: Annotated[str, typer.Option(help="B200, H200, H100, A100, L40S, A10 or L4")] = "H100",
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="B200, H200, H100, A100, L40S, A10 or L4; default: H100; where --values names none"),
+    ] = None,
     decode_gpu: Annotated[str | None, typer.Option(help="of decode workers, where they have others")] = None,
     model: Annotated[Path | None, model_option("default: Llama 3.1 8B; no weights are read")] = None,
     ttft: Annotated[float, typer.Option(help="SLO: seconds to the first token")] = 1.0,
@@ -32,30 +35,50 @@ def plan_cluster(
     price: Annotated[float | None, typer.Option(help="USD per GPU and hour, any; default: a table's")] = None,
     block_tokens: Annotated[int, typer.Option(help="tokens of a KV block")] = 64,
     simulate: Annotated[int, typer.Option(help="try the plan with so many requests in virtual time")] = 0,
+    values: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="say whether each pool of the chart's values fits its device; repeatable"),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=SHAPE", help="of a model in --values: a known name, a directory, or org/name"),
+    ] = None,
     json_path: JsonOut = None,
 ) -> None:
     """Print the smallest cluster of each kind that keeps the SLO: how many GPUs, disaggregated or not.
 
     The SLO must hold for nine of ten requests; every figure comes with its formula. For a trace of your own use `tandem
-    replay`.
+    replay`. With --values it says instead whether each pool of a chart's values fits its device, and exits with 1 where
+    one does not.
     """
     from simulator.gpus import gpu_named
     from simulator.model_shape import open_shape
     from simulator.plan.load import Load
     from simulator.replay import Setup
     from simulator.results import Slo
-    from tandem.cli.plan import make_plan
+    from tandem.cli.fit import parse_shapes, read_values, refuse_beside_values, show_fit
+    from tandem.cli.plan import make_plan, needed
 
+    load = {"rate": rate, "prompt": prompt, "output": output}
+    if values:
+        refuse_beside_values(load | {"model": model, "decode_gpu": decode_gpu, "simulate": simulate or None})
+        named = gpu_named(gpu).name if gpu is not None else ""
+        if not show_fit(console, read_values(values), parse_shapes(shape or []), named, json_path):
+            raise typer.Exit(1)
+        return
+    if shape:
+        raise typer.BadParameter("goes with --values only", param_hint="--shape")
     setup = Setup(
         model=open_shape(model),
-        gpu=gpu_named(gpu),
+        gpu=gpu_named("H100" if gpu is None else gpu),
         gpus=1,
         decode_gpu=None if decode_gpu is None else gpu_named(decode_gpu),
         slo=Slo(ttft, itl / 1e3),
         usd_per_gpu_hour=price,
         block_tokens=block_tokens,
     )
-    make_plan(console, setup, Load(rate, prompt, output, hit_rate, variation), simulate, json_path)
+    means = {name: needed(name, value) for name, value in load.items()}
+    make_plan(console, setup, Load(**means, hit_rate=hit_rate, variation=variation), simulate, json_path)
 
 
 @app.command(name="replay")

@@ -180,12 +180,14 @@ def test_services_select_what_they_are_for(example: Path | None) -> None:
 def test_gpus_rdma_and_a_canary() -> None:
     manifests = render(ROOT / "helm" / "examples" / "gpu-rdma.yaml")
     specs = dict(pod_specs(manifests))
-    decode, canary = specs["demo-llama-3-1-70b-decode"], specs["demo-llama-3-1-70b-decode-canary"]
-    assert decode["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
-    assert decode["containers"][0]["resources"]["limits"]["rdma/hca"] == 1
+    name = "demo-llama-3-1-70b-fp8-decode"
+    decode, canary = specs[name], specs[f"{name}-canary"]
+    ranks = WorkerConfig.parse(config_of(manifests, name, "worker")).tensor_parallel
+    assert decode["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == ranks == 4
+    assert decode["containers"][0]["resources"]["limits"]["rdma/hca"] == 4
     assert [spec["containers"][0]["image"] for spec in (decode, canary)] == [
-        "tandem-worker:0.1.0",
-        "tandem-worker:0.1.1",
+        "tandem-worker-vllm:0.1.0",
+        "tandem-worker-vllm:0.1.1",
     ]
     labels = [m["spec"]["selector"]["matchLabels"] for m in manifests if m["kind"] == "Deployment"]
     assert len({json.dumps(each, sort_keys=True) for each in labels}) == len(labels), "each pod has one owner"

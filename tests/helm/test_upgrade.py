@@ -16,6 +16,7 @@ VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
 SIM = ROOT / "helm" / "examples" / "sim.yaml"
 SINCE = {
     ("0.1.0", "tls"): "at '/monitoring': additional properties 'tlsConfig' not allowed",
+    ("0.1.0", "gpu-8b"): "additional properties 'fitCheck' not allowed",
     ("0.1.0", "hub"): "at '/models/0/source': additional properties 'hub' not allowed",
 }
 """Examples of what that version could not do, and so refuses."""
@@ -23,6 +24,7 @@ KNOWN = {
     ("0.1.0", "sim"): {"demo-simulated-prefill", "demo-simulated-decode"},
     ("0.1.0", "laptop"): {"demo-storyteller-prefill", "demo-storyteller-decode"},
     ("0.1.0", "vllm"): {"demo-llama-3-1-8b-prefill", "demo-llama-3-1-8b-decode"},
+    ("0.1.0", "mixed-gpus"): {"demo-llama-3-1-8b-prefill", "demo-llama-3-1-8b-decode"},
 }
 """Pools that do not know where routers of later versions are, as docs/kubernetes.md says under Upgrades."""
 

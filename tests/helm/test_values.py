@@ -96,6 +96,15 @@ def of_hub(name: str = "a", **source: Any) -> dict[str, Any]:
             {"models": [keeping(0, replicas=1, canary={"replicas": 1, "config": {"transport": "ucxx"}})]},
             "config.transport of a worker: ucxx listens on",
         ),
+        (
+            {"models": [keeping(0, replicas=1, gpus=1, config={"tensor_parallel": 4})]},
+            "models: a.decode.gpus: 1 is not config.tensor_parallel, 4: each rank has one GPU",
+        ),
+        (
+            {"models": [keeping(0, replicas=1, canary={"replicas": 1, "gpus": 2})]},
+            "models: a.decode.canary.gpus: 2 is not config.tensor_parallel, 1: each rank has one GPU",
+        ),
+        ({"fitCheck": {"gpus": "H100"}}, "'gpus' not allowed"),
         ({"router": {"service": {"type": "LoadBalancer"}}}, "router.service.type: LoadBalancer lets everybody in"),
         ({"router": {"minAvailable": 1}}, "router.minAvailable: 1 is not below replicas, 1"),
         (
@@ -252,6 +261,7 @@ values_of_all_kinds = st.fixed_dictionaries(
             },
         ),
         "apiKeys": st.sampled_from([{}, {"secret": "k"}, {"secret": "k", "testSecret": "t"}]),
+        "fitCheck": st.fixed_dictionaries({"enabled": st.booleans()}, optional={"gpu": st.sampled_from(["", "L4"])}),
         "monitoring": st.fixed_dictionaries({"serviceMonitor": st.booleans(), "dashboard": st.booleans()}),
     },
 )
@@ -263,6 +273,8 @@ def test_valid_values_render_to_valid_manifests(values: dict[str, Any], release:
     for pool in (model[role] for model in values["models"] for role in ROLES if role in model):
         if "planner" in values:  # it does what autoscaling would
             pool.pop("autoscaling", None)
+        if pool.get("gpus"):
+            pool["config"] = {**pool.get("config", {}), "tensor_parallel": pool["gpus"]}
         least = 2 if "planner" in values else HPA["minReplicas"] if "autoscaling" in pool else pool["replicas"]
         if "minAvailable" in pool:
             pool["minAvailable"] = min(pool["minAvailable"], max(least - 1, 0))

@@ -1,0 +1,310 @@
+"""Memory that a worker takes of each device, and whether the device has it.
+
+A device is one GPU, which holds the part of one tensor-parallel rank, or a container's main memory, which holds all
+ranks. Each rank takes
+
+    weights / tensor_parallel + KV pool / tensor_parallel + step + reserve
+
+`weights` is the model's number of parameters times their bytes; embeddings and the output layer stay in the model's
+dtype whatever `weights` says, which is too much by the output layer where Tandem quantises it. The KV pool is
+`kv_memory_mib`, which is of all ranks together. `auto` is what the other terms leave.
+
+`step` is an estimate of what a step of `max_batch_tokens` tokens takes at its largest, in a layer and at the end:
+
+    tokens x dtype x (4 hidden + (2 heads + 2 kv_heads) x head_dim / tensor_parallel + 3 inner / tensor_parallel)
+    + rows x vocab x (dtype + 8)
+
+The first line is a layer's: the residual, its norm, the two sums; queries, keys, values and attention's output; gate,
+up and their product. The second line has the logits in the model's dtype, in float32, and their logarithms, for one row
+of each sequence or prompt token that is scored: at most `MAX_ROWS`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cluster.errors import StartError
+from cluster.roles import Role
+from engine.config import WorkerConfig
+from engine.kv.layout import DTYPE_BYTES, KvLayout
+from engine.process.vllm_arguments import engine_arguments
+from engine.speculation.speculator import NGRAM
+from simulator.errors import BadSetup, shown
+from simulator.model_shape import ModelShape
+
+AUTO = "auto"
+GPU_RESERVE = 2e9
+"""Bytes of a GPU for CUDA's context, kernels' workspaces, graphs, NCCL and fragmentation."""
+HOST_RESERVE = 0.78e9
+"""Bytes of a rank's processes in main memory: the front's and the engine's with a tiny model (docs/benchmarks.md)."""
+MAX_ROWS = 1024
+"""Rows of logits in one step: vLLM's largest default of max_num_seqs."""
+MIB = 1 << 20
+_BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.5}
+"""Bits of a quantised weight; int4 has a 16-bit scale for each 32 weights."""
+_WITHOUT_FLOAT8 = frozenset({"A100", "A10"})
+"""GPUs below compute capability 8.9."""
+_VLLM_DTYPE_BITS = {"fp8": 8.0, "fp8_e4m3": 8.0, "fp8_e5m2": 8.0}
+"""Values of vLLM's quantization and kv_cache_dtype that mean one byte."""
+
+
+class Unchecked(BadSetup):
+    """A worker whose memory is not known: `field` is what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Memory that one rank has, or all ranks of a container."""
+
+    name: str
+    """Name of the GPU as in `gpus.py`, or of the setting that limits main memory."""
+    memory_bytes: float
+    is_gpu: bool = True
+
+    @property
+    def has_float8(self) -> bool:
+        return self.is_gpu and self.name not in _WITHOUT_FLOAT8
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker to check."""
+
+    role: Role
+    settings: Mapping[str, Any]
+    """Settings as `WorkerConfig` takes them; `kv_memory_mib` may be "auto"."""
+    device: Device
+    shape: ModelShape | None
+    """Shape of its model; None for the sim engine, which has no weights."""
+    gpus: int = 1
+    """Number of GPUs; 0: none."""
+
+    @property
+    def kv_auto(self) -> bool:
+        return self.settings.get("kv_memory_mib") == AUTO
+
+    def config(self) -> WorkerConfig:
+        """Return the validated settings, with a stand-in for `kv_memory_mib: auto`.
+
+        Raises StartError.
+        """
+        return WorkerConfig.parse({**self.settings, **({"kv_memory_mib": 1} if self.kv_auto else {})})
+
+    def with_settings(self, **changes: Any) -> "Worker":
+        return replace(self, settings={**self.settings, **changes})
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes that a worker takes of each of its devices."""
+
+    weights: float
+    kv: float
+    step: float
+    reserve: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.kv + self.step + self.reserve
+
+    def in_words(self) -> str:
+        terms = {"weights": self.weights, "KV": self.kv, "step": self.step, "reserve": self.reserve}
+        return " + ".join(f"{name} {gb(size)}" for name, size in terms.items()) + f" = {gb(self.total)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Outcome of a check."""
+
+    worker: Worker
+    refusals: tuple[str, ...] = ()
+    """Reasons why the worker cannot run, each with its arithmetic or its setting; empty: it fits."""
+    need: Need | None = None
+    """Memory of each device; None where the settings are invalid."""
+    kv_mib: int = 0
+    """Size of the KV pool of all ranks; with "auto" what is left."""
+    unknown: tuple[str, ...] = ()
+    """Settings whose memory is not counted."""
+
+    @property
+    def fits(self) -> bool:
+        return not self.refusals
+
+    @property
+    def left(self) -> float:
+        """Bytes that stay free on each device; below 0: bytes that are missing."""
+        return self.worker.device.memory_bytes - (self.need.total if self.need else 0)
+
+
+def gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+def check(worker: Worker) -> Fit:
+    """Check a worker's settings by their own rules, then its memory.
+
+    Raises Unchecked where the size of its model cannot be told.
+    """
+    try:
+        config = worker.config()
+    except StartError as error:
+        return Fit(worker, (str(error),))
+    if config.engine != "sim" and worker.shape is None:
+        raise Unchecked("model", "its shape is not known")
+    refusals = list(_refused(config, worker))
+    need, kv_mib = _need(worker, config)
+    context = full_context_bytes(worker.shape, config)
+    refusals += _too_little(worker, config, need, kv_mib, context)
+    return Fit(worker, tuple(refusals), need, kv_mib, tuple(_not_counted(config, worker.role)))
+
+
+def weight_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
+    """Return the bytes of all weights.
+
+    Raises Unchecked for a quantisation of unknown size.
+    """
+    if shape is None or config.engine == "sim":
+        return 0.0
+    saved = shape.weight_bytes if shape.layer_bits else shape.params * _dtype_bytes(shape, config)
+    bits = _BITS.get(config.weights)
+    if config.engine == "vllm" and (method := config.vllm_options.get("quantization")) is not None:
+        bits = None if shape.layer_bits else _vllm_bits("quantization", method)
+    if bits is None or shape.layer_bits:
+        return float(saved)
+    embeddings = shape.embedding_params * _dtype_bytes(shape, config)
+    return embeddings + (shape.params - shape.embedding_params) * bits / 8
+
+
+def block_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
+    """Return the bytes of a KV block, of all ranks together."""
+    if shape is None or config.engine == "sim":
+        return float(config.sim_block_kib << 10) * config.block_tokens / 16
+    layout = _layout(shape, config)
+    if config.engine != "vllm" or (dtype := config.vllm_options.get("kv_cache_dtype", AUTO)) == AUTO:
+        return float(layout.block_bytes)
+    bits = 16.0 if dtype in ("bfloat16", "float16") else _vllm_bits("kv_cache_dtype", dtype)
+    return layout.block_bytes * bits / (8 * DTYPE_BYTES[layout.dtype])
+
+
+def full_context_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
+    """Return the KV of one context as long as the worker takes it.
+
+    Where the context's length is not known, that is the KV of a step's tokens; of the sim engine, one block.
+    """
+    if shape is None or config.engine == "sim":
+        return block_bytes(shape, config)
+    return _layout(shape, config).blocks_for(_context_tokens(shape, config)) * block_bytes(shape, config)
+
+
+def step_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
+    """Return the memory of a step on each rank, as the module says."""
+    if shape is None or config.engine == "sim":
+        return 0.0
+    dtype, ranks = DTYPE_BYTES[_layout(shape, config).dtype], config.tensor_parallel
+    sharded = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim + 3 * shape.inner
+    layer = config.max_batch_tokens * dtype * (4 * shape.hidden + sharded / ranks)
+    return layer + min(config.max_batch_tokens, MAX_ROWS) * shape.vocab * (dtype + 8)
+
+
+def _need(worker: Worker, config: WorkerConfig) -> tuple[Need, int]:
+    """Return the memory of each device, and the MiB of the KV pool of all ranks."""
+    ranks, device = config.tensor_parallel, worker.device
+    here = 1 if device.is_gpu else ranks
+    share = here / ranks
+    reserve = GPU_RESERVE if device.is_gpu else HOST_RESERVE
+    tiers = 0.0 if device.is_gpu else float(config.kv_host_memory_mib * MIB)
+    need = Need(
+        weights=weight_bytes(worker.shape, config) * share,
+        kv=tiers,
+        step=step_bytes(worker.shape, config) * here,
+        reserve=reserve * here,
+    )
+    left = max(device.memory_bytes - need.total, 0.0)
+    kv_mib = math.floor(left / share / MIB) if worker.kv_auto else config.kv_memory_mib
+    return replace(need, kv=tiers + kv_mib * MIB * share), kv_mib
+
+
+def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
+    """Return what the settings' own rules refuse, and what the device cannot compute."""
+    found: list[str] = []
+    plain = config.model_copy(update={"adapters": {}})  # their files are not here
+    rules: list[Callable[[], object]] = [
+        lambda: config.refuse_parallel(worker.role),
+        lambda: config.speculates(worker.role),
+        lambda: engine_arguments(plain) if config.engine == "vllm" else config.quantization(),
+    ]
+    for rule in rules:
+        try:
+            rule()
+        except StartError as error:
+            found.append(str(error))
+    ranks, shape = config.tensor_parallel, worker.shape
+    if config.engine == "torch" and config.device == "cuda" and not worker.gpus:
+        found.append("device: cuda, but gpus is 0: the pod gets no GPU")
+    if worker.gpus and worker.gpus != ranks:
+        found.append(f"gpus: {worker.gpus} is not tensor_parallel, {ranks}: each rank has one GPU")
+    if shape is not None and config.engine != "sim" and (shape.kv_heads % ranks or shape.heads % ranks):
+        found.append(
+            f"tensor_parallel: {ranks} does not divide the {shape.kv_heads} KV heads and {shape.heads} heads"
+            f" of {shape.name}"
+        )
+    if config.engine == "torch" and config.weights == "fp8" and not worker.device.has_float8:
+        found.append(f"weights: fp8 needs a GPU of compute capability 8.9, which {worker.device.name} is not")
+    return list(dict.fromkeys(found))
+
+
+def _too_little(worker: Worker, config: WorkerConfig, need: Need, kv_mib: int, context: float) -> list[str]:
+    device, kv = worker.device, float(kv_mib * MIB)
+    if need.total > device.memory_bytes:
+        each = f" on each of {config.tensor_parallel}" if device.is_gpu and config.tensor_parallel > 1 else ""
+        short = f"{gb(need.total - device.memory_bytes)} more than the {gb(device.memory_bytes)} of {device.name}"
+        return [f"{need.in_words()}{each}, {short}"]
+    whole = f"one full context of {worker.shape.name}" if worker.shape else "a block"
+    if worker.kv_auto and kv < context:
+        left = f"leaves {gb(kv)} of {gb(device.memory_bytes)} for KV"
+        return [f"kv_memory_mib: {need.in_words()} {left}, and {whole} takes {gb(context)}"]
+    if config.engine == "vllm" and kv < context:
+        return [f"kv_memory_mib: {kv_mib} is below {math.ceil(context / MIB)}: vLLM needs room for {whole}"]
+    if kv < (block := block_bytes(worker.shape, config)):
+        return [f"kv_memory_mib: {kv_mib} is below {math.ceil(block / MIB)}, a KV block"]
+    return []
+
+
+def _not_counted(config: WorkerConfig, role: Role) -> list[str]:
+    found = []
+    try:
+        if config.speculates(role) not in ("off", NGRAM):
+            found.append("speculation: the draft model")
+    except StartError:
+        pass  # told among the refusals
+    if config.adapters:
+        found.append("adapters")
+    if config.engine != "sim" and config.lora is not None:
+        found.append("lora: while it is merged")
+    return found
+
+
+def _layout(shape: ModelShape, config: WorkerConfig) -> KvLayout:
+    dtype = shape.kv_dtype if config.dtype == AUTO else config.dtype
+    return KvLayout(shape.layers, shape.kv_heads, shape.head_dim, config.block_tokens, dtype, kept=config.kv_dtype)
+
+
+def _dtype_bytes(shape: ModelShape, config: WorkerConfig) -> int:
+    return shape.dtype_bytes if config.dtype == AUTO else DTYPE_BYTES[config.dtype]
+
+
+def _context_tokens(shape: ModelShape, config: WorkerConfig) -> int:
+    chosen = config.vllm_options.get("max_model_len") if config.engine == "vllm" else None
+    if chosen is None:
+        return shape.max_context_tokens or config.max_batch_tokens
+    if isinstance(chosen, bool) or not isinstance(chosen, int) or chosen < 1:
+        raise Unchecked("vllm_options.max_model_len", f"{shown(chosen)} is no number of tokens")
+    return chosen
+
+
+def _vllm_bits(option: str, value: object) -> float:
+    if isinstance(value, str) and value in _VLLM_DTYPE_BITS:
+        return _VLLM_DTYPE_BITS[value]
+    known = ", ".join(_VLLM_DTYPE_BITS)
+    raise Unchecked(f"vllm_options.{option}", f"the size of {shown(value)} is not known, only that of {known}")

@@ -1,0 +1,75 @@
+"""A verdict on each pool of a chart's values: it fits, it does not and why, or what is unknown."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from simulator.errors import BadSetup
+from simulator.fit.memory import Fit, Unchecked, Worker, check
+from simulator.fit.nearest import Proposal, nearest
+from simulator.fit.values import ValuesPool, pools_of
+from simulator.known_models import NAMES, known_shape
+from simulator.model_shape import ModelShape
+
+Said = Literal["fits", "does not fit", "unchecked"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known of one pool before it starts."""
+
+    pool: ValuesPool
+    fit: Fit | None = None
+    """Outcome of the check; None: not checked."""
+    proposal: Proposal | None = None
+    """Nearest change that fits, of a worker that does not."""
+    unknown: tuple[str, ...] = ()
+    """What is not known, by the name of the value that would say it."""
+
+    @property
+    def said(self) -> Said:
+        return "unchecked" if self.fit is None else "fits" if self.fit.fits else "does not fit"
+
+    def reasons(self) -> list[str]:
+        """Return lines that explain the verdict; none where all is known and fits."""
+        lines = [f"not counted: {each}" for each in self.unknown]
+        if self.fit is None:
+            return [f"unchecked: {each}" for each in self.unknown]
+        if not self.fit.fits:
+            lines = [*self.fit.refusals, *lines]
+            if self.proposal is not None:
+                lines.append(f"fits with {self.proposal.in_words()}")
+            elif self.fit.need is not None:
+                lines.append("no change of the KV pool, ranks, weights or GPU is known with which it fits")
+        return lines
+
+
+Shapes = Mapping[str, ModelShape | BadSetup]
+"""Shapes of models by their names in the values, or why a shape is not known."""
+
+
+def verdicts(values: Mapping[str, Any], shapes: Shapes, gpu: str = "") -> list[Verdict]:
+    """Return a verdict on each pool, in the order of the chart.
+
+    `shapes`: where the models' names do not tell. `gpu`: where no node selector names one. Raises BadSetup for values
+    that are no values.
+    """
+    pools = pools_of(values)
+    if others := sorted(set(shapes) - {model["name"] for model in values["models"]}):
+        raise BadSetup("shape", f"the values have no model {others[0]!r}")
+    return [_verdict(pool, shapes, gpu) for pool in pools]
+
+
+def _verdict(pool: ValuesPool, shapes: Shapes, gpu: str) -> Verdict:
+    shape = None if pool.is_sim else shapes.get(pool.model) or known_shape(pool.repository) or known_shape(pool.model)
+    try:
+        if isinstance(shape, BadSetup):
+            raise Unchecked("shape", shape.reason)
+        device = pool.device(gpu)
+        if shape is None and not pool.is_sim:
+            raise Unchecked("shape", f"{pool.model!r} is none of {', '.join(NAMES)}: say --shape {pool.model}=DIR")
+        worker = Worker(pool.role, pool.settings, device, shape, pool.gpus)
+        fit = check(worker)
+    except Unchecked as error:
+        return Verdict(pool, unknown=(str(error),))
+    return Verdict(pool, fit, None if fit.fits else nearest(worker), fit.unknown)

@@ -1,0 +1,337 @@
+"""What fits a device: the arithmetic by hand, the settings' own rules, and that what a refusal proposes does fit."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.config import WorkerConfig
+from simulator.fit.memory import (
+    GPU_RESERVE,
+    HOST_RESERVE,
+    MIB,
+    Device,
+    Fit,
+    Unchecked,
+    Worker,
+    check,
+    full_context_bytes,
+)
+from simulator.fit.nearest import Change, nearest
+from simulator.gpus import GPUS
+from simulator.known_models import NAMES, known_shape
+from simulator.model_shape import ModelShape
+
+H100 = Device("H100", 80e9)
+
+
+def shape_named(name: str) -> ModelShape:
+    shape = known_shape(name)
+    assert shape is not None
+    return shape
+
+
+LLAMA_8B, LLAMA_70B = shape_named("llama-3.1-8b"), shape_named("llama-3.1-70b")
+
+
+def worker(
+    device: Device = H100, shape: ModelShape | None = LLAMA_8B, gpus: int | None = None, **others: Any
+) -> Worker:
+    ranks = others.get("tensor_parallel", 1)
+    return Worker("decode", {"model": "/m", **others}, device, shape, ranks if gpus is None else gpus)
+
+
+def need_of(fit: Fit) -> tuple[float, float, float, float]:
+    assert fit.need is not None
+    return fit.need.weights, fit.need.kv, fit.need.step, fit.need.reserve
+
+
+# ------------------------------------------------------------------ the arithmetic
+
+
+def test_8b_in_bfloat16_on_one_h100() -> None:
+    """32 layers of 218.1 M parameters and 1,050.7 M of embeddings and output layer: 16.06 GB."""
+    fit = check(worker(kv_memory_mib=49152))
+    weights = 2 * (32 * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336) + 2 * 128256 * 4096)
+    layer = 2048 * 2 * (4 * 4096 + (2 * 32 + 2 * 8) * 128 + 3 * 14336)
+    logits = 1024 * 128256 * (2 + 8)
+    assert weights == 16_059_990_016
+    assert (layer, logits) == (285_212_672, 1_313_341_440)
+    assert need_of(fit) == (weights, 51_539_607_552, layer + logits, GPU_RESERVE)
+    assert fit.left == 80e9 - 71_198_151_680
+    assert fit.fits
+    assert fit.need is not None
+    assert fit.need.in_words() == "weights 16.1 GB + KV 51.5 GB + step 1.6 GB + reserve 2.0 GB = 71.2 GB"
+
+
+def test_ranks_have_a_part_of_the_weights_and_of_the_pool() -> None:
+    """A step's residual and its logits are on every rank."""
+    weights, kv, step, _ = need_of(check(worker(shape=LLAMA_70B, tensor_parallel=4, kv_memory_mib=40960)))
+    assert weights == LLAMA_70B.weight_bytes / 4 == pytest.approx(35.28e9, rel=1e-3)
+    assert kv == 10240 * MIB
+    assert step == 2048 * 2 * (4 * 8192 + (144 * 128 + 3 * 28672) / 4) + 1024 * 128256 * 10
+
+
+def test_a_containers_memory_holds_all_ranks_and_tiers() -> None:
+    host = Device("resources.limits.memory", 256e9, is_gpu=False)
+    one = need_of(check(worker(host, gpus=0, kv_memory_mib=1024)))
+    assert one[0] == LLAMA_8B.weight_bytes
+    assert one[3] == HOST_RESERVE
+    both = need_of(check(worker(host, gpus=0, kv_memory_mib=1024, tensor_parallel=2)))
+    assert (both[0], both[1], both[3]) == (one[0], one[1], 2 * HOST_RESERVE)
+    tiers = need_of(check(worker(host, gpus=0, kv_memory_mib=1024, kv_host_memory_mib=512)))
+    assert tiers[1] == (1024 + 512) * MIB
+
+
+@pytest.mark.parametrize(
+    ("others", "size"),
+    [
+        ({"weights": "int8"}, 2 * 1_050_673_152 + 6_979_321_856),
+        ({"weights": "fp8"}, 2 * 1_050_673_152 + 6_979_321_856),
+        ({"weights": "int4"}, 2 * 1_050_673_152 + 6_979_321_856 * 4.5 / 8),
+        ({"dtype": "float32"}, 4 * 8_029_995_008),
+        ({"engine": "vllm", "vllm_options": {"quantization": "fp8"}}, 2 * 1_050_673_152 + 6_979_321_856),
+    ],
+)
+def test_weights_in_other_formats(others: dict[str, Any], size: float) -> None:
+    assert need_of(check(worker(kv_memory_mib=20480, **others)))[0] == size
+
+
+def test_auto_is_what_the_other_terms_leave() -> None:
+    fit = check(worker(kv_memory_mib="auto"))
+    assert fit.kv_mib == 57546  # 80 GB less 16.06, 1.60 and 2.00
+    assert fit.fits
+    assert 0 <= fit.left < MIB
+    small = check(worker(Device("24 GB", 24e9), kv_memory_mib="auto"))
+    assert small.refusals == (
+        "kv_memory_mib: weights 16.1 GB + KV 4.3 GB + step 1.6 GB + reserve 2.0 GB = 24.0 GB leaves 4.3 GB of 24.0 GB"
+        " for KV, and one full context of llama-3.1-8b takes 17.2 GB",
+    )
+
+
+@pytest.mark.parametrize(
+    ("others", "token_bytes", "tokens"),
+    [
+        ({}, 131072, 131072),
+        ({"block_tokens": 64}, 131072, 131072),
+        ({"kv_dtype": "int8"}, 2 * 32 * 8 * (128 + 2), 131072),
+        ({"engine": "vllm", "vllm_options": {"max_model_len": 1000}}, 131072, 1024),
+        ({"engine": "vllm", "vllm_options": {"kv_cache_dtype": "fp8"}}, 65536, 131072),
+    ],
+)
+def test_a_full_context(others: dict[str, Any], token_bytes: int, tokens: int) -> None:
+    config = WorkerConfig.parse({"model": "/m"} | others)
+    assert full_context_bytes(LLAMA_8B, config) == token_bytes * tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("llama-3.1-8b", 8.03),
+        ("llama-3.1-70b", 70.55),
+        ("llama-3.3-70b", 70.55),
+        ("llama-3.1-405b", 405.85),
+        ("qwen3-8b", 8.19),
+        ("qwen3-14b", 14.77),
+        ("qwen3-32b", 32.76),
+        ("mistral-7b-v0.3", 7.25),
+        ("mixtral-8x7b-v0.1", 46.70),
+    ],
+)
+def test_known_shapes_have_as_many_parameters_as_their_models(name: str, params: float) -> None:
+    assert name in NAMES
+    assert shape_named(name).params == pytest.approx(params * 1e9, rel=1e-3)
+
+
+def test_names_of_repositories() -> None:
+    assert replace(shape_named("meta-llama/Llama-3.1-8B-Instruct"), name="llama-3.1-8b") == LLAMA_8B
+    narrow = shape_named("Meta-Llama-3.1-70B-Instruct-FP8")
+    assert narrow.weight_bytes == pytest.approx(72.65e9, rel=1e-3)
+    assert known_shape("llama-3.1-8b-mine") is None
+    assert known_shape("llama-3.1-9b") is None
+
+
+# ------------------------------------------------------------------ refusals, and the nearest that fits
+
+OLD_RDMA: dict[str, Any] = {
+    "device": "cuda",
+    "strict_lanes": ["rdma"],
+    "kv_memory_mib": 40960,
+    "kv_host_memory_mib": 65536,
+}
+"""Settings of helm/examples/gpu-rdma.yaml before `tandem plan --values`."""
+
+
+def test_70b_on_one_h100() -> None:
+    old = Worker("decode", {"model": "/m"} | OLD_RDMA, H100, LLAMA_70B, 1)
+    fit = check(old)
+    assert fit.refusals == (
+        "weights 141.1 GB + KV 42.9 GB + step 1.9 GB + reserve 2.0 GB = 187.9 GB, 107.9 GB more than the 80.0 GB"
+        " of H100",
+    )
+    found = nearest(old)
+    assert found is not None
+    assert found.change.settings == {"tensor_parallel": 4, "kv_host_memory_mib": 0}
+    assert found.in_words() == (
+        "tensor_parallel: 4, kv_host_memory_mib: 0, gpus: 4"
+        " (weights 35.3 GB + KV 10.7 GB + step 1.6 GB + reserve 2.0 GB = 49.6 GB of 80.0 GB)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("refused", "words"),
+    [
+        (worker(kv_memory_mib=70000), "kv_memory_mib: 57546"),
+        (worker(shape=LLAMA_70B, kv_memory_mib=40960), "tensor_parallel: 4, gpus: 4"),
+        (worker(shape=LLAMA_70B, kv_memory_mib=140000), "tensor_parallel: 4, gpus: 4"),
+        (worker(Device("L4", 24e9), kv_memory_mib=8192, speculation="draft"), "weights: int8"),
+        (worker(gpus=4, kv_memory_mib=1024), "gpus: 1"),
+        (
+            worker(Device("L40S", 48e9), shape_named("llama-3.1-70b-fp8"), kv_memory_mib=4096, lora="x"),
+            "H200 (141.0 GB)",
+        ),
+        (worker(engine="vllm", kv_memory_mib=1024), "kv_memory_mib: 57546"),
+        (worker(tensor_parallel=2, kv_memory_mib=1024, kv_disk_dir="/d"), "kv_disk_dir: null, gpus: 2"),
+        (worker(tensor_parallel=3, kv_memory_mib=1024), "tensor_parallel: 4, gpus: 4"),
+        (worker(Device("limits", 30e9, False), gpus=0, kv_memory_mib=16384), "weights: int8"),
+        (worker(Device("limits", 4e9, False), gpus=0, kv_memory_mib=1024), "limits: 19Gi"),
+    ],
+)
+def test_the_nearest_that_fits(refused: Worker, words: str) -> None:
+    assert not check(refused).fits
+    found = nearest(refused)
+    assert found is not None
+    assert found.in_words().partition(" (weights")[0] == words
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (
+            {"tensor_parallel": 2, "kv_host_memory_mib": 1},
+            "tensor_parallel: 2 cannot be combined with kv_host_memory_mib",
+        ),
+        ({"tensor_parallel": 3}, "tensor_parallel: 3 does not divide the 8 KV heads and 32 heads of llama-3.1-8b"),
+        ({"gpus": 1, "tensor_parallel": 2}, "gpus: 1 is not tensor_parallel, 2: each rank has one GPU"),
+        ({"engine": "vllm", "kv_memory_mib": 20480, "weights": "fp8"}, "weights: set vllm_options.quantization"),
+        (
+            {"engine": "vllm", "kv_memory_mib": 20480, "kv_host_memory_mib": 1},
+            "kv_host_memory_mib: the vllm engine has no tiers below its pool",
+        ),
+        (
+            {"adapters": {"a": "/a"}},
+            "adapters: the torch engine serves no unmerged adapters: set lora to merge one, or engine: vllm",
+        ),
+        ({"kv_memory_mb": 1}, "kv_memory_mb: unknown key"),
+        ({"kv_memory_mib": 7, "block_tokens": 64}, "kv_memory_mib: 7 is below 8, a KV block"),
+        ({"kv_memory_mib": 0}, "kv_memory_mib: Input should be greater than 0"),
+        (
+            {"engine": "vllm", "kv_memory_mib": 16383},
+            "kv_memory_mib: 16383 is below 16384: vLLM needs room for one full context of llama-3.1-8b",
+        ),
+    ],
+)
+def test_settings_that_a_worker_would_refuse(others: dict[str, Any], said: str) -> None:
+    (found,) = check(worker(**others)).refusals
+    assert found.startswith(said)
+
+
+def test_float8_needs_a_gpu_that_has_it() -> None:
+    old = worker(Device("A100", 80e9), weights="fp8")
+    assert check(old).refusals == ("weights: fp8 needs a GPU of compute capability 8.9, which A100 is not",)
+    assert check(worker(weights="fp8")).fits
+
+
+def test_a_gpu_that_the_pod_does_not_get() -> None:
+    host = Device("limits", 64e9, False)
+    cuda = Worker("decode", {"model": "/m", "device": "cuda"}, host, LLAMA_8B, 0)
+    assert check(cuda).refusals == ("device: cuda, but gpus is 0: the pod gets no GPU",)
+    assert nearest(cuda) is None
+
+
+def test_what_is_not_counted_is_named() -> None:
+    fit = check(worker(speculation="/draft", lora="/lora"))
+    assert fit.unknown == ("speculation: the draft model", "lora: while it is merged")
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"quantization": "bitsandbytes"}, "vllm_options.quantization"),
+        ({"kv_cache_dtype": "nvfp4"}, "vllm_options.kv_cache_dtype"),
+        ({"max_model_len": "32k"}, "vllm_options.max_model_len"),
+    ],
+)
+def test_sizes_that_are_not_known_are_not_guessed(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(Unchecked, match=field):
+        check(worker(engine="vllm", vllm_options=options))
+
+
+gpus = st.sampled_from([Device(gpu.name, gpu.memory_bytes) for gpu in GPUS.values()])
+hosts = st.builds(lambda gib: Device("limits", float(gib << 30), False), st.integers(1, 400))
+shapes = st.sampled_from([shape_named(name) for name in (*NAMES, "llama-3.1-70b-fp8", "qwen3-32b-fp8")])
+torch_settings = st.fixed_dictionaries(
+    {"kv_memory_mib": st.one_of(st.integers(1, 400_000), st.just("auto"))},
+    optional={
+        "tensor_parallel": st.integers(1, 9),
+        "kv_host_memory_mib": st.sampled_from([0, 65536]),
+        "kv_disk_dir": st.just("/disk"),
+        "weights": st.sampled_from(["auto", "int8", "int4", "fp8"]),
+        "kv_dtype": st.sampled_from(["auto", "int8"]),
+        "dtype": st.sampled_from(["auto", "float32"]),
+        "lora": st.just("/lora"),
+        "max_batch_tokens": st.sampled_from([128, 2048, 16384]),
+        "speculation": st.sampled_from(["off", "/draft"]),
+    },
+)
+vllm_settings = st.fixed_dictionaries(
+    {"engine": st.just("vllm"), "kv_memory_mib": st.one_of(st.integers(1, 400_000), st.just("auto"))},
+    optional={
+        "tensor_parallel": st.integers(1, 9),
+        "kv_host_memory_mib": st.just(1),
+        "vllm_options": st.fixed_dictionaries(
+            {}, optional={"max_model_len": st.integers(1, 200_000), "quantization": st.just("fp8")}
+        ),
+    },
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.one_of(gpus, hosts), shapes, st.one_of(torch_settings, vllm_settings), st.integers(1, 8))
+def test_what_a_refusal_proposes_fits(device: Device, shape: ModelShape, chosen: dict[str, Any], count: int) -> None:
+    given_worker = worker(device, shape, count if device.is_gpu else 0, **chosen)
+    fit = check(given_worker)
+    if fit.fits:
+        assert fit.left >= 0
+        return
+    found = nearest(given_worker)
+    if found is not None:
+        changed = found.change.of(given_worker)
+        assert check(changed).fits
+        assert changed.gpus == (changed.settings.get("tensor_parallel", 1) if device.is_gpu else 0)
+        told = Change(found.change.settings).in_words()
+        assert yaml.safe_load("{" + told + "}") == found.change.settings, "it can be copied into a values file"
+
+
+@settings(max_examples=60, deadline=None)
+@given(gpus, st.floats(0.1, 6), st.integers(1, 400_000))
+def test_a_change_is_found_where_there_is_one(device: Device, times: float, kv_mib: int) -> None:
+    """By trying all GPUs, ranks and weights, with as much KV as they leave; four times 405B is too much for any."""
+    shape = shape_named("llama-3.1-405b")
+    shape = replace(shape, params=round(shape.params * times))
+    given_worker = worker(device, shape, kv_memory_mib=kv_mib)
+    if check(given_worker).fits:
+        return
+    any_fits = any(
+        check(worker(larger, shape, tensor_parallel=ranks, weights=weights, kv_memory_mib="auto")).fits
+        for larger in [device, *(Device(gpu.name, gpu.memory_bytes) for gpu in GPUS.values())]
+        if larger.memory_bytes >= device.memory_bytes
+        for ranks in range(1, 9)
+        for weights in ("auto", "int8", "fp8")
+    )
+    found = nearest(given_worker)
+    assert (found is not None) >= any_fits
+    assert found is None or times < 4
