@@ -239,7 +239,8 @@ def _error_factor(differences: Blocks, level: float) -> Blocks:
         variance = np.minimum(variance, of_blocks + of_seeds * (t_of_seeds / t_of_blocks) ** 2)
     ratio: Blocks = np.divide(variance, of_blocks, out=np.ones_like(variance), where=of_blocks > 0)
     few = num_blocks / (num_blocks - 1) * (t_of_blocks / _normal(level)) ** 2
-    return np.sqrt(ratio * few)
+    factor: Blocks = np.sqrt(ratio * few)
+    return factor
 
 
 @functools.cache
@@ -257,7 +258,7 @@ def _student(level: float, freedom: int) -> float:
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
-    return z + sum(term / freedom ** (1 + power) for power, term in enumerate(terms))
+    return float(z + sum(term / freedom ** (1 + power) for power, term in enumerate(terms)))
 
 
 def _normal(level: float) -> float:

@@ -22,18 +22,19 @@ of each sequence or prompt token that is scored: at most `MAX_ROWS`.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from cluster.errors import StartError
 from cluster.roles import Role
 from engine.config import WorkerConfig
+from engine.host.memory import UNMEASURED_KV_BYTES
 from engine.kv.layout import DTYPE_BYTES, KvLayout
 from engine.process.vllm_arguments import engine_arguments
 from engine.speculation.speculator import NGRAM
 from simulator.errors import BadSetup, shown
 from simulator.model_shape import ModelShape
 
-AUTO = "auto"
+AUTO: Final = "auto"
 GPU_RESERVE = 2e9
 """Bytes of a GPU for CUDA's context, kernels' workspaces, graphs, NCCL and fragmentation."""
 HOST_RESERVE = 0.78e9
@@ -82,14 +83,19 @@ class Worker:
 
     @property
     def kv_auto(self) -> bool:
-        return self.settings.get("kv_memory_mib") == AUTO
+        return self._is_auto and self.device.is_gpu and self.settings.get("engine") != "sim"
+
+    @property
+    def _is_auto(self) -> bool:
+        return bool(self.settings.get("kv_memory_mib", AUTO) == AUTO)
 
     def config(self) -> WorkerConfig:
         """Return the validated settings, with a stand-in for `kv_memory_mib: auto`.
 
         Raises StartError.
         """
-        return WorkerConfig.parse({**self.settings, **({"kv_memory_mib": 1} if self.kv_auto else {})})
+        stand_in = 1 if self.kv_auto else UNMEASURED_KV_BYTES // MIB
+        return WorkerConfig.parse({**self.settings, **({"kv_memory_mib": stand_in} if self._is_auto else {})})
 
     def with_settings(self, **changes: Any) -> "Worker":
         return replace(self, settings={**self.settings, **changes})
@@ -221,6 +227,7 @@ def _need(worker: Worker, config: WorkerConfig) -> tuple[Need, int]:
         reserve=reserve * here,
     )
     left = max(device.memory_bytes - need.total, 0.0)
+    assert config.kv_memory_mib != AUTO, "a stand-in was set"
     kv_mib = math.floor(left / share / MIB) if worker.kv_auto else config.kv_memory_mib
     return replace(need, kv=tiers + kv_mib * MIB * share), kv_mib
 

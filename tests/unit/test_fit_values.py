@@ -105,7 +105,8 @@ def test_pools_are_merged_as_the_chart_does_it() -> None:
 
 
 def test_what_is_unknown_is_named() -> None:
-    values = {"worker": {"gpus": 1}, "models": [MODEL, MODEL | {"name": "mine"}]}
+    worker = {"gpus": 1, "config": {"kv_memory_mib": 256}}
+    values = {"worker": worker, "models": [MODEL, MODEL | {"name": "mine"}]}
     known, unknown = verdicts(values, {}, gpu="L4")
     assert known.said == "fits"
     assert unknown.reasons()[0].startswith("unchecked: shape: 'mine' is none of llama-3.1-8b, ")
