@@ -25,7 +25,7 @@ from rich.progress import Progress, TimeElapsedColumn
 from bench.kv_bare import HOP
 from bench.models import qwen2_half_b, sim_model
 from bench.namespaces import Namespace
-from bench.report import OUT, Bar, conclude
+from bench.report import OUT, Bar, Parts, conclude
 from bench.workers import Workers
 from cluster.rpc import channel
 from kvtransfer.transport import MAX_POSTED_BYTES
@@ -318,26 +318,21 @@ async def measure_model(cores: Sequence[int], progress: Progress) -> dict[str, A
 
 
 def bars_of(figures: dict[str, Any]) -> list[Bar]:
-    sizes = figures["bandwidth"]["sizes"]
-    bars = [
-        Bar(f"{size} MB: our path's bandwidth / bare NIXL reads", sizes[size]["ratio"], 0.75, at_least=True)
-        for size in SIZES_MIB
-    ]
-    return [
-        *bars,
-        Bar(
-            "one block: loan beyond its bytes and a bare gRPC hop, ms p50",
-            figures["bandwidth"]["fixed"]["beyond_hop_ms"],
-            0.5,
-        ),
-        Bar(
-            f"{CHUNKS} chunks: last chunk computed to last block verified / whole transfer",
-            figures["overlap"]["ratio"],
-            0.3,
-        ),
-        Bar("lender's prefill while lending: slowdown", figures["model"]["slowdown"], 0.05),
-        Bar("TTFT with a fetched 4 k prefix / computing it", figures["model"]["ttft_ratio"], 0.1),
-    ]
+    """Return the bars of the parts that have figures."""
+    bars: list[Bar] = []
+    if (bandwidth := figures.get("bandwidth")) is not None:
+        for size in SIZES_MIB:
+            ratio = bandwidth["sizes"][size]["ratio"]
+            bars.append(Bar(f"{size} MB: our path's bandwidth / bare NIXL reads", ratio, 0.75, at_least=True))
+        beyond = bandwidth["fixed"]["beyond_hop_ms"]
+        bars.append(Bar("one block: loan beyond its bytes and a bare gRPC hop, ms p50", beyond, 0.5))
+    if (overlap := figures.get("overlap")) is not None:
+        what = f"{CHUNKS} chunks: last chunk computed to last block verified / whole transfer"
+        bars.append(Bar(what, overlap["ratio"], 0.3))
+    if (model := figures.get("model")) is not None:
+        bars.append(Bar("lender's prefill while lending: slowdown", model["slowdown"], 0.05))
+        bars.append(Bar("TTFT with a fetched 4 k prefix / computing it", model["ttft_ratio"], 0.1))
+    return bars
 
 
 async def main() -> None:
@@ -345,18 +340,19 @@ async def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         sys.exit("error: cores: a lender and a borrower need two")
-    figures: dict[str, Any] = {"posted_window_mib": MAX_POSTED_BYTES >> 20}
+    parts = Parts(console)
     with (
         tempfile.TemporaryDirectory(prefix="tandem-bench-") as scratch,
         Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress,
     ):
         model = sim_model(Path(scratch))
-        figures["bandwidth"] = await measure_bandwidth(model, cores, progress)
-        figures["transports"] = await measure_transports(cores, progress)
-        figures["overlap"] = await measure_overlap(model, cores, progress)
-        figures["model"] = await measure_model(cores, progress)
+        await parts.measure("bandwidth", measure_bandwidth(model, cores, progress))
+        await parts.measure("transports", measure_transports(cores, progress))
+        await parts.measure("overlap", measure_overlap(model, cores, progress))
+        await parts.measure("model", measure_model(cores, progress))
+    figures = {"posted_window_mib": MAX_POSTED_BYTES >> 20, **parts.figures}
     console.print(figures)
-    conclude("kv", bars_of(figures), figures, console)
+    conclude("kv", bars_of(figures), figures, console, parts.failed)
 
 
 if __name__ == "__main__":

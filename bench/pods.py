@@ -22,7 +22,7 @@ from rich.progress import Progress, TimeElapsedColumn
 from bench.kv import BLOCK, Bare, loan_s, one_loan, summary, tokens
 from bench.models import sim_model
 from bench.namespaces import Namespace, Namespaces, descendants, missing
-from bench.report import Bar, conclude, percentile
+from bench.report import Bar, Parts, conclude, percentile
 from bench.workers import Workers
 
 ROUNDS = 20
@@ -139,7 +139,7 @@ def bars_of(figures: dict[str, Any]) -> list[Bar]:
     ]
 
 
-async def measure(parts: Sequence[str], console: Console) -> dict[str, Any]:
+async def measure(wanted: Sequence[str], parts: Parts, console: Console) -> None:
     cores = sorted(os.sched_getaffinity(0))
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -148,12 +148,10 @@ async def measure(parts: Sequence[str], console: Console) -> dict[str, Any]:
     ):
         model = sim_model(Path(folder) / "sim")
         spaces = [namespaces.add("lender"), namespaces.add("borrower")]
-        figures: dict[str, Any] = {}
-        if "tcp" in parts:
-            figures["tcp"] = await measure_tcp(model, spaces, cores, progress)
-        if "silence" in parts:
-            figures["silence"] = await measure_silence(model, spaces, progress)
-        return figures
+        if "tcp" in wanted:
+            await parts.measure("tcp", measure_tcp(model, spaces, cores, progress))
+        if "silence" in wanted:
+            await parts.measure("silence", measure_silence(model, spaces, progress))
 
 
 def main() -> None:
@@ -162,9 +160,10 @@ def main() -> None:
         console.print(f"not run: {reason}")
         conclude("pods", [], {"not_run": reason}, console)
         return
-    figures = asyncio.run(measure(sys.argv[1:] or ["tcp", "silence"], console))
-    console.print_json(data=figures)
-    conclude("pods", bars_of(figures), figures, console)
+    parts = Parts(console)
+    asyncio.run(measure(sys.argv[1:] or ["tcp", "silence"], parts, console))
+    console.print_json(data=parts.figures)
+    conclude("pods", bars_of(parts.figures), parts.figures, console, parts.failed)
 
 
 if __name__ == "__main__":

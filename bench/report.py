@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,22 +44,53 @@ def of_rounds(rounds: Sequence[Sequence[float]], share: float) -> float:
     return statistics.median(percentile(values, share) for values in rounds)
 
 
-def conclude(name: str, bars: Sequence[Bar], figures: Mapping[str, Any], console: Console) -> None:
-    """Print the table and the line `bars: M of N met`, and write .bench/<name>.json."""
+class Parts:
+    """Parts of a benchmark: one that fails does not take the others' figures with it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.figures: dict[str, Any] = {}
+        """Figures by part."""
+        self.failed: dict[str, str] = {}
+        """Reasons of parts that failed."""
+
+    async def measure(self, part: str, measuring: Awaitable[Any]) -> None:
+        try:
+            self.figures[part] = await measuring
+        except Exception as error:  # whatever it is, it is told, and makes the bars of this part short
+            self.failed[part] = f"{type(error).__name__}: {error}"
+            self._console.print(f"{part} failed: {self.failed[part]}", markup=False)
+
+
+def conclude(
+    name: str,
+    bars: Sequence[Bar],
+    figures: Mapping[str, Any],
+    console: Console,
+    failed: Mapping[str, str] | None = None,
+) -> None:
+    """Print the table and the line `bars: M of N met`, and write .bench/<name>.json.
+
+    Each part that `failed` counts as one bar that is not met.
+    """
+    failed = failed or {}
     table = Table(title=f"{name}: bars", title_justify="left")
     for heading in ("what", "bar", "measured", ""):
         table.add_column(heading)
     for bar in bars:
         sign = ">=" if bar.at_least else "<="
         table.add_row(bar.what, f"{sign} {bar.limit:g}", f"{bar.measured:.2f}", "met" if bar.met else "short")
+    for part in failed:
+        table.add_row(part, "", "failed", "short")
     console.print(table)
-    console.print(f"bars: {sum(bar.met for bar in bars)} of {len(bars)} met")
+    console.print(f"bars: {sum(bar.met for bar in bars)} of {len(bars) + len(failed)} met")
     OUT.mkdir(exist_ok=True)
     machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
     content = {
         "benchmark": name,
         "machine": machine,
         "bars": [asdict(bar) | {"met": bar.met} for bar in bars],
+        "failed": failed,
         "figures": figures,
     }
     (OUT / f"{name}.json").write_text(json.dumps(content, indent=1))

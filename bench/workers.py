@@ -17,6 +17,9 @@ from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, members
 from protos import inference_pb2 as pb
 from tandem.local.local_cluster import RoleProcess, start_role, stop_process
 
+REQUEST_TIMEOUT_S = 900.0
+"""Deadline of a request, in seconds: a CPU without bfloat16 products computes a long prompt for minutes."""
+
 
 class _Listener(membership_pb2_grpc.MembershipServicer):
     """Membership service that records joins and nothing else."""
@@ -95,7 +98,7 @@ class Workers:
         """Decode on worker `name` with the blocks that `lender` holds; return the receipt and the text."""
         request = self._request(name, prompt, lender, may_compute=False, max_tokens=num_tokens)
         stub = decode_pb2_grpc.DecodeStub(self._link(name))
-        messages = [message async for message in stub.Generate(request, timeout=120)]
+        messages = [message async for message in stub.Generate(request, timeout=REQUEST_TIMEOUT_S)]
         return messages[-1].finish.receipt, "".join(message.text for message in messages)
 
     async def decode(
@@ -105,7 +108,7 @@ class Workers:
         request = self._request(name, prompt, lender, may_compute, max_tokens=1)
         started_at = time.perf_counter()
         stub = decode_pb2_grpc.DecodeStub(self._link(name))
-        messages = [message async for message in stub.Generate(request, timeout=120)]
+        messages = [message async for message in stub.Generate(request, timeout=REQUEST_TIMEOUT_S)]
         return messages[-1].finish.receipt, time.perf_counter() - started_at
 
     def _request(
