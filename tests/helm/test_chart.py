@@ -348,3 +348,40 @@ def test_alerts_dashboard_and_autoscalers_ask_for_metrics_that_exist() -> None:
         assert metrics
         for metric in metrics:
             assert re.sub("_(total|bucket|sum|count)$", "", metric) in known, f"{name}: {metric}"
+
+
+ROUTED: dict[str, Any] = {
+    "apiKeys": {"secret": "keys"},
+    "router": {
+        "routes": {"enabled": True, "parentRefs": [{"name": "gateway"}], "grpcHostnames": ["grpc.example.com"]},
+        "ingress": {"enabled": True, "className": "nginx", "host": "llm.example.com", "tlsSecret": "certificate"},
+    },
+}
+
+
+def test_ways_into_the_cluster() -> None:
+    manifests = render(ROUTED)
+    for version in KUBERNETES:
+        check_schema(manifests, version)
+    by_kind = {manifest["kind"]: manifest for manifest in manifests}
+    for kind, port in (("HTTPRoute", 8000), ("GRPCRoute", 50051)):
+        spec = by_kind[kind]["spec"]
+        assert spec["parentRefs"] == [{"name": "gateway"}]
+        assert spec["rules"][0]["backendRefs"] == [{"name": "demo", "port": port}]
+    assert by_kind["GRPCRoute"]["spec"]["hostnames"] == ["grpc.example.com"]
+    assert "hostnames" not in by_kind["HTTPRoute"]["spec"]
+    spec = by_kind["Ingress"]["spec"]
+    assert (spec["ingressClassName"], spec["tls"][0]["hosts"]) == ("nginx", ["llm.example.com"])
+    assert spec["rules"][0]["http"]["paths"][0]["backend"]["service"] == {"name": "demo", "port": {"name": "http"}}
+    assert not {"HTTPRoute", "GRPCRoute", "Ingress"} & {manifest["kind"] for manifest in render()}
+
+
+@pytest.mark.parametrize("way", ["routes", "ingress"])
+def test_a_way_in_for_everybody_is_refused(way: str) -> None:
+    answer = template({"router": {way: ROUTED["router"][way]}})
+    assert f"router.{way}.enabled: it lets everybody in" in answer.stderr
+
+
+def test_routes_without_a_gateway_are_refused() -> None:
+    answer = template({"apiKeys": {"secret": "keys"}, "router": {"routes": {"enabled": True}}})
+    assert "router.routes.parentRefs: names no Gateway" in answer.stderr
