@@ -224,10 +224,10 @@ async def test_the_job_takes_the_gpu_that_values_name(tmp_path: Path) -> None:
     values = {
         "models": [{"name": "qwen3-8b", "source": {"hub": {"repository": "Qwen/Qwen3-8B"}}, "decode": {"replicas": 1}}]
     }
-    manifests = checking(values | {"worker": {"gpus": 1}}, "--set", "fitCheck.gpu=A10")
+    manifests = checking(values | {"worker": {"gpus": 1}}, "--set", "fitCheck.gpu=L40S")
     code, said = await run_job(manifests, tmp_path, {})
     assert code == 0, said
-    assert "1 x A10, 24.0 GB" in said
+    assert "1 x L40S, 48.0 GB" in said
     shutil.rmtree(tmp_path / "demo-fit-check")
     manifests = checking(values | {"worker": {"resources": {"requests": {}, "limits": {"cpu": "1", "memory": "8Gi"}}}})
     code, said = await run_job(manifests, tmp_path, {})
