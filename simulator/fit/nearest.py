@@ -102,10 +102,12 @@ def _resized(worker: Worker, change: Change) -> Iterator[Change]:
         return
     for base in _without_tiers(worker, change):
         with contextlib.suppress(Unchecked, StartError):
-            largest = check((base | Change({"kv_memory_mib": AUTO})).of(worker))
-            context = full_context_bytes(worker.shape, largest.worker.config())
-            if largest.fits and largest.kv_mib * MIB >= context:
-                yield base | Change({"kv_memory_mib": largest.kv_mib})
+            smallest = check((base | Change({"kv_memory_mib": 1})).of(worker))
+            config = smallest.worker.config()
+            devices = config.tensor_parallel if worker.device.is_gpu else 1
+            largest_mib = 1 + math.floor(smallest.left * devices / MIB)
+            if largest_mib * MIB >= full_context_bytes(worker.shape, config):
+                yield base | Change({"kv_memory_mib": largest_mib})
 
 
 def _without_tiers(worker: Worker, change: Change) -> Iterator[Change]:

@@ -196,6 +196,7 @@ def test_70b_on_one_h100() -> None:
         (worker(engine="vllm", kv_memory_mib=1024), "kv_memory_mib: 57546"),
         (worker(tensor_parallel=2, kv_memory_mib=1024, kv_disk_dir="/d"), "kv_disk_dir: null, gpus: 2"),
         (worker(tensor_parallel=3, kv_memory_mib=1024), "tensor_parallel: 4, gpus: 4"),
+        (worker(Device("limits", 40e9, False), gpus=0, kv_memory_mib=40000), "kv_memory_mib: 20562"),
         (worker(Device("limits", 30e9, False), gpus=0, kv_memory_mib=16384), "weights: int8"),
         (worker(Device("limits", 4e9, False), gpus=0, kv_memory_mib=1024), "limits: 19Gi"),
     ],
