@@ -204,7 +204,7 @@ def in_a_span(load: Load, count: int, seed: int) -> list[TraceRequest]:
 @pytest.mark.parametrize(
     ("slo", "load", "together", "split", "said"),
     [
-        (Slo(1.0, 0.012), Load(12.5, 3000, 200), 4, (2, 2), "disaggregate"),
+        (Slo(1.0, 0.012), Load(14, 3000, 200), 4, (2, 2), "disaggregate"),
         (Slo(1.0, 0.05), Load(1, 1000, 200), 1, (1, 1), "aggregate"),
     ],
 )
@@ -216,7 +216,7 @@ def test_a_cluster_that_is_clearly_better_is_advised(
     scenarios = (Scenario("aggregated", 0, together), Scenario("disaggregated", *split))
 
     def again(place: int, number: int) -> Sample:
-        return sample(setup, scenarios[place], in_a_span(load, 400, number))
+        return sample(setup, scenarios[place], in_a_span(load, 300, number))
 
     assert settle([again(0, 0), again(1, 0)], 4, again).verdict == said
 
@@ -226,7 +226,7 @@ def test_two_seeds_of_one_cluster_are_even() -> None:
     setup, load = replace(SETUP, slo=Slo(1.0, 0.012)), Load(10, 3000, 200)
 
     def again(place: int, number: int) -> Sample:
-        return sample(setup, Scenario("aggregated", 0, 4), in_a_span(load, 300, 10 * place + number))
+        return sample(setup, Scenario("aggregated", 0, 4), in_a_span(load, 200, 10 * place + number))
 
     found = settle([again(0, 0), again(1, 0)], 2, again)
     assert found.verdict == "even"
