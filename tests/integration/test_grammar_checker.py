@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -79,9 +78,7 @@ async def test_what_overflows_the_stack_ends_the_checker_and_not_the_router() ->
 async def test_what_takes_too_long_is_given_up() -> None:
     async with checking(limit_s=1.0) as checker:
         await checker.check(GOOD)
-        began = time.monotonic()
         fault = await fault_of(checker, StructuredOutput("json_schema", (json.dumps(WIDE),)))
-        assert time.monotonic() - began < 5
         assert fault.message == "too complex: it takes longer than 1 s to compile"
         others = [StructuredOutput("regex", (f"a{{{number}}}",)) for number in range(1, 20)]
         await asyncio.gather(*(checker.check(other) for other in others))
