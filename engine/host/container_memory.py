@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from cluster.process_tree import descendants
+
 CGROUP = Path("/sys/fs/cgroup")
 """Root of the cgroup that a container sees as its own."""
 FILES = (
@@ -25,15 +27,10 @@ def container_memory(root: Path = CGROUP) -> tuple[int, int] | None:
             members = {int(pid) for pid in (root / Path(limit_file).parent / "cgroup.procs").read_text().split()}
         except (OSError, ValueError):  # no such file, or "max"
             continue
-        if limit >= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") or not members <= _family():
+        if limit >= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") or not members <= {
+            os.getppid(),
+            *descendants(os.getppid()),
+        }:
             return None
         return limit, limit - usage + int(stats.get(cached_name, 0))
     return None
-
-
-def _family() -> set[int]:
-    """Return the process ids of this process's parent and its descendants."""
-    found = [os.getppid()]
-    for pid in found:
-        found += [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return set(found)

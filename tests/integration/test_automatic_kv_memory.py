@@ -66,11 +66,17 @@ def test_nothing_left_is_refused_with_the_sum(tiny_model: Path, container: Any) 
         runner(tiny_model)
 
 
-def test_a_draft_model_needs_a_number(make_model: Any, container: Any) -> None:
+def test_ranks_that_share_a_container_get_the_fixed_size(container: Any) -> None:
+    """And none of them waits for another."""
+    container(4 * GIB, 4 * GIB)
+    group: Any = object()
+    assert automatic_kv_bytes(torch.nn.Module(), CPU, ROOM, 512, group=group) == UNMEASURED_KV_BYTES
+
+
+def test_a_draft_model_needs_a_number(container: Any) -> None:
     container(4 * GIB, GIB)
-    model = runner_of(make_model("llama"), "float32")._model
     with pytest.raises(EngineStartError, match="draft model"):
-        automatic_kv_bytes(model, CPU, KvRoom(16), 512, with_draft=True)
+        automatic_kv_bytes(torch.nn.Module(), CPU, KvRoom(16), 512, with_draft=True)
 
 
 def test_more_tokens_need_more_memory(make_model: Any) -> None:

@@ -26,7 +26,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class KvRoom:
-    """What else takes memory beside a KV pool of automatic size."""
+    """Memory that others take beside a KV pool of automatic size."""
 
     step_tokens: int
     """Largest number of tokens of a step."""
@@ -50,30 +50,33 @@ def automatic_kv_bytes(
     `model` is loaded and has no pool yet. On a CPU outside of a container of its own, the worker's share of the memory
     is unknown, and the size fixed. Raises EngineStartError where nothing is left.
     """
-    step_tokens = room.step_tokens
-    if device.type == "cuda":
-        step = measured_step(model, device, min(step_tokens, max_context_tokens))
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-    elif (of_container := container_memory()) is not None:
-        tokens = min(CPU_TOKENS, step_tokens, max_context_tokens)
-        step = measured_step(model, device, tokens) * step_tokens // tokens
-        total, free = of_container
-        free -= room.host_bytes
-    else:
+    on_gpu = device.type == "cuda"
+    # Ranks on a CPU share one container, and each would take what all of them have.
+    of_container = container_memory() if not on_gpu and group is None else None
+    if not on_gpu and of_container is None:
         return UNMEASURED_KV_BYTES
     if with_draft:
         raise EngineStartError("kv_memory_mib", "auto does not know the pool of a draft model: set a number")
+    tokens = min(room.step_tokens, max_context_tokens, room.step_tokens if on_gpu else CPU_TOKENS)
+    step = measured_step(model, device, tokens) * room.step_tokens // tokens
+    if of_container is None:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+    else:
+        total, free = of_container
+        free -= room.host_bytes
     reserve = max(int(RESERVE * total), MIN_RESERVE_BYTES)
     left = free - step - reserve
+    if group is not None:
+        left = group.least(left)  # before any rank gives up, since all ranks must take part
     how = (
-        f"{free / GIB:.2f} of {total / GIB:.2f} GiB are free beside the weights, a step of {step_tokens} tokens takes"
-        f" {step / GIB:.2f} and {reserve / GIB:.2f} stay free"
+        f"{free / GIB:.2f} of {total / GIB:.2f} GiB are free beside the weights, a step of {room.step_tokens} tokens"
+        f" takes {step / GIB:.2f} and {reserve / GIB:.2f} stay free"
     )
     if left <= 0:
         raise EngineStartError("kv_memory_mib", f"auto leaves nothing: {how}")
     log.info("the KV pool takes %.2f GiB: %s", left / GIB, how)
-    return left if group is None else group.least(left) * group.size
+    return left * (1 if group is None else group.size)
 
 
 @torch.inference_mode()
