@@ -27,8 +27,9 @@ from rich.console import Console
 from bench.models import qwen2_half_b, weight_bytes
 from bench.pool_waste import measure_waste
 from bench.report import OUT, Bar, conclude, percentile
-from bench.serving import children, peak_memory_mib
+from bench.serving import peak_memory_mib
 from bench.vllm_server import VllmServer
+from cluster.process_tree import children
 from protos import inference_pb2 as pb
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
@@ -73,7 +74,9 @@ class Tandem:
                     yield time.monotonic()
 
     def engine_peak_mib(self) -> float:
-        return max(peak_memory_mib(child) for role in self._cluster.workers for child in children(role.pid))
+        return max(
+            peak_memory_mib(child) for role in self._cluster.workers for child in children(role.pid) or [role.pid]
+        )
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -38,15 +37,6 @@ def missing() -> str:
 def run(*command: str, text: str | None = None) -> None:
     """Run a command; raises CalledProcessError with what it printed."""
     subprocess.run(command, check=True, capture_output=True, text=True, input=text)
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the process ids of all children of a process, and theirs."""
-    found = [pid]
-    for each in found:
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            found += [int(child) for child in Path(f"/proc/{each}/task/{each}/children").read_text().split()]
-    return found[1:]
 
 
 class Namespace:

@@ -12,7 +12,7 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from bench.kv import BLOCK, Bare, loan_s, one_loan, summary, tokens
 from bench.models import sim_model
-from bench.namespaces import Namespace, Namespaces, descendants, missing
+from bench.namespaces import Namespace, Namespaces, missing
 from bench.report import Bar, Parts, conclude, percentile
 from bench.workers import Workers
+from cluster.process_tree import descendants
 
 ROUNDS = 20
 PROMPTS = {"0.3 s": 600, "1 s": 2000}
@@ -36,13 +37,13 @@ SIZES_MIB = {64: 20, 256: 12}
 BLOCK_KIB, POOL_MIB = 256, 640
 
 
-async def cut_off(lender: Namespace, process: int) -> Callable[[], None]:
+def cut_off(lender: Namespace, process: int) -> Callable[[], None]:
     """Unplug the lender; return what plugs it in again."""
     lender.set_up(False)
     return lambda: lender.set_up(True)
 
 
-async def stop(lender: Namespace, process: int) -> Callable[[], None]:
+def stop(lender: Namespace, process: int) -> Callable[[], None]:
     """Stop all processes of the lender; return what continues them."""
     pids = descendants(process)
     for pid in pids:
@@ -55,7 +56,7 @@ async def stop(lender: Namespace, process: int) -> Callable[[], None]:
     return go_on
 
 
-FAULTS: dict[str, Callable[[Namespace, int], Awaitable[Callable[[], None]]]] = {"cut off": cut_off, "stopped": stop}
+FAULTS: dict[str, Callable[[Namespace, int], Callable[[], None]]] = {"cut off": cut_off, "stopped": stop}
 
 
 async def measure_silence(model: Path, spaces: Sequence[Namespace], progress: Progress) -> dict[str, Any]:
@@ -75,7 +76,7 @@ async def measure_silence(model: Path, spaces: Sequence[Namespace], progress: Pr
                     alone.append(seconds)
                     asking = asyncio.ensure_future(workers.decode("decode_0", tokens(count, seeds), "prefill_0"))
                     await asyncio.sleep(seeds.uniform(0.2, 0.8) * seconds)
-                    heal = await cause(spaces[0], workers.role("prefill_0").pid)
+                    heal = cause(spaces[0], workers.role("prefill_0").pid)
                     receipt, seconds = await asking
                     disturbed.append(seconds)
                     hedged += receipt.kv.hedged_blocks > 0 or receipt.kv.loan_failure != ""

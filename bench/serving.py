@@ -26,6 +26,7 @@ from rich.table import Table
 from bench.chain import NUM_TOKENS, REQUEST_BYTES, STEP_S, WAITED
 from bench.models import sim_model
 from bench.report import Bar, conclude, percentile
+from cluster.process_tree import children
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
 from tandem.cli.demo import LORE, STORYTELLER, SUBJECTS
@@ -76,7 +77,7 @@ async def serve_demo(console: Console) -> dict[str, Any]:
                 elapsed = time.monotonic() - started_at
         memory = {role.name: peak_memory_mib(role.pid) for role in [cluster.router, *cluster.workers]}
         for role in cluster.workers:
-            memory[f"{role.name} engine"] = max(map(peak_memory_mib, children(role.pid)))
+            memory[f"{role.name} engine"] = max(map(peak_memory_mib, children(role.pid) or [role.pid]))
     return summarise(samples, elapsed, memory)
 
 
@@ -126,10 +127,6 @@ def peak_memory_mib(pid: int) -> float:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024
     return 0.0
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] or [pid]
 
 
 # ---------------------------------------------------------------------------- what the cluster adds

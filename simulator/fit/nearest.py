@@ -151,7 +151,9 @@ def _larger(worker: Worker) -> Iterator[Change]:
     """Yield GPUs of the list with more memory, the smallest first; or a memory limit with room for the worker."""
     device = worker.device
     if device.is_gpu:
-        more = sorted((gpu for gpu in GPUS.values() if gpu.memory_bytes > device.memory_bytes), key=_memory)
+        more = sorted(
+            (gpu for gpu in GPUS.values() if gpu.memory_bytes > device.memory_bytes), key=lambda gpu: gpu.memory_bytes
+        )
         yield from (Change(device=Device(gpu.name, gpu.memory_bytes)) for gpu in more)
         return
     with contextlib.suppress(Unchecked, StartError):
@@ -160,10 +162,6 @@ def _larger(worker: Worker) -> Iterator[Change]:
         if worker.kv_auto:
             least += full_context_bytes(worker.shape, worker.config())
         yield Change(device=replace(device, memory_bytes=float((math.floor(least / GIB) + 1) * GIB)))
-
-
-def _memory(gpu: Any) -> float:
-    return float(gpu.memory_bytes)
 
 
 def _written(value: object) -> str:

@@ -16,7 +16,7 @@ Said = Literal["fits", "does not fit", "unchecked"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is known of one pool before it starts."""
+    """Verdict on one pool before it starts."""
 
     pool: ValuesPool
     fit: Fit | None = None
@@ -24,7 +24,7 @@ class Verdict:
     proposal: Proposal | None = None
     """Nearest change that fits, of a worker that does not."""
     unknown: tuple[str, ...] = ()
-    """What is not known, by the name of the value that would say it."""
+    """Values that are missing, or settings whose memory is not counted, with the reason."""
 
     @property
     def said(self) -> Said:

@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.errors import ServiceError
+from cluster.process_tree import children
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
@@ -144,8 +145,7 @@ def state_of(pid: int) -> str:
 
 def children_running(pid: int, module: str) -> list[int]:
     """Its child processes that run that module."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [child for child in children(pid) if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def engine_of(role: RoleProcess) -> int:

@@ -36,6 +36,19 @@ def silent(pair: Pair, seconds: float = HEDGE_UNMEASURED_S) -> None:
     pair.borrower.send(LenderSilent("r", seconds))
 
 
+def resumed(steps: int) -> Pair:
+    """The borrower has computed some steps alone; then the lender hears of the loan, and computes all of it."""
+    both = pair()
+    both.submit("r", LONG)
+    to_lender = both.from_borrower()
+    silent(both)
+    for _ in range(steps):
+        both.borrower.step()
+    both.lender.send(*to_lender)
+    both.lender.run()
+    return both
+
+
 def test_all_is_computed_here_when_nothing_comes() -> None:
     both = pair()
     both.submit("r", LONG)
@@ -55,14 +68,7 @@ def test_all_is_computed_here_when_nothing_comes() -> None:
 @pytest.mark.parametrize("steps", range(1, 5))
 def test_what_still_arrives_is_used(steps: int) -> None:
     """The borrower computes some blocks; then the lender, which had gone on, is heard again."""
-    both = pair()
-    both.submit("r", LONG)
-    to_lender = both.from_borrower()
-    silent(both)
-    for _ in range(steps):
-        both.borrower.step()
-    both.lender.send(*to_lender)
-    both.lender.run()
+    both = resumed(steps)
     both.run()
     both.check_served("r")
     account = account_of(both.tokens)
@@ -72,13 +78,7 @@ def test_what_still_arrives_is_used(steps: int) -> None:
 
 
 def test_a_wrong_block_that_arrives_late_is_computed() -> None:
-    both = pair()
-    both.submit("r", LONG)
-    to_lender = both.from_borrower()
-    silent(both)
-    both.borrower.step()
-    both.lender.send(*to_lender)
-    both.lender.run()
+    both = resumed(1)
     both.carry()
     both.lender.runner.pool.memory[2, 5] ^= 1
     both.run()
@@ -119,13 +119,7 @@ def test_silence_shorter_than_computing_is_waited_for() -> None:
 
 
 def test_a_cancel_while_both_compute() -> None:
-    both = pair()
-    both.submit("r", LONG)
-    to_lender = both.from_borrower()
-    silent(both)
-    both.borrower.step()
-    both.lender.send(*to_lender)
-    both.lender.run()
+    both = resumed(1)
     both.carry()
     both.borrower.send(Cancel("r"))
     both.run()
