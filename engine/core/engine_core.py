@@ -20,9 +20,10 @@ from engine.core_types import Chunk, SampleResult, Sequence, StepBudget
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
 from engine.lending.block_reads import LocalRank, RemoteRank
-from engine.lending.borrower_manager import BorrowerManager, ReadCompletion
+from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.fast_path import FastPath, FastPathLink
 from engine.lending.lender_manager import LenderManager
+from engine.lending.loan import ReadCompletion
 from engine.messages import (
     Audit,
     Audited,

@@ -27,7 +27,8 @@ from engine.core.running_set import RunningSet
 from engine.core_types import Chunk, FinishReason, SampleResult, Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import POOL
-from engine.lending.borrower_manager import BorrowerManager, BorrowRequest
+from engine.lending.borrower_manager import BorrowerManager
+from engine.lending.loan import BorrowRequest
 from engine.messages import Embedded, Failed, FromEngine, Generate, KvAccount, PromptScored, Rejected, Token
 from engine.sampling.beam_search import BeamSearch
 from engine.sampling.parallel_sampling import chains_of, num_blocks_at_most, search_of

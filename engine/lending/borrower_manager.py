@@ -8,15 +8,12 @@ sequence may be computed when the last loan is over, however much the loans brou
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
-from engine.block_keys import BlockKey
 from engine.core_types import Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import DISK, HOST, REMOTE
-from engine.lending.block_reads import LocalRank, Rank, RankRead, ReadProgress
+from engine.lending.block_reads import LocalRank, Rank, ReadProgress
 from engine.lending.borrower import (
     Abandon,
     Allocate,
@@ -35,8 +32,9 @@ from engine.lending.borrower import (
     Started,
 )
 from engine.lending.fast_path import FastPath, Word
+from engine.lending.loan import BorrowRequest, Loan, Quarantined, ReadCompletion
 from engine.lending.sources import LenderSource, LoanSource, TierSource
-from engine.messages import FromEngine, KvAccount, LenderSilent, LoanBlocks, LoanFailed, LoanStarted
+from engine.messages import FromEngine, LenderSilent, LoanBlocks, LoanFailed, LoanStarted
 from kvtransfer.errors import TransferError
 
 BLOCK_READ_BYTES = 64 << 20
@@ -49,70 +47,6 @@ HEDGE_UNMEASURED_S = 1.0
 """The same for an engine that has computed no prompt yet, and so does not know its speed."""
 LOOKS_PER_SILENCE = 20
 """Checks for reads without progress, per `read_silence_s`."""
-
-
-class LoanOwner(Protocol):
-    """Owner of the sequence for which a loan is taken."""
-
-    def loan_bound(self, sequence: Sequence, first: int) -> None:
-        """Process blocks from `first` to the last named one, which arrived and were verified."""
-
-    def loan_hedged(self, sequence: Sequence) -> bool:
-        """Start to compute the sequence while its loan stays open, or return False: the loan ends instead."""
-
-    def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
-        """Process the end of the loan; the sequence may be computed.
-
-        With `lost_blocks` it may not: its chain has holes, and it can only be finished.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class BorrowRequest:
-    """Request of a sequence for missing blocks."""
-
-    sequence: Sequence
-    keys: list[BlockKey]
-    """Keys of the chain up to the last block that may come from elsewhere."""
-    lender_computes: bool | None
-    """Whether the lender may compute blocks it lacks; None without a lender."""
-    account: KvAccount
-    owner: LoanOwner
-
-
-@dataclass(slots=True, eq=False)
-class Loan:
-    """One loan: its state machine and its reads."""
-
-    wanted: BorrowRequest
-    machine: Borrower
-    source: LoanSource
-    block_reads: dict[int, dict[int, RankRead]] = field(default_factory=dict)
-    """Reads in flight, by first chain index, then by rank."""
-    quarantined: dict[int, "_Quarantined"] = field(default_factory=dict)
-    """Quarantined blocks, by first chain index, until their reads are quiet."""
-    heard_at: float = 0.0
-    """Time of the lender's last announcement, by its front or by the fast path, on the engine's clock."""
-    silent_s: float = 0.0
-    """Silence of the lender, in seconds, after which blocks were first computed here; 0 when they never were."""
-
-
-@dataclass(slots=True)
-class _Quarantined:
-    blocks: list[int]
-    writing: set[int]
-    """Ranks that still write some of the blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadCompletion:
-    """Message from another thread: all reads of a block read are quiet on one rank."""
-
-    loan: Loan
-    first: int
-    rank: int
-    fingerprints: tuple[bytes, ...] | None
-    peer_gone: bool = False
 
 
 class BorrowerManager:
@@ -204,8 +138,8 @@ class BorrowerManager:
         return True
 
     def _start(self, loan: Loan, lender: LenderSource, message: LoanStarted) -> None:
-        times, loan.heard_at = loan.wanted.account.times, self._kv_cache.clock()
-        times["loan_started"] = self._kv_cache.clock()
+        times = loan.wanted.account.times
+        times["loan_started"] = loan.heard_at = self._kv_cache.clock()
         times["lender_queued_s"] = message.queued_ms / 1e3
         lender.cached_end = lender.fetched_end = message.cached_end_block
         try:
@@ -216,9 +150,9 @@ class BorrowerManager:
         self._handle(loan, Started(message.end_block))
 
     def _announce(self, loan: Loan, lender: LenderSource, message: LoanBlocks) -> None:
-        times, loan.heard_at = loan.wanted.account.times, self._kv_cache.clock()
-        times.setdefault("first_blocks_ready", self._kv_cache.clock())
-        times["last_blocks_ready"] = self._kv_cache.clock()
+        times = loan.wanted.account.times
+        times["last_blocks_ready"] = loan.heard_at = self._kv_cache.clock()
+        times.setdefault("first_blocks_ready", loan.heard_at)
         if message.fetched:
             lender.fetched_end = message.first + len(message.block_ids)
         self._handle(loan, Announced(message.first, message.block_ids, self._split(message.fingerprints)))
@@ -234,16 +168,15 @@ class BorrowerManager:
         """
         if (found := self._of_lender(message.request_id)) is None:
             return
-        loan, machine = found[0], found[0].machine
+        loan, machine, sequence = found[0], found[0].machine, found[0].wanted.sequence
         silent_s = min(message.silent_s, self._kv_cache.clock() - loan.heard_at)
         if silent_s < self._hedge_after_s(machine.end - machine.bound_end):
             return
-        sequence = loan.wanted.sequence
-        if not loan.silent_s:
-            loan.silent_s = silent_s
-        if machine.hold_at is None and (sequence.hedged or loan.wanted.owner.loan_hedged(sequence)):
-            return
-        self._handle(loan, Failed("its reads hang" if machine.hold_at is not None else "its blocks are computed here"))
+        loan.silent_s = loan.silent_s or silent_s
+        if machine.hold_at is not None:
+            self._handle(loan, Failed("its reads hang"))
+        elif not sequence.hedged and not loan.wanted.owner.loan_hedged(sequence):
+            self._handle(loan, Failed("its blocks are computed here"))
 
     def claim(self, sequence: Sequence, num_tokens: int) -> None:
         """Take the blocks of the sequence's first `num_tokens` from its hedged loan: a step computes them."""
@@ -414,7 +347,7 @@ class BorrowerManager:
             writing = {rank: blocks for rank, each in block_read.items() if (blocks := each.withdraw())}
             if writing:
                 unsafe = dict.fromkeys(block for each in writing.values() for block in each)
-                loan.quarantined[first] = _Quarantined(list(unsafe), set(writing))
+                loan.quarantined[first] = Quarantined(list(unsafe), set(writing))
                 target = sequence.blocks[first : first + self._blocks_per_read]
                 lost += [index for index, block in enumerate(target, first) if block in unsafe]
         loan.block_reads.clear()

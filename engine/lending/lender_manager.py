@@ -7,7 +7,7 @@ from engine.block_keys import BlockKey, block_keys, root_key
 from engine.core_types import Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import POOL
-from engine.lending.borrower_manager import BorrowerManager, BorrowRequest
+from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.fast_path import FastPath
 from engine.lending.lender import (
     Action,
@@ -23,6 +23,7 @@ from engine.lending.lender import (
     StopComputing,
     Unhold,
 )
+from engine.lending.loan import BorrowRequest
 from engine.messages import FromEngine, KvAccount, Lend, LendReady, LendRefused, LendStarting
 
 

@@ -22,9 +22,10 @@ from engine.core.engine_core import EngineLimits, Input
 from engine.core.load_reports import LoadReporter, ReportSchedule
 from engine.core_types import Sequence
 from engine.lending.block_reads import LocalRank, RemoteRank
-from engine.lending.borrower_manager import BorrowerManager, BorrowRequest, ReadCompletion
+from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.fast_path import FastPath, FastPathLink
 from engine.lending.lender_manager import LenderManager
+from engine.lending.loan import BorrowRequest, ReadCompletion
 from engine.messages import (
     Audit,
     Audited,

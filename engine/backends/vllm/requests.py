@@ -17,7 +17,8 @@ from engine.backends.vllm.submitted import Submissions, Submitted
 from engine.block_keys import root_key
 from engine.core_types import FinishReason, RequestFailure, SampleResult, Sequence, TokenLogprobs
 from engine.kv.kv_stats import POOL
-from engine.lending.borrower_manager import BorrowerManager, BorrowRequest
+from engine.lending.borrower_manager import BorrowerManager
+from engine.lending.loan import BorrowRequest
 from engine.messages import Failed, FromEngine, Generate, KvAccount, PromptScored, Rejected, Token
 from engine.sampling.parallel_sampling import chains_of, num_blocks_at_most
 

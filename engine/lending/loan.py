@@ -1,0 +1,75 @@
+"""A loan taken: who wants it, its state machine, its source and its reads."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.block_keys import BlockKey
+from engine.core_types import Sequence
+from engine.lending.block_reads import RankRead
+from engine.lending.borrower import Borrower
+from engine.lending.sources import LoanSource
+from engine.messages import KvAccount
+
+
+class LoanOwner(Protocol):
+    """Owner of the sequence for which a loan is taken."""
+
+    def loan_bound(self, sequence: Sequence, first: int) -> None:
+        """Process blocks from `first` to the last named one, which arrived and were verified."""
+
+    def loan_hedged(self, sequence: Sequence) -> bool:
+        """Start to compute the sequence while its loan stays open, or return False: the loan ends instead."""
+
+    def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
+        """Process the end of the loan; the sequence may be computed.
+
+        With `lost_blocks` it may not: its chain has holes, and it can only be finished.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class BorrowRequest:
+    """Request of a sequence for missing blocks."""
+
+    sequence: Sequence
+    keys: list[BlockKey]
+    """Keys of the chain up to the last block that may come from elsewhere."""
+    lender_computes: bool | None
+    """Whether the lender may compute blocks it lacks; None without a lender."""
+    account: KvAccount
+    owner: LoanOwner
+
+
+@dataclass(slots=True, eq=False)
+class Loan:
+    """One loan: its state machine and its reads."""
+
+    wanted: BorrowRequest
+    machine: Borrower
+    source: LoanSource
+    block_reads: dict[int, dict[int, RankRead]] = field(default_factory=dict)
+    """Reads in flight, by first chain index, then by rank."""
+    quarantined: dict[int, "Quarantined"] = field(default_factory=dict)
+    """Quarantined blocks, by first chain index, until their reads are quiet."""
+    heard_at: float = 0.0
+    """Time of the lender's last announcement, by its front or by the fast path, on the engine's clock."""
+    silent_s: float = 0.0
+    """Silence of the lender, in seconds, after which blocks were first computed here; 0 when they never were."""
+
+
+@dataclass(slots=True)
+class Quarantined:
+    blocks: list[int]
+    writing: set[int]
+    """Ranks that still write some of the blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCompletion:
+    """Message from another thread: all reads of a block read are quiet on one rank."""
+
+    loan: Loan
+    first: int
+    rank: int
+    fingerprints: tuple[bytes, ...] | None
+    peer_gone: bool = False
