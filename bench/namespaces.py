@@ -59,7 +59,9 @@ class Namespace:
         """Write /etc/hosts: addresses by name. Processes that run in here see it at once."""
         lines = ["127.0.0.1 localhost", f"{self.ip} {self.host_name}"]
         lines += [f"{ip} {name}" for name, ips in names.items() for ip in ips]
-        (ETC / self.name / "hosts").write_text("\n".join(lines) + "\n")
+        # In place, since it is mounted where it is read, and by one write, so that nobody finds it empty.
+        with (ETC / self.name / "hosts").open("r+b", buffering=0) as file:
+            file.truncate(file.write(("\n".join(lines) + "\n").encode()))
 
     def set_up(self, up: bool) -> None:
         """Plug the cable in, or out."""
@@ -116,7 +118,8 @@ class Namespaces:
         run("ip", "-n", name, "link", "set", "eth0", "up")
         run("ip", "-n", name, "route", "add", "default", "via", self.host_ip)
         (ETC / name).mkdir(parents=True)
-        (ETC / name / "resolv.conf").write_text("")
+        (ETC / name / "resolv.conf").touch()
+        (ETC / name / "hosts").touch()
         namespace.write_hosts({})
         return namespace
 

@@ -172,6 +172,10 @@ class LoopbackPods:
                 *command, env={"PATH": path, **env}, cwd=ROOT, stdout=output, stderr=output, start_new_session=True
             )
 
+    def last_words(self, pod: Pod) -> str:
+        """Return the end of what the pod has printed."""
+        return (self._folder / f"{pod.name}.log").read_text(errors="replace")[-500:]
+
     async def kill(self, pod: Pod) -> None:
         """Kill the pod at once, if it runs."""
         if pod.process is not None and pod.process.returncode is None:
@@ -294,8 +298,15 @@ async def started(
 
 
 async def all_ready(pods: LoopbackPods, timeout_s: float = 60) -> None:
+    late: list[Pod] = []
+
     async def ready() -> bool:
         kinds = ("startup", "readiness", "liveness")
-        return all([await pods.probe(pod, kind) for pod in pods.pods for kind in kinds])
+        late[:] = [pod for pod in pods.pods if not all([await pods.probe(pod, kind) for kind in kinds])]
+        return not late
 
-    await until(ready, "every probe of every pod succeeds", timeout_s)
+    try:
+        await until(ready, "every probe of every pod succeeds", timeout_s)
+    except AssertionError:
+        told = "".join(f"\n{pod.name}, processes {pod.pids}, said: {pods.last_words(pod)}" for pod in late)
+        raise AssertionError(f"pods that are not ready after {timeout_s:g} s:{told}") from None
