@@ -203,7 +203,7 @@ class OutputStream:
 
     def _add_shared(self, finish: pb.Finish) -> None:
         account = self._account
-        cached_blocks = account.reused_blocks + account.restored_blocks
+        cached_blocks = account.reused_blocks + account.restored_blocks + account.store_blocks
         cached_blocks += account.lender_cached_blocks + account.lender_fetched_blocks
         finish.usage.prompt_tokens = len(self._request.prompt_token_ids)
         finish.usage.cached_tokens = cached_blocks * self._block_tokens

@@ -60,12 +60,15 @@ def _kv(account: KvAccount, block_tokens: int) -> pb.KvReceipt:
         restored_blocks=account.restored_blocks,
         lender_fetched_blocks=account.lender_fetched_blocks,
         restore_failure=account.restore_failure,
+        store_blocks=account.store_blocks,
+        store_failure=account.store_failure,
     )
 
 
 _SPANS = (
     ("admit", "received", "admitted"),
     ("restore from tiers", "restore_started", "restored"),
+    ("fetch from the store", "fetch_started", "fetched"),
     ("lender queue", "loan_opened", "loan_started"),
     ("lender prefill", "loan_started", "last_blocks_ready"),
     ("transfer of the last blocks", "last_blocks_ready", "last_bound"),
@@ -84,7 +87,7 @@ def _stages(
     worker_id: str,
 ) -> list[pb.Stage]:
     times = {"received": received_at, "finished": finished_at, **account.times}
-    fetched = [times[end] for end in ("restored", "loan_closed") if end in times]
+    fetched = [times[end] for end in ("restored", "fetched", "loan_closed") if end in times]
     times["admitted_or_loan_closed"] = max(fetched, default=times["admitted"])
     return [
         pb.Stage(

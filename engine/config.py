@@ -23,6 +23,7 @@ from engine.backends.sim.timing import StepTiming
 from engine.errors import EngineStartError
 from engine.host.cpu_affinity import num_available
 from engine.kv.layout import KvDtype
+from engine.kv.store.settings import StoreSettings
 from engine.model.hub import ModelPath
 from engine.model.quantization import QuantizationConfig, Weights
 from engine.speculation.speculator import MAX_GUESSES, NGRAM
@@ -32,7 +33,7 @@ VLLM_BLOCK_TOKENS = 32
 """Tokens of a KV block of the vllm engine, where none are set."""
 
 
-class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettings, Config):
+class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, DiscoverySettings, Config):
     """Settings of a prefill or decode worker."""
 
     model: ModelPath
@@ -249,6 +250,7 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
             "engine: sim": self.engine == "sim",
             "kv_host_memory_mib": self.kv_host_memory_mib > 0,
             "kv_disk_dir": self.kv_disk_dir is not None,
+            "kv_store": bool(self.kv_store),
             f"weights: {self.weights}": self.weights != "auto",
             "lora": self.lora is not None,
             "a draft model in speculation": self.speculates(role) not in ("off", NGRAM),

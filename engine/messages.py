@@ -183,6 +183,8 @@ class Ready:
     max_context_tokens: int
     adapters: tuple[tuple[str, bytes], ...] = ()
     """Names and fingerprints of the loaded LoRA adapters."""
+    store: str = ""
+    """Identity of the shared store; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +209,8 @@ class KvAccount:
     lender_fetched_blocks: int = 0
     restored_blocks: int = 0
     """Blocks restored from this engine's own tiers."""
+    store_blocks: int = 0
+    """Blocks fetched from the store that workers share."""
     transport: str = ""
     lanes: tuple[str, ...] = ()
     hedged_blocks: int = 0
@@ -214,6 +218,8 @@ class KvAccount:
     loan_failure: str = ""
     restore_failure: str = ""
     """Reason why restoring from the tiers ended early."""
+    store_failure: str = ""
+    """Reason why fetching from the shared store ended early."""
     preemptions: int = 0
     """Number of times the request was preempted and its tokens computed again."""
     recomputed_tokens: int = 0

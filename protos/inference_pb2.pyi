@@ -927,8 +927,8 @@ Global___Placement: _TypeAlias = Placement  # noqa: Y015
 
 @_typing.final
 class KvReceipt(_message.Message):
-    """Origin of the prompt's KV (and of the tokens resumed after a failover). These kinds add up: reused + restored + moved
-    + computed = all blocks of the prompt, the last, partial one included.
+    """Origin of the prompt's KV (and of the tokens resumed after a failover). These kinds add up: reused + restored + fetched
+    from the store + moved + computed = all blocks of the prompt, the last, partial one included.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -952,6 +952,8 @@ class KvReceipt(_message.Message):
     LENDER_FETCHED_BLOCKS_FIELD_NUMBER: _builtins.int
     RESTORE_FAILURE_FIELD_NUMBER: _builtins.int
     HEDGED_BLOCKS_FIELD_NUMBER: _builtins.int
+    STORE_BLOCKS_FIELD_NUMBER: _builtins.int
+    STORE_FAILURE_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     reused_blocks: _builtins.int
     """Blocks found in the decode worker's own cache."""
@@ -965,7 +967,7 @@ class KvReceipt(_message.Message):
     verified_blocks: _builtins.int
     """Moved blocks whose fingerprints matched, all of those counted in moved_blocks."""
     mismatched_blocks: _builtins.int
-    """Blocks from the lender, host memory or disk that had a wrong fingerprint. None of them was used."""
+    """Blocks from the lender, the shared store, host memory or disk that had a wrong fingerprint. None of them was used."""
     lender_cached_blocks: _builtins.int
     """Moved blocks that the lender had cached, and those that it computed for this request."""
     lender_computed_blocks: _builtins.int
@@ -980,11 +982,17 @@ class KvReceipt(_message.Message):
     restored_blocks: _builtins.int
     """Blocks restored from host memory or disk after their eviction from the pool."""
     lender_fetched_blocks: _builtins.int
-    """Moved blocks that the lender read from another worker, or restored from its host memory or disk."""
+    """Moved blocks that the lender read from another worker or the shared store, or restored from its host memory or
+    disk.
+    """
     restore_failure: _builtins.str
     """Reason why fewer blocks were restored than host memory or disk held; empty when all were."""
     hedged_blocks: _builtins.int
     """Blocks computed by the decode worker while a loan was open whose lender was silent; also in computed_blocks."""
+    store_blocks: _builtins.int
+    """Blocks fetched from the store that workers share."""
+    store_failure: _builtins.str
+    """Reason why fewer blocks were fetched than the shared store seemed to hold; empty when all were."""
     @_builtins.property
     def ucx_transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Lanes of the reads from this lender, by UCX's own names, such as "rc_mlx5/mlx5_0:1"; "posix/memory" and
@@ -1013,10 +1021,12 @@ class KvReceipt(_message.Message):
         lender_fetched_blocks: _builtins.int = ...,
         restore_failure: _builtins.str = ...,
         hedged_blocks: _builtins.int = ...,
+        store_blocks: _builtins.int = ...,
+        store_failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "computed_blocks", b"computed_blocks", "computed_tokens", b"computed_tokens", "hedged_blocks", b"hedged_blocks", "lender_cached_blocks", b"lender_cached_blocks", "lender_computed_blocks", b"lender_computed_blocks", "lender_fetched_blocks", b"lender_fetched_blocks", "loan_failure", b"loan_failure", "mismatched_blocks", b"mismatched_blocks", "moved_blocks", b"moved_blocks", "moved_bytes", b"moved_bytes", "preemptions", b"preemptions", "recomputed_tokens", b"recomputed_tokens", "restore_failure", b"restore_failure", "restored_blocks", b"restored_blocks", "reused_blocks", b"reused_blocks", "transport", b"transport", "ucx_transports", b"ucx_transports", "verified_blocks", b"verified_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "computed_blocks", b"computed_blocks", "computed_tokens", b"computed_tokens", "hedged_blocks", b"hedged_blocks", "lender_cached_blocks", b"lender_cached_blocks", "lender_computed_blocks", b"lender_computed_blocks", "lender_fetched_blocks", b"lender_fetched_blocks", "loan_failure", b"loan_failure", "mismatched_blocks", b"mismatched_blocks", "moved_blocks", b"moved_blocks", "moved_bytes", b"moved_bytes", "preemptions", b"preemptions", "recomputed_tokens", b"recomputed_tokens", "restore_failure", b"restore_failure", "restored_blocks", b"restored_blocks", "reused_blocks", b"reused_blocks", "store_blocks", b"store_blocks", "store_failure", b"store_failure", "transport", b"transport", "ucx_transports", b"ucx_transports", "verified_blocks", b"verified_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

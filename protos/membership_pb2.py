@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import inference_pb2 as protos_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/membership.proto\x12\x12tandem.internal.v1\x1a\x16protos/inference.proto\"\x0e\n\x0cLoadsRequest\"\\\n\nLoadsReply\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12&\n\x06models\x18\x03 \x03(\x0b\x32\x16.tandem.v1.ModelStatus\"\x10\n\x0eMembersRequest\"?\n\x0cMembersReply\x12\x17\n\x0fprefill_workers\x18\x01 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x02 \x01(\r\";\n\x11SwitchRoleRequest\x12&\n\x04role\x18\x01 \x01(\x0e\x32\x18.tandem.internal.v1.Role\"a\n\x0fSwitchRoleReply\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.tandem.internal.v1.Role\x12\x13\n\x0bhanded_over\x18\x03 \x01(\r\"\x0e\n\x0c\x44rainRequest\"@\n\nDrainReply\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\r\x12\r\n\x05loans\x18\x03 \x01(\r\"\x0e\n\x0c\x41uditRequest\"\x9a\x01\n\x0b\x41uditReport\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x66\x61ult\x18\x02 \x01(\t\x12\x13\n\x0bheld_blocks\x18\x03 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x04 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x05 \x01(\r\x12\x10\n\x08requests\x18\x06 \x01(\r\x12\r\n\x05loans\x18\x07 \x01(\r\"\x97\x01\n\rWorkerMessage\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.tandem.internal.v1.Hello\x12.\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32\x1f.tandem.internal.v1.CacheEvents\x12,\n\x04load\x18\x03 \x01(\x0b\x32\x1e.tandem.internal.v1.LoadReport\"\xa2\x03\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12&\n\x04role\x18\x03 \x01(\x0e\x32\x18.tandem.internal.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\x0c\x12\x1a\n\x12\x63onfig_fingerprint\x18\x07 \x01(\x0c\x12\x14\n\x0c\x62lock_tokens\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\n \x01(\x04\x12\x1a\n\x12max_context_tokens\x18\x0b \x01(\r\x12\x11\n\ttransport\x18\x0c \x01(\t\x12\r\n\x05lends\x18\r \x01(\x08\x12\x1d\n\x15reserve_output_tokens\x18\x0e \x01(\r\x12\x10\n\x08protocol\x18\x0f \x01(\r\x12\x15\n\rtraffic_share\x18\x10 \x01(\x01\x12-\n\x08\x61\x64\x61pters\x18\x11 \x03(\x0b\x32\x1b.tandem.internal.v1.Adapter\",\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\"t\n\x0b\x43\x61\x63heEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12.\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x1e.tandem.internal.v1.CacheEvent\x12\x10\n\x08snapshot\x18\x03 \x01(\x08\x12\x11\n\tcontinued\x18\x04 \x01(\x08\"=\n\nCacheEvent\x12\x0e\n\x06parent\x18\x01 \x01(\x0c\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\"\xed\x02\n\nLoadReport\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\r\n\x05loans\x18\x03 \x01(\r\x12\x14\n\x0cqueued_loans\x18\x04 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x05 \x01(\x04\x12\x18\n\x10\x61vailable_blocks\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12K\n\x0fplacements_seen\x18\x08 \x03(\x0b\x32\x32.tandem.internal.v1.LoadReport.PlacementsSeenEntry\x12\x11\n\tpreempted\x18\t \x01(\r\x12\x13\n\x0bpreemptions\x18\n \x01(\x04\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x10\n\x08\x64\x65\x63oding\x18\x0c \x01(\r\x1a\x35\n\x13PlacementsSeenEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"x\n\rRouterMessage\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.tandem.internal.v1.WelcomeH\x00\x12,\n\x06resync\x18\x02 \x01(\x0b\x32\x1a.tandem.internal.v1.ResyncH\x00\x42\t\n\x07message\"1\n\x07Welcome\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\"\x08\n\x06Resync*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32\xfa\x01\n\nMembership\x12P\n\x04Join\x12!.tandem.internal.v1.WorkerMessage\x1a!.tandem.internal.v1.RouterMessage(\x01\x30\x01\x12O\n\x07Members\x12\".tandem.internal.v1.MembersRequest\x1a .tandem.internal.v1.MembersReply\x12I\n\x05Loads\x12 .tandem.internal.v1.LoadsRequest\x1a\x1e.tandem.internal.v1.LoadsReply2\xf9\x01\n\x06Worker\x12J\n\x05\x41udit\x12 .tandem.internal.v1.AuditRequest\x1a\x1f.tandem.internal.v1.AuditReport\x12I\n\x05\x44rain\x12 .tandem.internal.v1.DrainRequest\x1a\x1e.tandem.internal.v1.DrainReply\x12X\n\nSwitchRole\x12%.tandem.internal.v1.SwitchRoleRequest\x1a#.tandem.internal.v1.SwitchRoleReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/membership.proto\x12\x12tandem.internal.v1\x1a\x16protos/inference.proto\"\x0e\n\x0cLoadsRequest\"\\\n\nLoadsReply\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12&\n\x06models\x18\x03 \x03(\x0b\x32\x16.tandem.v1.ModelStatus\"\x10\n\x0eMembersRequest\"?\n\x0cMembersReply\x12\x17\n\x0fprefill_workers\x18\x01 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x02 \x01(\r\";\n\x11SwitchRoleRequest\x12&\n\x04role\x18\x01 \x01(\x0e\x32\x18.tandem.internal.v1.Role\"a\n\x0fSwitchRoleReply\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.tandem.internal.v1.Role\x12\x13\n\x0bhanded_over\x18\x03 \x01(\r\"\x0e\n\x0c\x44rainRequest\"@\n\nDrainReply\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\r\x12\r\n\x05loans\x18\x03 \x01(\r\"\x0e\n\x0c\x41uditRequest\"\x9a\x01\n\x0b\x41uditReport\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x66\x61ult\x18\x02 \x01(\t\x12\x13\n\x0bheld_blocks\x18\x03 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x04 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x05 \x01(\r\x12\x10\n\x08requests\x18\x06 \x01(\r\x12\r\n\x05loans\x18\x07 \x01(\r\"\x97\x01\n\rWorkerMessage\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.tandem.internal.v1.Hello\x12.\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32\x1f.tandem.internal.v1.CacheEvents\x12,\n\x04load\x18\x03 \x01(\x0b\x32\x1e.tandem.internal.v1.LoadReport\"\xb1\x03\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12&\n\x04role\x18\x03 \x01(\x0e\x32\x18.tandem.internal.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\x0c\x12\x1a\n\x12\x63onfig_fingerprint\x18\x07 \x01(\x0c\x12\x14\n\x0c\x62lock_tokens\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\n \x01(\x04\x12\x1a\n\x12max_context_tokens\x18\x0b \x01(\r\x12\x11\n\ttransport\x18\x0c \x01(\t\x12\r\n\x05lends\x18\r \x01(\x08\x12\x1d\n\x15reserve_output_tokens\x18\x0e \x01(\r\x12\x10\n\x08protocol\x18\x0f \x01(\r\x12\x15\n\rtraffic_share\x18\x10 \x01(\x01\x12-\n\x08\x61\x64\x61pters\x18\x11 \x03(\x0b\x32\x1b.tandem.internal.v1.Adapter\x12\r\n\x05store\x18\x12 \x01(\t\",\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\"t\n\x0b\x43\x61\x63heEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12.\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x1e.tandem.internal.v1.CacheEvent\x12\x10\n\x08snapshot\x18\x03 \x01(\x08\x12\x11\n\tcontinued\x18\x04 \x01(\x08\"M\n\nCacheEvent\x12\x0e\n\x06parent\x18\x01 \x01(\x0c\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\x12\x0e\n\x06shared\x18\x04 \x01(\x08\"\xed\x02\n\nLoadReport\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\r\n\x05loans\x18\x03 \x01(\r\x12\x14\n\x0cqueued_loans\x18\x04 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x05 \x01(\x04\x12\x18\n\x10\x61vailable_blocks\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12K\n\x0fplacements_seen\x18\x08 \x03(\x0b\x32\x32.tandem.internal.v1.LoadReport.PlacementsSeenEntry\x12\x11\n\tpreempted\x18\t \x01(\r\x12\x13\n\x0bpreemptions\x18\n \x01(\x04\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x10\n\x08\x64\x65\x63oding\x18\x0c \x01(\r\x1a\x35\n\x13PlacementsSeenEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"x\n\rRouterMessage\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.tandem.internal.v1.WelcomeH\x00\x12,\n\x06resync\x18\x02 \x01(\x0b\x32\x1a.tandem.internal.v1.ResyncH\x00\x42\t\n\x07message\"1\n\x07Welcome\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\"\x08\n\x06Resync*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32\xfa\x01\n\nMembership\x12P\n\x04Join\x12!.tandem.internal.v1.WorkerMessage\x1a!.tandem.internal.v1.RouterMessage(\x01\x30\x01\x12O\n\x07Members\x12\".tandem.internal.v1.MembersRequest\x1a .tandem.internal.v1.MembersReply\x12I\n\x05Loads\x12 .tandem.internal.v1.LoadsRequest\x1a\x1e.tandem.internal.v1.LoadsReply2\xf9\x01\n\x06Worker\x12J\n\x05\x41udit\x12 .tandem.internal.v1.AuditRequest\x1a\x1f.tandem.internal.v1.AuditReport\x12I\n\x05\x44rain\x12 .tandem.internal.v1.DrainRequest\x1a\x1e.tandem.internal.v1.DrainReply\x12X\n\nSwitchRole\x12%.tandem.internal.v1.SwitchRoleRequest\x1a#.tandem.internal.v1.SwitchRoleReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LOADREPORT_PLACEMENTSSEENENTRY']._loaded_options = None
   _globals['_LOADREPORT_PLACEMENTSSEENENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=2032
-  _globals['_ROLE']._serialized_end=2095
+  _globals['_ROLE']._serialized_start=2063
+  _globals['_ROLE']._serialized_end=2126
   _globals['_LOADSREQUEST']._serialized_start=71
   _globals['_LOADSREQUEST']._serialized_end=85
   _globals['_LOADSREPLY']._serialized_start=87
@@ -59,25 +59,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERMESSAGE']._serialized_start=680
   _globals['_WORKERMESSAGE']._serialized_end=831
   _globals['_HELLO']._serialized_start=834
-  _globals['_HELLO']._serialized_end=1252
-  _globals['_ADAPTER']._serialized_start=1254
-  _globals['_ADAPTER']._serialized_end=1298
-  _globals['_CACHEEVENTS']._serialized_start=1300
-  _globals['_CACHEEVENTS']._serialized_end=1416
-  _globals['_CACHEEVENT']._serialized_start=1418
-  _globals['_CACHEEVENT']._serialized_end=1479
-  _globals['_LOADREPORT']._serialized_start=1482
-  _globals['_LOADREPORT']._serialized_end=1847
-  _globals['_LOADREPORT_PLACEMENTSSEENENTRY']._serialized_start=1794
-  _globals['_LOADREPORT_PLACEMENTSSEENENTRY']._serialized_end=1847
-  _globals['_ROUTERMESSAGE']._serialized_start=1849
-  _globals['_ROUTERMESSAGE']._serialized_end=1969
-  _globals['_WELCOME']._serialized_start=1971
-  _globals['_WELCOME']._serialized_end=2020
-  _globals['_RESYNC']._serialized_start=2022
-  _globals['_RESYNC']._serialized_end=2030
-  _globals['_MEMBERSHIP']._serialized_start=2098
-  _globals['_MEMBERSHIP']._serialized_end=2348
-  _globals['_WORKER']._serialized_start=2351
-  _globals['_WORKER']._serialized_end=2600
+  _globals['_HELLO']._serialized_end=1267
+  _globals['_ADAPTER']._serialized_start=1269
+  _globals['_ADAPTER']._serialized_end=1313
+  _globals['_CACHEEVENTS']._serialized_start=1315
+  _globals['_CACHEEVENTS']._serialized_end=1431
+  _globals['_CACHEEVENT']._serialized_start=1433
+  _globals['_CACHEEVENT']._serialized_end=1510
+  _globals['_LOADREPORT']._serialized_start=1513
+  _globals['_LOADREPORT']._serialized_end=1878
+  _globals['_LOADREPORT_PLACEMENTSSEENENTRY']._serialized_start=1825
+  _globals['_LOADREPORT_PLACEMENTSSEENENTRY']._serialized_end=1878
+  _globals['_ROUTERMESSAGE']._serialized_start=1880
+  _globals['_ROUTERMESSAGE']._serialized_end=2000
+  _globals['_WELCOME']._serialized_start=2002
+  _globals['_WELCOME']._serialized_end=2051
+  _globals['_RESYNC']._serialized_start=2053
+  _globals['_RESYNC']._serialized_end=2061
+  _globals['_MEMBERSHIP']._serialized_start=2129
+  _globals['_MEMBERSHIP']._serialized_end=2379
+  _globals['_WORKER']._serialized_start=2382
+  _globals['_WORKER']._serialized_end=2631
 # @@protoc_insertion_point(module_scope)

@@ -311,6 +311,7 @@ class Hello(_message.Message):
     PROTOCOL_FIELD_NUMBER: _builtins.int
     TRAFFIC_SHARE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.bytes
     role: Global___Role.ValueType
@@ -336,6 +337,8 @@ class Hello(_message.Message):
     """Share of its model's requests for the workers that state this share. 0: all requests that the other workers do not
     take.
     """
+    store: _builtins.str
+    """Identity of the store that it shares with other workers; empty without one."""
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
         """Loaded LoRA adapters, each served as a model of its own."""
@@ -360,10 +363,11 @@ class Hello(_message.Message):
         protocol: _builtins.int = ...,
         traffic_share: _builtins.float = ...,
         adapters: _abc.Iterable[Global___Adapter] | None = ...,
+        store: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol", b"protocol", "reserve_output_tokens", b"reserve_output_tokens", "role", b"role", "traffic_share", b"traffic_share", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol", b"protocol", "reserve_output_tokens", b"reserve_output_tokens", "role", b"role", "store", b"store", "traffic_share", b"traffic_share", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -436,20 +440,24 @@ class CacheEvent(_message.Message):
     PARENT_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     parent: _builtins.bytes
     """Chain of blocks: `stored` follows `parent`, and each key is the parent of the next. 16 bytes a key."""
     stored: _builtins.bytes
     removed: _builtins.bytes
+    shared: _builtins.bool
+    """Whether the change is of the store that workers share, instead of this worker's cache."""
     def __init__(
         self,
         *,
         parent: _builtins.bytes = ...,
         stored: _builtins.bytes = ...,
         removed: _builtins.bytes = ...,
+        shared: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent", "removed", b"removed", "shared", b"shared", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

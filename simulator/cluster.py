@@ -278,6 +278,7 @@ def hello_of(worker: SimWorker, ready: Ready) -> pb.Hello:
         transport=ready.transport,
         lends=True,
         reserve_output_tokens=worker.spec.limits.reserve_output_tokens,
+        store=ready.store,
     )
 
 

@@ -92,7 +92,7 @@ class PrefixHash(PolicyFleet):
 
     def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Route:
         leading = keys[max(0, min(len(keys), PREFIX_TOKENS // demand.block_tokens) - 1)] if keys else b""
-        decode = self._ranked(leading, np.flatnonzero(self.snapshot.decodes), decoders)
+        decode = self._ranked(leading, np.flatnonzero(self.snapshot.decodes & (self.snapshot.num_blocks > 0)), decoders)
         return _lend(decode, self._ranked(leading, np.flatnonzero(~self.snapshot.decodes), lenders))
 
     def _ranked(self, key: bytes, rows: Ints, able: Ints) -> int | None:

@@ -182,12 +182,12 @@ class SimRouter:
             sampling=SamplingParams(max_tokens=request.output_tokens, seed=request.number, ignore_eos=True),
             cache_salt="",
             priority=request.priority,
-            borrow=decision.lender_id is not None,
+            borrow=placed.lender is not None,
             mark=PlacementMark(self.fleet.mark, placed.sequence),
             lender_computes=decision.lender_computes,
         )
-        lender = self._workers[decision.lender_id] if decision.lender_id else None
-        source = self._workers[decision.source_id] if decision.source_id else None
+        lender = self._workers[placed.lender.worker_id] if placed.lender else None
+        source = self._workers[placed.source.worker_id] if placed.source else None
         worker = self._workers[decision.decode_id]
         self._fronts.generate(
             Attempt(

@@ -18,12 +18,13 @@ from engine.core.scheduler import schedule
 from engine.core.uniform_decode import UniformDecode
 from engine.core_types import Chunk, SampleResult, Sequence, StepBudget
 from engine.kv.kv_cache_manager import KVCacheManager
+from engine.kv.store.shared_store import SharedStore
 from engine.kv.tiers.tiers import Tiers
 from engine.lending.block_reads import LocalRank, RemoteRank
 from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.fast_path import FastPath, FastPathLink
 from engine.lending.lender_manager import LenderManager
-from engine.lending.loan import ReadCompletion
+from engine.lending.loan import Posted, ReadCompletion, StoreFetched, StoreFound
 from engine.messages import (
     Audit,
     Audited,
@@ -47,7 +48,7 @@ from engine.speculation.speculator import Speculator
 from kvtransfer.ranks import BlockPart, join_endpoints
 from kvtransfer.transport import Transport
 
-Input = ToEngine | ReadCompletion
+Input = ToEngine | Posted
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class EngineCore:
         emit: Callable[[FromEngine], None],
         wake: Callable[[], None] = lambda: None,
         tiers: Tiers | None = None,
+        store: SharedStore | None = None,
         clock: Callable[[], float] = time.monotonic,
         speculator: Speculator | None = None,
         others: Seq[RemoteRank] = (),
@@ -90,19 +92,20 @@ class EngineCore:
 
         `wake` is called by `post`, on its thread, when `handle_posted` has work. `clock` returns seconds. Without a
         `speculator` there are no draft tokens. `others` are the engine's other ranks, each with as many blocks of the
-        same numbers; `runner` computes on them too. With `others` there can be no `tiers`. `fast_path` connects to
+        same numbers; `runner` computes on them too. With `others` there can be no `tiers` and no
+        `store`. `fast_path` connects to
         other engines, see `engine/lending/fast_path.py`.
         """
-        assert not (others and tiers)
+        assert not (others and (tiers or store))
         self._runner = runner
         self._transport = transport
         self._limits = limits
         self._emit = emit
-        self._posted: SimpleQueue[ReadCompletion] = SimpleQueue()
+        self._posted: SimpleQueue[Posted] = SimpleQueue()
         self._wake = wake
         self._speculator = speculator
         self._model_fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
-        self._kv_cache = KVCacheManager(runner.pool.num_blocks, runner.layout, runner, tiers, clock=clock)
+        self._kv_cache = KVCacheManager(runner.pool.num_blocks, runner.layout, runner, tiers, clock=clock, store=store)
         part = BlockPart(runner.layout.block_bytes, 0, 1 + len(others))
         own = LocalRank(transport, part, runner.part_fingerprints, runner.folding, clock)
         self._others = others
@@ -155,9 +158,10 @@ class EngineCore:
             vocab_size=info.vocab_size,
             max_context_tokens=info.max_context_tokens,
             adapters=info.adapters,
+            store=self._kv_cache.store.identity if self._kv_cache.store is not None else "",
         )
 
-    def post(self, message: ReadCompletion) -> None:
+    def post(self, message: Posted) -> None:
         """Hand a message to the loop.
 
         From any thread.
@@ -181,6 +185,8 @@ class EngineCore:
         self._transport.close()
         if self._kv_cache.tiers is not None:
             self._kv_cache.tiers.close()
+        if self._kv_cache.store is not None:
+            self._kv_cache.store.close()
 
     def step(self) -> bool:
         """Compute one batch and report.
@@ -283,6 +289,10 @@ class EngineCore:
                 self._borrower_manager.failed(message)
             case ReadCompletion():
                 self._borrower_manager.read_completed(message)
+            case StoreFound():
+                self._borrower_manager.store_found(message)
+            case StoreFetched():
+                self._borrower_manager.store_fetched(message)
             case Lend():
                 self._reports.saw(message.mark)
                 self._lender_manager.open(message)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from engine.core_types import Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
-from engine.kv.kv_stats import POOL, REMOTE
+from engine.kv.kv_stats import POOL, REMOTE, STORE
 from engine.lending.lender_manager import LenderManager
 from engine.messages import CacheChanged, FromEngine, KvUse, Load, PlacementMark, TierUse
 from engine.speculation.speculator import Speculator
@@ -155,6 +155,8 @@ class LoadReporter:
         room: dict[str, tuple[int, int]] = {POOL: (kv_cache.pool.num_blocks, kv_cache.pool.num_filled)}
         if kv_cache.tiers is not None:
             room |= kv_cache.tiers.occupancy
+        if kv_cache.store is not None:
+            room[STORE] = 0, 0
         tiers = tuple(
             TierUse(tier, *room.get(tier, (0, 0)), counts.queries.get(tier, 0), counts.hits.get(tier, 0))
             for tier in (*room, REMOTE)

@@ -344,7 +344,8 @@ class RequestManager:
         self.running_set.run(sequence)
         account = self._requests[sequence.request_id].account
         total = self._kv_cache.layout.blocks_for(sequence.num_prompt)
-        account.computed_blocks = total - account.reused_blocks - account.restored_blocks - account.moved_blocks
+        brought = account.restored_blocks + account.store_blocks + account.moved_blocks
+        account.computed_blocks = total - account.reused_blocks - brought
         account.computed_tokens = sequence.num_prompt - sequence.num_computed
 
     def _finish(self, request_id: str) -> None:

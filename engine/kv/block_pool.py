@@ -32,6 +32,8 @@ class Stored:
 
     parent: BlockKey
     keys: tuple[BlockKey, ...]
+    shared: bool = False
+    """Whether the store that workers share has them, instead of this worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,15 @@ class Removed:
     """Event: `keys` are no longer cached."""
 
     keys: tuple[BlockKey, ...]
+    shared: bool = False
+    """Whether they left the store that workers share, instead of this worker."""
 
 
 CacheEvent = Stored | Removed
 
 
-class Evicted(NamedTuple):
-    """A cached block that is about to be reused."""
+class NamedPlace(NamedTuple):
+    """A block of the pool and its name."""
 
     block: int
     parent: BlockKey
@@ -58,7 +62,7 @@ class BlockPool:
     Not thread-safe.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[list[Evicted]], None] | None = None) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[list[NamedPlace]], None] | None = None) -> None:
         """Create a pool of free blocks.
 
         `on_evict` is called before evicted blocks get another owner.
@@ -107,6 +111,11 @@ class BlockPool:
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._block_of
+
+    def named(self, key: BlockKey) -> NamedPlace | None:
+        """Return the block of this name with its parent's, or None."""
+        block = self._block_of.get(key)
+        return None if block is None else NamedPlace(block, *self._name_of[block])
 
     def match(self, keys: Iterable[BlockKey]) -> list[int]:
         """Return the blocks of the longest cached prefix of `keys`, without taking references."""
@@ -161,7 +170,7 @@ class BlockPool:
         for _, key in names:
             del self._block_of[key]
         if self._on_evict is not None:
-            self._on_evict([Evicted(block, *name) for block, name in zip(blocks, names, strict=True)])
+            self._on_evict([NamedPlace(block, *name) for block, name in zip(blocks, names, strict=True)])
         self._events.append(Removed(tuple(key for _, key in names)))
         return blocks
 

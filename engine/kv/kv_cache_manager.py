@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from engine.block_keys import BlockKey, block_keys
 from engine.core_types import Sequence
-from engine.kv.block_pool import BlockPool, CacheEvent, Evicted, Removed, Stored
+from engine.kv.block_pool import BlockPool, CacheEvent, NamedPlace, Removed, Stored
 from engine.kv.kv_stats import KvStats
 from engine.kv.layout import KvLayout
 from engine.kv.restore_policy import RestorePolicy
+from engine.kv.store.shared_store import SharedStore
 from engine.kv.tiers.tiers import Tiers
 
 
@@ -51,19 +52,22 @@ class KVCacheManager:
         rates: RestorePolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         pool: BlockPool | None = None,
+        store: SharedStore | None = None,
     ) -> None:
         """Create the manager.
 
-        Evicted blocks go to `tiers` and are restored where `rates` favour it over computing. `pool` replaces a pool of
-        `num_blocks` blocks.
+        NamedPlace blocks go to `tiers` and to the `store` that workers share, and come back where that is faster than
+        computing; `rates` are those of tiers. `pool` replaces a pool of `num_blocks` blocks.
 
         `clock` returns seconds, also for users of this manager.
         """
         self.clock = clock
-        self.pool = pool or BlockPool(num_blocks, self._demote if tiers is not None else None)
+        self.pool = pool or BlockPool(num_blocks, self._demote if tiers is not None or store is not None else None)
         self.layout = layout
         self.tiers = tiers
+        self.store = store
         self.rates = rates or RestorePolicy()
+        self.store_rates = RestorePolicy()
         self.counts = KvStats()
         self._memory = memory
         self.compute_fingerprints = memory.fingerprints
@@ -186,6 +190,9 @@ class KVCacheManager:
         blocks = sequence.blocks[first:end]
         self._fingerprints[blocks] = self.compute_fingerprints(blocks)
         self._name(sequence, end)
+        if self.store is not None and self.store.writes_at_once:
+            keys = [sequence.root, *sequence.keys]
+            self._store_blocks([NamedPlace(blocks[at - first], keys[at], keys[at + 1]) for at in range(first, end)])
         return blocks
 
     def num_restorable(self, keys: Seq[BlockKey]) -> int:
@@ -196,9 +203,15 @@ class KVCacheManager:
         tokens = count * self.layout.block_tokens
         return count if self.rates.worth_restoring(tokens, count * self.layout.block_bytes) else 0
 
+    def worth_fetching(self, num_blocks: int) -> bool:
+        """Return whether fetching so many blocks from the shared store is faster than computing them."""
+        self.store_rates.prefill_tokens_per_s = self.rates.prefill_tokens_per_s
+        tokens = num_blocks * self.layout.block_tokens
+        return self.store_rates.worth_restoring(tokens, num_blocks * self.layout.block_bytes)
+
     def take_cache_events(self) -> list[CacheEvent]:
         """Return changes since the last call of the blocks held here, in the pool or in the tiers."""
-        events = self.pool.take_events()
+        events = self.pool.take_events() + (self.store.take_events() if self.store is not None else [])
         if self.tiers is None:
             return events
         events += self.tiers.take_events()
@@ -210,17 +223,43 @@ class KVCacheManager:
 
     def _without_held(self, event: CacheEvent) -> CacheEvent | None:
         """Reduce an event to blocks not held elsewhere: one that left the pool may be in a tier, and vice versa."""
-        if isinstance(event, Stored):
+        if isinstance(event, Stored) or event.shared:
             return event
         assert self.tiers is not None
         gone = tuple(key for key in event.keys if key not in self.pool and not self.tiers.match([key]))
         return Removed(gone) if gone else None
 
-    def _demote(self, evicted: list[Evicted]) -> None:
-        assert self.tiers is not None
-        contents = self._memory.read_blocks([each.block for each in evicted])
-        for each, content in zip(evicted, contents, strict=True):
-            self.tiers.put(each.parent, each.key, content, self.fingerprints_of([each.block]))
+    def _demote(self, evicted: list[NamedPlace]) -> None:
+        if self.tiers is not None:
+            contents = self._memory.read_blocks([each.block for each in evicted])
+            for each, content in zip(evicted, contents, strict=True):
+                self.tiers.put(each.parent, each.key, content, self.fingerprints_of([each.block]))
+        if self.store is not None:
+            self._store_blocks([place for each in evicted for place in self._with_ancestors(each)])
+
+    def _with_ancestors(self, evicted: NamedPlace) -> list[NamedPlace]:
+        """Return an evicted block behind those before it in its chain that the pool still has and the store lacks.
+
+        A chain is evicted from its tail, and a tail in the store is of no use without its head.
+        """
+        assert self.store is not None
+        chain: list[NamedPlace] = []
+        place: NamedPlace | None = evicted
+        while place is not None and self.store.lacks(place.key):
+            chain.append(place)
+            place = self.pool.named(place.parent)
+        return chain[::-1]
+
+    def _store_blocks(self, blocks: Seq[NamedPlace]) -> None:
+        """Put named blocks that the shared store lacks, as far as this engine knows."""
+        assert self.store is not None
+        lacking = [each for each in dict.fromkeys(blocks) if self.store.lacks(each.key)]
+        if (surplus := len(lacking) - self.store.num_writable) > 0:
+            self.store.drop(surplus)
+            lacking = lacking[:-surplus]
+        contents = self._memory.read_blocks([each.block for each in lacking])
+        for each, content in zip(lacking, contents, strict=True):
+            self.store.put(each.parent, each.key, content, self.fingerprints_of([each.block]))
 
     def bind(self, sequence: Sequence, keys: Seq[BlockKey], fingerprints: Seq[bytes]) -> None:
         """Add the sequence's next blocks, which arrived from elsewhere and were verified."""

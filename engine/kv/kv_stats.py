@@ -2,20 +2,21 @@
 
 from dataclasses import dataclass, field
 
-POOL, HOST, DISK, REMOTE = "pool", "host", "disk", "remote"
+POOL, HOST, DISK, STORE, REMOTE = "pool", "host", "disk", "store", "remote"
 
 
 @dataclass(slots=True)
 class KvStats:
     """Counters, updated on the engine's loop thread.
 
-    A tier is asked for those blocks of a prompt that no earlier tier had, in the order pool, host, disk, remote: for
-    requests at admission, for loans at their start. `remote` means blocks asked of another worker.
+    A tier is asked for those blocks of a prompt that no earlier tier had, in the order pool, host, disk, and then
+    remote, which means another worker, or store, which workers share: for requests at admission, for loans at their
+    start.
     """
 
     queries: dict[str, int] = field(default_factory=dict)
     hits: dict[str, int] = field(default_factory=dict)
-    """Blocks found, by tier; for `remote`, blocks that arrived and were verified."""
+    """Blocks found, by tier; for `remote` and `store`, blocks that arrived and were verified."""
     read_bytes: int = 0
     """Bytes of the verified remote blocks."""
     num_mismatched: int = 0

@@ -50,6 +50,13 @@ class Announced:
 
 
 @dataclass(frozen=True, slots=True)
+class Shortened:
+    """The source has no block from `end` on, unlike it said at its start; only the shared store shortens a loan."""
+
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReadCompleted:
     """A read finished on one rank.
 
@@ -87,7 +94,7 @@ class Cancelled:
     """The request itself is over."""
 
 
-Event = Started | Announced | ReadCompleted | Claimed | ComputedHere | Failed | Cancelled
+Event = Started | Announced | Shortened | ReadCompleted | Claimed | ComputedHere | Failed | Cancelled
 
 # --------------------------------------------------------------------------------------------- actions
 
@@ -143,6 +150,8 @@ class Close:
 Action = Allocate | Read | Bind | Release | Abandon | Close
 
 
+NONE_HELD = "the lender holds none of the blocks"
+"""Reason of the end of a loan whose source has nothing."""
 OVERTAKEN = "the blocks were computed here before they arrived"
 """Reason of the end of a hedged loan."""
 
@@ -223,6 +232,8 @@ class Borrower:
                 return self._on_started(end)
             case Announced():
                 return self._on_announced(event)
+            case Shortened(end):
+                return self._on_shortened(end)
             case ReadCompleted(first, fingerprints, rank):
                 return self._on_landed(first, fingerprints, rank)
             case Claimed(end):
@@ -241,7 +252,7 @@ class Borrower:
         self._state = _State.READING
         wanted, self.end = self.end, end
         if end == self.first:
-            return self._finish("the lender holds none of the blocks")
+            return self._finish(NONE_HELD)
         self._partial = end < wanted and not self._may_be_part
         if end <= self.claimed_end:
             return self._finish(OVERTAKEN)
@@ -262,6 +273,14 @@ class Borrower:
             self._pieces[event.first + start] = _Piece(event.fingerprints[piece])
             actions.append(Read(event.first + start, event.block_ids[piece]))
         return actions
+
+    def _on_shortened(self, end: int) -> list[Action]:
+        if self._state is not _State.READING or not self._announced_end <= end <= self.end:
+            return self._finish(f"protocol error: shortened to {end}")
+        self.end = end
+        if self.bound_end < end <= self.claimed_end:
+            return self._finish(OVERTAKEN)
+        return self._finish("") if self.bound_end == end else []
 
     def _on_landed(self, first: int, fingerprints: tuple[bytes, ...] | None, rank: int) -> list[Action]:
         piece = self._pieces[first]

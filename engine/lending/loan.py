@@ -5,6 +5,7 @@ from typing import Protocol
 
 from engine.block_keys import BlockKey
 from engine.core_types import Sequence
+from engine.kv.store.shared_store import Fetched
 from engine.lending.block_reads import RankRead
 from engine.lending.borrower import Borrower
 from engine.lending.sources import LoanSource
@@ -73,3 +74,24 @@ class ReadCompletion:
     rank: int
     fingerprints: tuple[bytes, ...] | None
     peer_gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFound:
+    """Message from another thread: the shared store seems to hold the next `num_blocks` blocks."""
+
+    loan: Loan
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFetched:
+    """Message from another thread: the shared store's answer to the fetch of the blocks from `first` on."""
+
+    loan: Loan
+    first: int
+    fetched: Fetched
+
+
+Posted = ReadCompletion | StoreFound | StoreFetched
+"""Messages that other threads post to the engine's loop."""

@@ -7,6 +7,7 @@ from engine.config import WorkerConfig
 from engine.core.engine_core import EngineCore, EngineLimits
 from engine.core_types import StepBudget
 from engine.kv.layout import KvLayout
+from engine.kv.store.opening import open_store
 from engine.kv.tiers.tiers import TierConfig, Tiers
 from engine.lending.block_reads import RemoteRank
 from engine.lending.fast_path import FastPathLink
@@ -44,9 +45,10 @@ def open_core(
     )
     fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
     tiers = _open_tiers(config, runner.layout, fingerprint)
+    store = open_store(config, runner.layout, fingerprint)
     speculator = _open_speculator(spec, runner)
     return EngineCore(
-        runner, transport, limits, emit, wake, tiers, speculator=speculator, others=others, fast_path=fast_path
+        runner, transport, limits, emit, wake, tiers, store, speculator=speculator, others=others, fast_path=fast_path
     )
 
 

@@ -68,6 +68,7 @@ def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
         "backend": (config.backend != "auto", "set vllm_options.attention_backend"),
         "speculation": (config.speculation not in (None, "off"), "the vllm engine does not speculate under Tandem"),
         "kv_host_memory_mib": (config.kv_host_memory_mib > 0, "the vllm engine has no tiers below its pool"),
+        "kv_store": (bool(config.kv_store), "the vllm engine does not use the shared store"),
         "kv_disk_dir": (config.kv_disk_dir is not None, "the vllm engine has no tiers below its pool"),
     }
     for name, (is_set, reason) in others.items():

@@ -273,4 +273,5 @@ def _hello(context: WorkerContext, address: str) -> pb.Hello:
         protocol=PROTOCOL,
         traffic_share=context.config.traffic_share or 0.0,
         adapters=[pb.Adapter(name=name, fingerprint=fingerprint) for name, fingerprint in ready.adapters],
+        store=ready.store,
     )

@@ -63,9 +63,9 @@ def load_report(load: Load, draining: bool) -> pb.LoadReport:
 
 def cache_events(changed: CacheChanged) -> pb.CacheEvents:
     events = [
-        pb.CacheEvent(parent=event.parent, stored=b"".join(event.keys))
+        pb.CacheEvent(parent=event.parent, stored=b"".join(event.keys), shared=event.shared)
         if isinstance(event, Stored)
-        else pb.CacheEvent(removed=b"".join(event.keys))
+        else pb.CacheEvent(removed=b"".join(event.keys), shared=event.shared)
         for event in changed.events
     ]
     return pb.CacheEvents(sequence=changed.sequence, events=events, snapshot=changed.snapshot)

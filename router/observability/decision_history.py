@@ -90,7 +90,7 @@ class Entry:
 
 def hit_blocks_of(kv: pb.KvReceipt) -> int:
     """Return the prompt blocks that no worker computed."""
-    return kv.reused_blocks + kv.restored_blocks + kv.lender_cached_blocks + kv.lender_fetched_blocks
+    return kv.reused_blocks + kv.restored_blocks + kv.store_blocks + kv.lender_cached_blocks + kv.lender_fetched_blocks
 
 
 class DecisionHistory:

@@ -24,7 +24,7 @@ from router.placement.index import PrefixIndex
 from router.placement.place import Decision, place, place_on, startable
 from router.placement.placement_snapshot import PlacementSnapshot
 from router.placement.prediction_error import LogRatios
-from router.placement.rate_learning import RateLearner
+from router.placement.rate_learning import RateLearner, ReceiptTimings
 from router.placement.rates import Ints, Priors, Rates
 from router.placement.receipt_timings import measured
 from router.placement.traffic_counters import TrafficCounters
@@ -87,6 +87,8 @@ class Fleet:
         if self._workers.get(worker.worker_id) is worker:
             del self._workers[worker.worker_id]
             self._index.drop_worker(worker.worker_id)
+            if worker.store_id and worker.store_id not in self._stores():
+                self._index.drop_worker(worker.store_id)
             if worker.load is not None:
                 self._arrange()
 
@@ -152,6 +154,7 @@ class Fleet:
             worker.next_cache_sequence += len(changed.events)
         num_keys = 0
         for event in changed.events:
+            holder = worker.store_id if event.shared else worker.worker_id
             for joined, apply, sign in ((event.stored, self._index.add, 1), (event.removed, self._index.discard, -1)):
                 for start in range(0, len(joined), PART_KEYS * KEY_BYTES):
                     if num_keys >= PART_KEYS:
@@ -160,8 +163,8 @@ class Fleet:
                         if self._workers.get(worker.worker_id) is not worker:
                             return
                     keys = split_keys(joined[start : start + PART_KEYS * KEY_BYTES])
-                    apply(worker.worker_id, keys)
-                    worker.num_cached += sign * len(keys)
+                    apply(holder, keys)
+                    worker.num_cached += sign * len(keys) * (not event.shared)
                     num_keys += len(keys)
 
     def placed(self, decision: Decision, demand: Demand, keys: Sequence[BlockKey]) -> ActivePlacement:
@@ -173,8 +176,9 @@ class Fleet:
             rates = self._learner.rates_as_they_are()
             placement_snapshot = PlacementSnapshot.of(demand, self._snapshot, hits, rates, available)
         decode = self._workers[decision.decode_id]
-        lender = self._workers[decision.lender_id] if decision.lender_id else None
-        source = self._workers[decision.source_id] if decision.source_id else None
+        # None for the shared store too, which workers read by themselves
+        lender = self._workers.get(decision.lender_id) if decision.lender_id else None
+        source = self._workers.get(decision.source_id) if decision.source_id else None
         placed = ActivePlacement(
             sequence=self._sequence,
             decode=decode,
@@ -228,7 +232,7 @@ class Fleet:
             placed.lent = False
         elif kv.moved_blocks and not kv.loan_failure:
             placed.lent = True
-        placed.decode.asked_blocks += kv.reused_blocks + kv.moved_blocks + kv.computed_blocks
+        placed.decode.asked_blocks += kv.reused_blocks + kv.store_blocks + kv.moved_blocks + kv.computed_blocks
         placed.decode.hit_blocks += kv.reused_blocks
         if placed.lender is not None:
             placed.lender.asked_blocks += kv.moved_blocks
@@ -238,7 +242,12 @@ class Fleet:
         load, running = placed.decode.load, placed.running_before + 1.0
         if load is not None:
             running = (running + max(1, load.running)) / 2
-        self._learner.observe(measured(finish, *placed.queued_before, running, placed.num_streams))
+        seen = measured(finish, *placed.queued_before, running, placed.num_streams)
+        self._learner.observe(seen)
+        if seen.fetch is not None and placed.decode.store_id:
+            num_blocks, seconds = seen.fetch
+            transfer = num_blocks * placed.demand.block_bytes, seconds
+            self._learner.observe(ReceiptTimings(seen.decode_id, placed.decode.store_id, transfer=transfer))
 
     def ended(self, placed: ActivePlacement) -> None:
         self.started(placed)
@@ -268,7 +277,7 @@ class Fleet:
 
     def views(self) -> list[WorkerView]:
         """Return all workers that have reported, ascending by id."""
-        return [self._view(self._workers[worker_id]) for worker_id in self._snapshot.ids]
+        return [self._view(self._workers[worker_id]) for worker_id in self._snapshot.ids if worker_id in self._workers]
 
     def hits(self, keys: Sequence[BlockKey], other_keys: Sequence[Sequence[BlockKey]] = ()) -> Hits:
         """Return the blocks of the chain that each worker holds, and will hold as a lender before its next prompt.
@@ -313,7 +322,18 @@ class Fleet:
     def _arrange(self) -> None:
         """Rebuild the table after a change of the set of reporting workers."""
         there = [worker for worker in self._workers.values() if worker.load is not None]
-        self._snapshot = WorkerTable.of([self._view(worker) for worker in there])
+        stores = self._stores()
+        self._snapshot = WorkerTable.of(
+            [
+                *(self._view(worker) for worker in there),
+                *(_store_view(store_id, fingerprint) for store_id, fingerprint in stores.items()),
+            ]
+        )
+        for store_id in stores:
+            users = [self._snapshot.row_of[worker.worker_id] for worker in there if worker.store_id == store_id]
+            column = self._snapshot.row_of[store_id]
+            self._snapshot.compatible[:, column] = False
+            self._snapshot.compatible[users, column] = True
         self._parted = {pair for pair in self._parted if all(self._workers.get(w.worker_id) is w for w in pair)}
         for borrower, lender in self._parted:
             rows = self._snapshot.row_of.get(borrower.worker_id), self._snapshot.row_of.get(lender.worker_id)
@@ -321,6 +341,10 @@ class Fleet:
                 self._snapshot.compatible[rows] = False
         self._learner.arrange(self._snapshot.ids)
         self.adapters = _adapters(worker.hello for worker in there if worker.decodes)
+
+    def _stores(self) -> dict[str, bytes]:
+        """Return the shared stores of present workers, with their model's fingerprint."""
+        return {worker.store_id: worker.hello.model_fingerprint for worker in self._workers.values() if worker.store_id}
 
     def _refresh(self, worker: Worker) -> None:
         """Update a worker's row."""
@@ -352,6 +376,21 @@ class Fleet:
             traffic_share=worker.hello.traffic_share,
             adapters=frozenset(adapter.fingerprint.hex() for adapter in worker.hello.adapters),
         )
+
+
+def _store_view(store_id: str, fingerprint: bytes) -> WorkerView:
+    """Return a shared store as placement sees it: like a worker that drains, it starts nothing and can be read."""
+    return WorkerView(
+        worker_id=store_id,
+        decodes=True,
+        fingerprint=fingerprint,
+        running=0,
+        decoding=0,
+        queued_prefill_tokens=0,
+        available_blocks=-1,
+        num_blocks=0,
+        draining=True,
+    )
 
 
 def _adapters(hellos: Iterable[pb.Hello]) -> dict[str, bytes]:

@@ -21,7 +21,9 @@ def measured(
         stage.name: stage.duration_ms / 1e3 for stage in receipt.stages if stage.where == placement.decode_worker
     }
     undisturbed = not (kv.loan_failure or kv.mismatched_blocks or kv.preemptions)
-    prefill = transfer = tail = step = None
+    prefill = transfer = fetch = tail = step = None
+    if kv.store_blocks and "fetch from the store" in seconds:
+        fetch = kv.store_blocks, seconds["fetch from the store"]
     if undisturbed and placement.lender and "lender prefill" in seconds and not kv.lender_fetched_blocks:
         ready_s = seconds.get("lender queue", 0.0) + seconds["lender prefill"]
         if kv.lender_computed_blocks:
@@ -34,4 +36,4 @@ def measured(
     num_steps = finish.usage.completion_tokens - 1 - receipt.speculation.accepted_tokens
     if placement.attempt == 1 and not kv.preemptions and num_choices == 1 and num_steps > 0 and "decode" in seconds:
         step = running, seconds["decode"] / num_steps
-    return ReceiptTimings(placement.decode_worker, placement.lender or None, prefill, transfer, tail, step)
+    return ReceiptTimings(placement.decode_worker, placement.lender or None, prefill, transfer, tail, fetch, step)

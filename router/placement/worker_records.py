@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from engine.block_keys import BlockKey
 from protos import membership_pb2 as pb
@@ -90,6 +91,14 @@ class Worker:
     @property
     def worker_id(self) -> str:
         return self.hello.worker_id
+
+    @property
+    def store_id(self) -> str:
+        """Row of the worker table for the store that it shares, by model and store; empty without one."""
+        if not self.hello.store:
+            return ""
+        which = blake2b(self.hello.model_fingerprint + self.hello.store.encode(), digest_size=4)
+        return f"shared-store/{which.hexdigest()}"
 
     @property
     def decodes(self) -> bool:

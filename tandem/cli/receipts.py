@@ -23,7 +23,8 @@ def describe(receipt: pb.Receipt, ttft_ms: float | None = None, itl_ms: float | 
     if ttft_ms is not None and itl_ms is not None:
         text.append(f"  TTFT {ttft_ms:.1f} ms  inter-token {itl_ms:.1f} ms")
     text.append(
-        f"\n  blocks: {kv.reused_blocks} reused, {kv.restored_blocks} restored, {kv.moved_blocks} moved,"
+        f"\n  blocks: {kv.reused_blocks} reused, {kv.restored_blocks} restored, {kv.store_blocks} from the store,"
+        f" {kv.moved_blocks} moved,"
         f" {kv.computed_blocks} computed"
         f" ({kv.computed_tokens} tokens)"
     )
@@ -36,6 +37,8 @@ def describe(receipt: pb.Receipt, ttft_ms: float | None = None, itl_ms: float | 
         text.append(f"; {kv.mismatched_blocks} ARRIVED CORRUPTED and were not used", style="bold red")
     if kv.restore_failure:
         text.append(f"; restoring ended early: {kv.restore_failure}", style="yellow")
+    if kv.store_failure:
+        text.append(f"; fetching from the store ended early: {kv.store_failure}", style="yellow")
     if kv.hedged_blocks:
         text.append(f"; {kv.hedged_blocks} computed while the lender was silent", style="yellow")
     if kv.loan_failure:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from engine.lending.sources import TierSource
+from engine.lending.sources import LenderSource
 from support.trial_node import Node, Stream
 
 FAULTS = (
@@ -24,8 +24,8 @@ STATES = {
     "borrower": ("opening", "reading", "hedged", "restoring", "over"),
     "lender": ("queued", "fetching", "computing", "unread", "partly released", "over"),
 }
-"""Of the borrower; `restoring` is from its own tier, and a `hedged` one computes meanwhile. Of the lender: `fetching`
-from a source or its own tier; `unread`: everything is announced and nothing released."""
+"""Of the borrower; `restoring` is from its own tier or the shared store, and a `hedged` one computes meanwhile. Of the
+lender: `fetching` from a source, its own tier or the store; `unread`: everything is announced and nothing released."""
 Cell = tuple[str, str, str]
 """Fault, side, state."""
 
@@ -59,7 +59,7 @@ IMPOSSIBLE: dict[Cell, str] = {
 
 def borrower_state(stream: Stream) -> str:
     loan = stream.borrower.core._borrower_manager._loans.get(stream.request_id)
-    if loan is None or isinstance(loan.source, TierSource):
+    if loan is None or not isinstance(loan.source, LenderSource):
         return "over"
     if loan.wanted.sequence.hedged:
         return "hedged"
@@ -101,9 +101,9 @@ class Cells:
             self.counts[fault, "lender", lender] += 1
 
     def note_restoring(self, fault: str, node: Node, loan_id: str | None = None) -> None:
-        """It meets what this engine, or one sequence there, is bringing back from its tier."""
+        """It meets what this engine, or one sequence there, is bringing back from its tier or the store."""
         for found_id, loan in node.core._borrower_manager._loans.items():
-            if isinstance(loan.source, TierSource) and loan_id in (None, found_id):
+            if not isinstance(loan.source, LenderSource) and loan_id in (None, found_id):
                 self.counts[fault, "borrower", "restoring"] += 1
 
 

@@ -11,6 +11,7 @@ from engine.backends.sim.states import prompt_logprob
 from engine.core_types import StepBudget
 from engine.lending.sources import LenderSource
 from kvtransfer.transport import Pool
+from support.memory_objects import MemoryObjects
 from support.sim_model import VOCAB, undisturbed
 from support.trial_cells import lender_state
 from support.trial_faults import Faults
@@ -27,6 +28,7 @@ FAULTS = [
     *2 * ["delay"],
     "exhaust",
     *3 * ["corrupt tier"],
+    *3 * ["damage store"],
     "duplicate",
 ]
 """By how often they are drawn."""
@@ -56,6 +58,8 @@ class Cluster(Faults):
         """In two thirds of the trials engines tell each other early, too."""
         self.num_started = 0
         self.now = 0
+        self.objects = MemoryObjects(self.rng.choice([1, 3, 8]), self.rng.choice([20, 1000])) if seed % 5 < 3 else None
+        """The store that all nodes share, in three fifths of the trials."""
         self.restoring: list[Node] = []
         """Whose tier is in the middle of a read, the innermost last."""
         self.nodes = [self.new_node() for _ in range(num_nodes)]
@@ -82,6 +86,7 @@ class Cluster(Faults):
             self.read_silence,
             lambda: float(self.now),
             TrialLink(self.links) if self.links is not None else None,
+            self.objects,
         )
         node.runner.interrupted = lambda: self.in_mid_restore(node)
         return node
@@ -119,7 +124,8 @@ class Cluster(Faults):
         stopped = [node for node in self.nodes if node.stopped]
         unaware = [stream for stream in self.streams if stream.withheld is not None]
         kinds = 4 * ["step"] + 6 * ["deliver"] * bool(talk) + 3 * ["transfer"] * bool(transports)
-        kinds += ["submit"] * bool(new) + ["restore"] * bool(tiers)
+        stores = [node for node in awake if node.store is not None and node not in self.restoring]
+        kinds += ["submit"] * bool(new) + ["restore"] * bool(tiers) + 4 * ["store"] * bool(stores)
         borrowing = [node for node in awake if node.core._borrower_manager.num_loans]
         kinds += ["quiet"] * bool(self.faults and borrowing and rng.random() < 0.1)
         kinds += ["silence", "wake"] * bool(stopped) + ["notice end"] * bool(unaware)
@@ -134,6 +140,8 @@ class Cluster(Faults):
                 self.submit(rng.choice(new), rng.choice(awake))
             case "restore":
                 self.restore(rng.choice(tiers))
+            case "store":
+                self.use_store(rng.choice(stores))
             case "silence":
                 self.notice_silence()
             case "wake":
@@ -161,6 +169,8 @@ class Cluster(Faults):
                 self.exhaust(self.rng.choice(self.awake))
             case "corrupt tier":
                 self.corrupt_tier()
+            case "damage store":
+                self.damage_store()
             case "duplicate":
                 self.duplicate()
 
@@ -186,6 +196,14 @@ class Cluster(Faults):
         assert node.tiers is not None
         self.restoring.append(node)
         worked = node.tiers.step()
+        self.restoring.remove(node)
+        return worked
+
+    def use_store(self, node: Node) -> bool:
+        """The store reads or writes once; in the middle of a copy into the pool, `in_mid_restore` is called."""
+        assert node.store is not None
+        self.restoring.append(node)
+        worked = node.store.step()
         self.restoring.remove(node)
         return worked
 
@@ -226,6 +244,8 @@ class Cluster(Faults):
     def settle(self) -> None:
         """No more faults: everything under way arrives, every read ends, every client is answered."""
         self.faults = False
+        if self.objects is not None:
+            self.objects.broken = False
         while any(node.stopped for node in self.nodes):
             self.wake()
         for client in self.clients:
@@ -254,8 +274,11 @@ class Cluster(Faults):
                 moved = True
             while node.tiers is not None and self.restore(node):
                 moved = True
+            while node.store is not None and self.use_store(node):
+                moved = True
             moved |= self.step(node)
         moved |= any(node.transport.busy() for node in self.nodes)
+        moved |= any(node.store is not None and node.store.is_busy for node in self.nodes)
         return moved or any(s.to_lender or s.to_borrower for s in self.streams)
 
     def relieve(self) -> bool:

@@ -4,7 +4,9 @@ import math
 import random
 
 from engine.lending.sources import TierSource
+from engine.lending.store_source import StoreSource
 from engine.messages import Cancel, LendClosed, LenderSilent, LoanFailed
+from support.memory_objects import MemoryObjects
 from support.sim_model import VOCAB, WIDTH
 from support.trial_cells import borrower_state, lender_state
 from support.trial_front import Front
@@ -13,6 +15,8 @@ from support.trial_node import Client, Node, Stream
 
 class Faults(Front):
     """Each fault by itself, drawn by the trial's random generator, and noted with the states that it met."""
+
+    objects: MemoryObjects | None
 
     def new_node(self) -> Node:
         raise NotImplementedError
@@ -251,3 +255,33 @@ class Faults(Front):
         assert node.tiers is not None
         row = node.tiers._host.memory[slot]
         row[self.rng.randrange(len(row))] ^= 1 << self.rng.randrange(8)
+
+    def damage_store(self) -> None:
+        """An object of the shared store is damaged, cut short, mistaken for another or lost, or the store breaks."""
+        objects = self.objects
+        if objects is None:
+            return
+        objects.broken = self.rng.random() < 0.1
+        if not objects.stored:
+            return
+        self.seen["store damaged"] += 1
+        wanted = [
+            node.store._format.name(key)
+            for node in self.awake
+            if node.store is not None
+            for loan in node.core._borrower_manager._loans.values()
+            if isinstance(loan.source, StoreSource)
+            for key in loan.source._keys
+        ]
+        name = self.rng.choice([name for name in wanted if name in objects.stored] or list(objects.stored))
+        stored = bytearray(objects.stored[name])
+        match self.rng.randrange(4):
+            case 0:
+                stored[self.rng.randrange(len(stored))] ^= 1 << self.rng.randrange(8)
+                objects.stored[name] = bytes(stored)
+            case 1:
+                objects.stored[name] = bytes(stored[: self.rng.randrange(len(stored))])
+            case 2:
+                objects.stored[name] = self.rng.choice(list(objects.stored.values()))
+            case 3:
+                del objects.stored[name]

@@ -178,7 +178,7 @@ class Front:
         tokens.append(message.token_id)
         if message.account is not None:
             account = message.account
-            given = account.moved_blocks + account.reused_blocks + account.restored_blocks
+            given = account.moved_blocks + account.reused_blocks + account.restored_blocks + account.store_blocks
             if not account.preemptions and client.num_choices == 1 and not client.num_beams:
                 known = len(client.prompt) + len(tokens) - 1
                 assert given + account.computed_blocks == LAYOUT.blocks_for(known)
@@ -186,6 +186,8 @@ class Front:
             self.seen["moved"] += account.moved_blocks
             self.seen["reused"] += account.reused_blocks
             self.seen["restored"] += account.restored_blocks
+            self.seen["from the store"] += account.store_blocks
+            self.seen["store failed"] += bool(account.store_failure)
             self.seen["mismatched"] += account.mismatched_blocks
             self.seen["stuck"] += "no read has ended" in account.loan_failure + account.restore_failure
             self.seen["preempted"] += account.preemptions

@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from engine.backends.sim.runner import SimRunner
 from engine.core.engine_core import EngineCore, EngineLimits
 from engine.core_types import BeamParams, Chunk, SampleResult, SamplingParams, StepBudget
+from engine.kv.store.object_format import ObjectFormat
 from engine.kv.tiers.tiers import TierConfig, Tiers
 from engine.lending.fast_path import KEY_BYTES, NAME_BYTES, SECRET_BYTES, FastPathLink
 from engine.messages import FromEngine, Generate, ToEngine, Token
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.transport import Pool
 from support.checked_core import NOTHING_LEFT, held
+from support.memory_objects import MemoryObjects, StepStore
 from support.sim_model import LAYOUT, VOCAB, WIDTH
 from support.slow_transport import SlowTransport
 
@@ -84,9 +86,11 @@ class Node:
         read_silence_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
         link: TrialLink | None = None,
+        objects: MemoryObjects | None = None,
     ) -> None:
-        """`tier_blocks`: how many blocks its host memory holds, none with 0. `link`: what lenders say early comes by
-        it."""
+        """`objects`: of the store that it shares. `tier_blocks`: how many blocks its host memory holds, none
+        with 0. `link`: what lenders say early comes by it.
+        """
         self.name = name
         self.link = link
         self.alive = True
@@ -102,8 +106,20 @@ class Node:
             config = TierConfig(tier_blocks * LAYOUT.block_bytes, None, 0)
             fingerprint = LAYOUT.fingerprint(self.runner.info.weights_fingerprint)
             self.tiers = Tiers(config, LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint, threaded=False)
+        self.store: StepStore | None = None
+        if objects is not None:
+            fingerprint = LAYOUT.fingerprint(self.runner.info.weights_fingerprint)
+            object_format = ObjectFormat(LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint)
+            self.store = StepStore(objects, object_format, clock, writes_at_once=num_blocks % 2 == 0)
         self.core = EngineCore(
-            self.runner, self.transport, limits, self.said.append, tiers=self.tiers, clock=clock, fast_path=link
+            self.runner,
+            self.transport,
+            limits,
+            self.said.append,
+            tiers=self.tiers,
+            store=self.store,
+            clock=clock,
+            fast_path=link,
         )
         self.endpoint = self.core.start().endpoint
         self.batch: list[Chunk] = []
@@ -173,6 +189,9 @@ class Node:
         assert self.core._borrower_manager.num_loans == 0, f"{self.name} borrows at rest"
         if self.tiers is not None:
             assert not any(self.tiers._host.slots._refs), f"{self.name}: a slot of the host tier is held at rest"
+        if self.store is not None:
+            assert self.store._num_fetching == 0, f"{self.name}: a fetch was not given back"
+            assert not self.store._writing, f"{self.name}: a block is still to be written"
 
 
 @dataclass(eq=False)

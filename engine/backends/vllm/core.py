@@ -25,7 +25,7 @@ from engine.lending.block_reads import LocalRank, RemoteRank
 from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.fast_path import FastPath, FastPathLink
 from engine.lending.lender_manager import LenderManager
-from engine.lending.loan import BorrowRequest, ReadCompletion
+from engine.lending.loan import BorrowRequest, Posted, ReadCompletion, StoreFetched, StoreFound
 from engine.messages import (
     Audit,
     Audited,
@@ -90,7 +90,7 @@ class VllmCore:
         self._limits = limits
         self._emit = emit
         self._wake = wake
-        self._posted: SimpleQueue[ReadCompletion] = SimpleQueue()
+        self._posted: SimpleQueue[Posted] = SimpleQueue()
         self._arrivals = 0
         self._blocked = False
         """Whether the last schedule was empty, and nothing has happened since."""
@@ -156,7 +156,7 @@ class VllmCore:
             adapters=self._info.adapters,
         )
 
-    def post(self, message: ReadCompletion) -> None:
+    def post(self, message: Posted) -> None:
         """Hand a message to the loop.
 
         From any thread.
@@ -250,6 +250,10 @@ class VllmCore:
                 self._borrower_manager.failed(message)
             case ReadCompletion():
                 self._borrower_manager.read_completed(message)
+            case StoreFound():
+                self._borrower_manager.store_found(message)
+            case StoreFetched():
+                self._borrower_manager.store_fetched(message)
             case Lend():
                 self._reports.saw(message.mark)
                 self._lender_manager.open(message)

@@ -1,0 +1,54 @@
+"""Opening of the store that a worker's settings name."""
+
+from hashlib import blake2b
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from engine.errors import EngineStartError
+from engine.kv.layout import KvLayout
+from engine.kv.store.block_store import BlockStore
+from engine.kv.store.bucket import BucketObjects
+from engine.kv.store.folder import FolderObjects
+from engine.kv.store.object_format import ObjectFormat
+from engine.kv.store.objects import Objects, StoreError
+from engine.kv.store.settings import StoreSettings
+
+GIB = 1 << 30
+MIN_SECRET_BYTES = 16
+
+
+def open_store(settings: StoreSettings, layout: KvLayout, model_fingerprint: bytes) -> BlockStore | None:
+    """Open the store, or return None without one.
+
+    Raises EngineStartError naming kv_store or kv_store_secret_file.
+    """
+    if not settings.kv_store:
+        return None
+    secret = _secret(settings.kv_store_secret_file)
+    object_format = ObjectFormat(layout.block_bytes, layout.kv_heads, model_fingerprint, secret)
+    try:
+        objects = _objects(settings, object_format)
+    except (StoreError, ImportError) as error:
+        raise EngineStartError("kv_store", str(error)) from error
+    return BlockStore(objects, object_format, settings.kv_store_writes == "computed")
+
+
+def _objects(settings: StoreSettings, object_format: ObjectFormat) -> Objects:
+    url = urlsplit(settings.kv_store)
+    if url.scheme == "s3":
+        return BucketObjects(url.netloc, url.path)
+    max_bytes, max_age_s = settings.kv_store_gib * GIB, settings.kv_store_days * 86400
+    return FolderObjects(Path(settings.kv_store), object_format.object_bytes, max_bytes, max_age_s)
+
+
+def _secret(path: Path | None) -> bytes:
+    """Return the key of checksums made of a file's bytes; empty without a file."""
+    if path is None:
+        return b""
+    try:
+        content = path.read_bytes().strip()
+    except OSError as error:
+        raise EngineStartError("kv_store_secret_file", f"{path}: {error.strerror}") from error
+    if len(content) < MIN_SECRET_BYTES:
+        raise EngineStartError("kv_store_secret_file", f"{path} has fewer than {MIN_SECRET_BYTES} bytes")
+    return blake2b(content, digest_size=64).digest()

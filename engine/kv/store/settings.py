@@ -1,0 +1,37 @@
+"""Settings of the store that workers share."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import PositiveFloat, PositiveInt, field_validator
+
+from cluster.config import Config
+
+
+class StoreSettings(Config):
+    """Part of a worker's settings."""
+
+    kv_store: str = ""
+    """Store for KV blocks that all workers share and that outlives them: a folder that all of them mount, or
+    s3://bucket/prefix. Blocks are fetched from there where that is faster than computing them, and verified. S3 takes
+    its endpoint, region and credentials from AWS's environment variables, and needs a lifecycle rule that expires
+    objects. Only workers of equal weights, layout and `tensor_parallel` 1 share blocks. Default: no store."""
+    kv_store_gib: PositiveInt = 64
+    """Largest size of one model's blocks in a folder, in GiB. The blocks used longest ago are removed. With several
+    writers it may be exceeded for some seconds."""
+    kv_store_days: PositiveFloat = 7.0
+    """Days after which a block of a folder is removed if it was not used."""
+    kv_store_writes: Literal["evicted", "computed"] = "evicted"
+    """Blocks that are written to the store. evicted: those that leave a worker's pool. computed: all, at once, so that
+    other workers find them and none is lost with a worker, for more writing."""
+    kv_store_secret_file: Path | None = None
+    """File with a secret, at least 16 bytes, that signs blocks in the store. Without it whoever can write there can
+    plant wrong KV. All workers need the same secret; hashing costs about a millisecond per MiB. Default: unsigned."""
+
+    @field_validator("kv_store")
+    @classmethod
+    def _is_folder_or_bucket(cls, value: str) -> str:
+        scheme, found, rest = value.partition("://")
+        if found and (scheme != "s3" or not rest.partition("/")[0]):
+            raise ValueError(f"{value!r} is neither a folder nor s3://bucket/prefix")
+        return value

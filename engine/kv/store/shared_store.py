@@ -1,0 +1,94 @@
+"""Interface of the shared store as an engine's loop sees it; the simulator has a store in virtual time."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.block_keys import BlockKey
+from engine.kv.block_pool import CacheEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Blocks that a fetch brought: a leading part of those wanted."""
+
+    fingerprints: tuple[bytes, ...]
+    """Stored fingerprints, one per block; the bytes are not compared with them yet."""
+    contents: tuple[NDArray[np.uint8], ...]
+    """Bytes of the blocks, [block_bytes] each, until the fetch is given back."""
+    failure: str
+    """Why the next block did not come; empty when all came."""
+    buffer: NDArray[np.uint8] | None = None
+    """Memory behind `contents`."""
+
+
+class SharedStore(ABC):
+    """Blocks that the workers of a model share.
+
+    Methods belong to the engine's loop thread and never wait; callbacks come on any thread, once each.
+    """
+
+    identity: str
+    """Name that is equal for workers that use the same store."""
+    writes_at_once: bool = False
+    """Whether blocks are put as soon as they are computed, not only when the pool evicts them."""
+    blocks_per_fetch: int
+    """Largest number of blocks of one fetch."""
+
+    @property
+    @abstractmethod
+    def answers(self) -> bool:
+        """Whether the store is worth asking now; False for a while after it fell silent."""
+
+    @property
+    @abstractmethod
+    def num_writable(self) -> int:
+        """Number of blocks for which `put` has memory now."""
+
+    @abstractmethod
+    def lacks(self, key: BlockKey) -> bool:
+        """Return whether the block should be written: it is not known to be stored, or being written."""
+
+    @abstractmethod
+    def put(self, parent: BlockKey, key: BlockKey, content: NDArray[np.uint8], fingerprint: bytes) -> None:
+        """Keep a copy of a block, uint8 [block_bytes], that the store `lacks` and has memory for."""
+
+    @abstractmethod
+    def drop(self, count: int) -> None:
+        """Count blocks that are not put for lack of memory."""
+
+    @abstractmethod
+    def find(self, keys: Sequence[BlockKey], on_found: Callable[[int], object]) -> None:
+        """Call `on_found` with the number of leading keys that the store seems to hold."""
+
+    @abstractmethod
+    def fetch(self, keys: Sequence[BlockKey], on_fetched: Callable[[Fetched], object]) -> None:
+        """Read at most `blocks_per_fetch` blocks; each fetch must be given back, whatever it brought."""
+
+    @abstractmethod
+    def give_back(self, fetched: Fetched, in_use: bool) -> None:
+        """Return the memory of a fetch; it is not used again where a copy of it is still `in_use`."""
+
+    @abstractmethod
+    def run(self, copy: Callable[[], None]) -> "Future[None]":
+        """Run `copy`, which copies fetched blocks into the pool, beside the loop."""
+
+    @abstractmethod
+    def refuse(self, key: BlockKey) -> None:
+        """Remove a block whose bytes differ from its fingerprint."""
+
+    @abstractmethod
+    def fell_silent(self) -> None:
+        """Process that a loan gave the store up."""
+
+    @abstractmethod
+    def take_events(self) -> list[CacheEvent]:
+        """Return what this engine learned since the last call of the store's contents."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what is queued, within bounds, and release the store."""
