@@ -8,13 +8,14 @@ VLLM_VENV := .venv-vllm
 ROUTERS_VENV := .venv-routers
 CLIENTS_VENV := .venv-clients
 LOAD_VENV := .venv-load
+CHECKOV_VENV := .venv-checkov
 HELM := .helm/helm
 # Each file runs in one process. Integration tests wait for processes of theirs, so more of them run at a time.
 FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults test-pods fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-router bench-gpu bench-simulator bench-advice bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches protos check-protos install clean
+.PHONY: demo test agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-router bench-gpu bench-simulator bench-advice bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -78,6 +79,19 @@ vllm-if-on-offer: $(INSTALLED)
 
 helm: $(INSTALLED) $(HELM)
 	$(BIN)/pytest tests/helm
+
+# checkov over every rendered example, in an environment of its own (300 MB), so no part of `test`.
+RENDERED := $(CHECKOV_VENV)/rendered
+lint-chart: $(HELM) $(CHECKOV_VENV)/.installed
+	@rm -rf $(RENDERED) && mkdir $(RENDERED)
+	@for values in helm/examples/*.yaml; do \
+	  $(HELM) template demo helm/tandem --values $$values > $(RENDERED)/$${values##*/} || exit 1; done
+	@cd $(CHECKOV_VENV) && bin/checkov --config-file ../.checkov.yaml --directory rendered
+
+$(CHECKOV_VENV)/.installed:
+	@$(PYTHON) -m venv $(CHECKOV_VENV)
+	@$(CHECKOV_VENV)/bin/python -m pip install --quiet --disable-pip-version-check checkov==3.3.30
+	@touch $@
 
 $(HELM): helm/get_helm.py $(INSTALLED)
 	@$(BIN)/python helm/get_helm.py $(@D)
@@ -216,4 +230,4 @@ check-protos: $(PROTOC_VENV)/.installed
 	@$(PROTOC_VENV)/bin/python protos/generate.py --check .
 
 clean:
-	rm -rf $(dir $(HELM)) $(VENV) $(VLLM_VENV) $(PROTOC_VENV) $(ROUTERS_VENV) $(CLIENTS_VENV) $(LOAD_VENV) .agents .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(dir $(HELM)) $(VENV) $(VLLM_VENV) $(PROTOC_VENV) $(ROUTERS_VENV) $(CLIENTS_VENV) $(LOAD_VENV) $(CHECKOV_VENV) .agents .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis

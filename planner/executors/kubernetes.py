@@ -42,6 +42,9 @@ class KubernetesConfig(Config):
     """Namespace. Default: the planner's own."""
     api_server: str = ""
     """API server as https://host:port. Default: that of the planner's own cluster."""
+    read_only: bool = False
+    """Whether sizes are read and never changed, because something else scales the pools by the planner's metrics. The
+    account then needs `get` only."""
     account_dir: Path = ACCOUNT
     """Directory with `token`, `ca.crt` and `namespace`, as Kubernetes mounts it."""
 
@@ -64,6 +67,7 @@ class KubernetesExecutor(Executor):
         self._names: dict[Role, str] = {role: getattr(config, role) for role in ROLES if getattr(config, role)}
         if not self._names:
             raise StartError("kubernetes.decode", "no pool is named, prefill or decode")
+        self._read_only = config.read_only
         self._token_file = config.account_dir / "token"
         self._server = _server(config)
         namespace = config.namespace or _read(config.account_dir / "namespace", "kubernetes.namespace")
@@ -74,7 +78,7 @@ class KubernetesExecutor(Executor):
         return dict(zip(self._names, scales, strict=True))
 
     async def scale(self, role: Role, count: int) -> None:
-        if (name := self._names.get(role)) is None or await self._scale_of(name) == count:
+        if self._read_only or (name := self._names.get(role)) is None or await self._scale_of(name) == count:
             return
         await asyncio.to_thread(self._ask, "PATCH", name, {"spec": {"replicas": count}})
 

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from cluster.roles import ROLES, Role
 from engine.config import WorkerConfig
-from planner.config import PoolConfig
-from planner.runtime import PlannerConfig
+from planner.config import PolicyConfig, PoolConfig
+from planner.observation import Observation
+from planner.policy import decide
+from planner.runtime import PlannerConfig, PlannerMetrics
 from router.config import RouterConfig
 from support.chart import (
     CHART,
@@ -34,6 +38,7 @@ pytestmark = needs_helm
 PLANNED = {
     "start_s": PlannerConfig.model_fields["start_s"].default,
     "min_workers": PoolConfig.model_fields["min_workers"].default,
+    "max_workers": PoolConfig.model_fields["max_workers"].default,
 }
 ALL = [None, *EXAMPLES]
 
@@ -94,10 +99,14 @@ def test_a_decode_pool_that_may_be_of_zero_can_come_back() -> None:
 
 def test_templates_know_what_a_planner_takes_for_granted() -> None:
     """What they compare others with, where values do not say it."""
-    for name in ("router", "workers"):
+    for name, fields in (
+        ("router", {"start_s"}),
+        ("workers", {"min_workers"}),
+        ("planner", {"min_workers", "max_workers"}),
+    ):
         text = (CHART / "templates" / f"{name}.yaml").read_text()
-        asked = re.findall(r"start_s \| default (\d+)", text) + re.findall(r"min_workers (\d+) \(hasKey", text)
-        assert {float(found) for found in asked} == {PLANNED["start_s"] if name == "router" else PLANNED["min_workers"]}
+        asked = re.findall(r"(start_s) \| default (\d+)", text) + re.findall(r"(\w+_workers) (\d+) \(hasKey", text)
+        assert {field: float(found) for field, found in asked} == {field: PLANNED[field] for field in fields}
 
 
 def test_alive_and_ready_are_different_questions(example: Path | None) -> None:
@@ -205,6 +214,7 @@ def test_metrics_are_for_the_releases_namespace_unless_others_are_named() -> Non
         return [rule["from"] for rule in rules if any(port["port"] == 9400 for port in rule["ports"])]
 
     assert scrapers({}) == [[{"podSelector": {}}]] * 2
+    assert scrapers({"planner": {"enabled": True}}) == [[{"podSelector": {}}]] * 3
     everybody = [{"namespaceSelector": {}}]
     assert scrapers({"networkPolicy": {"monitoring": everybody}}) == [everybody] * 2
 
@@ -311,6 +321,229 @@ def test_a_planner_may_size_the_pools_of_its_model_and_nothing_else() -> None:
         assert sorted(named.values()) == names
         assert all("replicas" not in deployments[name]["spec"] for name in names), "an upgrade would undo its work"
     assert not any(m["kind"] == "Role" for m in render())
+
+
+def scaled_objects(manifests: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {m["metadata"]["name"]: m["spec"] for m in manifests if m["kind"] == "ScaledObject"}
+
+
+def test_keda_scales_each_pool_to_what_the_planner_wishes() -> None:
+    manifests = render(ROOT / "helm" / "examples" / "keda.yaml", "--namespace", "serving")
+    config = PlannerConfig.parse(config_of(manifests, "demo-simulated-planner", "planner"))
+    deployments = {m["metadata"]["name"]: m for m in manifests if m["kind"] == "Deployment"}
+    scaled = scaled_objects(manifests)
+    assert len(scaled) == 2
+    for role in ROLES:
+        spec = scaled[f"demo-simulated-{role}"]
+        assert spec["scaleTargetRef"] == {"name": f"demo-simulated-{role}"}
+        assert "replicas" not in deployments[f"demo-simulated-{role}"]["spec"]
+        bounds = (spec["minReplicaCount"], spec["maxReplicaCount"])
+        assert bounds == (config.pool(role).min_workers, config.pool(role).max_workers)
+        (trigger,) = spec["triggers"]
+        assert (trigger["type"], trigger["metricType"]) == ("prometheus", "AverageValue")
+        metadata = trigger["metadata"]
+        assert all(isinstance(value, str) for value in metadata.values()), "KEDA takes nothing else"
+        assert metadata["serverAddress"] == "http://prometheus-operated.monitoring:9090"
+        assert (metadata["threshold"], metadata["ignoreNullValues"]) == ("1", "false")
+        check_query(metadata["query"], role, "serving", "demo-simulated-planner")
+        assert spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == {
+            "scaleDown": {"stabilizationWindowSeconds": 0}
+        }
+
+
+def check_query(query: str, role: Role, namespace: str, planner: str) -> None:
+    """It finds what a planner's own registry exports, with the labels of a pod that Prometheus adds."""
+    registry = CollectorRegistry()
+    state, desired = decide(None, Observation(at_s=0), PolicyConfig())
+    PlannerMetrics(registry, "simulated").decided(state, desired)
+    parts = re.fullmatch(r"max\((\w+)\{(.*)\}\)", query)
+    assert parts is not None
+    matchers = {name: (kind, value) for name, kind, value in re.findall(r'(\w+)(=~?)"([^"]*)"', parts[2])}
+    exported = [each.labels for family in registry.collect() for each in family.samples if each.name == parts[1]]
+    (own,) = [labels for labels in exported if labels["role"] == role]
+    labels = own | {"namespace": namespace, "pod": f"{planner}-6d4cf56db6-x8zqp"}
+    assert set(matchers) == set(labels)
+    for name, (kind, value) in matchers.items():
+        assert labels[name] == value if kind == "=" else re.fullmatch(value, labels[name]), name
+
+
+def test_with_keda_a_planner_may_read_sizes_and_change_none() -> None:
+    manifests = render(ROOT / "helm" / "examples" / "keda.yaml")
+    config = PlannerConfig.parse(config_of(manifests, "demo-simulated-planner", "planner"))
+    assert (config.executor, config.kubernetes.read_only) == ("kubernetes", True)
+    (role,) = [m for m in manifests if m["kind"] == "Role"]
+    assert role["rules"][0]["verbs"] == ["get"]
+    alone = render({"planner": {"enabled": True}})
+    assert not PlannerConfig.parse(config_of(alone, "demo-storyteller-planner", "planner")).kubernetes.read_only
+    assert not scaled_objects(alone)
+
+
+def test_keda_has_the_bounds_that_a_planner_takes_for_granted() -> None:
+    keda = {"enabled": True, "serverAddress": "http://p:9090", "tolerance": "0"}
+    pools = {"decode": {"min_workers": 0}, "prefill": {"max_workers": 3}}
+    scaled = scaled_objects(render({"planner": {"enabled": True, "keda": keda, "config": pools}}))
+    found = {name: (spec["minReplicaCount"], spec["maxReplicaCount"]) for name, spec in scaled.items()}
+    assert found == {"demo-storyteller-decode": (0, 8), "demo-storyteller-prefill": (1, 3)}
+    behavior = scaled["demo-storyteller-decode"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert [behavior[way]["tolerance"] for way in ("scaleUp", "scaleDown")] == ["0", "0"]
+
+
+def test_a_pod_monitor_finds_all_pods_that_have_metrics() -> None:
+    values = {"planner": {"enabled": True}, "redis": {"enabled": True}}
+    manifests = render(values | {"monitoring": {"podMonitor": True, "interval": "30s", "labels": {"release": "p"}}})
+    (monitor,) = [m for m in manifests if m["kind"] in ("PodMonitor", "ServiceMonitor")]
+    assert monitor["metadata"]["labels"]["release"] == "p"
+    selector, found = monitor["spec"]["selector"], []
+    for manifest in manifests:
+        if manifest["kind"] in ("Deployment", "StatefulSet"):
+            pod = manifest["spec"]["template"]
+            with_metrics = any(port["name"] == "metrics" for port in pod["spec"]["containers"][0]["ports"])
+            assert selects(selector, pod["metadata"]["labels"]) == with_metrics, manifest["metadata"]["name"]
+            found += [manifest["metadata"]["name"]] * with_metrics
+    assert len(found) == 4
+    assert monitor["spec"]["podMetricsEndpoints"] == [{"port": "metrics", "interval": "30s"}]
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    expressions = selector.get("matchExpressions", [])
+    assert all(each["operator"] == "In" for each in expressions)
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(each["key"]) in each["values"] for each in expressions
+    )
+
+
+def test_a_pod_monitor_uses_the_same_certificates() -> None:
+    options = ("--set", "monitoring.serviceMonitor=false,monitoring.podMonitor=true")
+    manifests = render(ROOT / "helm" / "examples" / "tls.yaml", *options)
+    (monitor,) = [m for m in manifests if m["kind"] == "PodMonitor"]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert (endpoint["scheme"], endpoint["tlsConfig"]["serverName"]) == ("https", "tandem.internal")
+
+
+def test_a_network_policy_is_about_every_pod(example: Path | None) -> None:
+    manifests = render(example)
+    policies = [m["spec"]["podSelector"] for m in manifests if m["kind"] == "NetworkPolicy"]
+    for manifest in manifests:
+        pod = manifest if manifest["kind"] == "Pod" else manifest.get("spec", {}).get("template")
+        if pod is not None:
+            chosen = [policy for policy in policies if selects(policy, pod["metadata"]["labels"])]
+            assert len(chosen) == 1, manifest["metadata"]["name"]
+
+
+RDMA = {"resource": "rdma/hca_shared_devices_a", "count": 2, "networks": "rdma-a,rdma-b", "devices": "mlx5_0:1"}
+
+
+def test_nics_by_values() -> None:
+    manifests = render({"worker": {"rdma": RDMA, "annotations": {"team": "a"}, "doctor": True}})
+    check_schema(manifests, KUBERNETES[-1])
+    (pod,) = [
+        m["spec"]["template"]
+        for m in manifests
+        if (m["kind"], m["metadata"]["name"]) == ("Deployment", "demo-storyteller-decode")
+    ]
+    annotations = pod["metadata"]["annotations"]
+    assert (annotations["k8s.v1.cni.cncf.io/networks"], annotations["team"]) == ("rdma-a,rdma-b", "a")
+    for container in (*pod["spec"]["initContainers"], *pod["spec"]["containers"]):
+        assert container["resources"]["limits"]["rdma/hca_shared_devices_a"] == 2
+        assert {"name": "UCX_NET_DEVICES", "value": "mlx5_0:1"} in container["env"]
+    plain = dict(pod_specs(render()))["demo-storyteller-decode"]
+    assert set(plain["containers"][0]["resources"]["limits"]) == {"cpu", "memory"}
+    assert "UCX_NET_DEVICES" not in {each["name"] for each in plain["containers"][0]["env"]}
+
+
+def test_a_pool_may_have_other_nics_than_the_rest() -> None:
+    model = {"name": "a", "source": {"configMap": {}}, "decode": {"replicas": 1, "rdma": {"count": 4}}}
+    model["prefill"] = {"replicas": 1, "doctor": False}
+    specs = dict(pod_specs(render({"models": [model], "worker": {"rdma": RDMA, "doctor": True}})))
+    limits = {name: spec["containers"][0].get("resources", {})["limits"] for name, spec in specs.items()}
+    counts = [limits[f"demo-a-{role}"]["rdma/hca_shared_devices_a"] for role in ("decode", "prefill")]
+    assert counts == [4, 2]
+    assert ["initContainers" in specs[f"demo-a-{role}"] for role in ("decode", "prefill")] == [True, False]
+
+
+def test_workers_of_a_model_keep_to_a_rail_beside_what_else_is_preferred() -> None:
+    other = {"weight": 1, "podAffinityTerm": {"topologyKey": "zone", "labelSelector": {"matchLabels": {"a": "b"}}}}
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": [other["podAffinityTerm"]]}
+    own = {
+        "podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [other], **required},
+        "nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []},
+    }
+    models = [
+        {"name": name, "source": {"configMap": {}}, "prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+        for name in ("a.1", "b")
+    ]
+    manifests = render({"worker": {"rail": "example.com/leaf", "affinity": own}, "models": models})
+    check_schema(manifests, KUBERNETES[-1])
+    pods = {
+        m["metadata"]["name"]: m["spec"]["template"] for m in manifests if m["kind"] in ("Deployment", "StatefulSet")
+    }
+    for model in ("a-1", "b"):
+        affinity = pods[f"demo-{model}-decode"]["spec"]["affinity"]
+        assert affinity["nodeAffinity"] == own["nodeAffinity"]
+        assert affinity["podAffinity"].items() >= required.items()
+        first, near = affinity["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+        assert (first, near["weight"], near["podAffinityTerm"]["topologyKey"]) == (other, 100, "example.com/leaf")
+        near_to = {
+            name
+            for name, pod in pods.items()
+            if selects(near["podAffinityTerm"]["labelSelector"], pod["metadata"]["labels"])
+        }
+        assert near_to == {f"demo-{model}-prefill", f"demo-{model}-decode"}
+    assert "affinity" not in dict(pod_specs(render()))["demo-storyteller-decode"]
+
+
+def test_pods_are_spread_over_hosts_and_over_what_else_is_named() -> None:
+    zone = {"maxSkew": 2, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
+    chosen = zone | {"labelSelector": {"matchLabels": {"of": "mine"}}}
+    values = {"topologySpreadConstraints": [zone, chosen]}
+    for given, names in (({}, ["kubernetes.io/hostname"]), ({"router": values, "worker": values}, None)):
+        manifests = render(given)
+        check_schema(manifests, KUBERNETES[-1])
+        for name in ("demo-router", "demo-storyteller-decode"):
+            (pod,) = [
+                m["spec"]["template"]
+                for m in manifests
+                if m["metadata"]["name"] == name and m["kind"] in ("Deployment", "StatefulSet")
+            ]
+            constraints = pod["spec"]["topologySpreadConstraints"]
+            if names is None:  # a pool's are added to `spreadOver`, a router's replace the default
+                constraints, last = constraints[:-1], constraints[-1]
+                assert last == chosen
+                hosts = ["kubernetes.io/hostname"] * (name != "demo-router")
+                assert [each["topologyKey"] for each in constraints] == [*hosts, zone["topologyKey"]]
+                assert constraints[-1].items() >= zone.items()
+            else:
+                assert [each["topologyKey"] for each in constraints] == names
+            for each in constraints:
+                selected = [
+                    m
+                    for m in manifests
+                    if m["kind"] in ("Deployment", "StatefulSet")
+                    and selects(each["labelSelector"], m["spec"]["template"]["metadata"]["labels"])
+                ]
+                assert [m["metadata"]["name"] for m in selected] == [name], "its own pods and no others"
+
+
+def test_the_doctor_has_what_the_worker_will_have() -> None:
+    for values in (ROOT / "helm" / "examples" / "gpu-rdma.yaml", {"worker": {"doctor": True, "ipcLock": True}}):
+        manifests = render(values)
+        doctors = 0
+        for _, spec in pod_specs(manifests):
+            for doctor in spec.get("initContainers", []):
+                (worker,) = spec["containers"]
+                assert doctor["name"] == "doctor"
+                doctors += 1
+                same = ("image", "env", "resources", "securityContext", "volumeMounts")
+                assert [doctor[key] for key in same] == [worker[key] for key in same]
+        assert doctors == (3 if isinstance(values, Path) else 2)
+    assert not any("initContainers" in spec for _, spec in pod_specs(render()))
+
+
+def test_the_doctor_comes_after_the_model() -> None:
+    source = {"download": {"image": "curl:1", "command": ["true"], "size": "1Gi"}}
+    model = {"name": "a", "source": source, "decode": {"replicas": 1, "doctor": True}}
+    spec = dict(pod_specs(render({"models": [model]})))["demo-a-decode"]
+    assert [each["name"] for each in spec["initContainers"]] == ["download-a", "doctor"]
 
 
 def test_a_changed_setting_restarts_whom_it_concerns() -> None:

@@ -18,7 +18,7 @@ from cluster.tls import ClientIdentity
 from protos import inference_pb2 as pb
 from router.security.api_keys import entry_for, new_key
 from support.certificates import Authority
-from support.chart import needs_helm
+from support.chart import ROOT, needs_helm, render
 from support.chart_pods import BIN, TOKEN, LoopbackPods, Pod, all_ready, started
 from support.hub import Hub, Served
 from support.processes import Stream, finished, until
@@ -70,6 +70,31 @@ async def test_with_redis_two_routers_and_a_planner(tmp_path: Path) -> None:
                 return set(api.replicas.values()) == {1}
 
             await until(sized, "the planner takes away what nobody needs", 60)
+
+
+async def test_the_doctor_lets_a_good_pod_start_and_stops_a_broken_one(tmp_path: Path) -> None:
+    for setting, code, said in (("engine=sim", 0, '"broken"'), ("vllm_python=/none", 1, '"check": "vllm"')):
+        folder, options = tmp_path / str(code), ["--set", "worker.doctor=true"]
+        if code:
+            options += [f"--set=models[0].decode.config.{each}" for each in ("engine=vllm", setting)]
+        node = LoopbackPods(render(ROOT / "helm" / "examples" / "sim.yaml", *options), folder, {})
+        node.schedule({})
+        (pod, *_) = node.pods_of("demo-simulated-decode")
+        (doctor,) = pod.spec["initContainers"]
+        place, env = node.mounts(pod), node.environment(doctor, {"metadata.name": pod.name, "status.podIP": pod.ip})
+        process = await asyncio.create_subprocess_exec(
+            *(str(BIN / doctor["command"][0]), *doctor["command"][1:]),
+            *(place(part) for part in doctor["args"]),
+            "--json",
+            env={"PATH": os.environ["PATH"], **{name: place(value) for name, value in env.items()}},
+            cwd=ROOT,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        assert process.stdout is not None
+        found = (await process.stdout.read()).decode()
+        assert await process.wait() == code, found
+        assert (said in found) == bool(code), found
 
 
 async def test_a_model_of_the_hub(tmp_path: Path) -> None:

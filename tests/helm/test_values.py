@@ -31,6 +31,7 @@ from support.chart import (
 
 pytestmark = needs_helm
 AUTOSCALED = {"name": "a", "source": {"configMap": {}}, "decode": {"replicas": 1, "autoscaling": HPA}}
+KEDA = {"enabled": True, "serverAddress": "http://prometheus:9090"}
 WRONG = {"config": {"kv_memory_mb": 1}}
 MISSPELT: list[tuple[dict[str, Any], str]] = [
     *(({part: WRONG}, f"'/{part}/config") for part in ("router", "worker", "planner")),
@@ -82,6 +83,29 @@ def of_hub(name: str = "a", **source: Any) -> dict[str, Any]:
         ({"worker": {"config": {"tls_key": "x"}}}, "config.tls_key of a worker: is set by the chart"),
         ({"router": {"config": {"api_keys": []}}}, "router.config.api_keys: is set by the chart"),
         ({"planner": {"enabled": True, "config": {"routers": []}}}, "planner.config.routers: is set by the chart"),
+        (
+            {"planner": {"enabled": True, "config": {"executor": "none"}}},
+            "planner.config.executor: is set by the chart",
+        ),
+        ({"planner": {"keda": KEDA}}, "planner.keda.enabled: means nothing without planner.enabled"),
+        ({"planner": {"enabled": True, "keda": {"enabled": True}}}, "planner.keda.serverAddress: names no Prometheus"),
+        ({"planner": {"enabled": True, "keda": KEDA | {"serverAddress": "p:9090"}}}, "/planner/keda/serverAddress"),
+        ({"planner": {"enabled": True, "keda": KEDA}, "models": [AUTOSCALED]}, "a.decode has autoscaling too"),
+        (
+            {"planner": {"enabled": True, "keda": KEDA, "config": {"prefill": {"max_workers": 0}}}},
+            "planner.config.prefill.max_workers: KEDA takes no 0",
+        ),
+        (
+            {"monitoring": {"serviceMonitor": True, "podMonitor": True}},
+            "monitoring.podMonitor: with serviceMonitor too, each pod would be scraped twice",
+        ),
+        (
+            {"worker": {"rdma": {"resource": "rdma/hca"}, "extraResources": {"rdma/hca": 1}}},
+            "extraResources of a worker: rdma/hca is rdma.resource already",
+        ),
+        ({"worker": {"rdma": {"resource": "hca"}}}, "/worker/rdma/resource"),
+        ({"models": [keeping(0, rdma={"counts": 1})]}, "'counts' not allowed"),
+        ({"router": {"topologySpreadConstraints": [{"topologyKey": "zone"}]}}, "/router/topologySpreadConstraints/0"),
         ({"planner": {"enabled": True}, "models": [AUTOSCALED]}, "planner.enabled: a.decode has autoscaling too"),
         *((change, f"{at}': additional properties 'kv_memory_mb' not allowed") for change, at in MISSPELT),
         ({"worker": {"config": {"kv_memory_mib": "much"}}}, "'/worker/config/kv_memory_mib': got string, want integer"),
@@ -205,6 +229,12 @@ pools = st.fixed_dictionaries(
         "tag": words,
         "spreadOver": st.sampled_from(["", "topology.kubernetes.io/zone"]),
         "config": st.just({"block_tokens": 32}),
+        "rdma": st.fixed_dictionaries({"resource": st.sampled_from(["", "rdma/a"])}, optional={"count": st.just(2)}),
+        "rail": st.sampled_from(["", "topology.kubernetes.io/rack"]),
+        "doctor": st.booleans(),
+        "topologySpreadConstraints": st.just(
+            [{"maxSkew": 1, "topologyKey": "z", "whenUnsatisfiable": "DoNotSchedule"}]
+        ),
         "canary": st.fixed_dictionaries(
             {"replicas": st.integers(1, 3)}, optional={"tag": words, "share": st.sampled_from([0.01, 0.5])}
         ),
@@ -247,7 +277,13 @@ values_of_all_kinds = st.fixed_dictionaries(
                 "runtimeClassName": words,
             },
         ),
-        "planner": st.just({"enabled": True, "config": {"prefill": {"min_workers": 2}, "decode": {"min_workers": 2}}}),
+        "planner": st.fixed_dictionaries(
+            {
+                "enabled": st.just(True),
+                "config": st.just({"prefill": {"min_workers": 2}, "decode": {"min_workers": 2}}),
+            },
+            optional={"keda": st.just(KEDA)},
+        ),
         "redis": st.sampled_from([{"enabled": True}, {"url": "redis://x:1/0", "passwordSecret": "s"}, {}]),
         "networkPolicy": st.fixed_dictionaries({"enabled": st.booleans()}),
         "tls": st.fixed_dictionaries(
@@ -262,7 +298,9 @@ values_of_all_kinds = st.fixed_dictionaries(
         ),
         "apiKeys": st.sampled_from([{}, {"secret": "k"}, {"secret": "k", "testSecret": "t"}]),
         "fitCheck": st.fixed_dictionaries({"enabled": st.booleans()}, optional={"gpu": st.sampled_from(["", "L4"])}),
-        "monitoring": st.fixed_dictionaries({"serviceMonitor": st.booleans(), "dashboard": st.booleans()}),
+        "monitoring": st.fixed_dictionaries({"dashboard": st.booleans()}).flatmap(
+            lambda values: st.sampled_from(["serviceMonitor", "podMonitor"]).map(lambda kind: values | {kind: True})
+        ),
     },
 )
 

@@ -63,6 +63,16 @@ async def test_kubernetes_scales_what_differs_and_nothing_else(account: Path) ->
         assert api.replicas["serving", "p"] == 2
 
 
+async def test_where_something_else_scales_sizes_are_only_read(account: Path) -> None:
+    with ScaleApi("a-token", p=2, d=1) as api:
+        config = {"api_server": api.url, "account_dir": account, "prefill": "p", "decode": "d", "read_only": True}
+        executor = KubernetesExecutor(KubernetesConfig.parse(config))
+        assert await executor.sizes() == {"prefill": 2, "decode": 1}
+        await executor.scale("decode", 3)
+        assert {method for method, _ in api.requests} == {"GET"}
+        assert api.replicas["serving", "d"] == 1
+
+
 async def test_what_kubernetes_refuses_is_said_and_a_renewed_token_is_read(account: Path) -> None:
     with ScaleApi("a-token", p=1) as api:
         with pytest.raises(ExecutorFailed, match="404"):

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "tandem"
 KUBERNETES = ("1.31", "1.34", "1.37")
 HPA: dict[str, Any] = {"enabled": True, "minReplicas": 2, "maxReplicas": 9, "target": "0.8"}
-OPERATORS = {"ServiceMonitor", "PrometheusRule", "HTTPRoute", "GRPCRoute"}
+OPERATORS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute", "GRPCRoute"}
 """Kinds of others, of which Kubernetes has no schema."""
 utils.schema_contents = functools.cache(utils.schema_contents)  # it reads megabytes for each manifest
 EXAMPLES = sorted((ROOT / "helm" / "examples").glob("*.yaml"))

@@ -61,6 +61,16 @@ redis://{{ include "tandem.name" . }}-redis:6379/0
 {{- end -}}
 {{- end -}}
 
+{{- /* Of a list of topology spread constraints: each with the labels of the pods, where it selects none itself. */ -}}
+{{- define "tandem.spread" -}}
+{{- $spread := list -}}
+{{- range $constraint := .constraints -}}
+{{- if not (hasKey . "labelSelector") }}{{ $constraint = merge (dict "labelSelector" (dict "matchLabels" $.labels)) . }}{{ end -}}
+{{- $spread = append $spread $constraint -}}
+{{- end -}}
+{{- toYaml $spread -}}
+{{- end -}}
+
 {{- define "tandem.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
