@@ -19,6 +19,7 @@ from simulator.latency_histogram import LatencyHistogram
 from simulator.links import Links
 from simulator.request import Outcome, TraceRequest
 from simulator.router import SimRouter
+from simulator.store import NAME, StoreSpec, VirtualPlace, VirtualStore
 from simulator.transport import VirtualTransport
 from simulator.worker import SimWorker, WorkerSpec
 from simulator.worker_drain import DRAIN_S, WorkerDrain
@@ -63,6 +64,8 @@ class ClusterSpec:
     """Whether uniform decode steps happen at once; the results are the same."""
     seed: int = 0
     """Seed of the choice of a router for each request."""
+    store: StoreSpec | None = None
+    """Store that all workers share; they have one KV layout."""
 
 
 @dataclass(slots=True)
@@ -94,6 +97,10 @@ class SimCluster:
         self._loads = _Loads()
         self.fronts = FrontProcesses(self.clock, spec.message_s, self._report, self._count_gaps)
         self._numbers = count(1)
+        self.place: VirtualPlace | None = None
+        if spec.store is not None:
+            self.place = VirtualPlace(spec.store, spec.workers[0][1].layout)
+            self.links.add(NAME, spec.store.bytes_per_s)
         self.hires: dict[str, WorkerRental] = {}
         self.workers = {worker_id: self._worker(worker_id, worker) for worker_id, worker in spec.workers}
         self.starting: dict[str, WorkerSpec] = {}
@@ -239,7 +246,11 @@ class SimCluster:
         self.links.add(worker_id, spec.nic_bytes_per_s)
         self.hires.setdefault(worker_id, WorkerRental(spec, self.clock.now))
         transport = VirtualTransport(self.clock, self.links, worker_id, spec.read_latency_s)
-        return SimWorker(worker_id, next(self._numbers), spec, self.clock, transport, self.fronts, self.spec.skip)
+        store = None
+        if self.place is not None:
+            store = VirtualStore(self.place, worker_id, spec.layout, self.clock, self.links)
+        number = next(self._numbers)
+        return SimWorker(worker_id, number, spec, self.clock, transport, self.fronts, self.spec.skip, store)
 
     def _router(self, number: int) -> SimRouter:
         spec = self.spec

@@ -25,6 +25,7 @@ from simulator.policies import AlwaysLend, LeastLoaded, PrefixHash, RoundRobin
 from simulator.request import Outcome, TraceRequest
 from simulator.results import ResultCounter, Results, Slo
 from simulator.runner import UNLIMITED_CONTEXT
+from simulator.store import StoreSpec
 from simulator.worker import WorkerSpec
 
 Mode = Literal["aggregated", "disaggregated", "conditional"]
@@ -72,6 +73,8 @@ class Setup:
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     """Admission settings of every router."""
     failures: tuple[Failure, ...] = ()
+    store: StoreSpec | None = None
+    """Store that all workers share."""
     skip: bool = True
     seed: int = 0
 
@@ -293,6 +296,7 @@ def cluster_spec(setup: Setup, scenario: Scenario, make_fleet: FleetMaker | None
         failures=tuple(failure for failure in setup.failures if failure.worker_id in names),
         skip=setup.skip,
         seed=setup.seed,
+        store=setup.store,
     )
 
 

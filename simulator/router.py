@@ -248,7 +248,7 @@ class SimRouter:
         result.receipt = finish.receipt
         kv = finish.receipt.kv
         result.moved_bytes += kv.moved_bytes
-        from_cache = kv.reused_blocks + kv.lender_cached_blocks + kv.lender_fetched_blocks
+        from_cache = kv.reused_blocks + kv.store_blocks + kv.lender_cached_blocks + kv.lender_fetched_blocks
         result.reused_tokens = from_cache * kv.block_tokens
         self._over(prepared)
         self._end(prepared, EndState.FINISHED)

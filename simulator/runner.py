@@ -14,6 +14,7 @@ from kvtransfer.transport import DevicePool
 FIRST_OUTPUT_TOKEN = 1 << 31
 """First output token; prompts' tokens are below. Seeds are added, so no two requests generate the same tokens."""
 
+NO_BYTES: NDArray[np.uint8] = np.empty(0, np.uint8)
 UNLIMITED_CONTEXT = 1 << 31
 """Context of a model that does not state one."""
 
@@ -43,6 +44,12 @@ class BytelessRunner(ModelRunner):
         return [self._sample(chunk) for chunk in batch if chunk.answers]
 
     def copy_block(self, source: int, target: int) -> None:
+        """Do nothing; blocks are empty."""
+
+    def read_blocks(self, blocks: Sequence[int]) -> Sequence[NDArray[np.uint8]]:
+        return [NO_BYTES] * len(blocks)
+
+    def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
         """Do nothing; blocks are empty."""
 
     def fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:

@@ -19,6 +19,7 @@ from engine.core.engine_core import EngineCore, EngineLimits, Input
 from engine.core_types import Chunk
 from engine.core_types import Sequence as Chain
 from engine.kv.layout import KvLayout
+from engine.kv.store.shared_store import SharedStore
 from engine.messages import FromEngine, Ready
 from simulator.clock import ScheduledEvent, VirtualClock
 from simulator.runner import UNLIMITED_CONTEXT, BytelessRunner, token_of
@@ -70,6 +71,7 @@ class SimWorker:
         transport: VirtualTransport,
         listener: Listener,
         skip: bool = True,
+        store: SharedStore | None = None,
     ) -> None:
         """Create the worker.
 
@@ -93,7 +95,7 @@ class SimWorker:
         self._runner = BytelessRunner(spec.layout, spec.num_blocks, spec.max_context_tokens)
         self._outgoing: list[FromEngine] = []
         self.core = EngineCore(
-            self._runner, transport, spec.limits, self._outgoing.append, self._wake, clock=clock.time
+            self._runner, transport, spec.limits, self._outgoing.append, self._wake, store=store, clock=clock.time
         )
         self._turn_event: ScheduledEvent | None = None
         self._stepping: ScheduledEvent | None = None

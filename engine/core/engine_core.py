@@ -268,6 +268,7 @@ class EngineCore:
         A step that hangs silences the reports.
         """
         self._borrower_manager.give_up_stuck()
+        self._kv_cache.write_behind()
         self._reports.report()
 
     def handle(self, message: Input) -> None:

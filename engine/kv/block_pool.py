@@ -18,6 +18,7 @@ them. `free + cached >= reserved` always holds.
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from engine.block_keys import BlockKey
@@ -111,6 +112,10 @@ class BlockPool:
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._block_of
+
+    def oldest(self, count: int) -> list[NamedPlace]:
+        """Return at most `count` cached blocks, the next to be evicted first."""
+        return [NamedPlace(block, *self._name_of[block]) for block in islice(self._cached, count)]
 
     def named(self, key: BlockKey) -> NamedPlace | None:
         """Return the block of this name with its parent's, or None."""

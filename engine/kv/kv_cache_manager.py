@@ -20,6 +20,13 @@ from engine.kv.restore_policy import RestorePolicy
 from engine.kv.store.shared_store import SharedStore
 from engine.kv.tiers.tiers import Tiers
 
+WRITE_BEHIND_S = 0.05
+"""Seconds between two looks at the blocks that will be evicted next."""
+BEHIND_PART = 4
+"""Part of the pool, one quarter, whose blocks are written to the shared store before they are evicted."""
+MAX_BEHIND = 2048
+"""Largest number of such blocks, since each look takes a tenth of a microsecond for each."""
+
 
 class BlockMemory(Protocol):
     """Access to the bytes of the pool's blocks.
@@ -74,6 +81,7 @@ class KVCacheManager:
         self.write_block = memory.write_block
         self._fingerprints = np.zeros((self.pool.num_ids, layout.kv_heads), np.uint64)
         self._in_step: set[Sequence] = set()
+        self._write_behind_at = 0.0
         self.lingering: list[Sequence] = []
         """Sequences that finished while a step was writing into their blocks; they keep these until the step ends."""
 
@@ -236,6 +244,21 @@ class KVCacheManager:
                 self.tiers.put(each.parent, each.key, content, self.fingerprints_of([each.block]))
         if self.store is not None:
             self._store_blocks([place for each in evicted for place in self._with_ancestors(each)])
+
+    def write_behind(self) -> None:
+        """Put the blocks that will be evicted next, since an eviction must not wait for the shared store."""
+        if self.store is None or (now := self.clock()) < self._write_behind_at or not self.store.num_writable:
+            return
+        self._write_behind_at = now + WRITE_BEHIND_S
+        count = min(MAX_BEHIND, self.pool.num_blocks // BEHIND_PART)
+        room = self.store.num_writable
+        chosen: list[NamedPlace] = []
+        for each in self.pool.oldest(count):
+            if self.store.lacks(each.key):
+                chosen += self._with_ancestors(each)
+                if len(chosen) >= room:
+                    break
+        self._store_blocks(list(dict.fromkeys(chosen))[:room])
 
     def _with_ancestors(self, evicted: NamedPlace) -> list[NamedPlace]:
         """Return an evicted block behind those before it in its chain that the pool still has and the store lacks.

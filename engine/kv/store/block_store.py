@@ -26,7 +26,7 @@ WRITE_THREADS = 2
 FETCH_BYTES = 8 << 20
 """Size from which a fetch gets no further block."""
 FETCHES_AT_ONCE = 8
-WRITE_BYTES = 64 << 20
+WRITE_BYTES = 256 << 20
 """Memory for blocks that wait to be written."""
 MAX_KNOWN = 1 << 18
 """Largest number of keys remembered as stored, which are not written again."""

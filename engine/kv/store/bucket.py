@@ -23,6 +23,7 @@ from engine.kv.store.objects import ObjectMissing, Objects, ReadFailure, StoreEr
 from kvtransfer.nixl_agent import module
 
 BACKEND = "OBJ"
+PROBE = "tandem-store"
 POLL_S = 0.001
 TIMEOUT_S = 30.0
 """Longest time of one read or write, in seconds."""
@@ -47,7 +48,7 @@ class BucketObjects(Objects):
         try:
             self._agent = api.nixl_agent(f"store-{uuid4().hex[:12]}", api.nixl_agent_config(backends=[]))
             self._agent.create_backend(BACKEND, _parameters(bucket))
-            self.held(["probe"])
+            self.write(PROBE, np.zeros(1, np.uint8))  # a bucket that cannot be written is noticed at start
         except Exception as error:  # NIXL's own types, which differ between its versions
             raise StoreError(f"bucket {bucket}: {error}") from error
 
