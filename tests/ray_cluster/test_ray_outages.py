@@ -1,4 +1,4 @@
-"""A node of a Ray cluster that is cut off for a while: three nodes in namespaces of their own, joined by a network only.
+"""A node of a Ray cluster that is cut off for a while: three nodes in namespaces of their own, joined by a network.
 
 The router and the driver are on the head. One node has room for the prefill worker, both have room for decode workers.
 
@@ -6,6 +6,7 @@ TANDEM_ROUNDS=n makes n rounds of each outage.
 """
 
 import asyncio
+import itertools
 import os
 import sys
 import time
@@ -32,6 +33,8 @@ PORT = 50051
 ALL = ["decode-0", "decode-1", "prefill-0"]
 NOTICED_WITHIN_S = DEAD_AFTER_S + 10.0
 FREE_WITHIN_S = 10.0
+LOANS_WITHIN_S = 15.0
+SHORT_S = 2.0
 
 
 @dataclass
@@ -59,8 +62,8 @@ class Site:
         return self.nodes.nodes["other"]
 
     def ask(self, seed: str) -> list[Stream]:
-        """Ask for six answers of two seconds each, uncached."""
-        prompts = [range(number, number + 450 + 100 * number) for number in range(6)]
+        """Ask for four answers of two seconds each, uncached."""
+        prompts = [range(number, number + 450 + 100 * number) for number in range(4)]
         return [Stream(self.client, prompt, 200, cache_salt=f"{seed}-{prompt.start}") for prompt in prompts]
 
     async def answered(self, streams: list[Stream]) -> None:
@@ -74,14 +77,21 @@ class Site:
         serving = [worker for worker in model.workers if worker.has_reported and not worker.draining]
         return {worker.worker_id: worker.address.rpartition(":")[0] for worker in serving}
 
-    async def loans_cross_nodes(self, seed: str) -> None:
-        """Answers are right again, of KV that both nodes' workers have verified after it came by TCP."""
-        streams = self.ask(seed)
-        await self.answered(streams)
-        receipts = [stream.receipt for stream in streams]
-        assert all(receipt.kv.verified_blocks == receipt.kv.moved_blocks for receipt in receipts)
-        of_other = [receipt for receipt in receipts if receipt.kv.ucx_transports]
-        assert "tcp/eth0" in {transport for receipt in of_other for transport in receipt.kv.ucx_transports}
+    async def loans_cross_nodes(self, after: str) -> None:
+        """Answers are right, and soon all of KV that came by TCP from the other node and was verified.
+
+        After an outage a read may wait for TCP's next retransmission, and its borrower computes instead.
+        """
+        began_at = time.monotonic()
+        for number in itertools.count():
+            streams = self.ask(f"{after}-{began_at}-{number}")
+            await self.answered(streams)
+            loans = [stream.receipt.kv for stream in streams]
+            assert all(kv.verified_blocks == kv.moved_blocks for kv in loans)
+            if all(kv.moved_blocks and list(kv.ucx_transports) == ["tcp/eth0"] for kv in loans):
+                break
+            assert time.monotonic() < began_at + LOANS_WITHIN_S, loans
+        self.note(f"all loans cross nodes {after}", began_at)
 
     async def memory_is_free(self) -> None:
         (model,) = (await self.client.cluster_status()).models
@@ -183,54 +193,60 @@ async def on_both_nodes(site: Site) -> dict[str, str]:
     return workers
 
 
-async def test_a_node_cut_off_for_less_than_rays_limit_goes_on(site: Site) -> None:
+async def long_outage(site: Site, number: int) -> None:
+    """Cut a node off until Ray declares it dead: its decode worker moves, its prefill worker waits for the node."""
+    workers = await on_both_nodes(site)
+    (moving,) = [name for name in workers if name.startswith("decode") and workers[name] == site.lender.ip]
+    streams = site.ask(f"long-{number}")
+    await asyncio.gather(*(stream.reached(5) for stream in streams))
+    begun, cut_at = len(site.told), time.monotonic()
+    heal = cut(site, number)
+
+    async def noticed() -> bool:
+        told = site.told[begun:]
+        return all(any(f"{name}: its actor died" in line for line in told) for name in (moving, "prefill-0"))
+
+    await until(noticed, "the supervisor knows of the lost workers", NOTICED_WITHIN_S)
+    site.note("the supervisor knows of the lost workers", cut_at)
+    await site.answered(streams)
+    elsewhere = {"decode-0": site.other.ip, "decode-1": site.other.ip}
+    await site.reach(elsewhere, "the decode worker runs on the other node", 30)
+    await site.answered(site.ask(f"without-{number}"))
+    assert any("prefill-0: waiting for room" in line for line in site.told[begun:])
+
+    streams, healed_at = site.ask(f"healed-{number}"), time.monotonic()
+    heal()  # the dead node's workers join again, until their raylet hears that it is dead
+
+    async def over() -> bool:
+        return not any(site.lender.runs(each) for each in ("raylet/raylet", "RoleActor", "engine.process"))
+
+    await until(over, "the lost node's processes have ended", 30)
+    site.note("the lost node's processes have ended", healed_at)
+    await site.answered(streams)
+    await site.lender.start_ray_again(site.nodes.head)
+    await site.reach(elsewhere | {"prefill-0": site.lender.ip}, "the prefill worker is back with its node", 30)
+
+
+async def short_outage(site: Site, number: int) -> None:
+    """Cut the lender off for less than Ray's limit while its loans are read: the same workers go on."""
+    workers, begun = await site.workers(), len(site.told)
+    streams = site.ask(f"short-{number}")
+    await streams[0].reached(1)
+    heal = cut(site, number + 1)
+    await asyncio.sleep(SHORT_S)
+    heal()
+    healed_at = time.monotonic()
+    await site.answered(streams)
+    site.note("answers are complete after a short outage", healed_at)
+    assert await site.workers() == workers
+    assert not any("starting it again" in line for line in site.told[begun:])
+
+
+async def test_a_node_is_cut_off_and_comes_back_and_no_request_is_lost(site: Site) -> None:
     for number in range(ROUNDS):
-        workers = await on_both_nodes(site)
-        streams = site.ask(f"short-{number}")
-        await asyncio.gather(*(stream.reached(5) for stream in streams[::3]))
-        begun = len(site.told)
-        heal = cut(site, number)
-        await asyncio.sleep(2.0)
-        heal()
-        await site.answered(streams)
-        await site.reach(workers, "the same workers serve after a short outage", 20)
-        await site.loans_cross_nodes(f"after-short-{number}")
-        await site.memory_is_free()
-        assert not any("starting it again" in line for line in site.told[begun:])
-
-
-async def test_a_lost_nodes_workers_run_elsewhere_or_wait_for_it(site: Site) -> None:
-    for number in range(ROUNDS):
-        workers = await on_both_nodes(site)
-        (moving,) = [name for name in workers if name.startswith("decode") and workers[name] == site.lender.ip]
-        streams = site.ask(f"long-{number}")
-        await asyncio.gather(*(stream.reached(5) for stream in streams[::3]))
-        begun, cut_at = len(site.told), time.monotonic()
-        heal = cut(site, number + 1)
-
-        async def noticed(begun: int = begun, names: tuple[str, ...] = (moving, "prefill-0")) -> bool:
-            return all(any(f"{name}: its actor died" in line for line in site.told[begun:]) for name in names)
-
-        await until(noticed, "the node is declared dead", NOTICED_WITHIN_S)
-        site.note("node declared dead", cut_at)
-        await site.answered(streams)
-        elsewhere = {"decode-0": site.other.ip, "decode-1": site.other.ip}
-        await site.reach(elsewhere, "the decode worker runs on the other node", 30)
-        await site.answered(site.ask(f"without-{number}"))
-        assert any("prefill-0: waiting for room" in line for line in site.told[begun:])
-
-        streams, healed_at = site.ask(f"healed-{number}"), time.monotonic()
-        heal()  # the dead node's workers join again, until Ray tells their raylet that it is dead
-
-        async def left() -> bool:
-            return not any(site.lender.runs(each) for each in ("raylet/raylet", "RoleActor", "engine.process"))
-
-        await until(left, "the lost node's processes have ended", 30)
-        site.note("a lost node's processes ended after the outage", healed_at)
-        await site.answered(streams)
-        await site.lender.start_ray_again(site.nodes.head)
-        await site.reach(elsewhere | {"prefill-0": site.lender.ip}, "the prefill worker is back with its node", 30)
-        await on_both_nodes(site)
-        await site.loans_cross_nodes(f"after-long-{number}")
+        await long_outage(site, number)
+        await site.loans_cross_nodes("after a long outage")
+        await short_outage(site, number)
+        await site.loans_cross_nodes("after a short outage")
         await site.memory_is_free()
     print("".join(f"\n{what}: {seconds:.1f} s" for what, seconds in site.slowest.items()))
