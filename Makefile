@@ -101,9 +101,10 @@ test-long: $(INSTALLED)
 	$(BIN)/pytest -m long tests/integration tests/e2e tests/vllm_backend
 
 # 20,000 trials in virtual time, 20 real faults of each kind, storms of minutes; `test` runs a slice of all.
-# Twenty rounds of each fault of a network between pods; one round of each is in `test`.
+# Twenty rounds of each fault of a network between pods, and between Ray's nodes; one round of each is in `test`.
 test-pods: $(INSTALLED) $(HELM)
 	TANDEM_ROUNDS=20 $(BIN)/pytest -s tests/pods
+	TANDEM_ROUNDS=20 $(BIN)/pytest -s tests/ray_cluster/test_ray_outages.py
 
 test-faults: $(INSTALLED)
 	TANDEM_CHAOS_STORMS=3 TANDEM_CHAOS_S=120 $(BIN)/pytest -s tests/integration/test_chaos.py

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.errors import StartError
 from tandem.progress import ProgressSteps
 from tandem.ray.settings import RaySettings
 
-AT_ONCE_S = 2.0
-"""Seconds within which available resources are granted."""
+AT_ONCE_S, LOOK_EVERY_S = 2.0, 0.2
+"""Seconds within which available resources are granted, and between looks at whether they are."""
 MEANING = {"STRICT_SPREAD": " (each on a node of its own)", "STRICT_PACK": " (all on one node)"}
 
 
@@ -65,8 +65,11 @@ class WorkerGroup:
 
         A strict strategy holds for workers of the group only.
         """
-        if self._group is not None and self._free_place(module) is not None:
-            return self.take(module)
+        granted = set() if self._group is None else await _granted(self._group)
+        for place in self._free:
+            if self._group is not None and self._modules[place] == module and place in granted:
+                self._free.remove(place)
+                return self._in_group(module, self._group, place)
         if self._settings.strategy.startswith("STRICT"):
             return None
         if not self._settings.wants(module):
@@ -77,6 +80,25 @@ class WorkerGroup:
             return None
         self._single.append(group)
         return self._in_group(module, group, 0)
+
+    async def room(self, module: str, options: dict[str, Any]) -> dict[str, Any] | None:
+        """Return options for a worker that is to start: its own, or others where resources are free; None otherwise.
+
+        Ray places all lost bundles of a group together. A worker whose own bundle would fit must not wait for others'.
+        """
+        give_up_at = time.monotonic() + AT_ONCE_S
+        while not await self.has_place(options):
+            if time.monotonic() > give_up_at:
+                return await self.spare(module)
+            await asyncio.sleep(LOOK_EVERY_S)
+        return options
+
+    async def has_place(self, options: dict[str, Any]) -> bool:
+        """Return whether a worker's bundle is on a node; True for workers that Ray places without one."""
+        strategy = options["scheduling_strategy"]
+        if not isinstance(strategy, PlacementGroupSchedulingStrategy):
+            return True
+        return strategy.placement_group_bundle_index in await _granted(strategy.placement_group)
 
     def give_back(self, options: dict[str, Any]) -> None:
         """Return the resources of a worker that is gone for good."""
@@ -113,6 +135,12 @@ class WorkerGroup:
             f"{MEANING.get(self._settings.strategy, '')}; "
             f"the nodes have, used or not, {there}"
         )
+
+
+async def _granted(group: PlacementGroup) -> set[int]:
+    """Return the bundles that are on a node, by their index."""
+    table = await asyncio.to_thread(placement_group_table, group)
+    return {index for index, node in table["bundles_to_node_id"].items() if node}
 
 
 async def _is_there(group: PlacementGroup, within_s: float) -> bool:

@@ -15,7 +15,7 @@ from engine.config import WorkerConfig
 from tandem.members import workers_at
 from tandem.progress import ProgressSteps
 from tandem.ray.control import Order
-from tandem.ray.placement_group import WorkerGroup
+from tandem.ray.placement_group import AT_ONCE_S, WorkerGroup
 from tandem.ray.role_actor import Role
 from tandem.ray.settings import RaySettings
 from tandem.topology import MODULES, TOLD_NOTHING, Topology
@@ -109,13 +109,52 @@ class Supervisor:
         return [said for role, where in zip(roles, started, strict=True) if (said := _metrics_of(role, where))]
 
     async def _start(self, role: Role) -> None:
-        """Start or restart a role, and print where its metrics are.
+        """Start or restart a role where there is room, and print where its metrics are.
+
+        Returns early when its end is wanted.
 
         Raises StartError.
         """
-        if said := _metrics_of(role, await role.start()):
+        where = None
+        while where is None:
+            await self._find_room(role)
+            if role.leaving:
+                return
+            where = await self._start_in_place(role)
+        if said := _metrics_of(role, where):
             self._say(f"metrics at {said}")
             self._say.done()
+
+    async def _find_room(self, role: Role) -> None:
+        """Wait for room for a role, or until its end is wanted."""
+        told = False
+        while (options := await self._group.room(role.module, role.options)) is None and not role.leaving:
+            if not told:
+                self._say(f"{role.name}: waiting for room on the Ray cluster")
+            told = True
+        if options is None or options is role.options:
+            return
+        if role.leaving:
+            self._group.give_back(options)
+        else:
+            self._group.give_back(role.options)
+            role.options = options
+
+    async def _start_in_place(self, role: Role) -> Addresses | None:
+        """Start a role; return None when its place is lost meanwhile.
+
+        Raises StartError.
+        """
+        starting = asyncio.ensure_future(role.start())
+        try:
+            while not starting.done():
+                await asyncio.wait([starting], timeout=AT_ONCE_S)
+                if not starting.done() and not await self._group.has_place(role.options):
+                    role.kill()
+                    return None
+            return starting.result()
+        finally:
+            starting.cancel()
 
     def _worker(self, module: str, config: WorkerConfig) -> Role:
         update: dict[str, Any] = {"routers": self._joined_at}
@@ -316,7 +355,7 @@ class Supervisor:
             await self._joined(follower)
         except TandemError:
             await follower.stop()
-            self._group.give_back(options)
+            self._group.give_back(follower.options)
             raise
         self._say(f"{role.name} is followed by {name}")
         await role.leave()

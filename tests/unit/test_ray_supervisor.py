@@ -18,6 +18,7 @@ from protos import inference_pb2 as pb
 from support.virtual_loop import run_virtually
 from tandem.progress import ProgressSteps
 from tandem.ray.control import Order
+from tandem.ray.placement_group import AT_ONCE_S, WorkerGroup
 from tandem.ray.planner import RayExecutor, planner_config
 from tandem.ray.role_actor import Role
 from tandem.ray.settings import RaySettings
@@ -185,6 +186,66 @@ def test_where_metrics_are_is_said_of_each_worker_that_starts() -> None:
     virtually(world, scene)
     for said in ("http://decode-1:9004/metrics (decode-1)", "http://decode-0:9005/metrics (decode-0)"):
         assert f"metrics at {said}\n" in world.said
+
+
+# ---------------------------------------------------------------------- room
+
+
+class Nodes(WorkerGroup):
+    """Room on a node that is lost after a while, and later on another one."""
+
+    def __init__(self) -> None:
+        super().__init__(RaySettings(), [])
+        self.is_lost = self.is_there_another = False
+        self.given_back: list[str] = []
+
+    async def room(self, module: str, options: dict[str, Any]) -> dict[str, Any] | None:
+        if await self.has_place(options):
+            return options
+        await asyncio.sleep(AT_ONCE_S)
+        return {"scheduling_strategy": "another"} if self.is_there_another else None
+
+    async def has_place(self, options: dict[str, Any]) -> bool:
+        return options["scheduling_strategy"] == "another" or not self.is_lost
+
+    def give_back(self, options: dict[str, Any]) -> None:
+        self.given_back.append(options["scheduling_strategy"])
+
+
+def test_a_worker_whose_place_is_lost_while_it_starts_takes_another() -> None:
+    world, nodes = World(of(1, 1)), Nodes()
+    world.supervisor._group = nodes
+
+    async def scene() -> None:
+        world.machine.named("decode-0").end("its node died")
+        await asyncio.sleep(LOAD_S / 2)
+        nodes.is_lost = True  # Ray says so later than the worker's own end
+        await asyncio.sleep(LOAD_S)
+        assert world.machine.workers() == ["prefill-0"]
+        nodes.is_there_another = True
+        await asyncio.sleep(LOAD_S + 10)
+        assert world.machine.workers() == ["decode-0", "prefill-0"]
+        assert nodes.given_back == ["SPREAD"]
+
+    virtually(world, scene)
+    assert world.said.count("decode-0: waiting for room on the Ray cluster") == 1
+
+
+def test_a_worker_that_leaves_while_it_waits_gives_back_all_its_room() -> None:
+    world, nodes = World(of(1, 2)), Nodes()
+    world.supervisor._group = nodes
+
+    async def scene() -> None:
+        nodes.is_lost = True
+        world.machine.named("decode-1").end("its node died")
+        await asyncio.sleep(LOAD_S)
+        nodes.is_there_another = True
+        await world.supervisor.perform(Order(1, "scale", {"decode": 1}))
+        await asyncio.sleep(LOAD_S + 10)
+        assert world.machine.workers() == ["decode-0", "prefill-0"]
+        assert nodes.given_back == ["SPREAD", "another"]
+
+    virtually(world, scene)
 
 
 # ---------------------------------------------------------------------- restarting
