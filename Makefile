@@ -15,7 +15,7 @@ FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-router bench-gpu bench-simulator bench-advice bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches protos check-protos install clean
+.PHONY: demo test agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-tiers bench-router bench-gpu bench-simulator bench-advice bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -152,6 +152,10 @@ bench-kv: $(INSTALLED)
 # Workers in network namespaces: needs root, iproute2 and nftables.
 bench-pods: $(INSTALLED)
 	@$(BIN)/python -m bench.pods
+
+# About 40 minutes; parts: `python -m bench.tiers replayed folder damage decisions`.
+bench-tiers: $(INSTALLED)
+	@$(BIN)/python -m bench.tiers
 
 bench-router: $(INSTALLED) $(ROUTERS_VENV)/.installed
 	@$(BIN)/python -m bench.router

@@ -36,7 +36,7 @@ ROUNDS = 2000
 PRIORS = Priors(4000, 1000, 1e9, 0.003, 0.001, 0.001)
 
 
-def hello(number: int) -> pb.Hello:
+def hello(number: int, store: str) -> pb.Hello:
     decodes = number >= NUM_PREFILL
     return pb.Hello(
         worker_id=f"{'decode' if decodes else 'prefill'}-{number:03}",
@@ -46,6 +46,7 @@ def hello(number: int) -> pb.Hello:
         num_blocks=65536,
         block_bytes=BLOCK_BYTES,
         reserve_output_tokens=256,
+        store=store,
     )
 
 
@@ -58,9 +59,9 @@ def report(seeds: random.Random) -> pb.LoadReport:
     )
 
 
-def make_fleet(seeds: random.Random) -> tuple[Fleet, list[Worker]]:
+def make_fleet(seeds: random.Random, store: str) -> tuple[Fleet, list[Worker]]:
     fleet = Fleet("router", PRIORS)
-    workers = [fleet.joined(hello(number)) for number in range(NUM_PREFILL + NUM_DECODE)]
+    workers = [fleet.joined(hello(number, store)) for number in range(NUM_PREFILL + NUM_DECODE)]
     for worker in workers:
         fleet.reported(worker, report(seeds))
         fleet.cache_changed(worker, pb.CacheEvents(snapshot=True))
@@ -103,11 +104,14 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure_index(progress: Progress) -> tuple[dict[str, Any], Fleet, list[Worker], list[bytes], bytes]:
+def measure_index(
+    progress: Progress, store: str = ""
+) -> tuple[dict[str, Any], Fleet, list[Worker], list[bytes], bytes]:
+    """Measure the index while it grows; with a `store`, every block is in it, too."""
     seeds = random.Random(1)
     system = seeds.randbytes(SYSTEM_BLOCKS * KEY_BYTES)
     chains = [seeds.randbytes(CHAIN_BLOCKS * KEY_BYTES) for _ in range(NUM_BLOCKS // CHAIN_BLOCKS)]
-    fleet, workers = make_fleet(seeds)
+    fleet, workers = make_fleet(seeds, store)
     num_blocks, num_keys, seconds = SYSTEM_BLOCKS + len(chains) * CHAIN_BLOCKS, 0, 0.0
     sequences = [0] * len(workers)
     task = progress.add_task("index", total=len(chains))
@@ -118,6 +122,9 @@ def measure_index(progress: Progress) -> tuple[dict[str, Any], Fleet, list[Worke
         part = chains[start : start + 16]
         events, keys = make_events(seeds, part, sequences)
         seconds, num_keys = seconds + apply(fleet, workers, events), num_keys + keys
+        if store:
+            shared = [(0, message(sequences, 0, pb.CacheEvent(stored=chain, shared=True))) for chain in part]
+            apply(fleet, workers, shared)
         progress.advance(task, len(part))
     figures: dict[str, Any] = {
         "blocks": num_blocks,

@@ -291,9 +291,9 @@ class EngineCore:
             case ReadCompletion():
                 self._borrower_manager.read_completed(message)
             case StoreFound():
-                self._borrower_manager.store_found(message)
+                self._borrower_manager.store.found(message)
             case StoreFetched():
-                self._borrower_manager.store_fetched(message)
+                self._borrower_manager.store.fetched(message)
             case Lend():
                 self._reports.saw(message.mark)
                 self._lender_manager.open(message)

@@ -16,7 +16,7 @@ from engine.core_types import Sequence
 from engine.kv.block_pool import BlockPool, CacheEvent, NamedPlace, Removed, Stored
 from engine.kv.kv_stats import KvStats
 from engine.kv.layout import KvLayout
-from engine.kv.restore_policy import RestorePolicy
+from engine.kv.restore_policy import LookupPolicy, RestorePolicy
 from engine.kv.store.shared_store import SharedStore
 from engine.kv.tiers.tiers import Tiers
 
@@ -75,6 +75,8 @@ class KVCacheManager:
         self.store = store
         self.rates = rates or RestorePolicy()
         self.store_rates = RestorePolicy()
+        self.lookups = LookupPolicy()
+        """Lookups in the store."""
         self.counts = KvStats()
         self._memory = memory
         self.compute_fingerprints = memory.fingerprints

@@ -14,7 +14,6 @@ from functools import partial
 from engine.core_types import Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import DISK, HOST, REMOTE, STORE
-from engine.kv.store.shared_store import Fetched
 from engine.lending.block_reads import LocalRank, Rank, ReadProgress
 from engine.lending.borrower import (
     NONE_HELD,
@@ -32,12 +31,12 @@ from engine.lending.borrower import (
     Read,
     ReadCompleted,
     Release,
-    Shortened,
     Started,
 )
 from engine.lending.fast_path import FastPath, Word
-from engine.lending.loan import BorrowRequest, Loan, Posted, Quarantined, ReadCompletion, StoreFetched, StoreFound
+from engine.lending.loan import BorrowRequest, Loan, Posted, Quarantined, ReadCompletion
 from engine.lending.sources import LenderSource, LoanSource, TierSource
+from engine.lending.store_loans import StoreLoans
 from engine.lending.store_source import StoreSource
 from engine.messages import FromEngine, LenderSilent, LoanBlocks, LoanFailed, LoanStarted
 from kvtransfer.errors import TransferError
@@ -50,8 +49,6 @@ HEDGE_AFTER_S = 0.3
 least every 0.15 s, also during long steps."""
 HEDGE_UNMEASURED_S = 1.0
 """The same for an engine that has computed no prompt yet, and so does not know its speed."""
-STORE_SILENCE_S = 1.0
-"""Shortest silence of the shared store, in seconds, after which a loan gives it up."""
 LOOKS_PER_SILENCE = 20
 """Checks for reads without progress, per `read_silence_s`."""
 
@@ -86,8 +83,8 @@ class BorrowerManager:
         self._looked_at = 0.0
         self._below = ReadProgress(kv_cache.clock)
         """Progress of reads from the tiers."""
-        self._copying = ReadProgress(kv_cache.clock)
-        """Progress of copies of blocks from the shared store."""
+        self.store = StoreLoans(kv_cache, own, post, self._open, self._handle, self._hedge_after_s)
+        """Loans from the shared store."""
         self._loans: dict[str, Loan] = {}
         self._blocks_per_read = max(1, BLOCK_READ_BYTES // kv_cache.layout.block_bytes)
 
@@ -113,7 +110,7 @@ class BorrowerManager:
         """
         loan_id = wanted.sequence.request_id
         assert loan_id not in self._loans
-        return self._restore(wanted) or self._fetch(wanted) or self._borrow(wanted)
+        return self._restore(wanted) or self.store.take(wanted) or self._borrow(wanted)
 
     def started(self, message: LoanStarted) -> None:
         self._fast_path.met(message.endpoint)
@@ -230,36 +227,13 @@ class BorrowerManager:
                 del loan.block_reads[message.first]
             self._handle(loan, ReadCompleted(message.first, message.fingerprints, message.rank))
 
-    def store_found(self, message: StoreFound) -> None:
-        """Fetch what the shared store holds of a loan's blocks, if that is faster than computing them."""
-        loan = message.loan
-        if self._loans.get(loan.wanted.sequence.request_id) is not loan:
-            return
-        assert isinstance(loan.source, StoreSource)
-        loan.heard_at = self._kv_cache.clock()
-        count = message.num_blocks if self._kv_cache.worth_fetching(message.num_blocks) else 0
-        self._handle(loan, Started(loan.machine.first + count))
-        if not loan.machine.done:
-            loan.source.start(count)
-
-    def store_fetched(self, message: StoreFetched) -> None:
-        """Announce blocks that the shared store brought, or end the loan before one that it lacks."""
-        loan, source = message.loan, message.loan.source
-        assert isinstance(source, StoreSource)
-        loan.heard_at = self._kv_cache.clock()
-        for announced in source.arrived(message.first, message.fetched):
-            self._handle(loan, announced)
-        if source.shortened is not None and not loan.machine.done:
-            end, loan.wanted.account.store_failure = source.shortened
-            self._handle(loan, Shortened(end))
-
     def give_up_stuck(self) -> None:
         """End loans whose source is silent or whose reads make no progress although their lender sends heartbeats.
 
         The network path or one rank of the lender is broken then. Posted reads stay quarantined.
         """
         now = self._kv_cache.clock()
-        self._give_up_store(now)
+        self.store.give_up(self._loans.values(), now)
         if not self._loans or now - self._looked_at < self._read_silence_s / LOOKS_PER_SILENCE:
             return
         self._looked_at = now
@@ -267,18 +241,6 @@ class BorrowerManager:
             block_reads = [each for ranks in loan.block_reads.values() for each in ranks.values()]
             if max((each.stuck_s() for each in block_reads), default=0.0) >= self._read_silence_s:
                 self._handle(loan, Failed(f"no read has ended for {self._read_silence_s:g} s"))
-
-    def _give_up_store(self, now: float) -> None:
-        """End loans from a shared store that has been silent for longer than computing takes."""
-        if (store := self._kv_cache.store) is None:
-            return
-        for loan in list(self._loans.values()):
-            if isinstance(loan.source, StoreSource) and not loan.block_reads:
-                missing = loan.machine.end - loan.machine.bound_end
-                silent_s = now - loan.heard_at
-                if silent_s >= max(STORE_SILENCE_S, self._hedge_after_s(missing)):
-                    store.fell_silent()
-                    self._handle(loan, Failed(f"the shared store was silent for {silent_s:.1f} s"))
 
     # ------------------------------------------------------------------ the sources in turn
 
@@ -304,28 +266,6 @@ class BorrowerManager:
         in_host, on_disk = source.num_held(HOST), source.num_held(DISK)
         self._kv_cache.counts.looked(HOST, num_blocks, in_host)
         self._kv_cache.counts.looked(DISK, num_blocks - in_host, on_disk)
-
-    def _fetch(self, wanted: BorrowRequest) -> bool:
-        """Borrow from the shared store, if there is no lender and blocks are missing."""
-        store, first = self._kv_cache.store, len(wanted.sequence.keys)
-        missing = wanted.keys[first:]
-        if store is None or wanted.lender_computes is not None or not missing:
-            return False
-        if not store.answers or not self._kv_cache.worth_fetching(len(missing)):
-            return False
-        source = StoreSource(store, missing, first, self._kv_cache.write_block, self._own, self._copying)
-        loan = self._open(wanted, source, first, len(wanted.keys), may_be_part=True)
-        self._kv_cache.counts.looked(STORE, len(missing), 0)
-        wanted.account.times["fetch_started"] = loan.heard_at = self._kv_cache.clock()
-
-        def found(num_blocks: int) -> None:
-            self._post(StoreFound(loan, num_blocks))
-
-        def fetched(first: int, what: Fetched) -> None:
-            self._post(StoreFetched(loan, first, what))
-
-        source.open(found, fetched)
-        return True
 
     def _borrow(self, wanted: BorrowRequest) -> bool:
         """Borrow from the lender, if there is one and blocks are missing."""
@@ -448,7 +388,7 @@ class BorrowerManager:
     def _ask_next(self, loan: Loan) -> bool:
         """Ask the source after a loan's own, if there is one; return whether one was asked."""
         if isinstance(loan.source, TierSource):
-            return self._fetch(loan.wanted) or self._borrow(loan.wanted)
+            return self.store.take(loan.wanted) or self._borrow(loan.wanted)
         return False
 
     def _name_failure(self, loan: Loan, mismatched: int, failure: str) -> None:

@@ -135,3 +135,76 @@ def test_a_placement_takes_what_its_worker_promises_and_not_all_it_may_need() ->
 def test_choices_take_what_they_share_once() -> None:
     demand = Demand(21, 5, 95, 4, 100, chain_tokens=(21, 23, 21), max_chain_tokens=120, shared_tokens=20)
     assert demand.num_promised_blocks(4) == 5 + (7 - 5) + (7 - 5) + (7 - 5)
+
+
+# ------------------------------------------------------------------------------------------- the shared store
+
+
+def shares(worker_id: str, store: str = "folder:1") -> pb.Hello:
+    said = hello(worker_id)
+    said.store = store
+    return said
+
+
+def in_store(sequence: int, stored: list[bytes] = (), removed: list[bytes] = ()) -> pb.CacheEvents:  # type: ignore[assignment]
+    event = pb.CacheEvent(stored=b"".join(stored), removed=b"".join(removed), shared=True)
+    return pb.CacheEvents(sequence=sequence, events=[event])
+
+
+def sharing_fleet(*hellos: pb.Hello) -> tuple[Fleet, list[Worker]]:
+    fleet = Fleet("router", PRIORS)
+    workers = [fleet.joined(each) for each in hellos]
+    for worker in workers:
+        fleet.reported(worker, report())
+        fleet.cache_changed(worker, pb.CacheEvents(snapshot=True))
+    return fleet, workers
+
+
+def test_the_shared_store_is_read_like_a_worker_that_starts_nothing() -> None:
+    fleet, (d0, d1, p0) = sharing_fleet(shares("d0"), shares("d1"), shares("p0"))
+    (store,) = [row for row in fleet.snapshot.ids if row.startswith("shared-store/")]
+    assert fleet.cache_changed(p0, in_store(0, KEYS))
+    assert held(fleet) == {store: 4}
+    decision = fleet.decide(DEMAND, KEYS)
+    assert decision is not None
+    assert (decision.decode_id, decision.lender_id, decision.lender_computes) == ("d0", store, False)
+    assert decision.hit_blocks == 4
+    placed = fleet.placed(decision, DEMAND, KEYS)
+    assert placed.lender is None, "workers read the store by themselves"
+    assert [view.worker_id for view in fleet.views()] == ["d0", "d1", "p0"]
+    assert p0.num_cached == 0
+    fleet.ended(placed)
+    assert fleet.cache_changed(d1, in_store(0, removed=KEYS[2:]))
+    assert held(fleet) == {store: 2}
+    assert d0.num_cached == 0
+
+
+def test_a_store_is_read_by_those_who_share_it_and_goes_with_the_last_of_them() -> None:
+    fleet, (d0, d1, d2) = sharing_fleet(shares("d0", ""), shares("d1", "folder:1"), shares("d2", "folder:2"))
+    stores = sorted(row for row in fleet.snapshot.ids if row.startswith("shared-store/"))
+    assert len(stores) == 2
+    rows = fleet.snapshot.row_of
+    for store in stores:
+        readers = [
+            worker.worker_id
+            for worker in (d0, d1, d2)
+            if fleet.snapshot.compatible[rows[worker.worker_id], rows[store]]
+        ]
+        assert readers == [worker.worker_id for worker in (d1, d2) if worker.store_id == store]
+    fleet.cache_changed(d1, in_store(0, KEYS))
+    assert held(fleet) == {d1.store_id: 4}
+    decision = fleet.decide(DEMAND, KEYS)
+    assert decision is not None
+    assert (decision.decode_id, decision.lender_id) == ("d1", d1.store_id)
+    fleet.left(d1)
+    assert held(fleet) == {}
+    assert d1.store_id not in fleet.snapshot.ids
+
+
+def test_a_restarted_worker_does_not_clear_what_it_had_written() -> None:
+    fleet, (d0, d1) = sharing_fleet(shares("d0"), shares("d1"))
+    fleet.cache_changed(d0, in_store(0, KEYS))
+    fleet.cache_changed(d0, pb.CacheEvents(sequence=9, snapshot=True))
+    assert held(fleet) == {d0.store_id: 4}
+    fleet.left(d0)
+    assert held(fleet) == {d1.store_id: 4}

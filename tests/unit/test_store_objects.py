@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.tiers.damage import damaged
 from engine.block_keys import KEY_BYTES, block_keys
 from engine.kv.store.folder import COUNT_EVERY_S, NUM_FOLDERS, FolderObjects
 from engine.kv.store.object_format import ObjectFormat, ObjectRefused
 from engine.kv.store.objects import ObjectMissing, StoreError
 from engine.kv.tiers.slots import NamedBlock
-from support.damaged_objects import damaged
 from support.small_tiers import BLOCK_BYTES, HEADS, MODEL, ROOT, block_of, fingerprint_of
 
 FORMAT = ObjectFormat(BLOCK_BYTES, HEADS, MODEL)

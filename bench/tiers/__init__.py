@@ -1,0 +1,1 @@
+"""`make bench-tiers`: KV that outlives and outgrows a worker."""

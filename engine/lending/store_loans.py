@@ -1,0 +1,106 @@
+"""Loans from the store that workers share: a lookup, fetches, and the end of a store that does not answer."""
+
+from collections.abc import Callable, Iterable
+
+from engine.kv.kv_cache_manager import KVCacheManager
+from engine.kv.kv_stats import STORE
+from engine.kv.store.shared_store import Fetched
+from engine.lending.block_reads import LocalRank, ReadProgress
+from engine.lending.borrower import Event, Failed, Shortened, Started
+from engine.lending.loan import BorrowRequest, Loan, Posted, StoreFetched, StoreFound
+from engine.lending.sources import LoanSource
+from engine.lending.store_source import StoreSource
+
+STORE_SILENCE_S = 1.0
+"""Shortest silence of the store, in seconds, after which a loan gives it up."""
+
+
+class StoreLoans:
+    """Loans from the store, beside those that `BorrowerManager` takes from tiers and lenders."""
+
+    def __init__(
+        self,
+        kv_cache: KVCacheManager,
+        own: LocalRank,
+        post: Callable[[Posted], None],
+        open_loan: Callable[[BorrowRequest, LoanSource, int, int, bool], Loan],
+        handle: Callable[[Loan, Event], None],
+        compute_s: Callable[[int], float],
+    ) -> None:
+        """Create them.
+
+        `open_loan` makes a loan of a source for chain blocks [first, end), of which fewer may come; `handle` passes an
+        event to a loan's machine. `compute_s` returns the seconds in which this engine would compute so many blocks.
+        """
+        self._kv_cache = kv_cache
+        self._own = own
+        self._post = post
+        self._open_loan = open_loan
+        self._handle = handle
+        self._compute_s = compute_s
+        self._copying = ReadProgress(kv_cache.clock)
+        """Progress of copies from the store's memory into the pool."""
+
+    def take(self, wanted: BorrowRequest) -> bool:
+        """Ask the store for the missing blocks, if there is no lender and fetching is faster than computing."""
+        store, first = self._kv_cache.store, len(wanted.sequence.keys)
+        missing = wanted.keys[first:]
+        if store is None or wanted.lender_computes is not None or not missing:
+            return False
+        if not store.answers or not self._kv_cache.worth_fetching(len(missing)):
+            return False
+        if not self._kv_cache.lookups.worth_looking(
+            len(missing) * self._kv_cache.layout.block_tokens, self._kv_cache.rates
+        ):
+            return False
+        source = StoreSource(store, missing, first, self._kv_cache.write_block, self._own, self._copying)
+        loan = self._open_loan(wanted, source, first, len(wanted.keys), True)
+        self._kv_cache.counts.looked(STORE, len(missing), 0)
+        wanted.account.times["fetch_started"] = loan.heard_at = self._kv_cache.clock()
+
+        def found(num_blocks: int) -> None:
+            self._post(StoreFound(loan, num_blocks))
+
+        def fetched(first: int, what: Fetched) -> None:
+            self._post(StoreFetched(loan, first, what))
+
+        source.open(found, fetched)
+        return True
+
+    def found(self, message: StoreFound) -> None:
+        """Fetch what the store holds of a loan's blocks, if that is faster than computing them."""
+        loan = message.loan
+        if loan.machine.done:
+            return
+        assert isinstance(loan.source, StoreSource)
+        now = self._kv_cache.clock()
+        wanted = loan.machine.end - loan.machine.first
+        self._kv_cache.lookups.looked(wanted, message.num_blocks, now - loan.heard_at)
+        loan.heard_at = now
+        count = message.num_blocks if self._kv_cache.worth_fetching(message.num_blocks) else 0
+        self._handle(loan, Started(loan.machine.first + count))
+        if not loan.machine.done:
+            loan.source.start(count)
+
+    def fetched(self, message: StoreFetched) -> None:
+        """Announce blocks that the store brought, or end the loan before one that it lacks."""
+        loan, source = message.loan, message.loan.source
+        assert isinstance(source, StoreSource)
+        loan.heard_at = self._kv_cache.clock()
+        for announced in source.arrived(message.first, message.fetched):
+            self._handle(loan, announced)
+        if source.shortened is not None and not loan.machine.done:
+            end, loan.wanted.account.store_failure = source.shortened
+            self._handle(loan, Shortened(end))
+
+    def give_up(self, loans: Iterable[Loan], now: float) -> None:
+        """End those of `loans` whose store has been silent for longer than computing the rest takes."""
+        if (store := self._kv_cache.store) is None:
+            return
+        for loan in list(loans):
+            if isinstance(loan.source, StoreSource) and not loan.block_reads:
+                missing = loan.machine.end - loan.machine.bound_end
+                silent_s = now - loan.heard_at
+                if silent_s >= max(STORE_SILENCE_S, self._compute_s(missing)):
+                    store.fell_silent()
+                    self._handle(loan, Failed(f"the shared store was silent for {silent_s:.1f} s"))
