@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from engine.core_types import FinishReason, RequestFailure, SamplingParams, StepBudget, TokenLogprobs
 from engine.kv.block_pool import CacheEvent
+from engine.kv.pins import Retention
 
 # ----------------------------------------------------------------------------------------- to the engine
 
@@ -46,6 +47,8 @@ class Generate:
     """Prompt tokens whose log probabilities an earlier attempt returned."""
     adapter: bytes = b""
     """Fingerprint of the LoRA adapter; empty for none."""
+    retention: Retention | None = None
+    """Time for which the prompt's blocks are pinned; None for none."""
 
     def emitted_of(self, choice: int) -> tuple[int, ...]:
         """Return the tokens that an earlier attempt emitted of `choice`."""
@@ -220,6 +223,8 @@ class KvAccount:
     """Reason why restoring from the tiers ended early."""
     store_failure: str = ""
     """Reason why fetching from the shared store ended early."""
+    pinned_blocks: int = 0
+    """Blocks of the prompt that stay in the pool, as the request asked."""
     preemptions: int = 0
     """Number of times the request was preempted and its tokens computed again."""
     recomputed_tokens: int = 0

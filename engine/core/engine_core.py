@@ -269,6 +269,7 @@ class EngineCore:
         """
         self._borrower_manager.give_up_stuck()
         self._kv_cache.write_behind()
+        self._kv_cache.pins.expire()
         self._reports.report()
 
     def handle(self, message: Input) -> None:
@@ -314,9 +315,10 @@ class EngineCore:
         """Check the pool's records against every holder of a block."""
         pool, fault = self._kv_cache.pool, ""
         claims = [sequence.blocks for sequence in [*self._requests.sequences, *self._kv_cache.lingering]]
-        claims += self._lender_manager.holdings()
+        claims += [*self._lender_manager.holdings(), self._kv_cache.pins.blocks]
         try:
             pool.check_integrity(claims)
+            self._kv_cache.pins.check_integrity()
             promising = [*self._requests.sequences, *self._lender_manager.started_jobs(), *self._kv_cache.lingering]
             promised = sum(sequence.num_reserved for sequence in promising)
             assert promised == pool.num_reserved, f"{pool.num_reserved} blocks are promised, {promised} expected"
@@ -325,7 +327,7 @@ class EngineCore:
         return Audited(
             audit_id=audit_id,
             fault=fault,
-            held_blocks=pool.num_held,
+            held_blocks=pool.num_held - self._kv_cache.pins.num_idle,
             reserved_blocks=pool.num_reserved,
             quarantined_blocks=pool.num_quarantined,
             sequences=self._requests.num_requests,

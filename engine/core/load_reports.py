@@ -7,7 +7,7 @@ from typing import Protocol
 
 from engine.core_types import Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
-from engine.kv.kv_stats import POOL, REMOTE, STORE
+from engine.kv.kv_stats import PINNED, POOL, REMOTE, STORE
 from engine.lending.lender_manager import LenderManager
 from engine.messages import CacheChanged, FromEngine, KvUse, Load, PlacementMark, TierUse
 from engine.speculation.speculator import Speculator
@@ -137,7 +137,7 @@ class LoadReporter:
                 loans=self._lender_manager.num_loans,
                 queued_loans=self._lender_manager.num_waiting,
                 queued_prefill_tokens=sum(s.num_remaining for s in prefilling) + self._lender_manager.waiting_tokens(),
-                available_blocks=0 if running_set.short else self._kv_cache.pool.num_available,
+                available_blocks=0 if running_set.short else self._kv_cache.num_available,
                 num_blocks=self._kv_cache.pool.num_blocks,
                 placements_seen=dict(self._placements_seen),
                 decoding=sum(s.decoding for s in running),
@@ -155,6 +155,8 @@ class LoadReporter:
         room: dict[str, tuple[int, int]] = {POOL: (kv_cache.pool.num_blocks, kv_cache.pool.num_filled)}
         if kv_cache.tiers is not None:
             room |= kv_cache.tiers.occupancy
+        if pinned := kv_cache.pins.blocks:
+            room[PINNED] = kv_cache.pins.max_blocks, len(pinned)
         if kv_cache.store is not None:
             room[STORE] = 0, 0
         tiers = tuple(

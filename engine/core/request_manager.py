@@ -27,6 +27,7 @@ from engine.core.running_set import RunningSet
 from engine.core_types import Chunk, FinishReason, SampleResult, Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import POOL
+from engine.kv.pins import Retention
 from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.loan import BorrowRequest
 from engine.messages import Embedded, Failed, FromEngine, Generate, KvAccount, PromptScored, Rejected, Token
@@ -42,6 +43,8 @@ class _Request:
     num_choices: int
     """Number of choices wanted; of a beam search, the number of beams returned."""
     search: BeamSearch | None = None
+    retention: Retention | None = None
+    """Time for which the prompt's blocks are pinned."""
     num_preemptions_over: int = 0
     """Preemptions of sequences that are over."""
     num_recomputed_over: int = 0
@@ -141,7 +144,7 @@ class RequestManager:
         self._kv_cache.counts.looked(POOL, len(keys), len(sequence.blocks))
         account = KvAccount(reused_blocks=len(sequence.blocks), times={"admitted": self._kv_cache.clock()})
         by_choice = {chain.choice: chain for chain in chains}
-        request = _Request(by_choice, account, message.sampling.n, search)
+        request = _Request(by_choice, account, message.sampling.n, search, message.retention)
         self._requests[message.request_id] = request
         self._num_parted += request.is_parted
         lender = message.lender_computes if message.borrow else None
@@ -221,6 +224,8 @@ class RequestManager:
         sequence.turn = self._next_arrival()
         if first:
             account.times.setdefault("first_token", self._kv_cache.clock())
+            if request.retention is not None:
+                account.pinned_blocks = self._kv_cache.pin_prompt(sequence, request.retention)
         news = (sequence.num_preemptions > 0 and request.count_preemptions()) or first
         if request.search is not None:
             assert sampled.logprobs is not None

@@ -162,7 +162,7 @@ class RunningSet:
         victim = next_victim(self._preemptible, oldest)
         if victim is not None:
             self._preempt(victim)
-        else:
+        elif not self._kv_cache.pins.shrink(sum(lacking)):
             self._stalled = oldest
         return False
 
@@ -174,6 +174,7 @@ class RunningSet:
         """Restart the oldest sequence with a block for its next token, if that is possible at all."""
         num_blocks, victims = self._kv_cache.layout.blocks_for(oldest.num_tokens + 1), self._preemptible
         if not self._kv_cache.could_start_without(victims, oldest, self._preempted[oldest].keys, num_blocks):
+            self._kv_cache.pins.shrink(num_blocks)  # it is tried again before the next step
             return
         while not self._try_restart(oldest, num_blocks):
             victim = next_victim(self._preemptible, oldest)

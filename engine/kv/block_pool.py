@@ -113,6 +113,10 @@ class BlockPool:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._block_of
 
+    def num_refs(self, block: int) -> int:
+        """Return the number of references on a block."""
+        return self._refs[block]
+
     def oldest(self, count: int) -> list[NamedPlace]:
         """Return at most `count` cached blocks, the next to be evicted first."""
         return [NamedPlace(block, *self._name_of[block]) for block in islice(self._cached, count)]

@@ -16,6 +16,7 @@ from engine.core_types import Sequence
 from engine.kv.block_pool import BlockPool, CacheEvent, NamedPlace, Removed, Stored
 from engine.kv.kv_stats import KvStats
 from engine.kv.layout import KvLayout
+from engine.kv.pins import Pins, Retention
 from engine.kv.restore_policy import LookupPolicy, RestorePolicy
 from engine.kv.store.shared_store import SharedStore
 from engine.kv.tiers.tiers import Tiers
@@ -70,6 +71,7 @@ class KVCacheManager:
         """
         self.clock = clock
         self.pool = pool or BlockPool(num_blocks, self._demote if tiers is not None or store is not None else None)
+        self.pins = Pins(self.pool, clock)
         self.layout = layout
         self.tiers = tiers
         self.store = store
@@ -101,7 +103,12 @@ class KVCacheManager:
         hits = self.pool.match(keys)
         num_new = num_total_blocks - len(hits)
         if not self.pool.reserve_with(hits, num_new):
-            return False
+            if not self.pins.give_way(num_total_blocks):
+                return False
+            hits = self.pool.match(keys)
+            num_new = num_total_blocks - len(hits)
+            if not self.pool.reserve_with(hits, num_new):
+                return False
         sequence.blocks = list(hits)
         sequence.keys = list(keys[: len(hits)])
         sequence.num_reserved = num_new
@@ -218,6 +225,18 @@ class KVCacheManager:
         self.store_rates.prefill_tokens_per_s = self.rates.prefill_tokens_per_s
         tokens = num_blocks * self.layout.block_tokens
         return self.store_rates.worth_restoring(tokens, num_blocks * self.layout.block_bytes)
+
+    def pin_prompt(self, sequence: Sequence, retention: Retention) -> int:
+        """Pin the full blocks of the sequence's prompt, which is computed; return their number."""
+        count = min(len(sequence.keys), sequence.num_prompt // self.layout.block_tokens)
+        return self.pins.pin(sequence.keys[:count], retention)
+
+    @property
+    def num_available(self) -> int:
+        """Number of blocks for a new request: pins of an engine that serves nothing else give way."""
+        pool = self.pool
+        idle = not pool.num_reserved and pool.num_held == len(self.pins.blocks)
+        return pool.num_available + (pool.num_held if idle else 0)
 
     def take_cache_events(self) -> list[CacheEvent]:
         """Return changes since the last call of the blocks held here, in the pool or in the tiers."""

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 
 POOL, HOST, DISK, STORE, REMOTE = "pool", "host", "disk", "store", "remote"
+PINNED = "pinned"
+"""Part of the pool that is reported like a tier: blocks that stay because a request asked for it."""
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from engine.block_keys import block_keys, root_key
 from engine.core_types import FinishReason
+from engine.kv.pins import Retention
 from engine.messages import (
     CloseLoan,
     Generate,
@@ -71,6 +72,7 @@ class Front:
             finished=frozenset(client.finished),
             num_scored=len(client.scores),
             lender_computes=self.crowded or self.rng.random() < 0.7,
+            retention=self.rng.choice([None, None, Retention(30.0, "one"), Retention(5.0, "two")]),
         )
 
     def receive(self, node: Node) -> None:
@@ -188,6 +190,7 @@ class Front:
             self.seen["restored"] += account.restored_blocks
             self.seen["from the store"] += account.store_blocks
             self.seen["store failed"] += bool(account.store_failure)
+            self.seen["pinned"] += account.pinned_blocks
             self.seen["mismatched"] += account.mismatched_blocks
             self.seen["stuck"] += "no read has ended" in account.loan_failure + account.restore_failure
             self.seen["preempted"] += account.preemptions

@@ -241,6 +241,7 @@ REACHED = {
     "restored": 3,
     "tier corrupted": 50,
     "from the store": 10,
+    "pinned": 100,
     "store failed": 3,
     "store damaged": 30,
     "stopped": 50,

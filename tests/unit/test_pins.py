@@ -1,0 +1,122 @@
+"""Prompts whose blocks stay in the pool: pools of sixteen blocks of four tokens."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core_types import SamplingParams, StepBudget
+from engine.kv.pins import Retention
+from engine.messages import Generate, KvAccount, Load, Rejected, Token
+from support.sim_model import undisturbed
+from support.trial_node import Node
+
+WIDE = StepBudget(64, 64)
+HOUR = Retention(3600.0, "tenant")
+
+
+class Engine(Node):
+    def __init__(self, num_blocks: int = 16, reserve: int = 256) -> None:
+        self.now = 100.0
+        super().__init__({}, "node", num_blocks, WIDE, reserve, clock=lambda: self.now)
+        self.count = 0
+
+    def serve(self, first: int, num_tokens: int, retention: Retention | None = None, max_tokens: int = 2) -> KvAccount:
+        """Serve a prompt of tokens from `first` on; its tokens are right."""
+        prompt = tuple(number % 90 for number in range(first, first + num_tokens))
+        self.said.clear()
+        self.count += 1
+        sampling = SamplingParams(max_tokens)
+        self.send(Generate(f"r{self.count}", prompt, (), sampling, "", 0, borrow=False, retention=retention))
+        while self.core.step():
+            self.check()
+        tokens = [message for message in self.said if isinstance(message, Token)]
+        assert not [message for message in self.said if isinstance(message, Rejected)]
+        assert [token.token_id for token in tokens] == undisturbed(prompt, max_tokens)
+        self.check_at_rest()
+        assert tokens[0].account is not None
+        return tokens[0].account
+
+
+def test_a_pinned_prompt_survives_a_flood_and_goes_when_its_time_is_over() -> None:
+    engine = Engine()
+    assert engine.serve(0, 17, HOUR).pinned_blocks == 4
+    for number in range(20):
+        assert engine.serve(100 * number + 31, 30).reused_blocks == 0
+    assert engine.serve(0, 17).reused_blocks == 4
+    engine.now += 3601.0
+    engine.core.report()
+    assert engine.core._kv_cache.pins.blocks == []
+    for number in range(20):
+        engine.serve(100 * number + 31, 30)
+    assert engine.serve(0, 17).reused_blocks == 0
+
+
+def test_an_unpinned_prompt_does_not_survive_it() -> None:
+    engine = Engine()
+    engine.serve(0, 17)
+    for number in range(20):
+        engine.serve(100 * number + 31, 30)
+    assert engine.serve(0, 17).reused_blocks == 0
+
+
+def test_a_tenant_has_its_share_and_leading_blocks_are_pinned() -> None:
+    engine = Engine()
+    assert engine.serve(0, 29, HOUR).pinned_blocks == 4, "a quarter of the pool"
+    assert engine.serve(40, 9, HOUR).pinned_blocks == 0
+    assert engine.serve(40, 9, Retention(60.0, "other")).pinned_blocks == 2
+    assert engine.serve(0, 29, Retention(7200.0, "other")).pinned_blocks == 6, "four are the first tenant's"
+    assert engine.core._kv_cache.pins.clear("tenant") == 4
+    assert engine.core._kv_cache.pins.clear() == 4
+
+
+def test_a_longer_time_counts() -> None:
+    engine = Engine()
+    engine.serve(0, 9, Retention(50.0))
+    engine.serve(0, 9, Retention(100.0))
+    engine.serve(0, 9, Retention(10.0))
+    engine.now += 99.0
+    engine.core.report()
+    assert len(engine.core._kv_cache.pins.blocks) == 2
+    engine.now += 2.0
+    engine.core.report()
+    assert engine.core._kv_cache.pins.blocks == []
+
+
+def test_pins_give_way_to_a_request_that_would_never_fit() -> None:
+    engine = Engine()
+    engine.serve(0, 17, HOUR)
+    engine.serve(40, 9, Retention(60.0, "other"))
+    engine.now += 1.0
+    engine.core.report()
+    load = [message for message in engine.said if isinstance(message, Load)][-1]
+    assert load.available_blocks == 16, "the router may send it"
+    engine.serve(31, 50)
+    assert [pin.tenant for pin in engine.core._kv_cache.pins._pins.values()] == 3 * ["tenant"], "the first to end went"
+
+
+@pytest.mark.parametrize("reserve", [1, 256])
+def test_pins_give_way_to_a_request_that_grows(reserve: int) -> None:
+    engine = Engine(reserve=reserve)
+    engine.serve(0, 17, HOUR)
+    engine.serve(31, 10, max_tokens=50)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 40), st.sampled_from([None, 5.0, 50.0]), st.integers(0, 1)),
+        max_size=25,
+    )
+)
+def test_any_order_of_pins_keeps_books_and_bounds(requests: list[tuple[int, int, float | None, int]]) -> None:
+    engine = Engine()
+    for trunk, length, seconds, tenant in requests:
+        engine.now += 1.0
+        retention = None if seconds is None else Retention(seconds, f"tenant-{tenant}")
+        engine.serve(40 * trunk, length, retention)
+        pins = engine.core._kv_cache.pins
+        pins.check_integrity()
+        assert len(pins.blocks) <= 8
+        assert all(count <= 4 for count in pins._of_tenant.values())
+    engine.now += 100.0
+    engine.core.report()
+    assert engine.core._kv_cache.pool.num_held == 0
