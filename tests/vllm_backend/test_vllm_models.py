@@ -85,6 +85,7 @@ async def test_what_an_engine_cannot_do_is_refused_at_start_by_name(tmp_path: Pa
     refused = {
         "tensor_parallel": {"tensor_parallel": 3},
         "kv_host_memory_mib": {"kv_host_memory_mib": 64},
+        "kv_store": {"kv_store": "/proc/none/store"},
         "speculation": {"speculation": "ngram"},
         "lora": {"lora": tmp_path},
         "vllm_options": {"vllm_options": {"block_size": 16}},
