@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -11,14 +12,21 @@ import pytest_asyncio
 from engine.block_keys import block_keys, root_key
 from engine.kv.block_pool import Stored
 from engine.messages import CacheChanged, Cancel, KvAccount
-from support.engine_contract import account_of, named, prompt_of
+from support.engine_contract import account_of, named
 from support.processes import until
 from support.real_engines import RealEngine, engines
 from support.vllm_engines import BLOCK, ids, need_vllm, vllm_engine
+from support.vllm_models import VOCAB, write_model
 
 pytestmark = [need_vllm, pytest.mark.asyncio(loop_scope="module")]
+SLOW = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 6, "num_key_value_heads": 1}
+"""A model so slow for its blocks of 48 KiB that every engine finds fetching worth while, also on a busy machine."""
 SMALL_POOL = 20
-"""Blocks, of which the five that are reused next are written behind."""
+"""Blocks of a pool of 1 MiB, of which the five that are reused next are written behind."""
+
+
+def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
+    return random.Random(1000 * num_tokens + seed).choices(range(3, VOCAB), k=num_tokens)
 
 
 class Site:
@@ -60,11 +68,12 @@ class Site:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
     folder = tmp_path_factory.mktemp("store")
+    model = write_model("llama", tmp_path_factory.mktemp("model"), **SLOW)
     cores = sorted(os.sched_getaffinity(0))
     whole = {"max_prefill_tokens": 1024, "max_batch_tokens": 1024, "kv_store": str(folder)}
-    small = whole | {"kv_memory_mib": 4, "vllm_options": {"max_model_len": 640}}
-    at_once = vllm_engine("at-once", cores=(cores[0],), kv_store_writes="computed", **whole)
-    evicting = vllm_engine("small", cores=(cores[-1],), **small)
+    small = whole | {"kv_memory_mib": 1, "vllm_options": {"max_model_len": 640}}
+    at_once = vllm_engine("at-once", model=model, cores=(cores[0],), kv_store_writes="computed", **whole)
+    evicting = vllm_engine("small", model=model, cores=(cores[-1],), **small)
     async with engines(at_once, evicting):
         assert evicting.ready.num_blocks == SMALL_POOL
         assert at_once.ready.store == evicting.ready.store != ""
