@@ -301,6 +301,8 @@ class KVCacheManager:
         if (surplus := len(lacking) - self.store.num_writable) > 0:
             self.store.drop(surplus)
             lacking = lacking[:-surplus]
+        if not lacking:  # a read of no blocks would still wait for a GPU
+            return
         contents = self._memory.read_blocks([each.block for each in lacking])
         for each, content in zip(lacking, contents, strict=True):
             self.store.put(each.parent, each.key, content, self.fingerprints_of([each.block]))

@@ -30,6 +30,7 @@ OWN = (
     "max_cpu_loras",
 )
 """Arguments that Tandem sets itself."""
+NO_TIERS = "the vllm engine has no tiers below its pool: set kv_store"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of max_lora_rank that vLLM takes on every device."""
 MAX_ACTIVE_ADAPTERS = 8
@@ -67,13 +68,15 @@ def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
         "lora": (config.lora is not None, "the vllm engine does not merge adapters: set adapters"),
         "backend": (config.backend != "auto", "set vllm_options.attention_backend"),
         "speculation": (config.speculation not in (None, "off"), "the vllm engine does not speculate under Tandem"),
-        "kv_host_memory_mib": (config.kv_host_memory_mib > 0, "the vllm engine has no tiers below its pool"),
-        "kv_store": (bool(config.kv_store), "the vllm engine does not use the shared store"),
-        "kv_disk_dir": (config.kv_disk_dir is not None, "the vllm engine has no tiers below its pool"),
+        "kv_host_memory_mib": (config.kv_host_memory_mib > 0, NO_TIERS),
+        "kv_disk_dir": (config.kv_disk_dir is not None, NO_TIERS),
     }
     for name, (is_set, reason) in others.items():
         if is_set:
             raise EngineStartError(name, reason)
+    if "kv_offloading_size" in config.vllm_options:
+        reason = "kv_offloading_size would replace Tandem's connector by vLLM's: set kv_store"
+        raise EngineStartError("vllm_options", reason)
     if reserved := sorted(set(OWN) & set(config.vllm_options)):
         raise EngineStartError("vllm_options", f"{reserved[0]} is set by Tandem")
     ranks = config.tensor_parallel

@@ -21,6 +21,7 @@ from cluster.logs import set_up
 from engine.core.engine_core import EngineLimits
 from engine.core_types import StepBudget
 from engine.errors import EngineStartError, RankLost
+from engine.kv.store.opening import open_store
 from engine.messages import StartFailed
 from engine.process.assembly import IDLE_TURN_S
 from engine.process.fast_path_socket import open_fast_path_socket
@@ -45,6 +46,7 @@ def main() -> None:
     ranks: Ranks | None = None
     set_up(spec.role, f"{spec.worker_id}/engine", spec.config)
     try:
+        spec.config.refuse_parallel(spec.role)
         if spec.config.tensor_parallel > 1:
             ranks = Ranks(spec, front.wake)
         prepare(spec.config.of_rank(0))
@@ -154,6 +156,8 @@ def _open_core(
         reserve_output_tokens=config.reserve_output_tokens,
         read_silence_s=config.peer_silence_s,
     )
+    layout = started.memory.layout
+    store = open_store(config, layout, layout.fingerprint(started.info.weights_fingerprint))
     return VllmCore(
         started.engine,
         started.memory,
@@ -166,6 +170,7 @@ def _open_core(
         front.wake,
         fast_path,
         ranks.followers if ranks is not None else (),
+        store,
     )
 
 

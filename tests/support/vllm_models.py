@@ -51,12 +51,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_model(kind: str, folder: Path) -> Path:
-    """Write a random model in float32; returns its directory."""
+def write_model(kind: str, folder: Path, **options: Any) -> Path:
+    """Write a random model in float32; returns its directory. `options` go into its configuration."""
     path = folder / kind
     name, changes = KINDS[kind]
     torch.manual_seed(11)
-    config = getattr(transformers, name)(**(COMMON | changes))
+    config = getattr(transformers, name)(**(COMMON | changes | options))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # so that attention reaches far, and the likeliest token is clear
         for parameter_name, parameter in model.named_parameters():

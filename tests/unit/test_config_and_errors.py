@@ -79,6 +79,8 @@ def test_speculation_is_of_decode_workers_of_the_torch_engine() -> None:
         ({"engine": "sim"}, "decode", "engine: sim"),
         ({"kv_host_memory_mib": 1}, "prefill", "kv_host_memory_mib"),
         ({"kv_disk_dir": "d", "kv_host_memory_mib": 1}, "decode", "kv_host_memory_mib, kv_disk_dir"),
+        ({"kv_store": "d"}, "decode", "kv_store"),
+        ({"kv_store": "d", "engine": "vllm"}, "prefill", "kv_store"),
         ({"speculation": "models/small"}, "decode", "a draft model in speculation"),
         ({"weights": "int8"}, "decode", "weights: int8"),
         ({"weights": "fp8"}, "prefill", "weights: fp8"),

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,22 @@ async def test_streams_survive_a_decode_engine_and_a_decode_worker(site: Site) -
     kill_engine(site.cluster.decode[0])
     assert [stream.token_ids for stream in await finished(streams)] == undisturbed
     assert {stream.receipt.placement.decode_worker for stream in streams} == {"decode-1"}
+
+
+@pytest.mark.long
+async def test_a_new_cluster_finds_what_an_earlier_one_computed(tmp_path: Path) -> None:
+    """The lender fetches for the decode worker."""
+    settings = {"model": STORYTELLER, "kv_store": str(tmp_path), "kv_store_writes": "computed"} | VLLM
+    answers = []
+    for number in range(2):
+        topology = plan_topology(1, 1, {"model": STORYTELLER, "port": 0} | LENDER_ALWAYS, settings, [0, 1], 1)
+        async with running(LocalCluster(topology)) as (_, client):
+            streams = await finished([Stream(client, prompt_of(seed, 200), 8) for seed in range(3)])
+            answers.append([stream.token_ids for stream in streams])
+            kv = [stream.receipt.kv for stream in streams]
+            assert all(not each.mismatched_blocks and not each.loan_failure for each in kv)
+            assert sum(each.lender_fetched_blocks for each in kv) == number * 6 * len(streams)
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.long

@@ -10,26 +10,27 @@ Tandem's block keys here. This adapter adds what loans need:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 
 from vllm.v1.core.block_pool import BlockPool as VllmPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
 from engine.block_keys import BlockKey
-from engine.kv.block_pool import BlockPool, Removed, Stored
+from engine.kv.block_pool import BlockPool, NamedPlace, Removed, Stored
 
 GROUP = 0
 """The only KV cache group: an engine with several is refused at start."""
 
 
 class _AllocationWatcher:
-    """Receiver of vLLM's pool events, in place of its metrics collector: forgets the names of reused blocks."""
+    """Receiver of vLLM's pool events, in place of its metrics collector: tells the pool of reused blocks."""
 
     def __init__(self, pool: "VllmBlockPool") -> None:
         self._pool = pool
 
     def on_block_allocated(self, block: KVCacheBlock) -> None:
-        self._pool.forget(block.block_id)
+        self._pool.reused(block.block_id)
 
     def on_block_accessed(self, block: KVCacheBlock) -> None: ...
 
@@ -41,8 +42,12 @@ class _AllocationWatcher:
 class VllmBlockPool(BlockPool):
     """Adapter with the interface of `engine/kv/block_pool.py`. Block 0 is vLLM's null block and never appears."""
 
-    def __init__(self, pool: VllmPool) -> None:
-        super().__init__(1)  # its records stay empty: vLLM's pool has them
+    def __init__(self, pool: VllmPool, on_evict: Callable[[list[NamedPlace]], None] | None = None) -> None:
+        """Create the adapter.
+
+        `on_evict` is called with each named block that vLLM reuses, while its bytes are still there.
+        """
+        super().__init__(1, on_evict)  # its records stay empty: vLLM's pool has them
         self._pool = pool
         self.num_blocks = pool.num_gpu_blocks - 1
         assert pool.enable_caching
@@ -99,17 +104,36 @@ class VllmBlockPool(BlockPool):
             self.filled(parent, key, number)
             parent = key
 
-    def forget(self, block: int) -> None:
-        """Forget the name of a block that is reused."""
+    def oldest(self, count: int) -> list[NamedPlace]:
+        """Return the named blocks among the next `count` that vLLM will reuse, in that order."""
+        found = [block for block in islice(self._reused_next(), count) if block in self._name_of]
+        return [NamedPlace(block, *self._name_of[block]) for block in found]
+
+    def reused(self, block: int) -> None:
+        """Process that vLLM gave the block to another owner, which has not written into it yet."""
+        if (name := self._forget(block)) is not None and self._on_evict is not None:
+            self._on_evict([NamedPlace(block, *name)])
+
+    def _forget(self, block: int) -> tuple[BlockKey, BlockKey] | None:
+        """Forget and return the block's name, if it has one."""
         if (name := self._name_of.pop(block, None)) is not None:
             del self._block_of[name[1]]
             self._events.append(Removed((name[1],)))
+        return name
+
+    def _reused_next(self) -> Iterator[int]:
+        """Yield the free blocks, the next to be reused first; vLLM's own list of them would always be whole."""
+        queue = self._pool.free_block_queue
+        block = queue.fake_free_list_head.next_free_block
+        while block is not None and block is not queue.fake_free_list_tail:
+            yield block.block_id
+            block = block.next_free_block
 
     def _is_named(self, block: int, key: BlockKey) -> bool:
         """Return whether vLLM still has the block under this key; forget the name otherwise."""
         if self._pool.blocks[block].block_hash == make_block_hash_with_group_id(BlockHash(key), GROUP):
             return True
-        self.forget(block)
+        self._forget(block)
         return False
 
     # ------------------------------------------------------------------ ownership

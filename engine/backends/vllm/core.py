@@ -12,7 +12,6 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
-from engine.backends.vllm.block_pool import VllmBlockPool
 from engine.backends.vllm.kv_cache import VllmKVCache
 from engine.backends.vllm.kv_memory import VllmKvMemory
 from engine.backends.vllm.rank_executor import Batch
@@ -21,6 +20,7 @@ from engine.backends.vllm.submitted import Submissions, Submitted
 from engine.core.engine_core import EngineLimits, Input
 from engine.core.load_reports import LoadReporter, ReportSchedule
 from engine.core_types import Sequence
+from engine.kv.store.shared_store import SharedStore
 from engine.lending.block_reads import LocalRank, RemoteRank
 from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.fast_path import FastPath, FastPathLink
@@ -76,12 +76,14 @@ class VllmCore:
         wake: Callable[[], None] = lambda: None,
         fast_path: FastPathLink | None = None,
         others: Seq[RemoteRank] = (),
+        store: SharedStore | None = None,
     ) -> None:
         """Create the core.
 
         `engine` is vLLM's EngineCore and `block_pool` its BlockPool. `lora` has vLLM's LoRARequest of each adapter, by
         the adapter's fingerprint. The other arguments are as for `engine/core/engine_core.py`.
         """
+        assert not (others and store)
         self._engine = engine
         self._scheduler = engine.scheduler
         self._memory = memory
@@ -95,7 +97,7 @@ class VllmCore:
         self._blocked = False
         """Whether the last schedule was empty, and nothing has happened since."""
         self._model_fingerprint = memory.layout.fingerprint(info.weights_fingerprint)
-        self._kv_cache = VllmKVCache(memory, VllmBlockPool(block_pool), time.monotonic, self._finished)
+        self._kv_cache = VllmKVCache(memory, block_pool, time.monotonic, self._finished, store)
         own = LocalRank(transport, memory.part, memory.part_fingerprints)
         self._others = others
         self._fast_path = FastPath(fast_path)
@@ -154,6 +156,7 @@ class VllmCore:
             vocab_size=self._info.vocab_size,
             max_context_tokens=self._info.max_context_tokens,
             adapters=self._info.adapters,
+            store=self._kv_cache.store.identity if self._kv_cache.store is not None else "",
         )
 
     def post(self, message: Posted) -> None:
@@ -178,6 +181,8 @@ class VllmCore:
     def close(self) -> None:
         """Stop all transfers, then vLLM."""
         self._transport.close()
+        if self._kv_cache.store is not None:
+            self._kv_cache.store.close()
         self._engine.shutdown()
 
     def begin_step(self) -> Batch | None:
@@ -228,6 +233,7 @@ class VllmCore:
         A step that hangs silences the reports.
         """
         self._borrower_manager.give_up_stuck()
+        self._kv_cache.write_behind()
         self._reports.report()
 
     def handle(self, message: Input) -> None:

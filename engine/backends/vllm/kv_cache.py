@@ -12,12 +12,15 @@ that waits for a lender hardens its reservation: it takes the blocks, and vLLM c
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 from engine.backends.vllm.block_pool import VllmBlockPool
 from engine.backends.vllm.kv_memory import VllmKvMemory
 from engine.block_keys import BlockKey
 from engine.core_types import Sequence
+from engine.kv.block_pool import NamedPlace
 from engine.kv.kv_cache_manager import KVCacheManager
+from engine.kv.store.shared_store import SharedStore
 
 
 class VllmKVCache(KVCacheManager):
@@ -28,12 +31,17 @@ class VllmKVCache(KVCacheManager):
     def __init__(
         self,
         memory: VllmKvMemory,
-        pool: VllmBlockPool,
+        block_pool: Any,
         clock: Callable[[], float],
         on_finish: Callable[[Sequence], None],
+        store: SharedStore | None = None,
     ) -> None:
-        """Create the manager; `on_finish` is called with each sequence that gives its blocks back."""
-        super().__init__(pool.num_blocks, memory.layout, memory, clock=clock, pool=pool)
+        """Create the manager over vLLM's BlockPool.
+
+        `on_finish` is called with each sequence that gives its blocks back.
+        """
+        pool = VllmBlockPool(block_pool, None if store is None else self._demote)
+        super().__init__(pool.num_blocks, memory.layout, memory, clock=clock, pool=pool, store=store)
         self._on_finish = on_finish
         self._hardened: dict[Sequence, list[int]] = {}
         """Blocks taken for a reservation and not used yet."""
@@ -90,14 +98,14 @@ class VllmKVCache(KVCacheManager):
 
     def filled(self, parent: BlockKey, keys: Seq[BlockKey], blocks: Seq[int]) -> None:
         """Name and fingerprint blocks that a step filled; `keys` are a chain that follows `parent`."""
-        parents = [parent, *keys[:-1]]
-        new = [
-            block
-            for before, key, block in zip(parents, keys, blocks, strict=True)
-            if self.pool.filled(before, key, block)
-        ]
-        if new:
-            self._fingerprints[new] = self.compute_fingerprints(new)
+        places = [NamedPlace(*each) for each in zip(blocks, [parent, *keys[:-1]], keys, strict=True)]
+        new = [each for each in places if self.pool.filled(each.parent, each.key, each.block)]
+        if not new:
+            return
+        numbers = [each.block for each in new]
+        self._fingerprints[numbers] = self.compute_fingerprints(numbers)
+        if self.store is not None and self.store.writes_at_once:
+            self._store_blocks(new)
 
     def _publish(self, sequence: Sequence, keys: Seq[BlockKey]) -> None:
         first = len(sequence.keys)

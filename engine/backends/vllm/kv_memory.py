@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from engine.backends.torch.block_bytes import BlockBytes
 from engine.backends.torch.fingerprint import TensorFingerprints
 from engine.errors import EngineStartError
 from engine.host.memory import pool_memory
@@ -88,6 +89,25 @@ def pool_allocation(in_file: bool, pools: list[Pool]) -> Iterator[None]:
     pools += allocation.pools
 
 
+class PlaneBytes:
+    """Reader and writer of blocks of a pool in main memory, their spans in the order of the planes.
+
+    Safe from any thread, but only for blocks that no running step writes or reads.
+    """
+
+    def __init__(self, pool: NDArray[np.uint8], num_blocks: int, planes: int) -> None:
+        """Create it for a contiguous uint8 pool [planes, num_blocks, span_bytes] of any shape."""
+        self._spans = pool.reshape(planes, num_blocks, -1)
+
+    def read(self, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
+        """Return the bytes of the blocks, [block_bytes] each; copies where a block is several spans."""
+        return [self._spans[:, block].reshape(-1) for block in blocks]
+
+    def write(self, block: int, content: NDArray[np.uint8]) -> None:
+        """Set the bytes of a block."""
+        self._spans[:, block] = content.reshape(len(self._spans), -1)
+
+
 class VllmKvMemory:
     """KV memory of one rank after vLLM has allocated it."""
 
@@ -139,6 +159,7 @@ class VllmKvMemory:
         """Function that returns fingerprints of this rank's part of blocks, [blocks, this rank's KV heads]."""
         self.filled: Mapping[int, NDArray[np.uint64]] = {}
         """Fingerprints, of all ranks' heads, of the blocks that the last step filled; used with several ranks."""
+        self._bytes: BlockBytes | PlaneBytes
         self.pool = self._pool_of(first, total, pools, kv_heads)
 
     def fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
@@ -159,10 +180,12 @@ class VllmKvMemory:
             raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             raw.set_(tensor.untyped_storage(), 0, (self.num_blocks, block_bytes))  # type: ignore[call-overload]
             self.part_fingerprints = TensorFingerprints(raw, heads).of
+            self._bytes = BlockBytes(raw)
             return DevicePool(address, self.num_blocks, block_bytes, tensor.device.index or 0, owner=tensor)
         if len(pools) != 1 or pools[0].memory.ctypes.data != address or pools[0].num_bytes != num_bytes:
             raise EngineStartError("model", f"vLLM allocated KV memory in {len(pools)} parts; Tandem needs one")
         memory = pools[0].memory.reshape(self.num_blocks, block_bytes)
+        self._bytes = PlaneBytes(memory, self.num_blocks, planes)
         if planes == 1:
             self.part_fingerprints = Fingerprints(memory, heads).of
         else:
@@ -170,9 +193,9 @@ class VllmKvMemory:
         return Pool(memory, file=pools[0].file)
 
     def read_blocks(self, blocks: Sequence[int]) -> Sequence[NDArray[np.uint8]]:
-        """Refuse: a vLLM engine has no tiers below its pool."""
-        raise NotImplementedError
+        """Return the bytes of blocks that no step writes, [block_bytes] each; for engines of one rank."""
+        return self._bytes.read(blocks)
 
     def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
-        """Refuse: a vLLM engine has no tiers below its pool."""
-        raise NotImplementedError
+        """Set the bytes of a block that no step uses; they are visible on return."""
+        self._bytes.write(block, content)

@@ -172,7 +172,8 @@ class VllmRequests:
             return
         account = request.account
         total = self._kv_cache.layout.blocks_for(sequence.num_prompt)
-        account.computed_blocks = total - account.reused_blocks - account.moved_blocks
+        brought = account.store_blocks + account.moved_blocks
+        account.computed_blocks = total - account.reused_blocks - brought
         account.computed_tokens = sequence.num_prompt - sequence.num_computed
         self._submissions.add(sequence, self._promised_blocks(sequence))
 
@@ -185,7 +186,7 @@ class VllmRequests:
         if "compute_started" in account.times:
             return
         account.times["compute_started"] = self._kv_cache.clock()
-        found = num_hits - account.reused_blocks - account.moved_blocks
+        found = num_hits - account.reused_blocks - account.store_blocks - account.moved_blocks
         if found > 0:  # blocks that other requests computed meanwhile
             self._kv_cache.counts.found(POOL, found)
             account.reused_blocks += found
