@@ -6,6 +6,7 @@ from dataclasses import replace
 from cluster.errors import InvalidRequest
 from engine.block_keys import token_array
 from engine.core_types import MAX_CHAINS, BeamParams, Pooling, SamplingParams
+from engine.kv.pins import Retention
 from engine.messages import Generate, PlacementMark
 from engine.model.detokenizer import check_token_ids
 from engine.sampling.structured_output import FIELD, read_structured
@@ -100,6 +101,7 @@ def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
         emitted_others=tuple(others) if any(others) else (),
         finished=frozenset(request.finished_choices),
         num_scored=request.emitted_prompt_logprobs,
+        retention=Retention(request.cache_retention_s, request.tenant) if request.cache_retention_s > 0 else None,
     )
 
 

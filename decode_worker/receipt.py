@@ -62,6 +62,7 @@ def _kv(account: KvAccount, block_tokens: int) -> pb.KvReceipt:
         restore_failure=account.restore_failure,
         store_blocks=account.store_blocks,
         store_failure=account.store_failure,
+        pinned_blocks=account.pinned_blocks,
     )
 
 

@@ -82,6 +82,7 @@ class GenerateRequest(_message.Message):
     SINGLE_TOOL_CALL_FIELD_NUMBER: _builtins.int
     REASONING_EFFORT_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
+    CACHE_RETENTION_S_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a served model, or "auto": the router's rules choose the cheapest suitable model. Empty: the only served
     model, or the router's default.
@@ -128,6 +129,11 @@ class GenerateRequest(_message.Message):
     reasoning_effort: _builtins.str
     """With `messages` only. How much to reason, for templates that know it: "none", "minimal", "low", "medium", "high" or
     another name. "none" also means {"enable_thinking": false, "thinking": false}; `chat_template_kwargs` go first.
+    """
+    cache_retention_s: _builtins.float
+    """Keep the prompt's full KV blocks in the pool of the worker that decodes for so many seconds, above 0 and at most
+    86,400, whatever else arrives. A tenant may keep a quarter of a worker's pool; of a prompt beyond that the leading
+    blocks are kept. The receipt says how many: `pinned_blocks`. Not for beam search, embeddings and the vllm engine.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
@@ -176,15 +182,20 @@ class GenerateRequest(_message.Message):
         single_tool_call: _builtins.bool = ...,
         reasoning_effort: _builtins.str = ...,
         embedding: Global___EmbeddingOptions | None = ...,
+        cache_retention_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "sampling", b"sampling", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "sampling", b"sampling", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "messages", b"messages", "min_quality", b"min_quality", "model", b"model", "parse_output", b"parse_output", "priority", b"priority", "reasoning_effort", b"reasoning_effort", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "single_tool_call", b"single_tool_call", "task", b"task", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "messages", b"messages", "min_quality", b"min_quality", "model", b"model", "parse_output", b"parse_output", "priority", b"priority", "reasoning_effort", b"reasoning_effort", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "single_tool_call", b"single_tool_call", "task", b"task", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_retention_s: _TypeAlias = _typing.Literal["cache_retention_s"]  # noqa: Y015
+    _WhichOneofArgType__cache_retention_s: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s"]  # noqa: Y015
     _WhichOneofReturnType__max_ttft_ms: _TypeAlias = _typing.Literal["max_ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__max_ttft_ms: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms"]  # noqa: Y015
     _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
     _WhichOneofArgType__text: _TypeAlias = _typing.Literal["_text", b"_text"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_retention_s) -> _WhichOneofReturnType__cache_retention_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_ttft_ms) -> _WhichOneofReturnType__max_ttft_ms | None: ...
     @_typing.overload
@@ -954,6 +965,7 @@ class KvReceipt(_message.Message):
     HEDGED_BLOCKS_FIELD_NUMBER: _builtins.int
     STORE_BLOCKS_FIELD_NUMBER: _builtins.int
     STORE_FAILURE_FIELD_NUMBER: _builtins.int
+    PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     reused_blocks: _builtins.int
     """Blocks found in the decode worker's own cache."""
@@ -993,6 +1005,8 @@ class KvReceipt(_message.Message):
     """Blocks fetched from the store that workers share."""
     store_failure: _builtins.str
     """Reason why fewer blocks were fetched than the shared store seemed to hold; empty when all were."""
+    pinned_blocks: _builtins.int
+    """Blocks of the prompt that stay in the pool for `cache_retention_s`."""
     @_builtins.property
     def ucx_transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Lanes of the reads from this lender, by UCX's own names, such as "rc_mlx5/mlx5_0:1"; "posix/memory" and
@@ -1023,10 +1037,11 @@ class KvReceipt(_message.Message):
         hedged_blocks: _builtins.int = ...,
         store_blocks: _builtins.int = ...,
         store_failure: _builtins.str = ...,
+        pinned_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "computed_blocks", b"computed_blocks", "computed_tokens", b"computed_tokens", "hedged_blocks", b"hedged_blocks", "lender_cached_blocks", b"lender_cached_blocks", "lender_computed_blocks", b"lender_computed_blocks", "lender_fetched_blocks", b"lender_fetched_blocks", "loan_failure", b"loan_failure", "mismatched_blocks", b"mismatched_blocks", "moved_blocks", b"moved_blocks", "moved_bytes", b"moved_bytes", "preemptions", b"preemptions", "recomputed_tokens", b"recomputed_tokens", "restore_failure", b"restore_failure", "restored_blocks", b"restored_blocks", "reused_blocks", b"reused_blocks", "store_blocks", b"store_blocks", "store_failure", b"store_failure", "transport", b"transport", "ucx_transports", b"ucx_transports", "verified_blocks", b"verified_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "computed_blocks", b"computed_blocks", "computed_tokens", b"computed_tokens", "hedged_blocks", b"hedged_blocks", "lender_cached_blocks", b"lender_cached_blocks", "lender_computed_blocks", b"lender_computed_blocks", "lender_fetched_blocks", b"lender_fetched_blocks", "loan_failure", b"loan_failure", "mismatched_blocks", b"mismatched_blocks", "moved_blocks", b"moved_blocks", "moved_bytes", b"moved_bytes", "pinned_blocks", b"pinned_blocks", "preemptions", b"preemptions", "recomputed_tokens", b"recomputed_tokens", "restore_failure", b"restore_failure", "restored_blocks", b"restored_blocks", "reused_blocks", b"reused_blocks", "store_blocks", b"store_blocks", "store_failure", b"store_failure", "transport", b"transport", "ucx_transports", b"ucx_transports", "verified_blocks", b"verified_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,6 +30,7 @@ MAX_REPETITION_PENALTY = 10.0
 MAX_BIASED_TOKENS = 1024
 MAX_BIAS = 100.0
 MAX_TEMPERATURE = 100.0
+MAX_RETENTION_S = 86_400.0
 MAX_LENGTH_PENALTY = 10.0
 MAX_BEAM_STOP_TOKEN_IDS = 16
 """Limit of stop tokens in a beam search; each adds candidates to every step."""
@@ -185,6 +186,20 @@ def check_time_limit(request: pb.GenerateRequest) -> None:
     """
     if request.HasField("max_ttft_ms") and not 0 < request.max_ttft_ms < math.inf:
         raise InvalidRequest("max_ttft_ms", f"must be above 0 and finite, not {request.max_ttft_ms}")
+
+
+def check_retention(request: pb.GenerateRequest) -> None:
+    """Check the time for which the prompt's blocks are kept.
+
+    Raises InvalidRequest.
+    """
+    if not request.HasField("cache_retention_s"):
+        return
+    if not 0 < request.cache_retention_s <= MAX_RETENTION_S:
+        reason = f"must be above 0 and at most {MAX_RETENTION_S:g}, not {request.cache_retention_s:g}"
+        raise InvalidRequest("cache_retention_s", reason)
+    if request.HasField("embedding") or request.sampling.HasField("beam_width"):
+        raise InvalidRequest("cache_retention_s", "keeps no blocks of embeddings and of beam searches")
 
 
 def check_quality(request: pb.GenerateRequest) -> None:

@@ -42,6 +42,8 @@ def decode_request(
         sampling=prepared.sampling,
         cache_salt=prepared.cache_salt,
         adapter=model.adapter,
+        cache_retention_s=prepared.request.cache_retention_s,
+        tenant=prepared.request.tenant if prepared.request.cache_retention_s else "",
         priority=prepared.request.priority,
         placement=public_pb.Placement(
             decode_worker=decision.decode_id,

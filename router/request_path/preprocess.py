@@ -18,7 +18,7 @@ from router.models.model_selector import ModelSelector, SelectedModel
 from router.models.prompt_reading import read
 from router.prepared_request import PreparedRequest
 from router.security.api_keys import Principal
-from router.validation import check_name_length, check_names, check_quality, check_time_limit
+from router.validation import check_name_length, check_names, check_quality, check_retention, check_time_limit
 
 
 class Preprocessor:
@@ -53,6 +53,7 @@ class Preprocessor:
         self._check_priority(request, principal)
         cache_salt = isolated(request) if self._config.isolate_tenants else request.cache_salt
         check_time_limit(request)
+        check_retention(request)
         check_quality(request)
         if model is None and request.HasField("embedding"):
             raise InvalidRequest("model", f"{AUTO!r} chooses among models that generate: name an embedding model")

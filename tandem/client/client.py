@@ -85,6 +85,7 @@ class Client:
         min_quality: float = 0.0,
         tools: Sequence[str] = (),
         chat_template_kwargs: str = "",
+        cache_retention_s: float | None = None,
         metadata: Metadata = (),
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Stream one completion; the last message has `finish`.
@@ -115,6 +116,7 @@ class Client:
             max_ttft_ms=max_ttft_ms,
             task=task,
             min_quality=min_quality,
+            cache_retention_s=cache_retention_s,
         )
         async with contextlib.aclosing(self.send(request, timeout_s, metadata)) as responses:
             async for response in responses:

@@ -16,6 +16,8 @@ from router.validation import MAX_MESSAGES
 
 EFFORTS = {"disabled": "none", "enabled": "high", "adaptive": "medium"}
 """Effort to reason by the type of `thinking`."""
+CACHE_TTLS = {"5m": 300.0, "1h": 3600.0}
+"""Seconds by `ttl` of cache_control."""
 CLIENT_TOOLS = (None, "custom")
 """Types of tools that a client defines; all others run at Anthropic."""
 
@@ -61,7 +63,7 @@ def read_prompt(fields: Fields, caller: Caller) -> pb.GenerateRequest:
         model=fields.text("model"), tenant=caller.tenant, request_id=caller.request_id, parse_output=True
     )
     system = fields.take("system")
-    if system is not None and (text := _text(fields, "system", system)):
+    if system is not None and (text := _text(fields, "system", system, request)):
         request.messages.add(role="system", content=text)
     messages = fields.objects("messages")
     if not 0 < len(messages) <= MAX_MESSAGES:
@@ -115,7 +117,7 @@ def _add_assistant(fields: Fields, content: Any, request: pb.GenerateRequest) ->
     for block in _blocks(fields, content):
         kind = block.text("type", required=True)
         if kind == "text":
-            texts.append(_block_text(block))
+            texts.append(_block_text(block, request))
         elif kind == "thinking":
             thoughts.append(block.text("thinking"))
             block.take("signature")
@@ -125,7 +127,7 @@ def _add_assistant(fields: Fields, content: Any, request: pb.GenerateRequest) ->
                 raise block.refuse("input", f"must be an object, not {shown(arguments)}")
             name = block.text("name", required=True)
             message.tool_calls.add(id=block.text("id"), name=name, arguments=json.dumps(arguments, ensure_ascii=False))
-            block.take("cache_control")
+            _read_cache_control(block, request)
         elif kind == "redacted_thinking":
             block.take("data")
         else:
@@ -143,12 +145,12 @@ def _add_user(fields: Fields, role: str, content: Any, request: pb.GenerateReque
     for block in _blocks(fields, content):
         kind = block.text("type", required=True)
         if kind == "text":
-            texts.append(_block_text(block))
+            texts.append(_block_text(block, request))
         elif kind == "tool_result":
             call_id = block.text("tool_use_id", required=True)
-            result = _text(block, "content", block.take("content"))
+            result = _text(block, "content", block.take("content"), request)
             block.boolean("is_error")  # said by the result's text
-            block.take("cache_control")
+            _read_cache_control(block, request)
             request.messages.add(role="tool", tool_call_id=call_id, content=result)
         else:
             raise block.refuse("type", f"{shown(kind)} is not supported: the models here read text only")
@@ -163,14 +165,25 @@ def _blocks(fields: Fields, content: Any) -> list[Fields]:
     return [fields.at(f"content[{place}]", block) for place, block in enumerate(content)]
 
 
-def _block_text(block: Fields) -> str:
+def _block_text(block: Fields, request: pb.GenerateRequest) -> str:
     text = block.text("text", required=True)
-    block.take("cache_control")  # every prefix is cached as it is
+    _read_cache_control(block, request)
     block.take("citations")
     return text
 
 
-def _text(fields: Fields, name: str, value: Any) -> str:
+def _read_cache_control(block: Fields, request: pb.GenerateRequest) -> None:
+    """Keep the prompt as long as the longest mark in it asks; the prompt is kept whole, wherever the mark stands."""
+    if (control := block.nested("cache_control")) is None:
+        return
+    if one_of(control, "type", ("ephemeral",)) is None:
+        raise control.refuse("type", "is missing")
+    seconds = CACHE_TTLS[one_of(control, "ttl", tuple(CACHE_TTLS)) or "5m"]
+    request.cache_retention_s = max(request.cache_retention_s, seconds)
+    control.finish()
+
+
+def _text(fields: Fields, name: str, value: Any, request: pb.GenerateRequest) -> str:
     """Return a text, or the joined texts of blocks."""
     if value is None or isinstance(value, str):
         return value or ""
@@ -181,7 +194,7 @@ def _text(fields: Fields, name: str, value: Any) -> str:
         block = fields.at(f"{name}[{place}]", each)
         if (kind := block.text("type", required=True)) != "text":
             raise block.refuse("type", f"{shown(kind)} is not supported: the models here read text only")
-        texts.append(_block_text(block))
+        texts.append(_block_text(block, request))
         block.finish()
     return "".join(texts)
 
@@ -203,7 +216,8 @@ def _read_tools(fields: Fields, request: pb.GenerateRequest) -> None:
         if not isinstance(schema, dict):
             raise known.refuse("input_schema", f"must be a JSON schema, not {shown(schema)}")
         function["parameters"] = schema
-        for name in ("cache_control", "strict", "eager_input_streaming"):
+        _read_cache_control(known, request)
+        for name in ("strict", "eager_input_streaming"):
             known.take(name)
         known.finish()
         request.tools.append(json.dumps({"type": "function", "function": function}, ensure_ascii=False))

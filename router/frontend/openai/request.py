@@ -7,7 +7,7 @@ from typing import Any
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.http.caller import Caller, check_name
-from router.frontend.http.fields import INT32, Fields
+from router.frontend.http.fields import INT32, Fields, one_of
 from router.frontend.http.generation import Generation
 from router.frontend.openai.sampling import GenerationOptions
 
@@ -55,6 +55,7 @@ def common(fields: Fields, caller: Caller, options: GenerationOptions) -> tuple[
         max_ttft_ms=fields.number("max_ttft_ms"),
         task=fields.text("task"),
         min_quality=fields.number("min_quality") or 0.0,
+        cache_retention_s=_retention_s(fields),
     )
     asked = ApiRequest(
         request.request_id,
@@ -71,6 +72,15 @@ def common(fields: Fields, caller: Caller, options: GenerationOptions) -> tuple[
     return request, asked
 
 
+def _retention_s(fields: Fields) -> float | None:
+    """Read how long the prompt's blocks are kept, in Tandem's field or in OpenAI's."""
+    seconds = fields.number("cache_retention_s")
+    wanted = one_of(fields, "prompt_cache_retention", tuple(RETENTIONS))
+    return RETENTIONS[wanted] if seconds is None and wanted is not None else seconds
+
+
+RETENTIONS: Mapping[str, float | None] = {"in_memory": None, "in-memory": None, "24h": 86_400.0}
+"""Seconds by value of prompt_cache_retention; None: as long as there is room."""
 NAMES: Mapping[str, str] = {
     "text": "prompt",
     "token_ids": "prompt",
