@@ -375,6 +375,8 @@ class KvUse(NamedTuple):
     read_s: float
     """Seconds during which reads from other workers were in flight."""
     mismatched: int
+    store: tuple[tuple[str, int], ...] = ()
+    """Blocks of the shared store, by what became of them: see `StoreCounts` of `engine/kv/store/block_store.py`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@
 | fronts, streams and futures between those | a stand-in that decides nothing | `front_processes.py`, `router.py` |
 | duration of a step | modelled: a roofline of a named GPU, or a line | `gpus.py`, `engine/backends/sim/timing.py` |
 | duration of a read | modelled: NICs shared among transfers | `links.py` |
+| the shared store | one more NIC, and a set of blocks in order of use | `store.py` |
 | delay of a message | one constant between processes, another for workers' reports to routers | `ClusterSpec` |
 | workers that come, go and switch roles | as in reality; a start takes a given time | `cluster.py`, `worker_drain.py` |
 | sizes of the pools | the real planner's policy | `autoscale.py` |
@@ -22,7 +23,7 @@
 | tokens | prompts repeat one number per block of the trace's hashes; outputs their request's | `request.py` |
 
 Left out, so a real cluster may be slower: tokenisation, detokenisation, CPU time of routers and fronts, gRPC's queues;
-tiers below the pool; stop strings and end tokens (a request generates what the trace says, and its max_tokens are
+host and disk tiers; stop strings and end tokens (a request generates what the trace says, and its max_tokens are
 exactly that); clients that give up; workers that hang without dying; routers that die.
 
 **Deterministic**: one thread, one clock, one queue, and every random number from the run's seed. A run repeated gives

@@ -163,7 +163,8 @@ class LoadReporter:
             TierUse(tier, *room.get(tier, (0, 0)), counts.queries.get(tier, 0), counts.hits.get(tier, 0))
             for tier in (*room, REMOTE)
         )
-        use = KvUse(tiers, counts.read_bytes, counts.read_s(now), counts.num_mismatched)
+        store = kv_cache.store.outcomes() if kv_cache.store is not None else ()
+        use = KvUse(tiers, counts.read_bytes, counts.read_s(now), counts.num_mismatched, store)
         if use == self._kv_reported:
             return None
         self._kv_reported = use

@@ -79,6 +79,11 @@ def _of_kv(kv: KvUse) -> Iterator[Metric]:
     }
     for name, (about, value) in reads.items():
         yield CounterMetricFamily(f"tandem_engine_{name}", about, value=float(value))
+    if kv.store:
+        stored = CounterMetricFamily("tandem_engine_kv_store_blocks", "Of the shared store.", labels=("outcome",))
+        for outcome, count in kv.store:
+            stored.add_metric((outcome,), count)
+        yield stored
 
 
 class GpuCollector(Collector):

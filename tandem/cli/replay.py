@@ -12,11 +12,12 @@ from cluster.garbage_collection import spare_the_started
 from simulator.advice import Comparison, Sample, check_seeds, sample, settle
 from simulator.cluster import Failure, FleetMaker
 from simulator.decision_log import LoggedFleet
-from simulator.errors import BadSetup, shown
+from simulator.errors import BadSetup, check_above_0, shown
 from simulator.plot import open_figures, write_plot
 from simulator.replay import MODES, POLICIES, Mode, Policy, Scenario, Setup
 from simulator.report import advice, tables_of, write_json
 from simulator.request import TraceRequest
+from simulator.store import StoreSpec
 from tandem.progress import ShareProgress
 
 _Word = TypeVar("_Word", bound=str)
@@ -148,6 +149,16 @@ def parse_failures(texts: Sequence[str]) -> tuple[Failure, ...]:
         except ValueError:
             raise BadSetup("kill", f"{shown(text)} is not WORKER@SECONDS, such as decode-0000@60") from None
     return tuple(failures)
+
+
+def store_of(capacity_tb: float, gb_per_s: float) -> StoreSpec:
+    """Return the store for KV that all workers share.
+
+    Raises BadSetup.
+    """
+    check_above_0("store", capacity_tb)
+    check_above_0("store_rate", gb_per_s)
+    return StoreSpec(capacity_tb * 1e12, gb_per_s * 1e9)
 
 
 def _one_of(field: str, word: str, known: tuple[_Word, ...]) -> _Word:

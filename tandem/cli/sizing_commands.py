@@ -107,6 +107,10 @@ def replay_trace(
     lag: Annotated[
         float | None, typer.Option(help="milliseconds until a router hears of a cache or a load; default: 10")
     ] = None,
+    store: Annotated[
+        float | None, typer.Option(help="TB of a store for KV that all workers share; default: no store")
+    ] = None,
+    store_rate: Annotated[float, typer.Option(help="GB/s of that store in each direction, for all together")] = 10.0,
     block_tokens: Annotated[int | None, typer.Option(help="tokens of a KV block; default: 64")] = None,
     calibration: Annotated[
         Path | None,
@@ -148,6 +152,7 @@ def replay_trace(
         parse_splits,
         refuse_beside_calibration,
         seeds_that_differ,
+        store_of,
     )
 
     if calibration is not None:
@@ -166,6 +171,7 @@ def replay_trace(
         num_routers=routers,
         event_lag_s=0.01 if lag is None else lag / 1e3,
         failures=parse_failures(kill or []),
+        store=None if store is None else store_of(store, store_rate),
         seed=seed,
     )
     window = Window(rate, start, math.inf if duration is None else duration, requests, spread, seed)

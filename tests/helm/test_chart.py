@@ -618,3 +618,18 @@ def test_a_way_in_for_everybody_is_refused(way: str) -> None:
 def test_routes_without_a_gateway_are_refused() -> None:
     answer = template({"apiKeys": {"secret": "keys"}, "router": {"routes": {"enabled": True}}})
     assert "router.routes.parentRefs: names no Gateway" in answer.stderr
+
+
+def test_workers_share_a_volume_or_a_bucket_for_kv_blocks() -> None:
+    values = {"worker": {"kvStore": {"claimName": "kv", "credentialsSecret": "aws", "signingSecret": "sign"}}}
+    manifests = render(values)
+    for name in ("demo-storyteller-decode", "demo-storyteller-prefill"):
+        config = WorkerConfig.parse(config_of(manifests, name, "worker"))
+        assert (config.kv_store, str(config.kv_store_secret_file)) == ("/kv-store", "/etc/tandem-kv-store/key")
+        spec = dict(pod_specs(manifests))[name]
+        mounts = {mount["name"]: mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        assert (mounts["kv-store"], mounts["kv-store-secret"]) == ("/kv-store", "/etc/tandem-kv-store")
+        assert volumes["kv-store"]["persistentVolumeClaim"]["claimName"] == "kv"
+        assert volumes["kv-store-secret"]["secret"]["secretName"] == "sign"
+        assert spec["containers"][0]["envFrom"] == [{"secretRef": {"name": "aws"}}]

@@ -384,3 +384,49 @@ async def test_messages_with_tools_are_cached_from_turn_to_turn(teller: Site) ->
                 messages.append({"role": "user", "content": [result]})
             await asyncio.sleep(0.3)
     turns.check()
+
+
+# ---------------------------------------------------------------------------------------- prompts that are kept
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kept"),
+    [
+        ("/v1/chat/completions", {"prompt_cache_retention": "24h"}, True),
+        ("/v1/chat/completions", {"prompt_cache_retention": "in_memory"}, False),
+        ("/v1/chat/completions", {"cache_retention_s": 5}, True),
+        ("/v1/chat/completions", {}, False),
+    ],
+)
+async def test_a_prompt_is_kept_as_openais_clients_ask(site: Site, path: str, body: dict[str, Any], kept: bool) -> None:
+    asked = {"messages": [{"role": "user", "content": ASK * 8}], "max_tokens": 2, "receipt": True}
+    status, _, answer = await asyncio.to_thread(call, site.http, path, asked | body)
+    assert status == 200, answer
+    blocks = answer["tandem"]["kv"].get("pinned_blocks", 0)
+    assert blocks == (answer["usage"]["prompt_tokens"] // 16 if kept else 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prompt_cache_retention": "7d"}, "prompt_cache_retention"),
+        ({"cache_retention_s": 0}, "cache_retention_s"),
+        ({"cache_retention_s": 1e6}, "cache_retention_s"),
+        ({"cache_retention_s": "long"}, "cache_retention_s"),
+    ],
+)
+async def test_a_time_that_no_prompt_is_kept_for_is_refused_by_name(
+    site: Site, body: dict[str, Any], field: str
+) -> None:
+    asked = {"messages": [{"role": "user", "content": ASK}], "max_tokens": 2}
+    status, _, answer = await asyncio.to_thread(call, site.http, "/v1/chat/completions", asked | body)
+    assert status == 400
+    assert field in (answer["error"].get("param") or answer["error"]["message"])
+
+
+async def test_marks_of_anthropics_clients_keep_the_prompt_and_bad_ones_are_refused(site: Site) -> None:
+    marked: Any = {"type": "text", "text": ASK * 8, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    await site.anthropic.messages.create(**QUIET, messages=[{"role": "user", "content": [marked]}])
+    bad = marked | {"cache_control": {"type": "ephemeral", "ttl": "2h"}}
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\].cache_control.ttl"):
+        await site.anthropic.messages.create(**QUIET, messages=[{"role": "user", "content": [bad]}])

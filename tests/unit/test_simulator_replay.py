@@ -203,6 +203,8 @@ def test_the_command_with_a_planner(tmp_path: Path) -> None:
         (["--modes", "both"], "modes: 'both' is not known"),
         (["--policies", "best"], "policies: 'best' is not known"),
         (["--kill", "decode-0000"], "is not WORKER@SECONDS"),
+        (["--store", "0"], "store: 0 is not above 0"),
+        (["--store", "1", "--store-rate", "nan"], "store_rate: nan is not above 0"),
         (["--kill", "nobody@1"], "nobody"),
         (["--gpus", "0"], "gpus: 0 is not at least 1"),
         (["--rate", "0"], "rate: 0.0 is not"),

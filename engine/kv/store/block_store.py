@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,6 +165,9 @@ class BlockStore(SharedStore):
         self._settle()
         events, self._events = self._events, []
         return events
+
+    def outcomes(self) -> tuple[tuple[str, int], ...]:
+        return tuple((field.name, getattr(self.counts, field.name)) for field in fields(self.counts))
 
     def close(self) -> None:
         self._closed = True

@@ -89,6 +89,10 @@ class SharedStore(ABC):
     def take_events(self) -> list[CacheEvent]:
         """Return what this engine learned since the last call of the store's contents."""
 
+    def outcomes(self) -> tuple[tuple[str, int], ...]:
+        """Return numbers of blocks since the start, by what became of them."""
+        return ()
+
     @abstractmethod
     def close(self) -> None:
         """Write what is queued, within bounds, and release the store."""

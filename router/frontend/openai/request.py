@@ -55,7 +55,7 @@ def common(fields: Fields, caller: Caller, options: GenerationOptions) -> tuple[
         max_ttft_ms=fields.number("max_ttft_ms"),
         task=fields.text("task"),
         min_quality=fields.number("min_quality") or 0.0,
-        cache_retention_s=_retention_s(fields),
+        cache_retention_s=retention_s(fields),
     )
     asked = ApiRequest(
         request.request_id,
@@ -72,7 +72,7 @@ def common(fields: Fields, caller: Caller, options: GenerationOptions) -> tuple[
     return request, asked
 
 
-def _retention_s(fields: Fields) -> float | None:
+def retention_s(fields: Fields) -> float | None:
     """Read how long the prompt's blocks are kept, in Tandem's field or in OpenAI's."""
     seconds = fields.number("cache_retention_s")
     wanted = one_of(fields, "prompt_cache_retention", tuple(RETENTIONS))

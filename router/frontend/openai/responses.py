@@ -12,6 +12,7 @@ from protos import inference_pb2 as pb
 from router.frontend.http.caller import Caller
 from router.frontend.http.fields import INT32, Fields, one_of, shown
 from router.frontend.http.generation import Generation
+from router.frontend.openai.request import retention_s
 from router.frontend.openai.tool_choice import read_tool_choice
 from router.models.output_plan import forces_call
 from router.validation import MAX_MESSAGES
@@ -63,7 +64,11 @@ def read_response(fields: Fields, caller: Caller) -> ResponsesRequest:
         if fields.take(name) not in (None, False, ""):
             raise fields.refuse(name, "is not supported")
     request = pb.GenerateRequest(
-        model=fields.text("model"), tenant=caller.tenant, request_id=caller.request_id, parse_output=True
+        model=fields.text("model"),
+        tenant=caller.tenant,
+        request_id=caller.request_id,
+        parse_output=True,
+        cache_retention_s=retention_s(fields),
     )
     asked = ResponsesRequest(request.request_id, [request], dict(NAMES))
     asked.echoed = _echoed(fields)
