@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -25,6 +26,8 @@ MAX_DELAY_MS = 60_000.0
 MAX_BLOCKS = 1_000_000
 ANSWER_S = 0.05
 """Seconds for the answer to leave before a fault that ends or stops the front."""
+REAP_S = 1.0
+"""Seconds for a stopper to end after it woke the worker."""
 STOPPER = """
 import os, select, signal, sys, time
 seconds, answer_s, front, *engine = sys.argv[1:]
@@ -61,7 +64,6 @@ class Faults:
         self._lenders = lenders
         self._delay_s = 0.0
         self._delayed_until = -math.inf
-        self._stoppers: set[asyncio.Future[int]] = set()
         if config.faults:
             log.warning("faults is true: whoever reaches this worker's port may kill or stop it")
 
@@ -113,17 +115,10 @@ class Faults:
         if front and os.getpid() == 1:
             raise InvalidRequest("front", "is the first process of its container, which nothing inside can stop")
         pids = [os.getpid() if front else 0, *self._engine.processes()]
-        stopper = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", STOPPER, str(seconds), str(ANSWER_S), *map(str, pids)),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # a signal for the worker's group must not end it: nothing else wakes the worker
-        )
-        assert stopper.stdout is not None
-        ended = asyncio.ensure_future(stopper.wait())
-        self._stoppers.add(ended)
-        ended.add_done_callback(self._stoppers.discard)
-        if not await stopper.stdout.readline():
+        command = [sys.executable, "-I", "-S", "-c", STOPPER, str(seconds), str(ANSWER_S), *map(str, pids)]
+        stopper, begun = await asyncio.to_thread(_start_stopper, command)
+        asyncio.get_running_loop().call_later(seconds + REAP_S, stopper.poll)  # it leaves no zombie
+        if not begun:
             raise Unavailable("the engine could not be stopped; the worker's log has the reason")
 
     def _corrupt(self, num_blocks: int) -> None:
@@ -137,6 +132,20 @@ class Faults:
         if peer in ("", self._worker_id):
             raise InvalidRequest("peer", f"must be the id of another worker, not {peer!r}")
         self._lenders.cut_off(peer, seconds)
+
+
+def _start_stopper(command: list[str]) -> tuple["subprocess.Popen[str]", bool]:
+    """Start it and return it, with whether it has stopped the engine."""
+    stopper = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a signal for the worker's group must not end it: nothing else wakes the worker
+    )
+    assert stopper.stdout is not None
+    with stopper.stdout as said:
+        return stopper, bool(said.readline())
 
 
 def _send(signum: signal.Signals, pids: Iterable[int]) -> None:

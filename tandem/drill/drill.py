@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,8 +17,11 @@ from tandem.drill.report import DrillReport, FaultResult
 
 SETTLE_S = 10.0
 """Longest wait for workers to hold nothing after a fault, in seconds."""
+UNDISTURBED_WAVES = 3
 EARLIEST, LATEST = 0.1, 0.6
 """Moments of an injection, as parts of an undisturbed stream's time."""
+BEFORE_TOKENS = ("stop", "delay", "corrupt", "partition")
+"""Faults that strike before the first tokens, while there are loans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +81,19 @@ class Drill:
         return report
 
     async def _undisturbed(self) -> DrillReport:
-        """Run two waves: the first warms the cluster up, and both must answer alike.
+        """Run some waves, which must answer alike: the first warms the cluster up, the others are measured.
 
         Raises the error of a stream.
         """
-        first, second = await self._load.wave(), await self._load.wave()
-        for answer in (*first, *second):
-            if answer.error is not None:
-                raise answer.error
-        pairs = zip(first, second, strict=True)
-        self._expected = [one.token_ids if one.token_ids == other.token_ids else None for one, other in pairs]
-        ttft_s, total_s = _slowest(second)
+        waves = [await self._load.wave() for _ in range(UNDISTURBED_WAVES)]
+        for answers in zip(*waves, strict=True):
+            for answer in answers:
+                if answer.error is not None:
+                    raise answer.error
+            first = answers[0].token_ids
+            self._expected.append(first if all(answer.token_ids == first for answer in answers) else None)
+        slowest = [_slowest(wave) for wave in waves[1:]]
+        ttft_s, total_s = map(statistics.fmean, zip(*slowest, strict=True))
         return DrillReport(ttft_s, total_s, self._expected.count(None))
 
     async def _strike(self, fault: str, number: int, undisturbed: DrillReport) -> FaultResult:
@@ -95,7 +101,8 @@ class Drill:
         result = FaultResult(fault, worker, peer)
         self._tell(f"{fault} of {worker}" + (f" from {peer}" if peer else ""))
         wave = asyncio.ensure_future(self._load.wave())
-        await asyncio.sleep(self._rng.uniform(EARLIEST, LATEST) * undisturbed.total_s)
+        span_s = undisturbed.ttft_s if fault in BEFORE_TOKENS else undisturbed.total_s
+        await asyncio.sleep(self._rng.uniform(EARLIEST, LATEST) * span_s)
         try:
             await self._cluster.inject(fault, worker, self._plan.options, peer)
         except ServiceError:

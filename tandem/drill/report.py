@@ -73,7 +73,7 @@ class DrillReport:
     """Result of a drill."""
 
     ttft_s: float
-    """Longest TTFT of the undisturbed streams."""
+    """Longest TTFT of an undisturbed wave."""
     total_s: float
     unstable: int
     """Prompts whose undisturbed answers differed, so that their tokens are not compared."""

@@ -26,7 +26,7 @@ SIM: dict[str, Any] = {
     "kv_memory_mib": 8,
     "peer_silence_s": 1.0,
 }
-ROUTER = LENDER_ALWAYS | {"learn_rates": False, "worker_silence_s": 1.0}
+ROUTER = LENDER_ALWAYS | {"learn_rates": False, "worker_silence_s": 5.0}
 DELAY_S = 0.5
 
 
