@@ -145,7 +145,7 @@ class SetBudget:
 
 @dataclass(frozen=True, slots=True)
 class CorruptReads:
-    """Flip a bit in each of the next `num_blocks` blocks that arrive, before they are verified; for drills.
+    """Flip a bit in each of the next `num_blocks` blocks that arrive, before they are verified; 0 ends it. For drills.
 
     Only for engines of one rank whose blocks can be written, which `engine/worker/faults.py` checks.
     """

@@ -64,6 +64,7 @@ class Faults:
         self._lenders = lenders
         self._delay_s = 0.0
         self._delayed_until = -math.inf
+        self._end_of_corruption: asyncio.TimerHandle | None = None
         if config.faults:
             log.warning("faults is true: whoever reaches this worker's port may kill or stop it")
 
@@ -86,7 +87,7 @@ class Faults:
                 self._delayed_until = time.monotonic() + _seconds(request.delay.seconds)
                 self._delay_s = delay_s
             case "corrupt":
-                self._corrupt(request.corrupt.blocks)
+                self._corrupt(request.corrupt.blocks, _seconds(request.corrupt.seconds))
             case "partition":
                 self._cut_off(request.partition.peer, _seconds(request.partition.seconds))
             case _:
@@ -121,12 +122,16 @@ class Faults:
         if not begun:
             raise Unavailable("the engine could not be stopped; the worker's log has the reason")
 
-    def _corrupt(self, num_blocks: int) -> None:
+    def _corrupt(self, num_blocks: int, seconds: float) -> None:
         if not 1 <= num_blocks <= MAX_BLOCKS:
             raise InvalidRequest("blocks", f"must be in [1, {MAX_BLOCKS}], not {num_blocks}")
         if self._config.engine == "vllm" or self._config.tensor_parallel > 1:
             raise InvalidRequest("corrupt", "is not possible with the vllm engine or with tensor_parallel above 1")
+        if self._end_of_corruption is not None:
+            self._end_of_corruption.cancel()
         self._engine.send(CorruptReads(num_blocks))
+        loop = asyncio.get_running_loop()
+        self._end_of_corruption = loop.call_later(seconds, self._engine.send, CorruptReads(0))
 
     def _cut_off(self, peer: str, seconds: float) -> None:
         if peer in ("", self._worker_id):

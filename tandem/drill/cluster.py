@@ -117,6 +117,6 @@ def _request(fault: str, options: FaultOptions, peer_id: str) -> pb.InjectReques
         case "delay":
             return pb.InjectRequest(delay=pb.DelayFault(seconds=options.seconds, delay_ms=options.delay_ms))
         case "corrupt":
-            return pb.InjectRequest(corrupt=pb.CorruptFault(blocks=options.blocks))
+            return pb.InjectRequest(corrupt=pb.CorruptFault(blocks=options.blocks, seconds=options.seconds))
         case _:
             return pb.InjectRequest(partition=pb.PartitionFault(seconds=options.seconds, peer=peer_id))

@@ -111,7 +111,7 @@ class Drill:
         struck_at = time.monotonic()
         struck = await wave
         result.add(struck, self._expected)
-        lasts_s = self._plan.options.seconds if fault in ("stop", "delay", "partition") else 0.0
+        lasts_s = 0.0 if fault == "kill" else self._plan.options.seconds
         while result.recovered_s is None and (began_at := time.monotonic()) < struck_at + self._plan.recovery_s:
             is_whole = began_at >= struck_at + lasts_s and await self._is_whole()
             answers = await self._load.wave()
