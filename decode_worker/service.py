@@ -46,6 +46,7 @@ class DecodeService(pb_grpc.DecodeServicer):
         reading.add_done_callback(lambda _: connection.end())
         try:
             async for frame in connection.frames():
+                await self._context.faults.hold_frame()
                 yield frame
             await reading
         except ServiceError as error:

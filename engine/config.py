@@ -172,6 +172,9 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     drain_s: NonNegativeFloat = 30.0
     """Seconds for which a stopping worker lets streams and loans finish, before it hands streams over to other workers,
     which may read its blocks for a while longer."""
+    faults: bool = False
+    """Whether operators may inject faults into this worker, for drills with `tandem fault`. Every process that reaches
+    the worker's port can then kill or stop it, so leave it false in production."""
 
     @property
     def kv_bytes(self) -> int | None:

@@ -147,6 +147,16 @@ class SetBudget:
 
 
 @dataclass(frozen=True, slots=True)
+class CorruptReads:
+    """Flip a bit in each of the next `num_blocks` blocks that arrive, before they are verified; 0 ends it. For drills.
+
+    Only for engines of one rank whose blocks can be written, which `engine/worker/faults.py` checks.
+    """
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Audit:
     """Check the block pool's records against every holder and answer Audited."""
 
@@ -165,6 +175,7 @@ ToEngine = (
     | LendClosed
     | TakeSnapshot
     | SetBudget
+    | CorruptReads
     | Audit
 )
 

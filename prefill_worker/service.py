@@ -34,6 +34,7 @@ class LendService(pb_grpc.LendServicer):
         reading.add_done_callback(lambda _: connection.end())
         try:
             async for frame in connection.frames():
+                await self._context.faults.hold_frame()
                 yield frame
             if connection.failure is not None:
                 raise connection.failure

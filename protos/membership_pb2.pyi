@@ -120,6 +120,184 @@ class MembersReply(_message.Message):
 Global___MembersReply: _TypeAlias = MembersReply  # noqa: Y015
 
 @_typing.final
+class InjectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KILL_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    DELAY_FIELD_NUMBER: _builtins.int
+    CORRUPT_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def kill(self) -> Global___KillFault: ...
+    @_builtins.property
+    def stop(self) -> Global___StopFault: ...
+    @_builtins.property
+    def delay(self) -> Global___DelayFault: ...
+    @_builtins.property
+    def corrupt(self) -> Global___CorruptFault: ...
+    @_builtins.property
+    def partition(self) -> Global___PartitionFault: ...
+    def __init__(
+        self,
+        *,
+        kill: Global___KillFault | None = ...,
+        stop: Global___StopFault | None = ...,
+        delay: Global___DelayFault | None = ...,
+        corrupt: Global___CorruptFault | None = ...,
+        partition: Global___PartitionFault | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["corrupt", b"corrupt", "delay", b"delay", "fault", b"fault", "kill", b"kill", "partition", b"partition", "stop", b"stop"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt", b"corrupt", "delay", b"delay", "fault", b"fault", "kill", b"kill", "partition", b"partition", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_fault: _TypeAlias = _typing.Literal["kill", "stop", "delay", "corrupt", "partition"]  # noqa: Y015
+    _WhichOneofArgType_fault: _TypeAlias = _typing.Literal["fault", b"fault"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_fault) -> _WhichOneofReturnType_fault | None: ...
+
+Global___InjectRequest: _TypeAlias = InjectRequest  # noqa: Y015
+
+@_typing.final
+class InjectReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InjectReply: _TypeAlias = InjectReply  # noqa: Y015
+
+@_typing.final
+class KillFault(_message.Message):
+    """SIGKILL of the worker's engine and front."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KillFault: _TypeAlias = KillFault  # noqa: Y015
+
+@_typing.final
+class StopFault(_message.Message):
+    """SIGSTOP of the worker's engine, then SIGCONT."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    FRONT_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """At most 600, as in the other faults."""
+    front: _builtins.bool
+    """Whether the front is stopped as well."""
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        front: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["front", b"front", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopFault: _TypeAlias = StopFault  # noqa: Y015
+
+@_typing.final
+class DelayFault(_message.Message):
+    """Delay of every frame of the worker's Decode and Lend streams to routers and borrowers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    DELAY_MS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    delay_ms: _builtins.float
+    """At most 60,000."""
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        delay_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delay_ms", b"delay_ms", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DelayFault: _TypeAlias = DelayFault  # noqa: Y015
+
+@_typing.final
+class CorruptFault(_message.Message):
+    """One flipped bit in each of the next blocks that arrive at this worker, after they arrived and before they are verified."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """At most 1,000,000."""
+    seconds: _builtins.float
+    """Time after which no further block is changed."""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CorruptFault: _TypeAlias = CorruptFault  # noqa: Y015
+
+@_typing.final
+class PartitionFault(_message.Message):
+    """End of all loans that the worker takes from one other worker, and failure of new ones. Loans that it gives to the other
+    worker go on: for both directions, inject the fault into both.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    peer: _builtins.str
+    """Id of the other worker."""
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        peer: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartitionFault: _TypeAlias = PartitionFault  # noqa: Y015
+
+@_typing.final
 class SwitchRoleRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -211,6 +211,11 @@ class WorkerStub:
                 request_serializer=protos_dot_membership__pb2.SwitchRoleRequest.SerializeToString,
                 response_deserializer=protos_dot_membership__pb2.SwitchRoleReply.FromString,
                 _registered_method=True)
+        self.Inject = channel.unary_unary(
+                '/tandem.internal.v1.Worker/Inject',
+                request_serializer=protos_dot_membership__pb2.InjectRequest.SerializeToString,
+                response_deserializer=protos_dot_membership__pb2.InjectReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -239,6 +244,14 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Inject(self, request, context):
+        """Inject a fault into this worker, for a drill. PERMISSION_DENIED unless its setting `faults` is true. Answers when the
+        fault has begun; for `kill` just before it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -256,6 +269,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.SwitchRole,
                     request_deserializer=protos_dot_membership__pb2.SwitchRoleRequest.FromString,
                     response_serializer=protos_dot_membership__pb2.SwitchRoleReply.SerializeToString,
+            ),
+            'Inject': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inject,
+                    request_deserializer=protos_dot_membership__pb2.InjectRequest.FromString,
+                    response_serializer=protos_dot_membership__pb2.InjectReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -340,6 +358,33 @@ class Worker:
             '/tandem.internal.v1.Worker/SwitchRole',
             protos_dot_membership__pb2.SwitchRoleRequest.SerializeToString,
             protos_dot_membership__pb2.SwitchRoleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inject(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.internal.v1.Worker/Inject',
+            protos_dot_membership__pb2.InjectRequest.SerializeToString,
+            protos_dot_membership__pb2.InjectReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -64,6 +64,10 @@ class WorkerStub:
     """Stop taking requests, finish or hand over those in flight, and join again in the given role, with the same weights
     and the same cache. Answers when the routers know the new role; at once if the worker has it already.
     """
+    Inject: _aio.UnaryUnaryMultiCallable[_membership_pb2.InjectRequest, _membership_pb2.InjectReply]
+    """Inject a fault into this worker, for a drill. PERMISSION_DENIED unless its setting `faults` is true. Answers when the
+    fault has begun; for `kill` just before it.
+    """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     """Service of every worker for operators and tests."""
@@ -92,6 +96,16 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_membership_pb2.SwitchRoleReply]:
         """Stop taking requests, finish or hand over those in flight, and join again in the given role, with the same weights
         and the same cache. Answers when the routers know the new role; at once if the worker has it already.
+        """
+
+    @_abc_1.abstractmethod
+    def Inject(
+        self,
+        request: _membership_pb2.InjectRequest,
+        context: _aio.ServicerContext[_membership_pb2.InjectRequest, _abc.Awaitable[_membership_pb2.InjectReply]],
+    ) -> _abc.Awaitable[_membership_pb2.InjectReply]:
+        """Inject a fault into this worker, for a drill. PERMISSION_DENIED unless its setting `faults` is true. Answers when the
+        fault has begun; for `kill` just before it.
         """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _aio.Server) -> None: ...

@@ -22,6 +22,7 @@ from engine.kv.store.shared_store import SharedStore
 from engine.kv.tiers.tiers import Tiers
 from engine.lending.block_reads import LocalRank, RemoteRank
 from engine.lending.borrower_manager import BorrowerManager
+from engine.lending.corruption import Corruption
 from engine.lending.fast_path import FastPath, FastPathLink
 from engine.lending.lender_manager import LenderManager
 from engine.lending.loan import Posted, ReadCompletion, StoreFetched, StoreFound
@@ -29,6 +30,7 @@ from engine.messages import (
     Audit,
     Audited,
     Cancel,
+    CorruptReads,
     FromEngine,
     Generate,
     Lend,
@@ -107,7 +109,7 @@ class EngineCore:
         self._model_fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
         self._kv_cache = KVCacheManager(runner.pool.num_blocks, runner.layout, runner, tiers, clock=clock, store=store)
         part = BlockPart(runner.layout.block_bytes, 0, 1 + len(others))
-        own = LocalRank(transport, part, runner.part_fingerprints, runner.folding, clock)
+        self._own = own = LocalRank(transport, part, runner.part_fingerprints, runner.folding, clock)
         self._others = others
         self._fast_path = FastPath(fast_path)
         self._borrower_manager = BorrowerManager(
@@ -308,6 +310,8 @@ class EngineCore:
             case SetBudget(budget):
                 self._limits = replace(self._limits, budget=budget)
                 self.uniform_decode.budget = budget
+            case CorruptReads(num_blocks):
+                self._own.corruption = Corruption(self._runner, num_blocks)
             case Audit(audit_id):
                 self._emit(self.audit(audit_id))
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.lending.corruption import Corruption
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.fingerprint import Folding
 from kvtransfer.ranks import BlockPart, part_spans, parts_of, split_endpoint, without_planes
@@ -224,6 +225,8 @@ class LocalRank(Rank):
         self._read_blocks = transport.blocks_per_read(part.num_bytes)
         self._peers: OrderedDict[bytes, Peers] = OrderedDict()
         """Peers by endpoint, most recently used last."""
+        self.corruption: Corruption | None = None
+        """Corruption of arriving blocks, during a drill."""
 
     def connect(self, endpoint: bytes) -> Peers:
         """Connect to the ranks of a worker that hold some of this rank's part.
@@ -289,7 +292,7 @@ class LocalRank(Rank):
     def _read(self, peers: Peers, block_ids: Seq[int], blocks: Seq[int], flow: str) -> list[Read]:
         reads: list[Read] = []
         # with several peers or planes a read brings only pieces of blocks
-        folding = self._folding if len(peers) == self._part.planes == 1 else None
+        folding = self._folding if len(peers) == self._part.planes == 1 and not self._is_corrupting else None
         for theirs, peer, progress in peers:
             spans = part_spans(self._part, theirs, zip(blocks, block_ids, strict=True))
             try:
@@ -301,7 +304,14 @@ class LocalRank(Rank):
         return reads
 
     def _fingerprints_of(self, blocks: Seq[int]) -> tuple[bytes, ...]:
+        if self.corruption is not None:
+            self.corruption.strike(blocks)
         return entries(self._fingerprints(blocks))
+
+    @property
+    def _is_corrupting(self) -> bool:
+        """Whether arriving blocks will be changed, so that what a transport found of them on the way would be wrong."""
+        return self.corruption is not None and self.corruption.active
 
 
 def entries(fingerprints: NDArray[np.uint64]) -> tuple[bytes, ...]:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import IO
 
+from cluster.process_tree import descendants
 from engine.config import WorkerConfig
 from engine.messages import ToEngine
 from engine.process.engine_client import EngineHost, EngineListener
@@ -65,6 +66,9 @@ class ChildEngine(EngineHost):
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
+
+    def processes(self) -> Sequence[int]:
+        return [self._process.pid, *descendants(self._process.pid)]
 
     def _transmit(self, message: object) -> None:
         try:

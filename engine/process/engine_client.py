@@ -42,6 +42,10 @@ class EngineHost(ABC):
     async def stop(self) -> None:
         """End the engine; returns when it is gone."""
 
+    @abstractmethod
+    def processes(self) -> Sequence[int]:
+        """Return the process ids of the engine and of all below it; none for an engine in this process."""
+
 
 class EngineListener(ABC):
     """Receiver of an engine's messages, on the event loop."""
@@ -84,6 +88,10 @@ class EngineClient(EngineListener):
         except asyncio.CancelledError:
             await self.stop()
             raise
+
+    def processes(self) -> Sequence[int]:
+        """Return the engine's process ids, as its host does."""
+        return () if self._dead else self._host.processes()
 
     @property
     def silent_s(self) -> float:

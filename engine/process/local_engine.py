@@ -73,6 +73,9 @@ class LocalEngine(EngineHost):
     async def stop(self) -> None:
         self.kill()
 
+    def processes(self) -> Sequence[int]:
+        return ()
+
     def _wake(self) -> None:
         if self._turn_event is None and not self._gone:
             self._turn_event = self._loop.call_soon(self._turn)

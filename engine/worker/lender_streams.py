@@ -1,5 +1,7 @@
 """Streams to the lenders of this worker, and the loan of each request."""
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,6 +13,8 @@ from engine.messages import CloseLoan, OpenLoan, ReleaseLoan
 from engine.process.engine_client import EngineClient
 from engine.worker.loan_stream import Loan, LoanStream
 from protos import lend_pb2 as pb
+
+CUT_OFF = "the lender is cut off from this worker, in a drill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ class LenderStreams:
         self._channels = Channels(trust)
         self._links: dict[tuple[str, bytes], LoanStream] = {}
         """Streams by address and incarnation, since a restarted worker is another lender."""
+        self._cut_off: dict[str, float] = {}
+        """Lenders cut off in a drill: until when, in seconds of the monotonic clock, by worker id."""
 
     def open(self, engine_id: str, holder: pb.Holder, chain: LoanChain, wanted: OpenLoan) -> Loan:
         want = pb.Want(
@@ -105,6 +111,13 @@ class LenderStreams:
         )
         return self._link(holder).open(engine_id, want)
 
+    def cut_off(self, worker_id: str, seconds: float) -> None:
+        """Break the streams to a lender and fail all new loans from there for `seconds`, for a drill."""
+        self._cut_off[worker_id] = time.monotonic() + seconds
+        for link in self._links.values():
+            if link.name == worker_id:
+                link.break_off(CUT_OFF)
+
     def _link(self, holder: pb.Holder) -> LoanStream:
         key = holder.address, holder.incarnation
         if (link := self._links.get(key)) is None or link.broken:
@@ -112,4 +125,6 @@ class LenderStreams:
             held = ExitStack()
             channel = held.enter_context(self._channels.using(holder.address))
             link = self._links[key] = LoanStream(channel, holder.worker_id, self._engine, self._silence_s, held.close)
+        if time.monotonic() < self._cut_off.get(holder.worker_id, -math.inf):
+            link.break_off(CUT_OFF)
         return link

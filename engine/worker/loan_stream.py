@@ -59,7 +59,8 @@ class LoanStream:
 
         `on_broken` is called once, when the channel is not used any more.
         """
-        self._name = name
+        self.name = name
+        """Id of the lender."""
         self._engine = engine
         self._on_broken = on_broken
         self._loans: dict[int, _Told] = {}
@@ -147,7 +148,7 @@ class LoanStream:
         return told
 
     def _tell_failed(self, told: "_Told", failure: str) -> None:
-        log.info("loan of %s from %s failed: %s", told.engine_id, self._name, failure, extra=of(told.request_id))
+        log.info("loan of %s from %s failed: %s", told.engine_id, self.name, failure, extra=of(told.request_id))
         self._engine.send(LoanFailed(told.engine_id, failure))
 
     def _tell_silent(self, seconds: float) -> None:

@@ -25,6 +25,7 @@ from engine.model.model_dir import ModelDir
 from engine.process.child_engine import ChildEngine
 from engine.process.engine_client import EngineClient, EngineHost
 from engine.process.spec import EngineSpec
+from engine.worker.faults import Faults
 from engine.worker.lender_streams import LenderStreams
 from engine.worker.membership import NAME_TAKEN_S, Memberships
 from engine.worker.metrics import register
@@ -63,6 +64,7 @@ class WorkerContext:
     """Decode requests in flight."""
     loans: Drain
     """Loans given."""
+    faults: Faults
 
     def check_taking(self) -> None:
         """Raise Draining when no new work is accepted."""
@@ -235,12 +237,14 @@ async def start_worker(
             registry, worker_id, role, model_dir.name, ready, lambda: engine.last_load, lambda: engine.last_kv
         )
         roles = RoleSwitch(role, config, engine, say_role)
+        faults = Faults(config, worker_id, engine, lenders)
         context = WorkerContext(
-            config, roles, worker_id, incarnation, model_dir, engine, ready, lenders, requests, loans
+            config, roles, worker_id, incarnation, model_dir, engine, ready, lenders, requests, loans, faults
         )
         leaving = StopRequest(requests, loans)
         server = Server(member.credentials if member else None)  # all services of a worker are internal
-        pb_grpc.add_WorkerServicer_to_server(WorkerService(worker_id, engine, leaving.begin, roles), server.grpc)
+        service = WorkerService(worker_id, engine, leaving.begin, roles, faults)
+        pb_grpc.add_WorkerServicer_to_server(service, server.grpc)
         services = ["tandem.internal.v1.Worker", *add_services(server, context)]
         port = await server.start(config.host, config.port, services)
         undo.push_async_callback(server.stop, 0)

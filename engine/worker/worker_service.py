@@ -1,4 +1,4 @@
-"""The Worker service: audit of blocks, drain and role switch, for operators and tests."""
+"""The Worker service: audit of blocks, drain, role switch and faults, for operators and tests."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from cluster.error_status import to_status
 from cluster.errors import InvalidRequest, ServiceError
 from cluster.roles import ON_WIRE
 from engine.process.engine_client import EngineClient
+from engine.worker.faults import Faults
 from engine.worker.role_switch import RoleSwitch
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
@@ -15,7 +16,12 @@ from protos import membership_pb2_grpc as pb_grpc
 
 class WorkerService(pb_grpc.WorkerServicer):
     def __init__(
-        self, worker_id: str, engine: EngineClient, drain: Callable[[], tuple[int, int]], roles: RoleSwitch
+        self,
+        worker_id: str,
+        engine: EngineClient,
+        drain: Callable[[], tuple[int, int]],
+        roles: RoleSwitch,
+        faults: Faults,
     ) -> None:
         """Create the service.
 
@@ -25,6 +31,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         self._engine = engine
         self._drain = drain
         self._roles = roles
+        self._faults = faults
 
     async def Audit(self, request: pb.AuditRequest, context: Any) -> pb.AuditReport:
         audited = await self._engine.audit()
@@ -53,3 +60,10 @@ class WorkerService(pb_grpc.WorkerServicer):
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
         return pb.SwitchRoleReply(worker_id=self._worker_id, role=request.role, handed_over=handed_over)
+
+    async def Inject(self, request: pb.InjectRequest, context: Any) -> pb.InjectReply:
+        try:
+            await self._faults.inject(request)
+        except ServiceError as error:
+            await context.abort_with_status(to_status(error))
+        return pb.InjectReply(worker_id=self._worker_id)

@@ -31,10 +31,10 @@ class ReceiptTimings:
     """Bytes that the decode worker read of blocks the lender held."""
     tail: tuple[float, float] | None = None
     """Tokens that the decode worker had queued and computed."""
-    fetch: tuple[float, float] | None = None
-    """Blocks that the decode worker fetched from the shared store."""
     step: tuple[float, float] | None = None
     """Running streams, and the seconds of one step with them."""
+    fetch: tuple[float, float] | None = None
+    """Blocks that the decode worker fetched from the shared store."""
 
 
 class RateLearner:

@@ -36,4 +36,4 @@ def measured(
     num_steps = finish.usage.completion_tokens - 1 - receipt.speculation.accepted_tokens
     if placement.attempt == 1 and not kv.preemptions and num_choices == 1 and num_steps > 0 and "decode" in seconds:
         step = running, seconds["decode"] / num_steps
-    return ReceiptTimings(placement.decode_worker, placement.lender or None, prefill, transfer, tail, fetch, step)
+    return ReceiptTimings(placement.decode_worker, placement.lender or None, prefill, transfer, tail, step, fetch)

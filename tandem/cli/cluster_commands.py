@@ -1,19 +1,32 @@
 """Commands that start a cluster, and change a running one."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cluster.config import parse_overrides
-from cluster.errors import StartError
+from cluster.errors import InvalidRequest, StartError
 from engine.host.cpu_affinity import available_cores
-from tandem.cli.common import ACCESS, DEFAULT_ADDRESS, console, model_option, run
+from tandem.cli.common import ACCESS, DEFAULT_ADDRESS, asking, console, model_option, run
 from tandem.cli.run_cluster import serve_cluster
+
+if TYPE_CHECKING:
+    from tandem.client import Target
 
 app = typer.Typer()
 CLUSTER_NAME = "tandem"
 Name = Annotated[str, typer.Option("--name", help="the cluster's `cluster_name`")]
+
+
+def drill_option(help: str, *names: str, metavar: str | None = None) -> Any:  # noqa: A002 # typer's word
+    """Return an option of `tandem fault` for drills."""
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Drill")
+
+
+def access_option(help: str) -> Any:  # noqa: A002 # typer's word
+    """Return an option for a member's certificate."""
+    return typer.Option(help=help, rich_help_panel=ACCESS)
 
 
 @app.command()
@@ -88,6 +101,57 @@ def switch(
 
     member = member_of(TlsSettings(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key))
     run(switch_worker(console, address.split(",")[0], member, worker, to))
+
+
+@app.command()
+@asking
+def fault(
+    target: "Target",
+    kind: Annotated[str, typer.Argument(help="kill, stop, delay, corrupt or partition")] = "",
+    worker: Annotated[str, typer.Option(help="its id, as `tandem status` shows it")] = "",
+    peer: Annotated[str, typer.Option(help="the other worker of a partition")] = "",
+    seconds: Annotated[float, typer.Option(help="of all faults but kill")] = 3.0,
+    delay_ms: Annotated[float, typer.Option(help="of each message under a delay")] = 200.0,
+    blocks: Annotated[int, typer.Option(help="KV blocks to corrupt, at most")] = 4,
+    front: Annotated[bool, typer.Option("--front", help="stop the worker's front too, not only its engine")] = False,
+    drill: Annotated[str, drill_option("these, one after another while streams run", metavar="all|KIND,KIND")] = "",
+    rounds: Annotated[int, drill_option("of all faults of the drill")] = 1,
+    streams: Annotated[int, drill_option("at a time")] = 8,
+    prompt_tokens: Annotated[int, drill_option("of each stream")] = 512,
+    output_tokens: Annotated[int, drill_option("of each stream")] = 128,
+    recovery_s: Annotated[float, drill_option("longest wait for workers to come back")] = 120.0,
+    model: Annotated[str, drill_option("served model; default: the only one")] = "",
+    print_json: Annotated[bool, drill_option("print the report as JSON", "--json")] = False,
+    member_ca: Annotated[Path | None, access_option("of the cluster's members (PEM)")] = None,
+    member_cert: Annotated[Path | None, access_option("of a member")] = None,
+    member_key: Annotated[Path | None, access_option("and its key")] = None,
+) -> None:
+    """Inject a fault into a worker with the setting `faults: true`, or run a drill and report what it did to streams.
+
+    Workers are called directly, so run it where they can be reached, with a member's certificate where there is TLS.
+
+    Exit code of a drill: 0 nothing was lost or wrong and all recovered, 1 otherwise.
+    """
+    from cluster.settings import TlsSettings
+    from cluster.tls import member_of
+    from tandem.cli.fault import faults_of, inject_fault, run_drill
+    from tandem.drill.cluster import FaultOptions
+    from tandem.drill.drill import DrillPlan
+    from tandem.drill.load import LoadSize
+
+    if bool(kind) == bool(drill):
+        raise InvalidRequest("kind", "one fault, or --drill, is needed; not both")
+    if kind and not worker:
+        raise InvalidRequest("worker", "is missing")
+    member = member_of(TlsSettings(tls_ca=member_ca, tls_cert=member_cert, tls_key=member_key))
+    options = FaultOptions(seconds, delay_ms, blocks, front)
+    if kind:
+        run(inject_fault(console, target, member, kind, worker, peer, options))
+        return
+    plan = DrillPlan(faults_of(drill), rounds, options, worker, peer, recovery_s)
+    size = LoadSize(streams, prompt_tokens, output_tokens)
+    passed = run(run_drill(console, target, member, model, size, plan, print_json))
+    raise typer.Exit(0 if passed else 1)
 
 
 @app.command()

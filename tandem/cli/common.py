@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -154,13 +154,14 @@ def _access(
     """Declare the options; only the signature is used."""
 
 
+Result = TypeVar("Result")
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
-def run(work: Coroutine[Any, Any, object], loop: LoopFactory | None = None) -> None:
-    """Run a coroutine to its end, or until Ctrl-C."""
+def run(work: Coroutine[Any, Any, Result], loop: LoopFactory | None = None) -> Result:
+    """Run a coroutine to its end, or until Ctrl-C; return its result."""
     try:
         with asyncio.Runner(loop_factory=loop) as runner:
-            runner.run(work)
+            return runner.run(work)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

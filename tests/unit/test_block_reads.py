@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from engine.lending import block_reads as block_read
 from engine.lending.block_reads import LocalRank
+from engine.lending.corruption import Corruption
 from kvtransfer.fingerprint import Folding, fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import BlockPart, join_endpoints
@@ -17,6 +18,22 @@ from kvtransfer.transport import Pool
 from support.slow_transport import SlowTransport
 
 BLOCK = 64
+
+
+class PoolMemory:
+    """The bytes of a pool's blocks, as an engine has them."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._memory = pool.memory
+
+    def fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
+        return fingerprint_blocks(self._memory, blocks, kv_heads=2)
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
+        return [self._memory[block] for block in blocks]
+
+    def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
+        self._memory[block] = content
 
 
 def pool_of(value: int) -> Pool:
@@ -106,3 +123,35 @@ def test_what_a_transport_found_on_the_way_is_not_looked_for_again() -> None:
     for _ in range(2):
         assert read_from(join_endpoints(halves)) == [expected]
         assert looked == [[0, 2]]
+
+
+def test_a_corrupted_block_has_another_fingerprint_whoever_took_it() -> None:
+    """One bit of each of the next blocks flips before the check, also where the transport would have looked on the
+    way, and no further block changes."""
+    network = dict[bytes, Pool]()
+    reader, pool = SlowTransport(network, "reader"), pool_of(0)
+    reader.register(pool)
+    memory = PoolMemory(pool)
+    rank = LocalRank(reader, BlockPart(BLOCK), memory.fingerprints, Folding(BLOCK // 2 // 8))
+    contents = np.random.default_rng(1).integers(0, 256, (4, BLOCK), np.uint8)
+    lender = SlowTransport(network, "lender").register(Pool(contents))
+    quiet: list[tuple[bytes, ...] | None] = []
+
+    def read() -> tuple[list[int], list[bool]]:
+        """Bits that differ in each block, and whether its fingerprint is right."""
+        quiet.clear()
+        rank.start_read(lender, [3, 1, 2], [0, 2, 3], "flow", lambda prints, gone: quiet.append(prints))
+        for peer in reader.busy():
+            reader.post(peer)
+            reader.land(peer)
+        expected = [row.tobytes() for row in fingerprint_blocks(contents, [3, 1, 2], kv_heads=2)]
+        (found,) = quiet
+        assert found is not None
+        flipped = np.unpackbits(pool.memory[[0, 2, 3]] ^ contents[[3, 1, 2]], axis=1).sum(axis=1)
+        return flipped.tolist(), [one == other for one, other in zip(found, expected, strict=True)]
+
+    assert read() == ([0, 0, 0], [True] * 3)
+    rank.corruption = Corruption(memory, 4)
+    assert read() == ([1, 1, 1], [False] * 3)
+    assert read() == ([1, 0, 0], [False, True, True])
+    assert read() == read() == ([0, 0, 0], [True] * 3)

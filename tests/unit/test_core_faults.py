@@ -228,7 +228,7 @@ REACHED = {
     "refused": 1,
     "moved": 200,
     "reused": 200,
-    "mismatched": 20,
+    "mismatched": 12,
     "stuck": 3,
     "quarantined": 300,
     "lost blocks": 3,

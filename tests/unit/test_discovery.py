@@ -67,22 +67,24 @@ async def test_static_discovery_tells_its_addresses_once() -> None:
     assert [listing async for listing in StaticDiscovery(["a:1", "b:2"]).listings()] == [{"a:1", "b:2"}]
 
 
-@pytest.mark.parametrize("url", ["localhost:6379", "http://x", "redis://host:port/0", "redis://:secret@h:6379/0?db=x"])
+@pytest.mark.parametrize(
+    "url", ["localhost:6379", "http://x", "redis://host:port/0", "redis://:swordfish@h:6379/0?db=x"]
+)
 def test_a_bad_url_is_named_and_not_shown(url: str) -> None:
     with pytest.raises(StartError) as caught:
         RedisLink(url, 1.0)
     assert caught.value.field == "redis_url"
-    assert "secret" not in str(caught.value)
+    assert "swordfish" not in str(caught.value)
 
 
 def test_no_password_is_ever_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    url = "rediss://somebody:secret@redis.example:6380/0"
+    url = "rediss://somebody:swordfish@redis.example:6380/0"
     monkeypatch.setenv(PASSWORD_VARIABLE, "hidden")
     for config in (WorkerConfig(model=".", redis_url=url), RouterConfig(model=".", redis_url=url)):
-        assert "secret" not in repr(config) + str(config)
+        assert "swordfish" not in repr(config) + str(config)
     link = RedisLink(url, 1.0)
     assert link.where == "redis.example:6380"
-    assert link._client.connection_pool.connection_kwargs["password"] == "secret"
+    assert link._client.connection_pool.connection_kwargs["password"] == "swordfish"
     bare = RedisLink("redis://redis.example", 1.0)
     assert bare._client.connection_pool.connection_kwargs["password"] == "hidden"
     assert bare.where == "redis.example:6379"
