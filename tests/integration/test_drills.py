@@ -109,12 +109,16 @@ async def test_a_stopped_worker_wakes(model: Path, cluster_of: Any) -> None:
         async def are(*letters: str) -> bool:
             return all(state_of(pid) in letters for pid in pids)
 
-        await drilled.inject("stop", "decode-0", FaultOptions(seconds=0.5, front=True))
-        await until(lambda: are("T"), "front and engine are stopped", 0.4)
-        await until(lambda: are("S", "R"), "both run", 2.0)
-        await drilled.inject("stop", "decode-0", FaultOptions(seconds=0.3))
-        assert [state_of(pid) == "T" for pid in pids] == [False, True]
-        await until(lambda: are("S", "R"), "the engine runs", 2.0)
+        await drilled.inject("stop", "decode-0", FaultOptions(seconds=2.0, front=True))
+        await until(lambda: are("T"), "front and engine are stopped")
+        await until(lambda: are("S", "R"), "both run")
+        await drilled.inject("stop", "decode-0", FaultOptions(seconds=2.0))
+
+        async def only_the_engine() -> bool:
+            return [state_of(pid) == "T" for pid in pids] == [False, True]
+
+        await until(only_the_engine, "the engine is stopped")
+        await until(lambda: are("S", "R"), "the engine runs")
 
 
 async def test_what_is_refused_names_its_field(model: Path, cluster_of: Any) -> None:

@@ -238,7 +238,7 @@ REACHED = {
     "said early": 100,
     "lent on": 5,
     "released": 100,
-    "restored": 3,
+    "restored": 1,
     "tier corrupted": 50,
     "from the store": 10,
     "pinned": 100,
