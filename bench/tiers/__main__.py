@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from bench.report import Bar, Parts, conclude
-from bench.tiers import damage, decisions, folder, pins, replayed
+from bench.tiers import damage, decisions, folder, live, pins, replayed
 
 PARTS: dict[str, tuple[Callable[[Progress], Any], Callable[[dict[str, Any]], list[Bar]]]] = {
     "replayed": (replayed.measure, replayed.bars_of),
     "folder": (folder.measure, folder.bars_of),
+    "live": (live.measure, live.bars_of),
     "pins": (pins.measure, pins.bars_of),
     "damage": (damage.measure, damage.bars_of),
     "decisions": (decisions.measure, decisions.bars_of),
