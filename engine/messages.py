@@ -157,6 +157,15 @@ class CorruptReads:
 
 
 @dataclass(frozen=True, slots=True)
+class InspectCache:
+    """Answer CacheInspected, after dropping pins: those of `tenant`, or all with None."""
+
+    query_id: int
+    drop_pins: bool = False
+    tenant: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Audit:
     """Check the block pool's records against every holder and answer Audited."""
 
@@ -177,6 +186,7 @@ ToEngine = (
     | SetBudget
     | CorruptReads
     | Audit
+    | InspectCache
 )
 
 # --------------------------------------------------------------------------------------- from the engine
@@ -431,6 +441,21 @@ class Audited:
     loans: int
 
 
+@dataclass(frozen=True, slots=True)
+class CacheInspected:
+    """Contents of the block pool, in blocks."""
+
+    query_id: int
+    num_blocks: int
+    held: int
+    filled: int
+    max_pinned: int
+    pins: tuple[tuple[str, int, float], ...]
+    """Tenant, blocks, and seconds until the last of these ends."""
+    dropped: int
+    """Blocks whose pins were dropped."""
+
+
 FromEngine = (
     Ready
     | StartFailed
@@ -448,4 +473,5 @@ FromEngine = (
     | CacheChanged
     | Load
     | Audited
+    | CacheInspected
 )

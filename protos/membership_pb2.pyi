@@ -120,6 +120,104 @@ class MembersReply(_message.Message):
 Global___MembersReply: _TypeAlias = MembersReply  # noqa: Y015
 
 @_typing.final
+class CacheRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DROP_PINS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    drop_pins: _builtins.bool
+    """Drop pins: those of `tenant`, or all without one."""
+    tenant: _builtins.str
+    def __init__(
+        self,
+        *,
+        drop_pins: _builtins.bool = ...,
+        tenant: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "drop_pins", b"drop_pins", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
+
+Global___CacheRequest: _TypeAlias = CacheRequest  # noqa: Y015
+
+@_typing.final
+class CacheReport(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    HELD_BLOCKS_FIELD_NUMBER: _builtins.int
+    FILLED_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    PINS_FIELD_NUMBER: _builtins.int
+    DROPPED_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    num_blocks: _builtins.int
+    held_blocks: _builtins.int
+    """Blocks of requests, loans and pins."""
+    filled_blocks: _builtins.int
+    """Blocks that hold KV, held or cached."""
+    max_pinned_blocks: _builtins.int
+    """Largest number of blocks that may be pinned."""
+    dropped_blocks: _builtins.int
+    """Blocks whose pins this call dropped."""
+    block_tokens: _builtins.int
+    @_builtins.property
+    def pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantPins]: ...
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        num_blocks: _builtins.int = ...,
+        held_blocks: _builtins.int = ...,
+        filled_blocks: _builtins.int = ...,
+        max_pinned_blocks: _builtins.int = ...,
+        pins: _abc.Iterable[Global___TenantPins] | None = ...,
+        dropped_blocks: _builtins.int = ...,
+        block_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dropped_blocks", b"dropped_blocks", "filled_blocks", b"filled_blocks", "held_blocks", b"held_blocks", "max_pinned_blocks", b"max_pinned_blocks", "num_blocks", b"num_blocks", "pins", b"pins", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheReport: _TypeAlias = CacheReport  # noqa: Y015
+
+@_typing.final
+class TenantPins(_message.Message):
+    """Pinned blocks of one tenant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    ENDS_IN_S_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    blocks: _builtins.int
+    ends_in_s: _builtins.float
+    """Seconds until the last of them ends."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        ends_in_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "ends_in_s", b"ends_in_s", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantPins: _TypeAlias = TenantPins  # noqa: Y015
+
+@_typing.final
 class InjectRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -211,6 +211,11 @@ class WorkerStub:
                 request_serializer=protos_dot_membership__pb2.SwitchRoleRequest.SerializeToString,
                 response_deserializer=protos_dot_membership__pb2.SwitchRoleReply.FromString,
                 _registered_method=True)
+        self.Cache = channel.unary_unary(
+                '/tandem.internal.v1.Worker/Cache',
+                request_serializer=protos_dot_membership__pb2.CacheRequest.SerializeToString,
+                response_deserializer=protos_dot_membership__pb2.CacheReport.FromString,
+                _registered_method=True)
         self.Inject = channel.unary_unary(
                 '/tandem.internal.v1.Worker/Inject',
                 request_serializer=protos_dot_membership__pb2.InjectRequest.SerializeToString,
@@ -244,6 +249,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Cache(self, request, context):
+        """Return what the KV pool holds and who keeps prompts there, and drop pins if asked to.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Inject(self, request, context):
         """Inject a fault into this worker, for a drill. PERMISSION_DENIED unless its setting `faults` is true. Answers when the
         fault has begun; for `kill` just before it.
@@ -269,6 +281,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.SwitchRole,
                     request_deserializer=protos_dot_membership__pb2.SwitchRoleRequest.FromString,
                     response_serializer=protos_dot_membership__pb2.SwitchRoleReply.SerializeToString,
+            ),
+            'Cache': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cache,
+                    request_deserializer=protos_dot_membership__pb2.CacheRequest.FromString,
+                    response_serializer=protos_dot_membership__pb2.CacheReport.SerializeToString,
             ),
             'Inject': grpc.unary_unary_rpc_method_handler(
                     servicer.Inject,
@@ -358,6 +375,33 @@ class Worker:
             '/tandem.internal.v1.Worker/SwitchRole',
             protos_dot_membership__pb2.SwitchRoleRequest.SerializeToString,
             protos_dot_membership__pb2.SwitchRoleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.internal.v1.Worker/Cache',
+            protos_dot_membership__pb2.CacheRequest.SerializeToString,
+            protos_dot_membership__pb2.CacheReport.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,6 +33,7 @@ from engine.messages import (
     CorruptReads,
     FromEngine,
     Generate,
+    InspectCache,
     Lend,
     LendClosed,
     LenderSilent,
@@ -312,6 +313,8 @@ class EngineCore:
                 self.uniform_decode.budget = budget
             case CorruptReads(num_blocks):
                 self._own.corruption = Corruption(self._runner, num_blocks)
+            case InspectCache():
+                self._reports.inspect(message)
             case Audit(audit_id):
                 self._emit(self.audit(audit_id))
 

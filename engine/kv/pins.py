@@ -105,6 +105,14 @@ class Pins:
         self._drop(sorted(idle, key=lambda key: self._pins[key].until)[:count])
         return bool(idle)
 
+    def by_tenant(self) -> list[tuple[str, int, float]]:
+        """Return tenant, number of blocks, and seconds until the last of them ends."""
+        ends: dict[str, float] = {}
+        for pin in self._pins.values():
+            ends[pin.tenant] = max(ends.get(pin.tenant, 0.0), pin.until)
+        now = self._clock()
+        return [(tenant, self._of_tenant[tenant], max(0.0, until - now)) for tenant, until in sorted(ends.items())]
+
     def clear(self, tenant: str | None = None) -> int:
         """Drop the pins of a tenant, or all; return their number."""
         gone = [key for key, pin in self._pins.items() if tenant in (None, pin.tenant)]

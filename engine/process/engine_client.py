@@ -6,13 +6,16 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from cluster.errors import StartError, TandemError, Unavailable
 from engine.messages import (
     Audit,
     Audited,
     CacheChanged,
+    CacheInspected,
     FromEngine,
+    InspectCache,
     KvUse,
     LendReady,
     LendRefused,
@@ -65,8 +68,8 @@ class EngineClient(EngineListener):
         self._host = host
         self._listeners: dict[str, Callable[[EngineMessage], None]] = {}
         self._watchers: set[Callable[[CacheChanged | Load], None]] = set()
-        self._audits: dict[int, asyncio.Future[Audited]] = {}
-        self._audit_count = 0
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._num_asked = 0
         self._dead = False
         self.last_load: Load | None = None
         """The engine's last load report."""
@@ -134,14 +137,25 @@ class EngineClient(EngineListener):
 
         Raises Unavailable when the engine is gone.
         """
+        audited: Audited = await self._ask(Audit)
+        return audited
+
+    async def inspect_cache(self, drop_pins: bool, tenant: str | None) -> CacheInspected:
+        """Return what the engine's pool holds, after dropping pins if wanted.
+
+        Raises Unavailable when the engine is gone.
+        """
+        inspected: CacheInspected = await self._ask(lambda number: InspectCache(number, drop_pins, tenant))
+        return inspected
+
+    async def _ask(self, question: Callable[[int], ToEngine]) -> Any:
+        """Return the answer to a question, which has the number it is given."""
         if self._dead:
             raise Unavailable("the engine is gone")
-        self._audit_count += 1
-        number = self._audit_count
-        answer = self._audits[number] = asyncio.get_running_loop().create_future()
-        self.send(Audit(number))
-        audited: Audited = await answer
-        return audited
+        self._num_asked += 1
+        answer = self._answers[self._num_asked] = asyncio.get_running_loop().create_future()
+        self.send(question(self._num_asked))
+        return await answer
 
     async def stop(self) -> None:
         """End the engine: orderly first, by force after 5 s."""
@@ -167,8 +181,8 @@ class EngineClient(EngineListener):
                     field, _, text = reason.partition(": ")
                     if not self._ready.done():
                         self._ready.set_exception(StartError(field, text) if text else StartError("engine", field))
-                case Audited(audit_id):
-                    if not (answer := self._audits.pop(audit_id)).done():
+                case Audited(number) | CacheInspected(number):
+                    if not (answer := self._answers.pop(number)).done():
                         answer.set_result(message)
                 case LendStarting(loan_id) | LendReady(loan_id) | LendRefused(loan_id):
                     self._deliver(loan_id, message)
@@ -183,7 +197,7 @@ class EngineClient(EngineListener):
         self._dead = True
         for listener in tuple(self._listeners.values()):
             listener(None)
-        for answer in self._audits.values():
+        for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(Unavailable("the engine is gone"))
         if not self._ready.done():

@@ -243,7 +243,7 @@ async def start_worker(
         )
         leaving = StopRequest(requests, loans)
         server = Server(member.credentials if member else None)  # all services of a worker are internal
-        service = WorkerService(worker_id, engine, leaving.begin, roles, faults)
+        service = WorkerService(worker_id, engine, leaving.begin, roles, faults, ready.block_tokens)
         pb_grpc.add_WorkerServicer_to_server(service, server.grpc)
         services = ["tandem.internal.v1.Worker", *add_services(server, context)]
         port = await server.start(config.host, config.port, services)

@@ -22,6 +22,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         drain: Callable[[], tuple[int, int]],
         roles: RoleSwitch,
         faults: Faults,
+        block_tokens: int,
     ) -> None:
         """Create the service.
 
@@ -32,6 +33,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         self._drain = drain
         self._roles = roles
         self._faults = faults
+        self._block_tokens = block_tokens
 
     async def Audit(self, request: pb.AuditRequest, context: Any) -> pb.AuditReport:
         audited = await self._engine.audit()
@@ -43,6 +45,20 @@ class WorkerService(pb_grpc.WorkerServicer):
             quarantined_blocks=audited.quarantined_blocks,
             requests=audited.sequences,
             loans=audited.loans,
+        )
+
+    async def Cache(self, request: pb.CacheRequest, context: Any) -> pb.CacheReport:
+        tenant = request.tenant if request.HasField("tenant") else None
+        found = await self._engine.inspect_cache(request.drop_pins, tenant)
+        return pb.CacheReport(
+            worker_id=self._worker_id,
+            num_blocks=found.num_blocks,
+            held_blocks=found.held,
+            filled_blocks=found.filled,
+            max_pinned_blocks=found.max_pinned,
+            pins=[pb.TenantPins(tenant=tenant, blocks=blocks, ends_in_s=ends) for tenant, blocks, ends in found.pins],
+            dropped_blocks=found.dropped,
+            block_tokens=self._block_tokens,
         )
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:

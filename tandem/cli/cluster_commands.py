@@ -155,6 +155,39 @@ def fault(
 
 
 @app.command()
+@asking
+def cache(
+    target: "Target",
+    action: Annotated[str, typer.Argument(help="ls, pin or drop")] = "ls",
+    text: Annotated[str, typer.Argument(help="prompt to pin")] = "",
+    seconds: Annotated[float, typer.Option(help="for which a pinned prompt stays")] = 3600.0,
+    tenant: Annotated[str | None, typer.Option(help="whose pins; default: of drop all, of pin none")] = None,
+    worker: Annotated[str, typer.Option(help="only this one, by its id; default: all")] = "",
+    model: Annotated[str, typer.Option(help="for pin; default: the only one")] = "",
+    member_ca: Annotated[Path | None, access_option("of the cluster's members (PEM)")] = None,
+    member_cert: Annotated[Path | None, access_option("of a member")] = None,
+    member_key: Annotated[Path | None, access_option("and its key")] = None,
+) -> None:
+    """Show workers' KV pools and the prompts that stay there, keep a prompt, or let pins go.
+
+    ls and drop call workers directly, so run them where these can be reached, with a member's certificate under TLS.
+    """
+    from cluster.settings import TlsSettings
+    from cluster.tls import member_of
+    from tandem.cli.cache import ACTIONS, drop_pins, list_caches, pin
+
+    if action not in ACTIONS:
+        raise InvalidRequest("action", f"{action!r} is none of {', '.join(ACTIONS)}")
+    member = member_of(TlsSettings(tls_ca=member_ca, tls_cert=member_cert, tls_key=member_key))
+    if action == "pin":
+        run(pin(console, target, model, text, seconds, tenant or ""))
+    elif action == "drop":
+        run(drop_pins(console, target, member, worker, tenant))
+    else:
+        run(list_caches(console, target, member, worker))
+
+
+@app.command()
 def restart(name: Name = CLUSTER_NAME) -> None:
     """Restart the workers of a cluster on this Ray cluster, one after the other; no stream is lost."""
     from tandem.ray.control import order

@@ -3,23 +3,14 @@
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-import grpc
-
-from cluster.error_status import from_rpc_error
 from cluster.errors import InvalidRequest
-from cluster.rpc import channel
-from cluster.tls import TlsIdentity
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
-from protos import membership_pb2_grpc as pb_grpc
-from tandem.client import Client
+from tandem.client.live_workers import CALL_S, LiveWorkers
 
 FAULTS = ("kill", "stop", "delay", "corrupt", "partition")
-CALL_S = 10.0
-"""Longest wait for a worker's answer, in seconds."""
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,45 +25,12 @@ class FaultOptions:
     """Whether a stop includes the worker's front."""
 
 
-class DrillCluster:
-    """Workers of a cluster that are reached directly, as members; the operator's key opens the router's status."""
-
-    def __init__(self, client: Client, member: TlsIdentity | None, model: str = "") -> None:
-        """Create it for the workers of `model`; empty: for those of all models."""
-        self._client = client
-        self._member = member
-        self._model = model
-
-    async def workers(self) -> list[public_pb.WorkerStatus]:
-        """Return the workers that have reported, decode workers first.
-
-        Raises ServiceError.
-        """
-        models = (await self._client.cluster_status()).models
-        found = [
-            worker
-            for model in models
-            if self._model in ("", model.name)
-            for worker in model.workers
-            if worker.has_reported
-        ]
-        return sorted(found, key=lambda worker: (worker.role, worker.worker_id))
+class DrillCluster(LiveWorkers):
+    """Workers of a cluster in a drill."""
 
     async def shape(self) -> Counter[str]:
         """Return the number of workers that can take work, by role."""
         return Counter(worker.role for worker in await self.workers() if not (worker.draining or worker.failing))
-
-    async def worker(self, worker_id: str, field: str) -> public_pb.WorkerStatus:
-        """Return a worker.
-
-        Raises InvalidRequest that names `field` and the workers that there are.
-        """
-        workers = await self.workers()
-        for worker in workers:
-            if worker.worker_id == worker_id:
-                return worker
-        known = ", ".join(worker.worker_id for worker in workers) or "none"
-        raise InvalidRequest(field, f"{worker_id!r} is not there; there are {known}")
 
     async def inject(self, fault: str, worker_id: str, options: FaultOptions, peer_id: str = "") -> None:
         """Inject a fault into a worker; a partition into both of its ends.
@@ -87,21 +45,14 @@ class DrillCluster:
         if fault == "partition":
             ends.append((await self.worker(peer_id, "peer"), worker_id))
         for worker, other_id in ends:
-            await self._call(worker, _injection(_request(fault, options, other_id)))
+            await self.call(worker, _injection(_request(fault, options, other_id)))
 
     async def audit(self, worker: public_pb.WorkerStatus) -> pb.AuditReport:
         """Return a worker's audit.
 
         Raises ServiceError.
         """
-        return await self._call(worker, lambda stub: stub.Audit(pb.AuditRequest(), timeout=CALL_S))
-
-    async def _call(self, worker: public_pb.WorkerStatus, call: Callable[[Any], Awaitable[Answer]]) -> Answer:
-        async with channel(worker.address, self._member) as link:
-            try:
-                return await call(pb_grpc.WorkerStub(link))
-            except grpc.aio.AioRpcError as error:
-                raise from_rpc_error(error) from None
+        return await self.call(worker, lambda stub: stub.Audit(pb.AuditRequest(), timeout=CALL_S))
 
 
 def _injection(request: pb.InjectRequest) -> Callable[[Any], Awaitable[object]]:

@@ -32,6 +32,7 @@ from engine.messages import (
     Cancel,
     FromEngine,
     Generate,
+    InspectCache,
     Lend,
     LendClosed,
     LenderSilent,
@@ -272,6 +273,8 @@ class VllmCore:
                 self._reports.send_snapshot()
             case SetBudget(budget):
                 self._limits = replace(self._limits, budget=budget)
+            case InspectCache():
+                self._reports.inspect(message)
             case Audit(audit_id):
                 self._emit(self.audit(audit_id))
 
