@@ -23,6 +23,7 @@ from engine.backends.sim.timing import StepTiming
 from engine.errors import EngineStartError
 from engine.host.cpu_affinity import num_available
 from engine.kv.layout import KvDtype
+from engine.kv.store.block_store import BUFFER_BYTES
 from engine.kv.store.settings import StoreSettings
 from engine.model.hub import ModelPath
 from engine.model.quantization import QuantizationConfig, Weights
@@ -180,6 +181,11 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     def kv_bytes(self) -> int | None:
         """Size of the KV pool in bytes; None for auto."""
         return None if self.kv_memory_mib == "auto" else self.kv_memory_mib << 20
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """Main memory for KV outside of the pool: the host tier, and the shared store's buffers."""
+        return (self.kv_host_memory_mib << 20) + (BUFFER_BYTES if self.kv_store else 0)
 
     def sim_timing(self) -> StepTiming:
         return StepTiming(

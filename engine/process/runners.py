@@ -94,7 +94,7 @@ def open_torch_runner(
         config.quantization(),
         RankInfo(rank.rank, rank.ranks, rank.meeting) if rank is not None else None,
         belongs_in_file(role),
-        KvRoom(config.max_batch_tokens, config.kv_host_memory_mib << 20),
+        KvRoom(config.max_batch_tokens, config.host_kv_bytes),
     )
     if threads == len(share.own):
         runner.bind(share.own, share.shared)

@@ -219,7 +219,7 @@ def _need(worker: Worker, config: WorkerConfig) -> tuple[Need, int]:
     here = 1 if device.is_gpu else ranks
     share = here / ranks
     reserve = GPU_RESERVE if device.is_gpu else HOST_RESERVE
-    tiers = 0.0 if device.is_gpu else float(config.kv_host_memory_mib * MIB)
+    tiers = 0.0 if device.is_gpu else float(config.host_kv_bytes)
     need = Need(
         weights=weight_bytes(worker.shape, config) * share,
         kv=tiers,

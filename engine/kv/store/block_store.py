@@ -28,6 +28,8 @@ FETCH_BYTES = 8 << 20
 FETCHES_AT_ONCE = 8
 WRITE_BYTES = 256 << 20
 """Memory for blocks that wait to be written."""
+BUFFER_BYTES = WRITE_BYTES + FETCHES_AT_ONCE * FETCH_BYTES
+"""Main memory that a store takes at most, for blocks smaller than FETCH_BYTES."""
 MAX_KNOWN = 1 << 18
 """Largest number of keys remembered as stored, which are not written again."""
 AVOID_S = 10.0
