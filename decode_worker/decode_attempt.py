@@ -116,4 +116,5 @@ def _chain(request: pb.DecodeRequest) -> LoanChain:
         router_id=request.router_id,
         placement_sequence=request.placement_sequence,
         source=request.lender.source if request.lender.HasField("source") else None,
+        reads_store=request.lender.reads_store,
     )

@@ -49,6 +49,8 @@ class Generate:
     """Fingerprint of the LoRA adapter; empty for none."""
     retention: Retention | None = None
     """Time for which the prompt's blocks are pinned; None for none."""
+    reads_store: bool = False
+    """Whether the placement counts on blocks in the shared store."""
 
     def emitted_of(self, choice: int) -> tuple[int, ...]:
         """Return the tokens that an earlier attempt emitted of `choice`."""
@@ -120,6 +122,8 @@ class Lend:
     """Address for fast-path announcements, see `engine/lending/fast_path.py`; empty for none."""
     adapter: bytes = b""
     """Fingerprint of the LoRA adapter; empty for none."""
+    reads_store: bool = False
+    """Whether the placement counts on blocks that this engine reads from the shared store."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,6 +133,7 @@ def _lend(context: WorkerContext, loan_id: str, want: pb.Want) -> messages.Lend:
         priority=want.priority,
         mark=PlacementMark(want.router_id, want.placement_sequence),
         borrow=want.HasField("source"),
+        reads_store=want.reads_store,
         fast_path=context.faults.fast_path(want.fast_path),
     )
 

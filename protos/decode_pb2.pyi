@@ -191,6 +191,7 @@ class DecodeRequest(_message.Message):
     EMBEDDING_FIELD_NUMBER: _builtins.int
     CACHE_RETENTION_S_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    READS_STORE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     worker_incarnation: _builtins.bytes
     """Incarnation of the intended worker; another process at the same address refuses."""
@@ -214,6 +215,10 @@ class DecodeRequest(_message.Message):
     long as nothing else needs their room.
     """
     tenant: _builtins.str
+    reads_store: _builtins.bool
+    """Whether the placement counts on blocks in the store that workers share; without it the worker looks there only
+    where that seems worth it.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -281,10 +286,11 @@ class DecodeRequest(_message.Message):
         embedding: Global___Embedding | None = ...,
         cache_retention_s: _builtins.float = ...,
         tenant: _builtins.str = ...,
+        reads_store: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "lender", b"lender", "placement", b"placement", "price", b"price", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "embedding", b"embedding", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "lender", b"lender", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "placement_sequence", b"placement_sequence", "price", b"price", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "tenant", b"tenant", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "embedding", b"embedding", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "lender", b"lender", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "placement_sequence", b"placement_sequence", "price", b"price", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reads_store", b"reads_store", "request_id", b"request_id", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "tenant", b"tenant", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -353,8 +359,11 @@ class Lender(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     MAY_COMPUTE_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    READS_STORE_FIELD_NUMBER: _builtins.int
     may_compute: _builtins.bool
     """Whether the lender may compute missing blocks; otherwise it lends only its cached blocks."""
+    reads_store: _builtins.bool
+    """Whether the lender reads blocks it lacks from the store that workers share, as in Want."""
     @_builtins.property
     def worker(self) -> _lend_pb2.Holder: ...
     @_builtins.property
@@ -367,10 +376,11 @@ class Lender(_message.Message):
         worker: _lend_pb2.Holder | None = ...,
         may_compute: _builtins.bool = ...,
         source: _lend_pb2.Holder | None = ...,
+        reads_store: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["may_compute", b"may_compute", "source", b"source", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["may_compute", b"may_compute", "reads_store", b"reads_store", "source", b"source", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -111,6 +111,7 @@ class Want(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     FAST_PATH_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    READS_STORE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     lender_incarnation: _builtins.bytes
     """Incarnation of the intended lender; another process at the same address refuses."""
@@ -136,6 +137,8 @@ class Want(_message.Message):
     """
     adapter: _builtins.bytes
     """Fingerprint of the LoRA adapter; empty: none."""
+    reads_store: _builtins.bool
+    """Whether the placement counts on blocks that the lender reads from the store that workers share."""
     @_builtins.property
     def source(self) -> Global___Holder:
         """Worker that holds more of the chain: a lender that computes first reads its missing blocks from there."""
@@ -156,10 +159,11 @@ class Want(_message.Message):
         source: Global___Holder | None = ...,
         fast_path: _builtins.bytes = ...,
         adapter: _builtins.bytes = ...,
+        reads_store: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "fast_path", b"fast_path", "first_block", b"first_block", "lender_incarnation", b"lender_incarnation", "may_compute", b"may_compute", "model_fingerprint", b"model_fingerprint", "placement_sequence", b"placement_sequence", "priority", b"priority", "request_id", b"request_id", "router_id", b"router_id", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "fast_path", b"fast_path", "first_block", b"first_block", "lender_incarnation", b"lender_incarnation", "may_compute", b"may_compute", "model_fingerprint", b"model_fingerprint", "placement_sequence", b"placement_sequence", "priority", b"priority", "reads_store", b"reads_store", "request_id", b"request_id", "router_id", b"router_id", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -48,6 +48,7 @@ class Attempt:
     generate: Generate
     lender: SimWorker | None
     source: SimWorker | None
+    lender_reads_store: bool
     on_token: Callable[["Attempt", Token], object]
     """Callback when the engine emits a token, before any other process sees it."""
     on_run: Callable[["Attempt", Sequence[float]], object]
@@ -204,10 +205,11 @@ class FrontProcesses(Listener):
 
     def _open(self, worker: SimWorker, message: OpenLoan) -> None:
         """Open a loan: with the lender that the router named, or for a loan given with its source."""
-        mark, source, first = PlacementMark(), None, message.first_block
+        mark, source, first, reads_store = PlacementMark(), None, message.first_block, False
         if (attempt := self._attempts.get(message.request_id)) is not None:
             lender, mark = attempt.lender, attempt.generate.mark
             source = attempt.source if message.may_compute else None
+            reads_store = attempt.lender_reads_store and message.may_compute
             tokens = [*attempt.generate.prompt, *attempt.generate.emitted]
             priority = attempt.generate.priority
         else:
@@ -218,7 +220,17 @@ class FrontProcesses(Listener):
         wanted = tokens[: message.end_block * worker.spec.layout.block_tokens]
         stream = LoanStream(worker, message.request_id, lender, self.new_id("loan"), wanted, source)
         self._taken[stream.borrower_id] = self._given[stream.lender_id] = stream
-        lend = Lend(stream.lender_id, wanted, first, "", message.may_compute, priority, mark, borrow=source is not None)
+        lend = Lend(
+            loan_id=stream.lender_id,
+            token_ids=wanted,
+            first_block=first,
+            cache_salt="",
+            may_compute=message.may_compute,
+            priority=priority,
+            mark=mark,
+            borrow=source is not None,
+            reads_store=reads_store,
+        )
         self._clock.after(self._message_s, self._ask, stream, lend)
 
     def _ask(self, stream: LoanStream, lend: Lend) -> None:

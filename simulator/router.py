@@ -183,6 +183,7 @@ class SimRouter:
             cache_salt="",
             priority=request.priority,
             borrow=placed.lender is not None,
+            reads_store=decision.lender_id is not None and placed.lender is None,
             mark=PlacementMark(self.fleet.mark, placed.sequence),
             lender_computes=decision.lender_computes,
         )
@@ -196,6 +197,7 @@ class SimRouter:
                 generate,
                 lender,
                 source,
+                decision.source_id is not None and placed.source is None,
                 on_token=lambda attempt, token: self._token(prepared, attempt, token),
                 on_run=lambda _, times: self._run(prepared, times),
                 on_rejected=lambda _, rejected: self._clock.after(self._message_s, self._rejected, prepared, rejected),

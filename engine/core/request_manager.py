@@ -148,7 +148,7 @@ class RequestManager:
         self._requests[message.request_id] = request
         self._num_parted += request.is_parted
         lender = message.lender_computes if message.borrow else None
-        if not self._borrower_manager.take(BorrowRequest(sequence, keys, lender, account, self)):
+        if not self._borrower_manager.take(BorrowRequest(sequence, keys, lender, account, self, message.reads_store)):
             self.loan_over(sequence, lost_blocks=False)
 
     def adopt(self, batch: list[Chunk]) -> bool:

@@ -237,7 +237,7 @@ class LenderManager:
         loan.job, loan.fetching = job, True
         cached = tuple(job.blocks[request.first_block :])
         self._perform(request.loan_id, lambda machine: machine.handle(Start(cached, end)))
-        wanted = BorrowRequest(job, keys, False if request.borrow else None, KvAccount(), self)
+        wanted = BorrowRequest(job, keys, False if request.borrow else None, KvAccount(), self, request.reads_store)
         if loan.job is not None and not self._borrower_manager.take(wanted):
             self.loan_over(job, lost_blocks=False)
         return True

@@ -39,6 +39,8 @@ class BorrowRequest:
     """Whether the lender may compute blocks it lacks; None without a lender."""
     account: KvAccount
     owner: LoanOwner
+    reads_store: bool = False
+    """Whether the placement counts on blocks in the shared store."""
 
 
 @dataclass(slots=True, eq=False)

@@ -42,16 +42,15 @@ class StoreLoans:
         """Progress of copies from the store's memory into the pool."""
 
     def take(self, wanted: BorrowRequest) -> bool:
-        """Ask the store for the missing blocks, if there is no lender and fetching is faster than computing."""
+        """Ask the store for the missing blocks, if there is no lender and fetching seems faster than computing.
+
+        A placement that counts on the store knows what it holds, and what reading from it costs.
+        """
         store, first = self._kv_cache.store, len(wanted.sequence.keys)
         missing = wanted.keys[first:]
         if store is None or wanted.lender_computes is not None or not missing:
             return False
-        if not store.answers or not self._kv_cache.worth_fetching(len(missing)):
-            return False
-        if not self._kv_cache.lookups.worth_looking(
-            len(missing) * self._kv_cache.layout.block_tokens, self._kv_cache.rates
-        ):
+        if not store.answers or not (wanted.reads_store or self._seems_worth_it(len(missing))):
             return False
         source = StoreSource(store, missing, first, self._kv_cache.write_block, self._own, self._copying)
         loan = self._open_loan(wanted, source, first, len(wanted.keys), True)
@@ -75,9 +74,11 @@ class StoreLoans:
         assert isinstance(loan.source, StoreSource)
         now = self._kv_cache.clock()
         wanted = loan.machine.end - loan.machine.first
-        self._kv_cache.lookups.looked(wanted, message.num_blocks, now - loan.heard_at)
+        if not loan.wanted.reads_store:  # what the router knows to be there says nothing about other prompts
+            self._kv_cache.lookups.looked(wanted, message.num_blocks, now - loan.heard_at)
         loan.heard_at = now
-        count = message.num_blocks if self._kv_cache.worth_fetching(message.num_blocks) else 0
+        is_worth_it = loan.wanted.reads_store or self._kv_cache.worth_fetching(message.num_blocks)
+        count = message.num_blocks if is_worth_it else 0
         self._handle(loan, Started(loan.machine.first + count))
         if not loan.machine.done:
             loan.source.start(count)
@@ -92,6 +93,10 @@ class StoreLoans:
         if source.shortened is not None and not loan.machine.done:
             end, loan.wanted.account.store_failure = source.shortened
             self._handle(loan, Shortened(end))
+
+    def _seems_worth_it(self, num_blocks: int) -> bool:
+        kv_cache, num_tokens = self._kv_cache, num_blocks * self._kv_cache.layout.block_tokens
+        return kv_cache.worth_fetching(num_blocks) and kv_cache.lookups.worth_looking(num_tokens, kv_cache.rates)
 
     def give_up(self, loans: Iterable[Loan], now: float) -> None:
         """End those of `loans` whose store has been silent for longer than computing the rest takes."""

@@ -32,6 +32,8 @@ class LoanChain:
     placement_sequence: int
     source: pb.Holder | None = None
     """Worker from which the lender may read blocks it lacks."""
+    reads_store: bool = False
+    """Whether the placement counts on blocks that the lender reads from the shared store."""
 
 
 class Borrowing:
@@ -107,6 +109,7 @@ class LenderStreams:
             router_id=chain.router_id,
             placement_sequence=chain.placement_sequence,
             source=chain.source if wanted.may_compute else None,
+            reads_store=chain.reads_store and wanted.may_compute,
             fast_path=wanted.fast_path,
         )
         return self._link(holder).open(engine_id, want)

@@ -42,6 +42,7 @@ def decode_request(
         sampling=prepared.sampling,
         cache_salt=prepared.cache_salt,
         adapter=model.adapter,
+        reads_store=decision.lender_id is not None and placed.lender is None,
         cache_retention_s=prepared.request.cache_retention_s,
         tenant=prepared.request.tenant if prepared.request.cache_retention_s else "",
         priority=prepared.request.priority,
@@ -72,7 +73,13 @@ def decode_request(
         internal.embedding.CopyFrom(wanted)
     if placed.lender is not None:
         source = _holder(placed.source.hello) if placed.source else None
-        lender = pb.Lender(worker=_holder(placed.lender.hello), may_compute=decision.lender_computes, source=source)
+        reads_store = decision.source_id is not None and placed.source is None
+        lender = pb.Lender(
+            worker=_holder(placed.lender.hello),
+            may_compute=decision.lender_computes,
+            source=source,
+            reads_store=reads_store,
+        )
         internal.lender.CopyFrom(lender)
     return internal
 

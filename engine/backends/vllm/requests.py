@@ -140,7 +140,7 @@ class VllmRequests:
         by_choice = {chain.choice: chain for chain in chains}
         self._requests[message.request_id] = _Request(by_choice, account, others, for_others)
         lender = message.lender_computes if message.borrow else None
-        if not self._borrower_manager.take(BorrowRequest(lead, keys, lender, account, self)):
+        if not self._borrower_manager.take(BorrowRequest(lead, keys, lender, account, self, message.reads_store)):
             self.loan_over(lead, lost_blocks=False)
 
     def cancel(self, request_id: str, choice: int | None = None) -> None:
