@@ -211,6 +211,11 @@ class WorkerStub:
                 request_serializer=protos_dot_membership__pb2.SwitchRoleRequest.SerializeToString,
                 response_deserializer=protos_dot_membership__pb2.SwitchRoleReply.FromString,
                 _registered_method=True)
+        self.Weights = channel.unary_stream(
+                '/tandem.internal.v1.Worker/Weights',
+                request_serializer=protos_dot_membership__pb2.WeightsRequest.SerializeToString,
+                response_deserializer=protos_dot_membership__pb2.WeightsReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -239,6 +244,14 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Weights(self, request, context):
+        """Lend the files of the model's weights to a worker that starts. They are readable until the stream ends, whoever
+        ends it. One message.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -256,6 +269,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.SwitchRole,
                     request_deserializer=protos_dot_membership__pb2.SwitchRoleRequest.FromString,
                     response_serializer=protos_dot_membership__pb2.SwitchRoleReply.SerializeToString,
+            ),
+            'Weights': grpc.unary_stream_rpc_method_handler(
+                    servicer.Weights,
+                    request_deserializer=protos_dot_membership__pb2.WeightsRequest.FromString,
+                    response_serializer=protos_dot_membership__pb2.WeightsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -340,6 +358,33 @@ class Worker:
             '/tandem.internal.v1.Worker/SwitchRole',
             protos_dot_membership__pb2.SwitchRoleRequest.SerializeToString,
             protos_dot_membership__pb2.SwitchRoleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Weights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.internal.v1.Worker/Weights',
+            protos_dot_membership__pb2.WeightsRequest.SerializeToString,
+            protos_dot_membership__pb2.WeightsReply.FromString,
             options,
             channel_credentials,
             insecure,

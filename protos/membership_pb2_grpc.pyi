@@ -64,6 +64,10 @@ class WorkerStub:
     """Stop taking requests, finish or hand over those in flight, and join again in the given role, with the same weights
     and the same cache. Answers when the routers know the new role; at once if the worker has it already.
     """
+    Weights: _aio.UnaryStreamMultiCallable[_membership_pb2.WeightsRequest, _membership_pb2.WeightsReply]
+    """Lend the files of the model's weights to a worker that starts. They are readable until the stream ends, whoever
+    ends it. One message.
+    """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     """Service of every worker for operators and tests."""
@@ -92,6 +96,16 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_membership_pb2.SwitchRoleReply]:
         """Stop taking requests, finish or hand over those in flight, and join again in the given role, with the same weights
         and the same cache. Answers when the routers know the new role; at once if the worker has it already.
+        """
+
+    @_abc_1.abstractmethod
+    def Weights(
+        self,
+        request: _membership_pb2.WeightsRequest,
+        context: _aio.ServicerContext[_membership_pb2.WeightsRequest, _abc.AsyncIterator[_membership_pb2.WeightsReply]],
+    ) -> _abc.AsyncIterator[_membership_pb2.WeightsReply]:
+        """Lend the files of the model's weights to a worker that starts. They are readable until the stream ends, whoever
+        ends it. One message.
         """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _aio.Server) -> None: ...

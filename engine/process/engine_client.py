@@ -5,7 +5,8 @@ import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 from cluster.errors import StartError, TandemError, Unavailable
 from engine.messages import (
@@ -17,11 +18,14 @@ from engine.messages import (
     LendReady,
     LendRefused,
     LendStarting,
+    LendWeights,
     Load,
     Ready,
+    ReturnWeights,
     StartFailed,
     ToEngine,
     Token,
+    WeightsOffered,
 )
 
 EngineMessage = FromEngine | None
@@ -63,6 +67,8 @@ class EngineClient(EngineListener):
         self._watchers: set[Callable[[CacheChanged | Load], None]] = set()
         self._audits: dict[int, asyncio.Future[Audited]] = {}
         self._audit_count = 0
+        self._offers: dict[int, asyncio.Future[WeightsOffered]] = {}
+        self._borrower_count = 0
         self._dead = False
         self.last_load: Load | None = None
         """The engine's last load report."""
@@ -135,6 +141,26 @@ class EngineClient(EngineListener):
         audited: Audited = await answer
         return audited
 
+    @contextlib.asynccontextmanager
+    async def lending_weights(self) -> AsyncIterator[WeightsOffered]:
+        """Have the engine make its weight files readable within the block.
+
+        Raises Unavailable when it refuses, or is gone.
+        """
+        if self._dead:
+            raise Unavailable("the engine is gone")
+        self._borrower_count += 1
+        borrower = self._borrower_count
+        answer = self._offers[borrower] = asyncio.get_running_loop().create_future()
+        self.send(LendWeights(borrower))
+        try:
+            if (offered := await answer).refused:
+                raise Unavailable(f"the weights cannot be lent: {offered.refused}")
+            yield offered
+        finally:
+            self._offers.pop(borrower, None)
+            self.send(ReturnWeights(borrower))
+
     async def stop(self) -> None:
         """End the engine: orderly first, by force after 5 s."""
         await self._host.stop()
@@ -162,6 +188,9 @@ class EngineClient(EngineListener):
                 case Audited(audit_id):
                     if not (answer := self._audits.pop(audit_id)).done():
                         answer.set_result(message)
+                case WeightsOffered(borrower):
+                    if (offer := self._offers.get(borrower)) is not None and not offer.done():
+                        offer.set_result(message)
                 case LendStarting(loan_id) | LendReady(loan_id) | LendRefused(loan_id):
                     self._deliver(loan_id, message)
                 case _:
@@ -175,7 +204,8 @@ class EngineClient(EngineListener):
         self._dead = True
         for listener in tuple(self._listeners.values()):
             listener(None)
-        for answer in self._audits.values():
+        answers: list[asyncio.Future[Any]] = [*self._audits.values(), *self._offers.values()]
+        for answer in answers:
             if not answer.done():
                 answer.set_exception(Unavailable("the engine is gone"))
         if not self._ready.done():
