@@ -58,7 +58,7 @@ class WeightsFetch:
         """Fingerprint of all bytes; empty until all of them went through the digest."""
         self.offsets, self._num_bytes = layout_of([file.num_bytes for file in offer.files])
         self.memory: NDArray[np.uint8] = huge_memory(self._num_bytes)
-        """Memory that the files arrive in, laid out as `offsets`."""
+        """Memory that the files arrive in, laid out as `offsets`, until it is released."""
         for run in (self._read, self._hash):
             threading.Thread(target=run, name=f"weights{run.__name__}", daemon=True).start()
 
@@ -76,6 +76,10 @@ class WeightsFetch:
             if self.failure:
                 raise WeightsLost(self.failure)
         return self._found
+
+    def release(self) -> None:
+        """Let the memory go, after every tensor was taken."""
+        self.memory = np.empty(0, np.uint8)
 
     def give_up(self, reason: str) -> None:
         """Fail everyone who waits; the first reason counts."""

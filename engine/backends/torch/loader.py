@@ -106,6 +106,7 @@ def _load_arriving(
         fetch.give_up(str(error))
         log.warning("weights are read from the disk, not from %s: %s", fetch.offer.worker_id, fetch.failure)
         return None
+    fetch.release()
     fetch.taken = True
     return loaded  # type: ignore[no-any-return]
 
