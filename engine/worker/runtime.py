@@ -56,6 +56,9 @@ class Start:
     weights_source: str
     """Source of its weights: disk, page cache, or peer and its id; empty for an engine without weights."""
 
+    def __str__(self) -> str:
+        return f"{self.seconds:.1f} s" + (f", weights from {self.weights_source}" if self.weights_source else "")
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
@@ -100,7 +103,7 @@ class Worker:
         member: MemberIdentity | None,
     ) -> None:
         self.address = address
-        self.addresses = Addresses(address, metrics=metrics.address)
+        self.addresses = Addresses(address, metrics=metrics.address, start=str(context.start))
         self._metrics = metrics
         self._context = context
         self._server = server
@@ -251,7 +254,7 @@ async def start_worker(
         if ready.weights_from_peer and source.offer is not None:
             weights = f"peer {source.offer.worker_id}"
         start = Start(time.monotonic() - began_at, weights)
-        log.info("started in %.1f s%s", start.seconds, f", weights from {weights}" if weights else "")
+        log.info("started in %s", start)
         lenders = LenderStreams(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s, member)
         requests, loans = Drain(), Drain()
         say_role = register(
