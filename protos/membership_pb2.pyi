@@ -176,17 +176,21 @@ class WeightFile(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     num_bytes: _builtins.int
+    identity: _builtins.str
+    """Sign that two files of equal size hold the same bytes, such as the time of the last change."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         num_bytes: _builtins.int = ...,
+        identity: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_bytes", b"num_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "name", b"name", "num_bytes", b"num_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

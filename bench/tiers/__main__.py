@@ -1,4 +1,4 @@
-"""All parts of `make bench-tiers`, or those named as arguments: replayed, folder, damage, decisions."""
+"""All parts of `make bench-tiers`, or those named as arguments: replayed, folder, damage, decisions, start."""
 
 import asyncio
 import sys
@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from bench.report import Bar, Parts, conclude
-from bench.tiers import damage, decisions, folder, replayed
+from bench.tiers import damage, decisions, folder, replayed, start
 
 PARTS: dict[str, tuple[Callable[[Progress], Any], Callable[[dict[str, Any]], list[Bar]]]] = {
     "replayed": (replayed.measure, replayed.bars_of),
     "folder": (folder.measure, folder.bars_of),
     "damage": (damage.measure, damage.bars_of),
     "decisions": (decisions.measure, decisions.bars_of),
+    "start": (start.measure, start.bars_of),
 }
 
 

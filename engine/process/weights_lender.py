@@ -89,7 +89,7 @@ class WeightsLender:
         mapped = MappedFiles(paths)
         self._transport = self._open_transport()
         endpoint = self._transport.register(mapped.pool)
-        files = tuple(WeightFile(path.name, path.stat().st_size) for path in paths)
+        files = tuple(map(WeightFile.of, paths))
         return WeightsOffered(0, files, fingerprint, endpoint)
 
     def _take_back(self, borrower: int) -> None:

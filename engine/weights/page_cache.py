@@ -11,7 +11,10 @@ SHARE = 0.9
 
 
 def in_page_cache(paths: Sequence[Path]) -> bool:
-    """Return whether nearly all of the files is there; False where the file system cannot tell."""
+    """Return whether nearly all of the files is there; False where the file system cannot tell.
+
+    Some kernels begin to read a page that was tried, so a second answer about small files may differ.
+    """
     return all(_found_in(path) >= SHARE * SAMPLES for path in paths)
 
 

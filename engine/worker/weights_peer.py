@@ -17,7 +17,7 @@ from cluster.rpc import channel
 from cluster.tls import MemberIdentity
 from engine.config import WorkerConfig
 from engine.model.model_dir import ModelDir
-from engine.weights.offer import WeightFile, WeightsOffer
+from engine.weights.offer import WeightFile, WeightsOffer, may_replace
 from engine.weights.page_cache import in_page_cache
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
@@ -67,17 +67,14 @@ class WeightsSource:
         suited = lends_weights(config) and "quantization_config" not in model_dir.config
         if config.weights_from == "disk" or not suited or (cached and config.weights_from == "auto"):
             return
-        wanted = {file.name: file.stat().st_size for file in files}
+        wanted, known = [WeightFile.of(file) for file in files], model_dir.remembered_fingerprint()
         for address in await _addresses(config, model_dir, discovery, trust):
             if (offer := await self._ask(address, model_dir, trust)) is None:
                 continue
-            if {file.name: file.num_bytes for file in offer.files} != wanted:
-                log.info("%s has other weight files than %s", offer.worker_id, model_dir.path)
-            elif (known := model_dir.remembered_fingerprint()) is not None and known != offer.fingerprint:
-                log.info("%s has weights of another fingerprint", offer.worker_id)
-            else:
+            if may_replace(offer, wanted, known, trusted=config.weights_from == "peer"):
                 self.offer = offer
                 return
+            log.info("the weight files of %s are not known to be those of %s", offer.worker_id, model_dir.path)
             await self._open.aclose()
 
     async def close(self) -> None:
@@ -98,7 +95,7 @@ class WeightsSource:
             await self._open.aclose()
             return None
         assert isinstance(reply, pb.WeightsReply), "the stream ended without a message or an error"
-        files = tuple(WeightFile(file.name, file.num_bytes) for file in reply.files)
+        files = tuple(WeightFile(file.name, file.num_bytes, file.identity) for file in reply.files)
         return WeightsOffer(reply.worker_id, files, reply.fingerprint, reply.endpoint)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from typing import Any
 
 from cluster.error_status import to_status
@@ -57,7 +58,7 @@ class WorkerService(pb_grpc.WorkerServicer):
             if request.config_fingerprint != self._weights:
                 raise Incompatible("this worker serves another model", "config_fingerprint")
             async with self._engine.lending_weights() as offered:
-                files = [pb.WeightFile(name=file.name, num_bytes=file.num_bytes) for file in offered.files]
+                files = [pb.WeightFile(**asdict(file)) for file in offered.files]
                 fingerprint, endpoint = offered.fingerprint, offered.endpoint
                 yield pb.WeightsReply(
                     worker_id=self._worker_id, files=files, fingerprint=fingerprint, endpoint=endpoint

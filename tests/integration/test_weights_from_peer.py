@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 
+from bench.tiers.folder import forget
 from engine.config import WorkerConfig
 from engine.weights.fetch import WeightsFetch, WeightsLost
 from engine.weights.offer import WeightFile, WeightsOffer
+from engine.weights.page_cache import in_page_cache
 from kvtransfer.registry import open_transport
 from support.processes import LENDER_ALWAYS, Stream, engine_of, finished, running, workers_joined
 from support.real_engines import RealEngine, chosen, engines, greedy, kill
 from support.torch_models import random_prompts
 from support.transport_worlds import ProcessLender
 from tandem.client import Client
+from tandem.local.local_cluster import stop_process
 
 (PROMPT,) = random_prompts(100, seed=1)
 TORCH: dict[str, Any] = {"engine": "torch", "device": "cpu", "backend": "sdpa", "weights_from": "peer"}
@@ -71,6 +74,34 @@ async def test_quantised_at_load_is_the_same_from_either(tiny_model: Path, copie
         async with engines(borrower):
             assert borrower.ready.weights_from_peer
             assert borrower.ready.model_fingerprint == lender.ready.model_fingerprint
+
+
+async def test_auto_takes_a_peer_for_cold_files_that_are_the_same(
+    make_model: Any, copied: Path, tmp_path: Path, tiny_model: Path, cluster_of: Any
+) -> None:
+    other = Path(shutil.copytree(make_model("llama", seed=7), tmp_path / "another" / tiny_model.name))
+    kept = Path(shutil.copytree(tiny_model, tmp_path / "cold" / tiny_model.name))  # with the times of the originals
+    assert (other / "config.json").read_bytes() == (kept / "config.json").read_bytes()
+    (probe := tmp_path / "probe").write_bytes(bytes(1 << 20))
+    forget([probe])
+    if in_page_cache([probe]):
+        pytest.skip("this file system's pages stay in memory")
+    automatic = TORCH | {"weights_from": "auto"}
+    cluster = cluster_of(tiny_model, prefill=0, **automatic)
+    async with running(cluster) as (cluster, client):
+        for name, path, is_cold, source in (
+            ("decode-warm", copied, False, "page cache"),
+            ("decode-cold", kept, True, "peer decode-0"),
+            ("decode-another", other, True, "disk"),
+        ):
+            if is_cold:
+                forget(list(path.iterdir()))
+            config = WorkerConfig.parse({"model": path, "worker_id": name, "kv_memory_mib": 32} | automatic)
+            cluster.engines.append(engine_of(worker := await cluster.add_worker("decode_worker", config)))
+            await workers_joined(client, 0, 2)
+            assert (await starts(client))[name] == source
+            await stop_process(worker.process)
+            await workers_joined(client, 0, 1)
 
 
 def damage(model: Path, how: str) -> None:
@@ -131,7 +162,7 @@ def test_a_peer_that_dies_in_the_middle(lanes: str, monkeypatch: pytest.MonkeyPa
     num_bytes = 256 << 20
     lender = ProcessLender(3, num_bytes, UCX_TLS=lanes)
     try:
-        offer = WeightsOffer("lender", (WeightFile("model.safetensors", num_bytes),), bytes(32), lender.endpoint)
+        offer = WeightsOffer("lender", (WeightFile("model.safetensors", num_bytes, ""),), bytes(32), lender.endpoint)
         opener = lambda: open_transport("nixl", f"borrower-{lanes}")  # noqa: E731
         fetch = WeightsFetch(offer, blake2b(digest_size=32), opener, 5.0)
         fetch.wait_for(1)
@@ -150,7 +181,7 @@ def test_all_bytes_arrive_in_order(lanes: str, monkeypatch: pytest.MonkeyPatch) 
     lender = ProcessLender(4, num_bytes, UCX_TLS=lanes)
     try:
         fingerprint = blake2b(b"model.safetensors" + lender.data.tobytes(), digest_size=32).digest()
-        offer = WeightsOffer("lender", (WeightFile("model.safetensors", num_bytes),), fingerprint, lender.endpoint)
+        offer = WeightsOffer("lender", (WeightFile("model.safetensors", num_bytes, ""),), fingerprint, lender.endpoint)
         opener = lambda: open_transport("nixl", f"reader-{lanes}")  # noqa: E731
         fetch = WeightsFetch(offer, blake2b(digest_size=32), opener, 5.0)
         assert fetch.confirm() == fingerprint

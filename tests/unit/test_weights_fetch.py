@@ -13,7 +13,7 @@ from engine.backends.torch.arriving import arriving_tensors
 from engine.model.model_dir import ModelDir
 from engine.weights.fetch import WeightsFetch, WeightsLost
 from engine.weights.mapped_files import MappedFiles
-from engine.weights.offer import ALIGNMENT, WeightFile, WeightsOffer, layout_of
+from engine.weights.offer import ALIGNMENT, WeightFile, WeightsOffer, layout_of, may_replace
 from engine.weights.page_cache import in_page_cache
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.transport import Pool
@@ -30,7 +30,7 @@ def fetch_of(*files: tuple[str, bytes], fingerprint: bytes | None = None) -> Wei
         digest.update(name.encode() + content)
     network = LocalNetwork()
     endpoint = LocalTransport(network, "lender").register(Pool(memory.reshape(1, -1)))
-    told = tuple(WeightFile(name, len(content)) for name, content in files)
+    told = tuple(WeightFile(name, len(content), "") for name, content in files)
     offer = WeightsOffer("lender", told, fingerprint or digest.digest(), endpoint)
     return WeightsFetch(offer, blake2b(digest_size=32), lambda: LocalTransport(network, "borrower"), 5.0)
 
@@ -99,7 +99,7 @@ def test_a_tensor_that_cannot_be_where_its_header_says(tmp_path: Path, changed: 
 
 
 def test_a_lender_that_is_gone() -> None:
-    offer = WeightsOffer("lender", (WeightFile("model.safetensors", 10),), bytes(32), b"tandem-local:nobody")
+    offer = WeightsOffer("lender", (WeightFile("model.safetensors", 10, ""),), bytes(32), b"tandem-local:nobody")
     fetch = WeightsFetch(offer, blake2b(digest_size=32), lambda: LocalTransport(LocalNetwork(), "borrower"), 5.0)
     with pytest.raises(WeightsLost, match="nobody at"):
         fetch.wait_for(1)
@@ -126,3 +126,35 @@ def test_nothing_to_map(tmp_path: Path) -> None:
 def test_a_file_that_was_just_written_is_in_the_page_cache(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(1 << 20))
     assert in_page_cache([tmp_path / "file"])
+
+
+OWN = (WeightFile("a", 10, "changed 1"), WeightFile("b", 20, "changed 2"))
+
+
+@pytest.mark.parametrize(
+    ("offered", "known", "trusted", "taken"),
+    [
+        (OWN, None, False, True),
+        (OWN, b"the same", False, True),
+        (OWN, b"another", False, False),
+        (OWN, b"another", True, False),
+        ((OWN[0], WeightFile("b", 20, "changed 3")), None, False, False),
+        ((OWN[0], WeightFile("b", 20, "changed 3")), None, True, True),
+        ((OWN[0], WeightFile("b", 20, "changed 3")), b"the same", False, True),
+        ((OWN[0], WeightFile("b", 21, "changed 2")), b"the same", True, False),
+        ((OWN[0], WeightFile("c", 20, "changed 2")), None, True, False),
+        (OWN[:1], None, True, False),
+    ],
+)
+def test_whose_weights_stand_for_ones_own(
+    offered: tuple[WeightFile, ...], known: bytes | None, trusted: bool, taken: bool
+) -> None:
+    offer = WeightsOffer("lender", offered, b"the same", b"")
+    assert may_replace(offer, OWN, known, trusted) is taken
+
+
+def test_a_file_of_the_hubs_cache_is_known_by_its_content(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "5891b5b522d5").write_bytes(b"x")
+    (tmp_path / "model.safetensors").symlink_to("blobs/5891b5b522d5")
+    assert WeightFile.of(tmp_path / "model.safetensors") == WeightFile("model.safetensors", 1, "5891b5b522d5")
