@@ -6,16 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.tiers.folder import forget
 from engine.config import WorkerConfig
+from engine.model.model_dir import ModelDir
 from engine.weights.fetch import WeightsFetch, WeightsLost
+from engine.weights.mapped_files import MappedFiles
 from engine.weights.offer import WeightFile, WeightsOffer
 from engine.weights.page_cache import in_page_cache
+from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.registry import open_transport
 from support.processes import LENDER_ALWAYS, Stream, engine_of, finished, running, workers_joined
 from support.real_engines import RealEngine, chosen, engines, greedy, kill
-from support.torch_models import random_prompts
+from support.torch_models import logits_after, random_prompts, runner_of
 from support.transport_worlds import ProcessLender
 from tandem.client import Client
 from tandem.local.local_cluster import stop_process
@@ -74,6 +78,27 @@ async def test_quantised_at_load_is_the_same_from_either(tiny_model: Path, copie
         async with engines(borrower):
             assert borrower.ready.weights_from_peer
             assert borrower.ready.model_fingerprint == lender.ready.model_fingerprint
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gemma3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_family_loads_as_from_its_files(make_model: Any, family: str, dtype: str) -> None:
+    model_dir = ModelDir.open(make_model(family))
+    files, network = model_dir.weight_files(), LocalNetwork()
+    mapped = MappedFiles(files)
+    endpoint = LocalTransport(network, "lender").register(mapped.pool)
+    offer = WeightsOffer("lender", tuple(map(WeightFile.of, files)), model_dir.weights_fingerprint(), endpoint)
+    digest = model_dir.begin_weights_digest()
+    fetch = WeightsFetch(offer, digest, lambda: LocalTransport(network, "borrower"), 5.0)
+    arrived, read = runner_of(model_dir.path, dtype, fetch=fetch), runner_of(model_dir.path, dtype)
+    assert fetch.taken
+    assert not fetch.memory.size, "its memory is free"
+    assert arrived.info == read.info
+    weights, expected = arrived.paged.model.state_dict(), read.paged.model.state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(weights[name].equal(expected[name]) for name in expected)
+    # float32 products may depend on where a matrix lies in memory
+    torch.testing.assert_close(logits_after(arrived, PROMPT), logits_after(read, PROMPT))
 
 
 async def test_auto_takes_a_peer_for_cold_files_that_are_the_same(
