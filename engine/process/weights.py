@@ -33,10 +33,9 @@ def open_fetch(spec: EngineSpec) -> WeightsFetch | None:
 
 def open_lender(spec: EngineSpec, info: ModelInfo, wake: Callable[[], None]) -> WeightsLender:
     """Return the lender of this engine's weights."""
-    quantization = spec.config.quantization()
 
     def is_loaded(saved: bytes) -> bool:
-        return quantization.fingerprint(saved) == info.weights_fingerprint
+        return spec.config.quantization().fingerprint(saved) == info.weights_fingerprint
 
     return WeightsLender(
         spec.config.model,

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from bench.tiers.folder import forget
+from cluster.errors import Incompatible
+from cluster.rpc import channel
 from engine.config import WorkerConfig
 from engine.model.model_dir import ModelDir
 from engine.weights.fetch import WeightsFetch, WeightsLost
@@ -17,6 +19,8 @@ from engine.weights.offer import WeightFile, WeightsOffer
 from engine.weights.page_cache import in_page_cache
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.registry import open_transport
+from protos import membership_pb2, membership_pb2_grpc
+from support.observed_cluster import refusal
 from support.processes import LENDER_ALWAYS, Stream, engine_of, finished, running, workers_joined
 from support.real_engines import RealEngine, chosen, engines, greedy, kill
 from support.torch_models import logits_after, random_prompts, runner_of
@@ -50,6 +54,10 @@ async def test_a_worker_from_a_peer_computes_the_same_and_exchanges_kv(
         config = WorkerConfig.parse({"model": copied, "worker_id": "prefill-new", "kv_memory_mib": 32} | TORCH)
         cluster.engines.append(engine_of(await cluster.add_worker("prefill_worker", config)))
         await workers_joined(client, 1, 1)
+        async with channel(cluster.decode[0].address) as link:
+            asked = membership_pb2.WeightsRequest(config_fingerprint=b"of another model")
+            refused = await refusal(membership_pb2_grpc.WorkerStub(link).Weights(asked))
+            assert (type(refused), refused.field) == (Incompatible, "config_fingerprint")
         sources = await starts(client)
         assert sources["prefill-new"] == "peer decode-0"
         assert sources["decode-0"] in ("disk", "page cache"), "nobody was there before it"
