@@ -24,6 +24,8 @@ class Addresses:
     metrics: str = ""
     internal: str = ""
     """Address where workers join a router, when it differs from `grpc`."""
+    start: str = ""
+    """Account of a worker's start, for people: how long it took, and where the weights came from."""
 
     @property
     def joined_at(self) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from engine.core_types import FinishReason, RequestFailure, SamplingParams, StepBudget, TokenLogprobs
 from engine.kv.block_pool import CacheEvent
 from engine.kv.pins import Retention
+from engine.weights.offer import WeightFile
 
 # ----------------------------------------------------------------------------------------- to the engine
 
@@ -176,6 +177,20 @@ class Audit:
     audit_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class LendWeights:
+    """Make the weight files readable for a borrower, and answer WeightsOffered."""
+
+    borrower: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnWeights:
+    """The borrower does not read weights any more."""
+
+    borrower: int
+
+
 ToEngine = (
     Generate
     | Cancel
@@ -191,6 +206,8 @@ ToEngine = (
     | CorruptReads
     | Audit
     | InspectCache
+    | LendWeights
+    | ReturnWeights
 )
 
 # --------------------------------------------------------------------------------------- from the engine
@@ -213,6 +230,8 @@ class Ready:
     """Names and fingerprints of the loaded LoRA adapters."""
     store: str = ""
     """Identity of the shared store; empty without one."""
+    weights_from_peer: bool = False
+    """Whether the weights came from the peer that the start parameters offer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,6 +479,17 @@ class CacheInspected:
     """Blocks whose pins were dropped."""
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsOffered:
+    """Weight files that a borrower may read until it returns them, or why not."""
+
+    borrower: int
+    files: tuple[WeightFile, ...] = ()
+    fingerprint: bytes = b""
+    endpoint: bytes = b""
+    refused: str = ""
+
+
 FromEngine = (
     Ready
     | StartFailed
@@ -478,4 +508,5 @@ FromEngine = (
     | Load
     | Audited
     | CacheInspected
+    | WeightsOffered
 )

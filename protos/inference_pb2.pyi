@@ -1903,6 +1903,8 @@ class WorkerStatus(_message.Message):
     HIT_BLOCKS_FIELD_NUMBER: _builtins.int
     FAILING_FIELD_NUMBER: _builtins.int
     FAILING_LENDERS_FIELD_NUMBER: _builtins.int
+    START_SECONDS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_SOURCE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -1935,6 +1937,11 @@ class WorkerStatus(_message.Message):
     """Whether the router's circuit breaker for the worker is open: requests placed on it failed, and only probes go
     there.
     """
+    start_seconds: _builtins.float
+    """Seconds from the worker's settings to a loaded model, and where its weights came from: "disk", "page cache", or
+    "peer" and its id. Empty for an engine without weights.
+    """
+    weights_source: _builtins.str
     @_builtins.property
     def failing_lenders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Lenders for which the circuit breaker is open: the worker's loans from them failed."""
@@ -1963,10 +1970,12 @@ class WorkerStatus(_message.Message):
         hit_blocks: _builtins.int = ...,
         failing: _builtins.bool = ...,
         failing_lenders: _abc.Iterable[_builtins.str] | None = ...,
+        start_seconds: _builtins.float = ...,
+        weights_source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked_blocks", b"asked_blocks", "available_blocks", b"available_blocks", "block_tokens", b"block_tokens", "cached_blocks", b"cached_blocks", "decode_prefill_tokens_per_s", b"decode_prefill_tokens_per_s", "decoding", b"decoding", "draining", b"draining", "failing", b"failing", "failing_lenders", b"failing_lenders", "has_reported", b"has_reported", "hit_blocks", b"hit_blocks", "loans", b"loans", "num_blocks", b"num_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running", b"running", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked_blocks", b"asked_blocks", "available_blocks", b"available_blocks", "block_tokens", b"block_tokens", "cached_blocks", b"cached_blocks", "decode_prefill_tokens_per_s", b"decode_prefill_tokens_per_s", "decoding", b"decoding", "draining", b"draining", "failing", b"failing", "failing_lenders", b"failing_lenders", "has_reported", b"has_reported", "hit_blocks", b"hit_blocks", "loans", b"loans", "num_blocks", b"num_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running", b"running", "start_seconds", b"start_seconds", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from bench.report import Bar, Parts, conclude
-from bench.tiers import damage, decisions, folder, live, pins, replayed
+from bench.tiers import damage, decisions, folder, live, pins, replayed, start
 
 PARTS: dict[str, tuple[Callable[[Progress], Any], Callable[[dict[str, Any]], list[Bar]]]] = {
     "replayed": (replayed.measure, replayed.bars_of),
@@ -18,6 +18,7 @@ PARTS: dict[str, tuple[Callable[[Progress], Any], Callable[[dict[str, Any]], lis
     "pins": (pins.measure, pins.bars_of),
     "damage": (damage.measure, damage.bars_of),
     "decisions": (decisions.measure, decisions.bars_of),
+    "start": (start.measure, start.bars_of),
 }
 
 

@@ -132,23 +132,42 @@ class ModelDir:
 
         The result is cached beside the weights, since hashing takes seconds per gigabyte.
         """
-        files = sorted(self.path.glob("*.safetensors"))
-        if not files:
-            raise ModelRefused(f"{self.path} holds no .safetensors file")
-        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        identity = f"{self.path.resolve()}{stats}".encode() + self.config_fingerprint()
-        memory = cache_folder("weights") / blake2b(identity, digest_size=16).hexdigest()
-        if memory.exists() and len(remembered := memory.read_bytes()) == 32:
+        files = self.weight_files()
+        if (remembered := self.remembered_fingerprint()) is not None:
             return remembered
-        fingerprint = self._hash_weights(files)
+        memory, fingerprint = self._fingerprint_file(files), self._hash_weights(files)
         memory.parent.mkdir(parents=True, exist_ok=True)
         scratch = memory.with_suffix(f".{os.getpid()}")
         scratch.write_bytes(fingerprint)
         scratch.replace(memory)
         return fingerprint
 
+    def remembered_fingerprint(self) -> bytes | None:
+        """Fingerprint of the weights where it is known without reading them, otherwise None."""
+        memory = self._fingerprint_file(self.weight_files())
+        return remembered if memory.exists() and len(remembered := memory.read_bytes()) == 32 else None
+
+    def weight_files(self) -> list[Path]:
+        """Return the files of the weights, in the order of their names.
+
+        Raises ModelRefused where there is none.
+        """
+        if not (files := sorted(self.path.glob("*.safetensors"))):
+            raise ModelRefused(f"{self.path} holds no .safetensors file")
+        return files
+
+    def begin_weights_digest(self) -> blake2b:
+        """Return the weights' digest before the first file: of each follow its name and its bytes."""
+        return blake2b((self.path / "config.json").read_bytes(), digest_size=32)
+
+    def _fingerprint_file(self, files: list[Path]) -> Path:
+        """Return the file of this machine's cache that holds the fingerprint of these files, as they are now."""
+        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        identity = f"{self.path.resolve()}{stats}".encode() + self.config_fingerprint()
+        return cache_folder("weights") / blake2b(identity, digest_size=16).hexdigest()
+
     def _hash_weights(self, files: list[Path]) -> bytes:
-        digest = blake2b((self.path / "config.json").read_bytes(), digest_size=32)
+        digest = self.begin_weights_digest()
         for file in files:
             digest.update(file.name.encode())
             with file.open("rb") as stream:

@@ -5,7 +5,7 @@ import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from cluster.errors import StartError, TandemError, Unavailable
@@ -20,11 +20,14 @@ from engine.messages import (
     LendReady,
     LendRefused,
     LendStarting,
+    LendWeights,
     Load,
     Ready,
+    ReturnWeights,
     StartFailed,
     ToEngine,
     Token,
+    WeightsOffered,
 )
 
 EngineMessage = FromEngine | None
@@ -70,6 +73,8 @@ class EngineClient(EngineListener):
         self._watchers: set[Callable[[CacheChanged | Load], None]] = set()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._num_asked = 0
+        self._offers: dict[int, asyncio.Future[WeightsOffered]] = {}
+        self._borrower_count = 0
         self._dead = False
         self.last_load: Load | None = None
         """The engine's last load report."""
@@ -157,6 +162,26 @@ class EngineClient(EngineListener):
         self.send(question(self._num_asked))
         return await answer
 
+    @contextlib.asynccontextmanager
+    async def lending_weights(self) -> AsyncIterator[WeightsOffered]:
+        """Have the engine make its weight files readable within the block.
+
+        Raises Unavailable when it refuses, or is gone.
+        """
+        if self._dead:
+            raise Unavailable("the engine is gone")
+        self._borrower_count += 1
+        borrower = self._borrower_count
+        answer = self._offers[borrower] = asyncio.get_running_loop().create_future()
+        self.send(LendWeights(borrower))
+        try:
+            if (offered := await answer).refused:
+                raise Unavailable(f"the weights cannot be lent: {offered.refused}")
+            yield offered
+        finally:
+            self._offers.pop(borrower, None)
+            self.send(ReturnWeights(borrower))
+
     async def stop(self) -> None:
         """End the engine: orderly first, by force after 5 s."""
         await self._host.stop()
@@ -184,6 +209,9 @@ class EngineClient(EngineListener):
                 case Audited(number) | CacheInspected(number):
                     if not (answer := self._answers.pop(number)).done():
                         answer.set_result(message)
+                case WeightsOffered(borrower):
+                    if (offer := self._offers.get(borrower)) is not None and not offer.done():
+                        offer.set_result(message)
                 case LendStarting(loan_id) | LendReady(loan_id) | LendRefused(loan_id):
                     self._deliver(loan_id, message)
                 case _:
@@ -197,7 +225,7 @@ class EngineClient(EngineListener):
         self._dead = True
         for listener in tuple(self._listeners.values()):
             listener(None)
-        for answer in self._answers.values():
+        for answer in [*self._answers.values(), *self._offers.values()]:
             if not answer.done():
                 answer.set_exception(Unavailable("the engine is gone"))
         if not self._ready.done():

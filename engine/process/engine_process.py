@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -33,8 +34,11 @@ from engine.process.ranks import Ranks, leave, serve, start_failure
 from engine.process.runners import open_core_allocation, open_sim_runner, open_torch_runner
 from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import become_child, own_transport, prepare
+from engine.process.weights import open_fetch, open_lender
+from engine.process.weights_lender import WeightsLender
 from engine.sampling.grammar_gate import GrammarGate
 from engine.tensor_parallel.runner import ParallelRunner
+from engine.weights.fetch import WeightsFetch
 from kvtransfer.errors import TransportUnavailable
 
 log = logging.getLogger(__name__)
@@ -53,14 +57,15 @@ def main() -> None:
         if spec.config.tensor_parallel > 1:
             ranks = Ranks(spec, front.wake)  # started before this process lowers its priority, which they would inherit
         prepare(spec.config.of_rank(0))
-        core, computer, gate = _start(spec, front, ranks)
+        core, computer, gate, lender = _start(spec, front, ranks)
     except (EngineStartError, TransportUnavailable, RankLost) as error:
         front.send(StartFailed(str(error) if isinstance(error, EngineStartError) else start_failure(error)))
         front.finish()
         leave(ranks)
         return
     spare_the_started()
-    serve(partial(_loop, core, computer, gate, front, ranks), ranks)
+    serve(partial(_loop, core, computer, gate, lender, front, ranks), ranks)
+    lender.close()
     computer.stop()
     core.close()
     leave(ranks)
@@ -73,8 +78,11 @@ class _ComputeThread:
     them than cores they stop waiting actively, and steps take nearly twice as long.
     """
 
-    def __init__(self, spec: EngineSpec, ranks: Ranks | None, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, spec: EngineSpec, ranks: Ranks | None, wake: Callable[[], None], fetch: WeightsFetch | None
+    ) -> None:
         self._spec = spec
+        self._fetch = fetch
         self._ranks = ranks
         self._wake = wake
         self._made: Future[ModelRunner] = Future()
@@ -115,7 +123,8 @@ class _ComputeThread:
     def _run(self) -> None:
         try:
             core_allocation = open_core_allocation(self._spec.config, self._spec.role)
-            runner = _make_runner(self._spec, self._ranks, core_allocation)
+            runner = _make_runner(self._spec, self._ranks, core_allocation, self._fetch)
+            self._fetch = None  # lets go of its memory
         except BaseException as error:
             self._made.set_exception(error)
             return
@@ -137,13 +146,22 @@ class _ComputeThread:
         return self._batches.get()
 
 
-def _loop(core: EngineCore, computer: _ComputeThread, gate: GrammarGate, front: FrontLink, ranks: Ranks | None) -> None:
+def _loop(
+    core: EngineCore,
+    computer: _ComputeThread,
+    gate: GrammarGate,
+    lender: WeightsLender,
+    front: FrontLink,
+    ranks: Ranks | None,
+) -> None:
     while True:
         if ranks is not None:
             ranks.check()
         for message in front.listen(0.0 if core.busy else IDLE_TURN_S):
-            if gate.passes(message):
+            if gate.passes(message) and lender.passes(message):
                 core.handle(message)
+        for offered in lender.answers():
+            front.send(offered)
         for message in gate.released():
             core.handle(message)
         core.handle_posted()
@@ -158,25 +176,33 @@ def _loop(core: EngineCore, computer: _ComputeThread, gate: GrammarGate, front: 
         front.flush()
 
 
-def _start(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> tuple[EngineCore, _ComputeThread, GrammarGate]:
+def _start(
+    spec: EngineSpec, front: FrontLink, ranks: Ranks | None
+) -> tuple[EngineCore, _ComputeThread, GrammarGate, WeightsLender]:
     transport = own_transport(spec.config, spec.agent_name)
-    computer = _ComputeThread(spec, ranks, front.wake)
+    fetch = open_fetch(spec)
+    computer = _ComputeThread(spec, ranks, front.wake, fetch)
     runner = computer.runner()
+    from_peer = fetch is not None and fetch.taken
+    del fetch
     others = ranks.followers if ranks is not None else ()
     if (fast_path := open_fast_path_socket()) is not None:
         front.watch(fast_path.fileno())
     core = open_core(spec, runner, transport, front.send, front.wake, others, fast_path)
-    front.send(core.start())
+    front.send(replace(core.start(), weights_from_peer=from_peer))
     front.flush()
-    return core, computer, GrammarGate(runner.grammars, front.wake)
+    return core, computer, GrammarGate(runner.grammars, front.wake), open_lender(spec, runner.info, front.wake)
 
 
-def _make_runner(spec: EngineSpec, ranks: Ranks | None, core_allocation: CoreAllocation | None) -> ModelRunner:
+def _make_runner(
+    spec: EngineSpec, ranks: Ranks | None, core_allocation: CoreAllocation | None, fetch: WeightsFetch | None
+) -> ModelRunner:
     """Create the runner, bound to its cores."""
     if spec.config.engine == "sim":
         return open_sim_runner(spec.config, belongs_in_file(spec.role))
     if ranks is None:
-        return open_torch_runner(spec.config, spec.role, draft_of(spec), core_allocation=core_allocation)
+        draft = draft_of(spec)
+        return open_torch_runner(spec.config, spec.role, draft, core_allocation=core_allocation, fetch=fetch)
     rank = RankSpec(spec, 0, ranks.meeting)
     own = open_torch_runner(rank.config, spec.role, rank=rank)
     ranks.met()

@@ -20,6 +20,7 @@ from engine.host.memory import UNMEASURED_KV_BYTES, belongs_in_file
 from engine.model.adapters import read_adapters
 from engine.process.spec import RankSpec
 from engine.process.start_up import num_threads
+from engine.weights.fetch import WeightsFetch
 
 if TYPE_CHECKING:
     from engine.backends.torch.runner import TorchRunner
@@ -67,6 +68,7 @@ def open_torch_runner(
     draft: Path | None = None,
     rank: RankSpec | None = None,
     core_allocation: CoreAllocation | None = None,
+    fetch: WeightsFetch | None = None,
 ) -> "TorchRunner":
     """Open the torch runner on the calling thread, which must be the one that uses it, bound to its cores.
 
@@ -95,6 +97,7 @@ def open_torch_runner(
         RankInfo(rank.rank, rank.ranks, rank.meeting) if rank is not None else None,
         belongs_in_file(role),
         KvRoom(config.max_batch_tokens, config.host_kv_bytes),
+        fetch,
     )
     if threads == len(share.own):
         runner.bind(share.own, share.shared)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from cluster.roles import Role
 from engine.config import WorkerConfig
+from engine.weights.offer import WeightsOffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,8 @@ class EngineSpec:
     agent_name: str
     worker_id: str = ""
     """Name of the worker, for log lines."""
+    weights: WeightsOffer | None = None
+    """Weights of a live worker, to be read instead of the files."""
 
 
 @dataclass(frozen=True, slots=True)

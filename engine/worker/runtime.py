@@ -31,6 +31,7 @@ from engine.worker.membership import NAME_TAKEN_S, Memberships
 from engine.worker.metrics import register
 from engine.worker.model_files import with_local_files
 from engine.worker.role_switch import RoleSwitch
+from engine.worker.weights_peer import WeightsSource, lends_weights
 from engine.worker.worker_service import WorkerService
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
@@ -48,6 +49,19 @@ SILENT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """Account of a worker's start."""
+
+    seconds: float
+    """Seconds from its settings to a loaded model."""
+    weights_source: str
+    """Source of its weights: disk, page cache, or peer and its id; empty for an engine without weights."""
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.1f} s" + (f", weights from {self.weights_source}" if self.weights_source else "")
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerContext:
     """Parts of a worker that its services use."""
 
@@ -59,6 +73,7 @@ class WorkerContext:
     model_dir: ModelDir
     engine: EngineClient
     ready: Ready
+    start: Start
     lenders: LenderStreams
     requests: Drain
     """Decode requests in flight."""
@@ -90,7 +105,7 @@ class Worker:
         member: MemberIdentity | None,
     ) -> None:
         self.address = address
-        self.addresses = Addresses(address, metrics=metrics.address)
+        self.addresses = Addresses(address, metrics=metrics.address, start=str(context.start))
         self._metrics = metrics
         self._context = context
         self._server = server
@@ -218,6 +233,7 @@ async def start_worker(
     Raises StartError.
     """
     watch_loop()
+    began_at = time.monotonic()
     config = await with_local_files(config, role)
     model_dir = ModelDir.open(config.model)
     member = member_of(config)
@@ -228,9 +244,19 @@ async def start_worker(
         metrics, registry = MetricsServer(config.host, config), new_registry()
         undo.push_async_callback(metrics.close)
         await discovery.start()  # before the model is loaded, so that a wrong setting fails early
-        engine = EngineClient(host_engine(EngineSpec(config, role, f"{worker_id}-{incarnation.hex()}", worker_id)))
+        source = WeightsSource()
+        undo.push_async_callback(source.close)
+        await source.find(config, model_dir, discovery, member)
+        spec = EngineSpec(config, role, f"{worker_id}-{incarnation.hex()}", worker_id, source.offer)
+        engine = EngineClient(host_engine(spec))
         ready = await engine.start()
         undo.push_async_callback(engine.stop)
+        await source.close()
+        weights = source.own
+        if ready.weights_from_peer and source.offer is not None:
+            weights = f"peer {source.offer.worker_id}"
+        start = Start(time.monotonic() - began_at, weights)
+        log.info("started in %s", start)
         lenders = LenderStreams(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s, member)
         requests, loans = Drain(), Drain()
         say_role = register(
@@ -239,11 +265,12 @@ async def start_worker(
         roles = RoleSwitch(role, config, engine, say_role)
         faults = Faults(config, worker_id, engine, lenders)
         context = WorkerContext(
-            config, roles, worker_id, incarnation, model_dir, engine, ready, lenders, requests, loans, faults
+            config, roles, worker_id, incarnation, model_dir, engine, ready, start, lenders, requests, loans, faults
         )
         leaving = StopRequest(requests, loans)
         server = Server(member.credentials if member else None)  # all services of a worker are internal
-        service = WorkerService(worker_id, engine, leaving.begin, roles, faults, ready.block_tokens)
+        lent = model_dir.config_fingerprint() if lends_weights(config) else None
+        service = WorkerService(worker_id, engine, leaving.begin, roles, faults, lent, ready.block_tokens)
         pb_grpc.add_WorkerServicer_to_server(service, server.grpc)
         services = ["tandem.internal.v1.Worker", *add_services(server, context)]
         port = await server.start(config.host, config.port, services)
@@ -278,4 +305,6 @@ def _hello(context: WorkerContext, address: str) -> pb.Hello:
         traffic_share=context.config.traffic_share or 0.0,
         adapters=[pb.Adapter(name=name, fingerprint=fingerprint) for name, fingerprint in ready.adapters],
         store=ready.store,
+        start_seconds=context.start.seconds,
+        weights_source=context.start.weights_source,
     )

@@ -65,6 +65,8 @@ def _worker(fleet: Fleet, worker: Worker) -> pb.WorkerStatus:
         hit_blocks=worker.hit_blocks,
         failing=worker.failing,
         failing_lenders=fleet.failing_lenders(worker),
+        start_seconds=hello.start_seconds,
+        weights_source=hello.weights_source,
     )
     if load is not None:
         status.has_reported = True

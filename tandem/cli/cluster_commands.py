@@ -80,7 +80,8 @@ def scale(
         if not count.isdecimal():
             raise StartError("scale", f"{text!r} is not ROLE=N, such as decode=5")
         wanted[role] = int(count)
-    order(name, "scale", wanted, model)
+    for line in order(name, "scale", wanted, model):
+        console.print(line, markup=False, soft_wrap=True)
 
 
 @app.command()

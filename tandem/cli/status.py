@@ -103,10 +103,11 @@ def _workers(workers: Sequence[pb.WorkerStatus]) -> NamesTable:
             f"{1 - worker.available_blocks / max(1, worker.num_blocks):.0%} of {worker.num_blocks:,}",
             f"{worker.cached_blocks:,}",
             f"{speed:,.0f}",
+            f"{worker.start_seconds:.1f} s {worker.weights_source}".rstrip() if worker.start_seconds else "",
         )
         rows.append(row)
-    expendable = ("decoding", "prefill tokens/s", "cached", "role", "loans", "prompt tokens queued", "KV taken")
-    return NamesTable(("worker", "role"), figures, rows, expendable, **STYLE)
+    dropped = ("start", "decoding", "prefill tokens/s", "cached", "role", "loans", "prompt tokens queued", "KV taken")
+    return NamesTable(("worker", "role"), (*figures, "start"), rows, dropped, text=("start",), **STYLE)
 
 
 def _links(links: Sequence[pb.LinkStatus]) -> NamesTable:

@@ -37,14 +37,14 @@ class ControlActor:
 
     def __init__(self) -> None:
         self._orders: asyncio.Queue[Order] = asyncio.Queue()
-        self._answers: dict[int, asyncio.Future[str]] = {}
+        self._answers: dict[int, asyncio.Future[tuple[str, list[str]]]] = {}
         self._count = 0
 
-    async def order(self, what: str, counts: dict[str, int], model: str) -> str:
-        """Send an order and return its result: empty, or why it was not done."""
+    async def order(self, what: str, counts: dict[str, int], model: str) -> tuple[str, list[str]]:
+        """Send an order; return why it was not done, or empty, and what is told of it."""
         self._count += 1
         number = self._count
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[tuple[str, list[str]]] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         self._orders.put_nowait(Order(number, what, counts, model))
         try:
@@ -56,18 +56,18 @@ class ControlActor:
         """Return the next order, for the driver."""
         return await self._orders.get()
 
-    def answer(self, number: int, said: str) -> None:
+    def answer(self, number: int, refused: str, told: list[str]) -> None:
         """Answer an order, for the driver."""
         if (waiting := self._answers.get(number)) is not None and not waiting.done():
-            waiting.set_result(said)
+            waiting.set_result((refused, told))
 
 
 def name_of(cluster_name: str) -> str:
     return f"tandem-control-{cluster_name}"
 
 
-def order(cluster_name: str, what: str, counts: dict[str, int], model: str = "") -> None:
-    """Send an order from another process.
+def order(cluster_name: str, what: str, counts: dict[str, int], model: str = "") -> list[str]:
+    """Send an order from another process; return what is told of it, line by line.
 
     Raises StartError where no such cluster runs, and TandemError where the order was not done.
     """
@@ -77,14 +77,15 @@ def order(cluster_name: str, what: str, counts: dict[str, int], model: str = "")
         raise StartError("ray", "no Ray cluster is running here") from None
     try:
         control: Any = ray.get_actor(name_of(cluster_name))
-        said = ray.get(control.order.remote(what, counts, model))
+        refused, told = ray.get(control.order.remote(what, counts, model))
     except ValueError:
         raise StartError("name", f"no cluster called {cluster_name!r} runs on this Ray cluster") from None
     except ray.exceptions.RayActorError:
         if what != "down":
             raise TandemError("the cluster ended") from None
-        said = ""
+        refused, told = "", []
     finally:
         ray.shutdown()
-    if said:
-        raise TandemError(said)
+    if refused:
+        raise TandemError(refused)
+    return list(told)

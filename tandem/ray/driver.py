@@ -140,16 +140,16 @@ async def _obey(supervisor: Supervisor, cluster_name: str, say: ProgressSteps, s
         return
     while True:
         order: Order = await control.next.remote()
-        said = ""
+        refused, told = "", list[str]()
         if order.what == "down":
-            await control.answer.remote(order.number, "")
+            await control.answer.remote(order.number, "", [])
             stop.set()
             return
         try:
-            await supervisor.perform(order)
+            told = await supervisor.perform(order)
         except Exception as error:  # the sender of the order gets the error, and the cluster continues
-            said = str(error)
-        await control.answer.remote(order.number, said)
+            refused = str(error)
+        await control.answer.remote(order.number, refused, told)
 
 
 @contextlib.asynccontextmanager

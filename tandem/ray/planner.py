@@ -28,7 +28,7 @@ class RayExecutor(Executor):
     def __init__(self, supervisor: Supervisor, model: str) -> None:
         self._supervisor = supervisor
         self._model = model
-        self._under_way: dict[Role, asyncio.Task[None]] = {}
+        self._under_way: dict[Role, asyncio.Task[list[str]]] = {}
 
     async def sizes(self) -> Mapping[Role, int]:
         sizes = await self._supervisor.sizes(self._model)

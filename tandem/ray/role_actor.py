@@ -101,6 +101,8 @@ class Role:
     handle: Any = None
     at: str = ""
     """gRPC address since the last start."""
+    account: str = ""
+    """Account of a worker's last start."""
     leaving: bool = False
     """Whether its end is wanted."""
 
@@ -130,7 +132,7 @@ class Role:
             cause = error.cause
             at, reason = (cause.field, cause.reason) if isinstance(cause, StartError) else ("start", str(cause))
             raise StartError(f"{self.name}: {at}", reason) from None
-        self.at = where.grpc
+        self.at, self.account = where.grpc, where.start
         return where
 
     async def ending(self) -> str:

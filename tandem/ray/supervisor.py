@@ -239,19 +239,21 @@ class Supervisor:
 
     # ------------------------------------------------------------------ orders
 
-    async def perform(self, order: Order) -> None:
-        """Perform an order, one at a time.
+    async def perform(self, order: Order) -> list[str]:
+        """Perform an order, one at a time; return what to tell of it.
 
         Raises TandemError saying why it is not done.
         """
+        told: list[str] = []
         async with self._order:
             if order.what == "scale":
                 for role, count in order.counts.items():
-                    await self._scale(role, count, order.model)
+                    told += await self._scale(role, count, order.model)
             elif order.what == "restart":
                 await self._restart()
             else:
                 raise TandemError(f"no such order: {order.what}")
+        return told
 
     async def sizes(self, model: str) -> dict[str, int]:
         """Return the workers by role, including those being started."""
@@ -272,8 +274,8 @@ class Supervisor:
             self._say(f"{', '.join(each.name for each in there)}: {role} workers now")
             self._say.done()
 
-    async def _scale(self, role: str, count: int, model: str) -> None:
-        """Add workers like the initial ones, or let the last ones leave."""
+    async def _scale(self, role: str, count: int, model: str) -> list[str]:
+        """Add workers like the initial ones, or let the last ones leave; return how the new ones started."""
         if role not in MODULES or count < 0:
             raise TandemError(f"{role}={count}: a role is {' or '.join(MODULES)}, and their number not negative")
         pattern, prefix = self._pattern(role, model)
@@ -293,6 +295,7 @@ class Supervisor:
         await self._add(new)
         self._say(f"{role}: {count} workers")
         self._say.done()
+        return [f"{each.name}: started in {each.account}" for each in new]
 
     async def _add(self, roles: Iterable[Role]) -> None:
         """Start all roles, or as many as start; a failure is reported."""

@@ -201,6 +201,8 @@ async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
             streams = [Stream(client, range(n, n + 40), 400) for n in range(4)]
             scaled = await asyncio.to_thread(tandem, "scale", "decode=3", "prefill=2", address=ray_nodes.address)
             assert scaled.returncode == 0, scaled.stderr
+            for name in ("decode-2", "prefill-1"):
+                assert f"{name}: started in " in scaled.stdout
             assert await worker_names(client) == ["decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1"]
             scaled = await asyncio.to_thread(tandem, "scale", "decode=1", address=ray_nodes.address)
             assert scaled.returncode == 0, scaled.stderr

@@ -25,6 +25,7 @@ from engine.messages import (
     LendRefused,
     LendReleased,
     LendStarting,
+    LendWeights,
     LoanBlocks,
     LoanFailed,
     LoanStarted,
@@ -36,10 +37,12 @@ from engine.messages import (
     StartFailed,
     ToEngine,
     Token,
+    WeightsOffered,
 )
 from engine.process.child_engine import ChildEngine
 from engine.process.engine_client import EngineListener
 from engine.process.spec import EngineSpec
+from engine.weights.offer import WeightsOffer
 from support.processes import gone, ranks_of
 
 PATIENCE_S, START_S = 30.0, 120.0
@@ -48,9 +51,11 @@ PATIENCE_S, START_S = 30.0, 120.0
 class RealEngine(EngineListener):
     """One engine, and all it said so far."""
 
-    def __init__(self, name: str, model: Path, role: Role = "decode", **settings: Any) -> None:
+    def __init__(
+        self, name: str, model: Path, role: Role = "decode", offer: WeightsOffer | None = None, **settings: Any
+    ) -> None:
         config = WorkerConfig.parse({"model": model, "kv_memory_mib": 8, "device": "cpu"} | settings)
-        self.host = ChildEngine(EngineSpec(config, role, f"{name}-{os.getpid()}-{id(self)}"))
+        self.host = ChildEngine(EngineSpec(config, role, f"{name}-{os.getpid()}-{id(self)}", name, offer))
         self.tokens: dict[str, list[Token]] = {}
         self.said: list[FromEngine] = []
         self.lent: dict[str, tuple[RealEngine, Generate]] = {}
@@ -153,6 +158,14 @@ class RealEngine(EngineListener):
                 assert found.fault == ""
                 if found.held_blocks == found.loans == found.quarantined_blocks == 0:
                     return found
+
+    async def offer(self) -> WeightsOffer:
+        """Of its weights, which stay readable."""
+        self.send(LendWeights(1))
+        await self.until(lambda: self._said(WeightsOffered))
+        (found,) = [message for message in self.said if isinstance(message, WeightsOffered)]
+        assert not found.refused
+        return WeightsOffer("lender", found.files, found.fingerprint, found.endpoint)
 
     @property
     def pid(self) -> int:

@@ -50,6 +50,13 @@ def test_what_there_is_no_room_for_is_said() -> None:
     assert not any("wider" in line for line in _shown(_status(LONG), 72, terminal=False))
 
 
+def test_a_worker_says_how_it_started() -> None:
+    worker = _worker("decode-1", "decode")
+    worker.start_seconds, worker.weights_source = 8.24, "peer decode-0"
+    shown = view(pb.ClusterStatusResponse(models=[pb.ModelStatus(name="m", workers=[worker])]))
+    assert any(line.rstrip().endswith("8.2 s peer decode-0") for line in _shown(shown, 80, terminal=False))
+
+
 def test_candidates_on_eighty_cells_lack_what_is_empty_first() -> None:
     candidate = pb.PlacementCandidate(
         decode_worker="decode-1", lender="prefill-0", blocks=20, lender_queue_ms=12.3, lender_compute_ms=100.5,
