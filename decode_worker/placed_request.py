@@ -101,6 +101,7 @@ def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
         emitted_others=tuple(others) if any(others) else (),
         finished=frozenset(request.finished_choices),
         num_scored=request.emitted_prompt_logprobs,
+        reserve_output_tokens=request.reserve_output_tokens,
         retention=Retention(request.cache_retention_s, request.tenant) if request.cache_retention_s > 0 else None,
     )
 
