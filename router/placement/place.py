@@ -57,6 +57,16 @@ class Decision:
     reason: str
     hit_blocks: int = 0
     """Predicted blocks of the prompt that no worker computes."""
+    held_bytes: int = 0
+    """Bytes that the decode worker reads and no worker computes first."""
+    source_bytes: int = 0
+    """Bytes that the lender reads from its source."""
+    waiting_bytes: float = 0.0
+    """Bytes in flight of other placements that delay both."""
+    reserved_output_tokens: int = 0
+    """Output tokens of each choice that the decode worker reserves blocks for."""
+    reservation: str = ""
+    """Origin of that number, for display."""
     alternatives: tuple[Alternative, ...] = field(default=(), compare=False)
     """The next best candidates, at most FEW."""
 
@@ -99,6 +109,11 @@ def place_on(rows: Ints, demand: Demand, workers: WorkerTable, hits: Hits, rates
         predicted_ttft_s=best.ttft_s,
         cost_s=best.cost_s,
         hit_blocks=best.hit_blocks,
+        held_bytes=best.held_bytes,
+        source_bytes=best.source_bytes,
+        waiting_bytes=best.waiting_bytes + best.source_waiting_bytes,
+        reserved_output_tokens=best.reserved_output_tokens,
+        reservation=best.reservation,
         num_candidates=num_candidates,
         reason=_reason(demand, workers, hits, way, best),
         alternatives=alternatives,
@@ -175,6 +190,7 @@ class _Matrices:
         held, rates, demand = self._held[lenders], self._rates, self._demand
         gain = held - self._own[:, None]
         cost_s = gain * demand.block_bytes
+        cost_s += self._shared_bytes(cost_s, self._rows, lenders)
         cost_s /= _pick(rates.kv_bytes_per_s, self._rows, lenders)
         cost_s += _pick(rates.loan_overhead_s, self._rows, lenders)
         cost_s += self._queue_s[:, None]
@@ -202,7 +218,8 @@ class _Matrices:
         compute_s = rates.prefill_fixed_s[lenders] + (usable - have) * demand.block_tokens / tokens_per_s
         ready_s = read_s + queue_s + compute_s
         lacks = usable - self._own
-        cost_s = (lacks * demand.block_bytes)[:, None] / _pick(rates.kv_bytes_per_s, self._rows, lenders)
+        num_bytes, bytes_per_s = (lacks * demand.block_bytes)[:, None], _pick(rates.kv_bytes_per_s, self._rows, lenders)
+        cost_s = (num_bytes + self._left_bytes(num_bytes, bytes_per_s, ready_s, lenders)) / bytes_per_s
         cost_s += _pick(rates.loan_overhead_s, self._rows, lenders)
         cost_s += ready_s
         own_s = self._own_s(np.full(len(self._rows), float(usable)))
@@ -211,6 +228,28 @@ class _Matrices:
         cost_s += (self._decoding * own_s + self._crowding_s)[:, None]
         cost_s[(lacks <= 0)[:, None] | ~_pick(workers.compatible, self._rows, lenders)] = np.inf
         return cost_s, lenders, sources
+
+    def _shared_bytes(self, num_bytes: Floats, borrowers: Ints, lenders: Ints) -> Floats | float:
+        """Return the bytes in flight for which transfers of so many bytes wait, [B, L] or 0."""
+        workers = self._workers
+        waiting: Floats | float = 0.0
+        if (flows := workers.outgoing_flows.take(lenders)).any():
+            waiting = num_bytes * flows
+            np.minimum(waiting, workers.outgoing_bytes.take(lenders), out=waiting)
+        if (flows := workers.incoming_flows.take(borrowers)).any():
+            incoming = num_bytes * flows[:, None]
+            np.minimum(incoming, workers.incoming_bytes.take(borrowers)[:, None], out=incoming)
+            waiting = np.maximum(waiting, incoming)
+        return waiting
+
+    def _left_bytes(self, num_bytes: Floats, bytes_per_s: Floats, ready_s: Floats, lenders: Ints) -> Floats | float:
+        """Return the bytes in flight, [D, L], for which loans still wait once their lenders have the blocks."""
+        workers = self._workers
+        most = max(workers.outgoing_bytes.take(lenders).max(), workers.incoming_bytes.take(self._rows).max())
+        if most <= ready_s.min() * bytes_per_s.min():
+            return 0.0  # the common case, found without a matrix
+        waiting: Floats = np.maximum(0.0, self._shared_bytes(num_bytes, self._rows, lenders) - ready_s * bytes_per_s)
+        return waiting
 
     def _sources(self, lenders: Ints) -> tuple[Ints, Floats, Floats]:
         """Return [L] each: row of the best source or -1, blocks of the lender after reading from it, and seconds."""
@@ -222,6 +261,7 @@ class _Matrices:
         demand, rates = self._demand, self._rates
         gain = self._held[holders] - have[:, None]
         read_s = gain * demand.block_bytes
+        read_s += self._shared_bytes(read_s, lenders, holders)
         read_s /= _pick(rates.kv_bytes_per_s, lenders, holders)
         read_s += _pick(rates.loan_overhead_s, lenders, holders)
         lost_s = read_s - gain * demand.block_tokens / rates.prefill_tokens_per_s[lenders][:, None]
