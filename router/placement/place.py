@@ -132,6 +132,7 @@ class _Matrices:
         self._queue_s = workers.queued_prefill_tokens[rows] / self._tokens_per_s
         self._fixed_s = rates.tail_fixed_s[rows]
         self._decoding = workers.decoding[rows]
+        self._most_in_flight = max(workers.outgoing_bytes.max(), workers.incoming_bytes.max())
         self._crowding_s = workers.running[rows] * rates.stream_delay_s[rows]
 
     def cheapest(self) -> tuple[Route, int, tuple[Alternative, ...]]:
@@ -231,35 +232,31 @@ class _Matrices:
 
     def _shared_bytes(self, num_bytes: Floats, borrowers: Ints, lenders: Ints) -> Floats | float:
         """Return the bytes in flight for which transfers of so many bytes wait, [B, L] or 0."""
+        if not self._most_in_flight:
+            return 0.0
         workers = self._workers
-        waiting: Floats | float = 0.0
-        if (flows := workers.outgoing_flows.take(lenders)).any():
-            waiting = num_bytes * flows
-            np.minimum(waiting, workers.outgoing_bytes.take(lenders), out=waiting)
-        if (flows := workers.incoming_flows.take(borrowers)).any():
-            incoming = num_bytes * flows[:, None]
-            np.minimum(incoming, workers.incoming_bytes.take(borrowers)[:, None], out=incoming)
-            waiting = np.maximum(waiting, incoming)
-        return waiting
+        waiting: Floats = num_bytes * workers.outgoing_flows.take(lenders)
+        np.minimum(waiting, workers.outgoing_bytes.take(lenders), out=waiting)
+        incoming = num_bytes * workers.incoming_flows.take(borrowers)[:, None]
+        np.minimum(incoming, workers.incoming_bytes.take(borrowers)[:, None], out=incoming)
+        return np.maximum(waiting, incoming, out=waiting)
 
     def _left_bytes(self, num_bytes: Floats, bytes_per_s: Floats, ready_s: Floats, lenders: Ints) -> Floats | float:
         """Return the bytes in flight, [D, L], for which loans still wait once their lenders have the blocks."""
-        workers = self._workers
-        most = max(workers.outgoing_bytes.take(lenders).max(), workers.incoming_bytes.take(self._rows).max())
-        if most <= ready_s.min() * bytes_per_s.min():
+        if self._most_in_flight <= ready_s.min() * bytes_per_s.min():
             return 0.0  # the common case, found without a matrix
         waiting: Floats = np.maximum(0.0, self._shared_bytes(num_bytes, self._rows, lenders) - ready_s * bytes_per_s)
         return waiting
 
     def _sources(self, lenders: Ints) -> tuple[Ints, Floats, Floats]:
         """Return [L] each: row of the best source or -1, blocks of the lender after reading from it, and seconds."""
-        have = self._due[lenders]
-        none = np.full(len(lenders), -1), have, np.zeros(len(lenders))
-        holders = np.flatnonzero(self._held > have.min())
-        if not len(holders):
-            return none
-        demand, rates = self._demand, self._rates
-        gain = self._held[holders] - have[:, None]
+        sources, have, seconds = np.full(len(lenders), -1), self._due[lenders], np.zeros(len(lenders))
+        at = np.flatnonzero(have < self._held.max())  # often few: most hold as much as anybody
+        if not len(at):
+            return sources, have, seconds
+        demand, rates, lenders, lacking = self._demand, self._rates, lenders[at], have[at]
+        holders = np.flatnonzero(self._held > lacking.min())
+        gain = self._held[holders] - lacking[:, None]
         read_s = gain * demand.block_bytes
         read_s += self._shared_bytes(read_s, lenders, holders)
         read_s /= _pick(rates.kv_bytes_per_s, lenders, holders)
@@ -267,13 +264,12 @@ class _Matrices:
         lost_s = read_s - gain * demand.block_tokens / rates.prefill_tokens_per_s[lenders][:, None]
         lost_s[(gain <= 0) | ~_pick(self._workers.compatible, lenders, holders)] = np.inf
         best = lost_s.argmin(axis=1)
-        each = np.arange(len(lenders))
-        worth = lost_s[each, best] < 0
-        return (
-            np.where(worth, holders[best], none[0]),
-            np.where(worth, have + gain[each, best], have),
-            np.where(worth, read_s[each, best], 0.0),
-        )
+        each = np.arange(len(at))
+        worth = np.flatnonzero(lost_s[each, best] < 0)
+        at, best = at[worth], best[worth]
+        sources[at], seconds[at] = holders[best], read_s[worth, best]
+        have[at] += gain[worth, best]
+        return sources, have, seconds
 
 
 def _few(cost_s: Floats) -> Ints:
