@@ -102,6 +102,7 @@ def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
         finished=frozenset(request.finished_choices),
         num_scored=request.emitted_prompt_logprobs,
         reads_store=request.reads_store,
+        reserve_output_tokens=request.reserve_output_tokens,
         retention=Retention(request.cache_retention_s, request.tenant) if request.cache_retention_s > 0 else None,
     )
 

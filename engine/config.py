@@ -134,9 +134,9 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     """Number of compute threads. Default: the number of `cores`, or of the machine's cores within the container's CPU
     limit."""
     reserve_output_tokens: PositiveInt = 256
-    """Output tokens for which a request reserves KV blocks, beyond its prompt. Further blocks are taken while
-    available; when none is, a request is preempted and computed again later. Raise it when requests with long
-    outputs are preempted often."""
+    """Most output tokens for which a request reserves KV blocks, beyond its prompt; fewer where its router expects a
+    shorter output. Further blocks are taken while available; when none is, a request is preempted and computed again
+    later. Raise it when requests with long outputs are preempted often."""
     traffic_share: float | None = Field(default=None, gt=0, lt=1)
     """Share of the model's requests for canary workers, together, per pool of a role. They get no others while other
     workers could serve those; requests that they have no capacity for go to other workers. Default: no canary."""

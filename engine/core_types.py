@@ -135,6 +135,8 @@ class Sequence:
     """Fingerprint of the LoRA adapter that computes it; empty for none."""
     hedged: bool = False
     """Whether it is computed although its loan is open, because the lender is silent."""
+    num_expected: int = 0
+    """Number of tokens at its expected end; 0: unknown."""
     held_at: int | None = None
     """Number of leading tokens that a hedged sequence may compute: blocks after them are being read."""
 
@@ -184,6 +186,14 @@ class Sequence:
         """Number of tokens when the sequence has sampled all it may."""
         new = self.sampling.max_tokens - self.num_emitted_before if self.sampling is not None else 0
         return self.num_prompt + new
+
+    def num_tokens_reserved(self, reserve_output_tokens: int) -> int:
+        """Return the number of tokens for which it starts or restarts with blocks.
+
+        They are so many more than it has, and reach no further than its expected end unless it has outgrown that.
+        """
+        end = min(self.max_num_tokens, self.num_tokens + reserve_output_tokens)
+        return min(end, self.num_expected) if self.num_tokens < self.num_expected else end
 
     @property
     def decoding(self) -> bool:

@@ -52,6 +52,9 @@ class Generate:
     """Time for which the prompt's blocks are pinned; None for none."""
     reads_store: bool = False
     """Whether the placement counts on blocks in the shared store."""
+    reserve_output_tokens: int = 0
+    """Output tokens that each choice is expected to have yet, for which it reserves blocks, as far as the engine's
+    setting goes; 0: unknown."""
 
     def emitted_of(self, choice: int) -> tuple[int, ...]:
         """Return the tokens that an earlier attempt emitted of `choice`."""

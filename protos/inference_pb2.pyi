@@ -900,6 +900,9 @@ class Placement(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     PREDICTED_HIT_BLOCKS_FIELD_NUMBER: _builtins.int
+    WAITING_BYTES_FIELD_NUMBER: _builtins.int
+    RESERVED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    RESERVATION_FIELD_NUMBER: _builtins.int
     decode_worker: _builtins.str
     lender: _builtins.str
     """Lender of the prompt's blocks. Empty when the decode worker computed the prompt itself."""
@@ -916,6 +919,11 @@ class Placement(_message.Message):
     """Blocks of the prompt that no worker would have to compute, by the router's index. The actual number is reused +
     restored + lender_cached + lender_fetched of KvReceipt.
     """
+    waiting_bytes: _builtins.int
+    """Bytes in flight of other placements that were to delay this request's transfers."""
+    reserved_output_tokens: _builtins.int
+    """Output tokens of each choice for which blocks were reserved, and the origin of this number, for display."""
+    reservation: _builtins.str
     def __init__(
         self,
         *,
@@ -927,10 +935,13 @@ class Placement(_message.Message):
         attempt: _builtins.int = ...,
         source: _builtins.str = ...,
         predicted_hit_blocks: _builtins.int = ...,
+        waiting_bytes: _builtins.int = ...,
+        reserved_output_tokens: _builtins.int = ...,
+        reservation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "candidates", b"candidates", "decode_worker", b"decode_worker", "lender", b"lender", "predicted_hit_blocks", b"predicted_hit_blocks", "predicted_ttft_ms", b"predicted_ttft_ms", "reason", b"reason", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "candidates", b"candidates", "decode_worker", b"decode_worker", "lender", b"lender", "predicted_hit_blocks", b"predicted_hit_blocks", "predicted_ttft_ms", b"predicted_ttft_ms", "reason", b"reason", "reservation", b"reservation", "reserved_output_tokens", b"reserved_output_tokens", "source", b"source", "waiting_bytes", b"waiting_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1090,6 +1101,8 @@ class Explanation(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     MODEL_REASON_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
+    RESERVED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    RESERVATION_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     usable_blocks: _builtins.int
     """Full blocks of the prompt that may come from another worker or a cache."""
@@ -1098,6 +1111,9 @@ class Explanation(_message.Message):
     model: _builtins.str
     """Model of all fields above, and the reason for its choice."""
     model_reason: _builtins.str
+    reserved_output_tokens: _builtins.int
+    """Output tokens of each choice for which the request reserves blocks, and the origin of this number, for display."""
+    reservation: _builtins.str
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementCandidate]:
         """Candidates for starting the request now, the best first; at most the 256 cheapest. Empty: no decode worker can
@@ -1118,10 +1134,12 @@ class Explanation(_message.Message):
         model: _builtins.str = ...,
         model_reason: _builtins.str = ...,
         models: _abc.Iterable[Global___ModelCandidate] | None = ...,
+        reserved_output_tokens: _builtins.int = ...,
+        reservation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "model", b"model", "model_reason", b"model_reason", "models", b"models", "num_candidates", b"num_candidates", "prompt_tokens", b"prompt_tokens", "usable_blocks", b"usable_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "model", b"model", "model_reason", b"model_reason", "models", b"models", "num_candidates", b"num_candidates", "prompt_tokens", b"prompt_tokens", "reservation", b"reservation", "reserved_output_tokens", b"reserved_output_tokens", "usable_blocks", b"usable_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1197,6 +1215,10 @@ class PlacementCandidate(_message.Message):
     DELAY_MS_FIELD_NUMBER: _builtins.int
     COST_MS_FIELD_NUMBER: _builtins.int
     HIT_BLOCKS_FIELD_NUMBER: _builtins.int
+    TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
+    WAITING_BYTES_FIELD_NUMBER: _builtins.int
+    SOURCE_BYTES_FIELD_NUMBER: _builtins.int
+    SOURCE_WAITING_BYTES_FIELD_NUMBER: _builtins.int
     decode_worker: _builtins.str
     lender: _builtins.str
     """Empty: the decode worker computes all missing blocks."""
@@ -1223,6 +1245,12 @@ class PlacementCandidate(_message.Message):
     """ttft_ms + delay_ms: the lowest cost is chosen."""
     hit_blocks: _builtins.int
     """Blocks of the prompt that no worker computes."""
+    transfer_bytes: _builtins.int
+    """Bytes that the decode worker reads, and bytes in flight of other placements that delay this transfer."""
+    waiting_bytes: _builtins.int
+    source_bytes: _builtins.int
+    """Bytes that the lender reads from its source, and bytes in flight that delay this read."""
+    source_waiting_bytes: _builtins.int
     def __init__(
         self,
         *,
@@ -1243,10 +1271,14 @@ class PlacementCandidate(_message.Message):
         delay_ms: _builtins.float = ...,
         cost_ms: _builtins.float = ...,
         hit_blocks: _builtins.int = ...,
+        transfer_bytes: _builtins.int = ...,
+        waiting_bytes: _builtins.int = ...,
+        source_bytes: _builtins.int = ...,
+        source_waiting_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cost_ms", b"cost_ms", "decode_queue_ms", b"decode_queue_ms", "decode_tokens", b"decode_tokens", "decode_worker", b"decode_worker", "delay_ms", b"delay_ms", "hit_blocks", b"hit_blocks", "lender", b"lender", "lender_compute_ms", b"lender_compute_ms", "lender_computes", b"lender_computes", "lender_queue_ms", b"lender_queue_ms", "lender_tokens", b"lender_tokens", "prompt_tail_ms", b"prompt_tail_ms", "source", b"source", "source_read_ms", b"source_read_ms", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cost_ms", b"cost_ms", "decode_queue_ms", b"decode_queue_ms", "decode_tokens", b"decode_tokens", "decode_worker", b"decode_worker", "delay_ms", b"delay_ms", "hit_blocks", b"hit_blocks", "lender", b"lender", "lender_compute_ms", b"lender_compute_ms", "lender_computes", b"lender_computes", "lender_queue_ms", b"lender_queue_ms", "lender_tokens", b"lender_tokens", "prompt_tail_ms", b"prompt_tail_ms", "source", b"source", "source_bytes", b"source_bytes", "source_read_ms", b"source_read_ms", "source_waiting_bytes", b"source_waiting_bytes", "transfer_bytes", b"transfer_bytes", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms", "waiting_bytes", b"waiting_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1340,6 +1372,8 @@ class PlacementDecision(_message.Message):
     TTFT_MS_FIELD_NUMBER: _builtins.int
     HIT_BLOCKS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    RESERVED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    RESERVATION_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     """Number of the placement, as in the receipt. A worker without capacity, or one that drains, makes another placement
     necessary.
@@ -1360,6 +1394,9 @@ class PlacementDecision(_message.Message):
     """
     failure: _builtins.str
     """Reason why the request did not complete here: the worker's error, or its disappearance."""
+    reserved_output_tokens: _builtins.int
+    """Output tokens of each choice for which blocks were reserved, and the origin of this number, for display."""
+    reservation: _builtins.str
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementCandidate]:
         """Candidates as they stood then; the chosen one first, at most the 256 cheapest."""
@@ -1376,10 +1413,12 @@ class PlacementDecision(_message.Message):
         ttft_ms: _builtins.float | None = ...,
         hit_blocks: _builtins.int | None = ...,
         failure: _builtins.str = ...,
+        reserved_output_tokens: _builtins.int = ...,
+        reservation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_hit_blocks", b"_hit_blocks", "_ttft_ms", b"_ttft_ms", "hit_blocks", b"hit_blocks", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hit_blocks", b"_hit_blocks", "_ttft_ms", b"_ttft_ms", "attempt", b"attempt", "candidates", b"candidates", "failure", b"failure", "hit_blocks", b"hit_blocks", "num_candidates", b"num_candidates", "placed_after_ms", b"placed_after_ms", "reason", b"reason", "ttft_ms", b"ttft_ms", "usable_blocks", b"usable_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hit_blocks", b"_hit_blocks", "_ttft_ms", b"_ttft_ms", "attempt", b"attempt", "candidates", b"candidates", "failure", b"failure", "hit_blocks", b"hit_blocks", "num_candidates", b"num_candidates", "placed_after_ms", b"placed_after_ms", "reason", b"reason", "reservation", b"reservation", "reserved_output_tokens", b"reserved_output_tokens", "ttft_ms", b"ttft_ms", "usable_blocks", b"usable_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hit_blocks: _TypeAlias = _typing.Literal["hit_blocks"]  # noqa: Y015
     _WhichOneofArgType__hit_blocks: _TypeAlias = _typing.Literal["_hit_blocks", b"_hit_blocks"]  # noqa: Y015

@@ -49,6 +49,8 @@ class PolicyFleet(Fleet):
             predicted_ttft_s=best.ttft_s,
             cost_s=best.cost_s,
             hit_blocks=best.hit_blocks,
+            held_bytes=best.held_bytes,
+            source_bytes=best.source_bytes,
             num_candidates=1,
             reason=type(self).__name__,
         )

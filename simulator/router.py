@@ -26,7 +26,7 @@ from router.placement.worker_records import ActivePlacement, Worker
 from simulator.clock import ScheduledEvent, VirtualClock
 from simulator.front_processes import Attempt, FrontProcesses
 from simulator.latency_histogram import LatencyHistogram
-from simulator.request import EndState
+from simulator.request import EndState, TraceRequest
 from simulator.request import Outcome as Result
 from simulator.runner import output_token
 from simulator.worker import SimWorker
@@ -145,7 +145,7 @@ class SimRouter:
             return
         prompt = tuple(request.tokens())
         try:
-            demand, keys = self._needs(prompt, prompt, request.output_tokens)
+            demand, keys = self._needs(prompt, prompt, request)
         except InvalidRequest:
             result.reason = "larger than every pool"
             self._finish(result, EndState.REFUSED, on_end)
@@ -186,6 +186,7 @@ class SimRouter:
             reads_store=decision.lender_id is not None and placed.lender is None,
             mark=PlacementMark(self.fleet.mark, placed.sequence),
             lender_computes=decision.lender_computes,
+            reserve_output_tokens=placed.demand.expected_output_tokens,
         )
         lender = self._workers[placed.lender.worker_id] if placed.lender else None
         source = self._workers[placed.source.worker_id] if placed.source else None
@@ -300,22 +301,25 @@ class SimRouter:
         chain = [*prepared.prompt, *prepared.emitted]
         prepared.info.streaming = bool(prepared.emitted)
         try:
-            prepared.demand, prepared.keys = self._needs(prepared.prompt, chain, prepared.result.request.output_tokens)
+            prepared.demand, prepared.keys = self._needs(prepared.prompt, chain, prepared.result.request)
         except InvalidRequest:
             prepared.result.reason = "larger than every pool that is left"
             self._end(prepared, EndState.FAILED)
             return
         self._queue(prepared)
 
-    def _needs(self, prompt: Sequence[int], chain: Sequence[int], max_tokens: int) -> tuple[Demand, list[BlockKey]]:
-        """Return the demand, as `ModelRuntime.needs` does for one choice.
+    def _needs(
+        self, prompt: Sequence[int], chain: Sequence[int], request: TraceRequest
+    ) -> tuple[Demand, list[BlockKey]]:
+        """Return the demand, as `RequestHandler` does for one choice.
 
         Raises InvalidRequest when no pool could hold it.
         """
         hello = next(iter(self._decoders.values()))
         largest = max(other.num_blocks for other in self._decoders.values())
-        sampling = inference_pb2.Sampling(max_tokens=max_tokens)
+        sampling = inference_pb2.Sampling(max_tokens=request.output_tokens)
         demand = demand_of(prompt, sampling, [chain], False, hello.block_tokens, hello.block_bytes, largest)
+        demand = self.fleet.with_expected_output(demand, (request.tenant, ""), len(prompt))
         usable = chain[: demand.num_usable_blocks * demand.block_tokens]
         return demand, block_keys(root_key(hello.model_fingerprint, ""), usable, demand.block_tokens)
 

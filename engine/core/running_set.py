@@ -40,7 +40,8 @@ class RunningSet:
     ) -> None:
         """Create an empty set.
 
-        `reserve_output_tokens`: output tokens for which a starting sequence reserves blocks, at most.
+        `reserve_output_tokens`: output tokens for which a starting sequence reserves blocks, unless its request says
+        how many are expected.
         """
         self._kv_cache = kv_cache
         self._copy_block = copy_block
@@ -167,8 +168,7 @@ class RunningSet:
         return False
 
     def _num_own_blocks(self, sequence: Sequence) -> int:
-        num_tokens = min(sequence.max_num_tokens, sequence.num_tokens + self._reserve_output_tokens)
-        return self._kv_cache.layout.blocks_for(num_tokens)
+        return self._kv_cache.layout.blocks_for(sequence.num_tokens_reserved(self._reserve_output_tokens))
 
     def _rescue(self, oldest: Sequence) -> None:
         """Restart the oldest sequence with a block for its next token, if that is possible at all."""

@@ -63,6 +63,7 @@ def chains_of(
             num_emitted_before=len(emitted),
             choice=choice,
             adapter=message.adapter,
+            num_expected=len(tokens) + message.reserve_output_tokens if message.reserve_output_tokens else 0,
         )
         chain.num_scored = min(chain.num_to_score, chain.num_to_score if chains else message.num_scored)
         if sampling.pooling == "last":

@@ -114,6 +114,6 @@ def cost_of(demand: Demand, reserve_output_tokens: int) -> int:
     """Tokens of the prompt, and of the output that is promised blocks; what choices share counts once."""
     if not demand.chain_tokens:
         return demand.num_tokens
-    reserve = reserve_output_tokens or demand.max_chain_tokens
+    reserve = demand.reserved_output_tokens(reserve_output_tokens) or demand.max_chain_tokens
     ends = (min(demand.max_chain_tokens, tokens + reserve) for tokens in demand.chain_tokens)
     return sum(ends) - (len(demand.chain_tokens) - 1) * demand.shared_tokens

@@ -204,6 +204,8 @@ class InferenceService:
             model=prepared.model.name,
             model_reason=prepared.model_reason,
             models=map(compared, prepared.verdicts),
+            reserved_output_tokens=candidates[0].reserved_output_tokens if candidates else 0,
+            reservation=candidates[0].reservation if candidates else "",
         )
 
     async def Decisions(self, request: pb.DecisionsRequest, context: Any) -> pb.DecisionsResponse:

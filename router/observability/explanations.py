@@ -44,6 +44,8 @@ def decided(placement: Placement, num_candidates: int = MAX_EXPLAINED) -> pb.Pla
         ttft_ms=None if placement.ttft_s is None else placement.ttft_s * 1e3,
         hit_blocks=placement.hit_blocks,
         failure=placement.failure,
+        reserved_output_tokens=placement.decision.reserved_output_tokens,
+        reservation=placement.decision.reservation,
     )
 
 
@@ -66,6 +68,10 @@ def candidate_of(candidate: Candidate) -> pb.PlacementCandidate:
         delay_ms=candidate.delay_s * 1e3,
         cost_ms=candidate.cost_s * 1e3,
         hit_blocks=candidate.hit_blocks,
+        transfer_bytes=candidate.moved_bytes,
+        waiting_bytes=round(candidate.waiting_bytes),
+        source_bytes=candidate.source_bytes,
+        source_waiting_bytes=round(candidate.source_waiting_bytes),
     )
 
 

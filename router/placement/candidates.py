@@ -43,6 +43,16 @@ class Candidate:
     lender_compute_s: float
     transfer_s: float
     """Seconds for the decode worker to read missing blocks."""
+    moved_bytes: int
+    """Bytes that the decode worker reads."""
+    held_bytes: int
+    """Bytes among those that need no computing, so they move at once."""
+    source_bytes: int
+    """Bytes that the lender reads from its source."""
+    waiting_bytes: float
+    """Bytes in flight of other placements that share a NIC with the transfer while it lasts, and delay it."""
+    source_waiting_bytes: float
+    """Bytes in flight that delay the lender's read from its source."""
     decode_queue_s: float
     tail_s: float
     """Seconds for the decode worker to compute the rest of the prompt."""
@@ -50,6 +60,10 @@ class Candidate:
     """Blocks of the prompt that one of the three workers holds, so none computes them."""
     delay_s: float
     """Delay of all streams that run on the decode worker, summed."""
+    reserved_output_tokens: int
+    """Output tokens of each choice that the decode worker reserves blocks for."""
+    reservation: str
+    """Origin of that number, for display."""
 
     @property
     def ttft_s(self) -> float:
@@ -66,9 +80,16 @@ class Candidate:
         return self.cost_s, self.decode_id, self.lender_id or "", self.lender_computes
 
 
-def transfer_s(demand: Demand, rates: Rates, borrower: int, lender: int, num_blocks: int) -> float:
-    num_bytes = num_blocks * demand.block_bytes
+def transfer_s(rates: Rates, borrower: int, lender: int, num_bytes: float) -> float:
+    """Return the seconds in which a pair moves so many bytes, those that it waits for among them."""
     return float(rates.loan_overhead_s[borrower, lender] + num_bytes / rates.kv_bytes_per_s[borrower, lender])
+
+
+def shared_bytes(workers: WorkerTable, borrower: int, lender: int, num_bytes: int) -> float:
+    """Return the bytes in flight for which a transfer of so many bytes waits, at the busier of its ends."""
+    outgoing = min(num_bytes * workers.outgoing_flows[lender], workers.outgoing_bytes[lender])
+    incoming = min(num_bytes * workers.incoming_flows[borrower], workers.incoming_bytes[borrower])
+    return float(max(outgoing, incoming))
 
 
 def best_source(demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, lender: int) -> int | None:
@@ -80,7 +101,9 @@ def best_source(demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, 
         if gain <= 0 or not workers.compatible[lender, source]:
             continue
         compute_s = gain * demand.block_tokens / float(rates.prefill_tokens_per_s[lender])
-        lost_s = transfer_s(demand, rates, lender, source, gain) - compute_s
+        num_bytes = gain * demand.block_bytes
+        waiting = shared_bytes(workers, lender, source, num_bytes)
+        lost_s = transfer_s(rates, lender, source, num_bytes + waiting) - compute_s
         if lost_s < best_s:
             best, best_s = source, lost_s
     return best
@@ -92,13 +115,16 @@ def assess(demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, way: 
     decode, lender, source = way.decode, way.lender, way.source
     own = num_blocks = hit_blocks = min(int(hits.held[decode]), usable)
     source_read_s = lender_queue_s = lender_compute_s = moved_s = 0.0
-    lender_tokens = 0
+    lender_tokens = source_bytes = moved_bytes = held_bytes = 0
+    source_waiting = waiting = 0.0
     if lender is not None and way.computes:
         num_blocks = usable
         have = min(int(hits.due[lender]), usable)
         if source is not None:
             gain = min(int(hits.held[source]), usable) - have
-            source_read_s = transfer_s(demand, rates, lender, source, gain)
+            source_bytes = gain * demand.block_bytes
+            source_waiting = shared_bytes(workers, lender, source, source_bytes)
+            source_read_s = transfer_s(rates, lender, source, source_bytes + source_waiting)
             have += gain
         hit_blocks = max(own, have)
         lender_tokens = (usable - have) * block_tokens
@@ -108,10 +134,17 @@ def assess(demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, way: 
     elif lender is not None:
         num_blocks = hit_blocks = min(int(hits.held[lender]), usable)
     if lender is not None:
-        moved_s = transfer_s(demand, rates, decode, lender, num_blocks - own)
+        moved_bytes = (num_blocks - own) * demand.block_bytes
+        held_bytes = (hit_blocks - own) * demand.block_bytes
+        waiting = shared_bytes(workers, decode, lender, moved_bytes)
+        if way.computes:
+            ready_s = source_read_s + lender_queue_s + lender_compute_s
+            waiting = max(0.0, waiting - ready_s * float(rates.kv_bytes_per_s[decode, lender]))
+        moved_s = transfer_s(rates, decode, lender, moved_bytes + waiting)
     own_tokens = demand.num_tokens - num_blocks * block_tokens
     tokens_per_s = float(rates.decode_prefill_tokens_per_s[decode])
     own_s = own_tokens / tokens_per_s
+    reserve = workers.reserves[int(workers.reserve_of[decode])]
     return Candidate(
         decode_id=workers.ids[decode],
         lender_id=None if lender is None else workers.ids[lender],
@@ -124,9 +157,16 @@ def assess(demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, way: 
         lender_queue_s=lender_queue_s,
         lender_compute_s=lender_compute_s,
         transfer_s=moved_s,
+        moved_bytes=moved_bytes,
+        held_bytes=held_bytes,
+        source_bytes=source_bytes,
+        waiting_bytes=waiting,
+        source_waiting_bytes=source_waiting,
         decode_queue_s=int(workers.queued_prefill_tokens[decode]) / tokens_per_s,
         tail_s=float(rates.tail_fixed_s[decode]) + own_s,
         hit_blocks=hit_blocks,
         delay_s=int(workers.decoding[decode]) * own_s
         + int(workers.running[decode]) * float(rates.stream_delay_s[decode]),
+        reserved_output_tokens=demand.reserved_output_tokens(reserve),
+        reservation=demand.reservation(reserve),
     )

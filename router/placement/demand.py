@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from engine.block_keys import BlockKey
+from router.placement.output_lengths import SHARE, OutputKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,30 @@ class Demand:
     """Fingerprint of the LoRA adapter, in hexadecimal digits; empty for none."""
     embeds: bool = False
     """Whether an embedding is wanted, which prefill workers compute, and decode workers where there are no others."""
+    expected_output_tokens: int = 0
+    """Output tokens that each choice is expected to have yet; 0: unknown."""
+    output_key: OutputKey = ("", "")
+    """Key by which the lengths of outputs are learned."""
+    num_outputs_seen: int = 0
+    """Outputs of the tenant and task from which that was learned."""
+
+    def reserved_output_tokens(self, reserve_output_tokens: int) -> int:
+        """Return the output tokens that a worker with this setting reserves blocks for; 0: all."""
+        expected = self.expected_output_tokens
+        return min(expected, reserve_output_tokens) if expected and reserve_output_tokens else reserve_output_tokens
+
+    def reservation(self, reserve_output_tokens: int) -> str:
+        """Return the origin of the output tokens that a worker with this setting reserves blocks for, for display."""
+        learned = f"{100 * SHARE:.0f}th percentile of {self.num_outputs_seen} outputs of this tenant and task"
+        if not self.expected_output_tokens:
+            return "the worker's reserve_output_tokens, because the length of the output is unknown"
+        if self.reserved_output_tokens(reserve_output_tokens) < self.expected_output_tokens:
+            return f"the worker's reserve_output_tokens; {learned}: {self.expected_output_tokens}"
+        return learned
 
     def num_promised_blocks(self, reserve_output_tokens: int) -> int:
-        """Return the blocks that a worker with this reservation must have free; 0 reserves everything."""
+        """Return the blocks that a worker with this setting must have free; 0 reserves everything."""
+        reserve_output_tokens = self.reserved_output_tokens(reserve_output_tokens)
         if not reserve_output_tokens or not self.chain_tokens:
             return self.num_total_blocks
         if len(self.chain_tokens) == 1:  # the common case

@@ -10,8 +10,7 @@ The worker table that placement reads is updated row by row with each event, so 
 """
 
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +19,9 @@ from engine.block_keys import KEY_BYTES, BlockKey, split_keys
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
+from router.placement.in_flight import Transfer, TransfersInFlight
 from router.placement.index import PrefixIndex
+from router.placement.output_lengths import OutputKey, OutputLengths
 from router.placement.place import Decision, place, place_on, startable
 from router.placement.placement_snapshot import PlacementSnapshot
 from router.placement.prediction_error import LogRatios
@@ -30,6 +31,15 @@ from router.placement.receipt_timings import measured
 from router.placement.traffic_counters import TrafficCounters
 from router.placement.worker_records import ActivePlacement, Worker
 from router.placement.worker_table import Hits, WorkerTable, WorkerView
+from router.placement.worker_views import (
+    adapters_of,
+    available_of,
+    queued_of,
+    running_of,
+    store_view,
+    transfers_of,
+    view_of,
+)
 
 PART_KEYS = 16_384
 """Keys of a worker's cache applied at a time, which takes 7 ms; all those of a worker with tiers may take a second."""
@@ -51,6 +61,8 @@ class Fleet:
         self._learner = RateLearner(priors)
         self._learn_rates = learn_rates
         self._snapshot = WorkerTable.of(())
+        self._output_lengths = OutputLengths()
+        self._in_flight = TransfersInFlight()
         self._computing: set[ActivePlacement] = set()
         """Placements without a first token whose lender computes."""
         self._parted: set[tuple[Worker, Worker]] = set()
@@ -191,9 +203,13 @@ class Fleet:
             keys=tuple(keys),
             predicted_ttft_s=decision.predicted_ttft_s,
             placement_snapshot=placement_snapshot,
-            running_before=_running(decode),
-            queued_before=(_queued(decode), _queued(lender) if lender else 0),
+            running_before=running_of(decode),
+            queued_before=(queued_of(decode), queued_of(lender) if lender else 0),
+            transfers=tuple(transfers_of(decision)),
         )
+        for transfer in placed.transfers:
+            self._in_flight.begin(transfer)
+            self._refresh_ends(transfer)
         blocks = demand.num_promised_blocks(decode.hello.reserve_output_tokens)
         decode.unreported_decodes.add(placed, placed.num_streams, placed.own_tokens, blocks)
         self._refresh(decode)
@@ -209,6 +225,9 @@ class Fleet:
         if placed.started:
             return
         placed.started = True
+        for transfer in placed.transfers:
+            self._in_flight.end(transfer)
+            self._refresh_ends(transfer)
         self._computing.discard(placed)
         if placed in placed.decode.unreported_decodes:
             placed.decode.unreported_decodes.computed(placed)
@@ -224,6 +243,7 @@ class Fleet:
 
         `ttft_s` counts from the placement; None where the first token was not observed.
         """
+        self.started(placed)
         if ttft_s is not None:
             self.ttft_scores.add(placed.predicted_ttft_s, ttft_s)
         kv = finish.receipt.kv
@@ -239,14 +259,21 @@ class Fleet:
             placed.lender.hit_blocks += kv.lender_cached_blocks
         if not self._learn_rates:
             return
+        usage = finish.usage
+        if placed.num_streams == 1 and not placed.demand.embeds and usage.completion_tokens:
+            is_cut = finish.reason == public_pb.FINISH_REASON_LENGTH
+            self._output_lengths.observe(placed.demand.output_key, usage.completion_tokens, is_cut)
         load, running = placed.decode.load, placed.running_before + 1.0
         if load is not None:
             running = (running + max(1, load.running)) / 2
-        seen = measured(finish, *placed.queued_before, running, placed.num_streams)
+        moved = placed.transfer_from(finish.receipt.placement.lender)
+        seen = measured(finish, *placed.queued_before, running, placed.num_streams, moved)
         self._learner.observe(seen)
         if seen.fetch is not None and placed.decode.store_id:
             num_blocks, seconds = seen.fetch
-            transfer = num_blocks * placed.demand.block_bytes, seconds
+            num_bytes = int(num_blocks) * placed.demand.block_bytes
+            moved = placed.transfer_from(placed.decode.store_id)
+            transfer = num_bytes + (moved.shared_bytes(num_bytes) if moved is not None else 0), seconds
             self._learner.observe(ReceiptTimings(seen.decode_id, placed.decode.store_id, transfer=transfer))
 
     def ended(self, placed: ActivePlacement) -> None:
@@ -277,7 +304,23 @@ class Fleet:
 
     def views(self) -> list[WorkerView]:
         """Return all workers that have reported, ascending by id."""
-        return [self._view(self._workers[worker_id]) for worker_id in self._snapshot.ids if worker_id in self._workers]
+        return [
+            view_of(self._workers[worker_id], self._in_flight)
+            for worker_id in self._snapshot.ids
+            if worker_id in self._workers
+        ]
+
+    def with_expected_output(self, demand: Demand, key: OutputKey, num_prompt: int) -> Demand:
+        """Return the demand of a request of this tenant and task, with the output that it is expected to have yet.
+
+        An output that has outgrown the estimate reserves as much as its worker does by itself.
+        """
+        estimate = self._output_lengths.estimate(key)
+        if estimate is None or demand.embeds or not demand.chain_tokens:
+            return replace(demand, output_key=key)
+        num_emitted = min(demand.chain_tokens) - num_prompt
+        left = min(estimate.num_tokens - num_emitted, demand.max_chain_tokens - min(demand.chain_tokens))
+        return replace(demand, output_key=key, expected_output_tokens=max(0, left), num_outputs_seen=estimate.num_seen)
 
     def hits(self, keys: Sequence[BlockKey], other_keys: Sequence[Sequence[BlockKey]] = ()) -> Hits:
         """Return the blocks of the chain that each worker holds, and will hold as a lender before its next prompt.
@@ -325,8 +368,11 @@ class Fleet:
         stores = self._stores()
         self._snapshot = WorkerTable.of(
             [
-                *(self._view(worker) for worker in there),
-                *(_store_view(store_id, fingerprint) for store_id, fingerprint in stores.items()),
+                *(view_of(worker, self._in_flight) for worker in there),
+                *(
+                    store_view(store_id, fingerprint, self._in_flight.outgoing(store_id))
+                    for store_id, fingerprint in stores.items()
+                ),
             ]
         )
         for store_id in stores:
@@ -340,7 +386,7 @@ class Fleet:
             if None not in rows:
                 self._snapshot.compatible[rows] = False
         self._learner.arrange(self._snapshot.ids)
-        self.adapters = _adapters(worker.hello for worker in there if worker.decodes)
+        self.adapters = adapters_of(worker.hello for worker in there if worker.decodes)
 
     def _stores(self) -> dict[str, bytes]:
         """Return the shared stores of present workers, with their model's fingerprint."""
@@ -352,75 +398,18 @@ class Fleet:
         if row is not None and self._workers.get(worker.worker_id) is worker:
             load = worker.load
             assert load is not None, "it is in the snapshot"
-            self._snapshot.running[row] = _running(worker)
+            self._snapshot.running[row] = running_of(worker)
             self._snapshot.decoding[row] = load.decoding
-            self._snapshot.queued_prefill_tokens[row] = _queued(worker)
-            self._snapshot.available_blocks[row] = _available(worker)
+            self._snapshot.queued_prefill_tokens[row] = queued_of(worker)
+            self._snapshot.available_blocks[row] = available_of(worker)
             self._snapshot.num_blocks[row] = load.num_blocks
             self._snapshot.draining[row] = worker.draining
 
-    def _view(self, worker: Worker) -> WorkerView:
-        load = worker.load
-        assert load is not None, "it has reported"
-        return WorkerView(
-            worker_id=worker.worker_id,
-            decodes=worker.decodes,
-            fingerprint=worker.hello.model_fingerprint,
-            running=_running(worker),
-            decoding=load.decoding,
-            queued_prefill_tokens=_queued(worker),
-            available_blocks=_available(worker),
-            num_blocks=load.num_blocks,
-            reserve_output_tokens=worker.hello.reserve_output_tokens,
-            draining=worker.draining,
-            traffic_share=worker.hello.traffic_share,
-            adapters=frozenset(adapter.fingerprint.hex() for adapter in worker.hello.adapters),
-        )
-
-
-def _store_view(store_id: str, fingerprint: bytes) -> WorkerView:
-    """Return a shared store as placement sees it: like a worker that drains, it starts nothing and can be read."""
-    return WorkerView(
-        worker_id=store_id,
-        decodes=True,
-        fingerprint=fingerprint,
-        running=0,
-        decoding=0,
-        queued_prefill_tokens=0,
-        available_blocks=-1,
-        num_blocks=0,
-        draining=True,
-    )
-
-
-def _adapters(hellos: Iterable[pb.Hello]) -> dict[str, bytes]:
-    """Return the fingerprint of each adapter by name.
-
-    Of several versions, the one that most workers have, and of equally many the first in order.
-    """
-    counts: dict[str, Counter[bytes]] = {}
-    for hello in hellos:
-        for adapter in hello.adapters:
-            counts.setdefault(adapter.name, Counter())[adapter.fingerprint] += 1
-    return {name: min(versions, key=lambda each: (-versions[each], each)) for name, versions in sorted(counts.items())}
-
-
-def _running(worker: Worker) -> int:
-    """Return a reporting worker's streams; like the next two, with placements not yet in its reports."""
-    assert worker.load is not None
-    return worker.load.running + worker.unreported_decodes.streams
-
-
-def _queued(worker: Worker) -> int:
-    """Return a worker's queued prompt tokens."""
-    assert worker.load is not None
-    return worker.load.queued_prefill_tokens + worker.unreported_lends.tokens + worker.unreported_decodes.tokens
-
-
-def _available(worker: Worker) -> int:
-    """Return a worker's available blocks; -1: nothing may start there."""
-    assert worker.load is not None
-    return -1 if worker.avoided else worker.load.available_blocks - worker.unreported_decodes.blocks
+    def _refresh_ends(self, transfer: Transfer) -> None:
+        """Update the transfers in flight of a transfer's two ends."""
+        for end_id in (transfer.borrower_id, transfer.lender_id):
+            if (row := self._snapshot.row_of.get(end_id)) is not None:
+                self._snapshot.set_in_flight(row, self._in_flight.outgoing(end_id), self._in_flight.incoming(end_id))
 
 
 def _shared_prefix(keys: Sequence[BlockKey], others: Sequence[BlockKey]) -> int:

@@ -57,6 +57,16 @@ class Decision:
     reason: str
     hit_blocks: int = 0
     """Predicted blocks of the prompt that no worker computes."""
+    held_bytes: int = 0
+    """Bytes that the decode worker reads and no worker computes first."""
+    source_bytes: int = 0
+    """Bytes that the lender reads from its source."""
+    waiting_bytes: float = 0.0
+    """Bytes in flight of other placements that delay both."""
+    reserved_output_tokens: int = 0
+    """Output tokens of each choice that the decode worker reserves blocks for."""
+    reservation: str = ""
+    """Origin of that number, for display."""
     alternatives: tuple[Alternative, ...] = field(default=(), compare=False)
     """The next best candidates, at most FEW."""
 
@@ -99,6 +109,11 @@ def place_on(rows: Ints, demand: Demand, workers: WorkerTable, hits: Hits, rates
         predicted_ttft_s=best.ttft_s,
         cost_s=best.cost_s,
         hit_blocks=best.hit_blocks,
+        held_bytes=best.held_bytes,
+        source_bytes=best.source_bytes,
+        waiting_bytes=best.waiting_bytes + best.source_waiting_bytes,
+        reserved_output_tokens=best.reserved_output_tokens,
+        reservation=best.reservation,
         num_candidates=num_candidates,
         reason=_reason(demand, workers, hits, way, best),
         alternatives=alternatives,
@@ -117,6 +132,7 @@ class _Matrices:
         self._queue_s = workers.queued_prefill_tokens[rows] / self._tokens_per_s
         self._fixed_s = rates.tail_fixed_s[rows]
         self._decoding = workers.decoding[rows]
+        self._most_in_flight = max(workers.outgoing_bytes.max(), workers.incoming_bytes.max())
         self._crowding_s = workers.running[rows] * rates.stream_delay_s[rows]
 
     def cheapest(self) -> tuple[Route, int, tuple[Alternative, ...]]:
@@ -175,6 +191,7 @@ class _Matrices:
         held, rates, demand = self._held[lenders], self._rates, self._demand
         gain = held - self._own[:, None]
         cost_s = gain * demand.block_bytes
+        cost_s += self._shared_bytes(cost_s, self._rows, lenders)
         cost_s /= _pick(rates.kv_bytes_per_s, self._rows, lenders)
         cost_s += _pick(rates.loan_overhead_s, self._rows, lenders)
         cost_s += self._queue_s[:, None]
@@ -202,7 +219,8 @@ class _Matrices:
         compute_s = rates.prefill_fixed_s[lenders] + (usable - have) * demand.block_tokens / tokens_per_s
         ready_s = read_s + queue_s + compute_s
         lacks = usable - self._own
-        cost_s = (lacks * demand.block_bytes)[:, None] / _pick(rates.kv_bytes_per_s, self._rows, lenders)
+        num_bytes, bytes_per_s = (lacks * demand.block_bytes)[:, None], _pick(rates.kv_bytes_per_s, self._rows, lenders)
+        cost_s = (num_bytes + self._left_bytes(num_bytes, bytes_per_s, ready_s, lenders)) / bytes_per_s
         cost_s += _pick(rates.loan_overhead_s, self._rows, lenders)
         cost_s += ready_s
         own_s = self._own_s(np.full(len(self._rows), float(usable)))
@@ -212,28 +230,46 @@ class _Matrices:
         cost_s[(lacks <= 0)[:, None] | ~_pick(workers.compatible, self._rows, lenders)] = np.inf
         return cost_s, lenders, sources
 
+    def _shared_bytes(self, num_bytes: Floats, borrowers: Ints, lenders: Ints) -> Floats | float:
+        """Return the bytes in flight for which transfers of so many bytes wait, [B, L] or 0."""
+        if not self._most_in_flight:
+            return 0.0
+        workers = self._workers
+        waiting: Floats = num_bytes * workers.outgoing_flows.take(lenders)
+        np.minimum(waiting, workers.outgoing_bytes.take(lenders), out=waiting)
+        incoming = num_bytes * workers.incoming_flows.take(borrowers)[:, None]
+        np.minimum(incoming, workers.incoming_bytes.take(borrowers)[:, None], out=incoming)
+        return np.maximum(waiting, incoming, out=waiting)
+
+    def _left_bytes(self, num_bytes: Floats, bytes_per_s: Floats, ready_s: Floats, lenders: Ints) -> Floats | float:
+        """Return the bytes in flight, [D, L], for which loans still wait once their lenders have the blocks."""
+        if self._most_in_flight <= ready_s.min() * bytes_per_s.min():
+            return 0.0  # the common case, found without a matrix
+        waiting: Floats = np.maximum(0.0, self._shared_bytes(num_bytes, self._rows, lenders) - ready_s * bytes_per_s)
+        return waiting
+
     def _sources(self, lenders: Ints) -> tuple[Ints, Floats, Floats]:
         """Return [L] each: row of the best source or -1, blocks of the lender after reading from it, and seconds."""
-        have = self._due[lenders]
-        none = np.full(len(lenders), -1), have, np.zeros(len(lenders))
-        holders = np.flatnonzero(self._held > have.min())
-        if not len(holders):
-            return none
-        demand, rates = self._demand, self._rates
-        gain = self._held[holders] - have[:, None]
+        sources, have, seconds = np.full(len(lenders), -1), self._due[lenders], np.zeros(len(lenders))
+        at = np.flatnonzero(have < self._held.max())  # often few: most hold as much as anybody
+        if not len(at):
+            return sources, have, seconds
+        demand, rates, lenders, lacking = self._demand, self._rates, lenders[at], have[at]
+        holders = np.flatnonzero(self._held > lacking.min())
+        gain = self._held[holders] - lacking[:, None]
         read_s = gain * demand.block_bytes
+        read_s += self._shared_bytes(read_s, lenders, holders)
         read_s /= _pick(rates.kv_bytes_per_s, lenders, holders)
         read_s += _pick(rates.loan_overhead_s, lenders, holders)
         lost_s = read_s - gain * demand.block_tokens / rates.prefill_tokens_per_s[lenders][:, None]
         lost_s[(gain <= 0) | ~_pick(self._workers.compatible, lenders, holders)] = np.inf
         best = lost_s.argmin(axis=1)
-        each = np.arange(len(lenders))
-        worth = lost_s[each, best] < 0
-        return (
-            np.where(worth, holders[best], none[0]),
-            np.where(worth, have + gain[each, best], have),
-            np.where(worth, read_s[each, best], 0.0),
-        )
+        each = np.arange(len(at))
+        worth = np.flatnonzero(lost_s[each, best] < 0)
+        at, best = at[worth], best[worth]
+        sources[at], seconds[at] = holders[best], read_s[worth, best]
+        have[at] += gain[worth, best]
+        return sources, have, seconds
 
 
 def _few(cost_s: Floats) -> Ints:

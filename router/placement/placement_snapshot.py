@@ -39,6 +39,10 @@ class PlacementSnapshot:
             queued_prefill_tokens=workers.queued_prefill_tokens.copy(),
             available_blocks=workers.available_blocks.copy(),
             num_blocks=workers.num_blocks.copy(),
+            outgoing_bytes=workers.outgoing_bytes.copy(),
+            outgoing_flows=workers.outgoing_flows.copy(),
+            incoming_bytes=workers.incoming_bytes.copy(),
+            incoming_flows=workers.incoming_flows.copy(),
         )
         kept = replace(demand, other_keys=()) if demand.other_keys else demand  # their result is in `hits`
         return cls(kept, frozen, hits, rates, available)
@@ -49,6 +53,6 @@ class PlacementSnapshot:
 
     def num_bytes(self, before: "PlacementSnapshot | None") -> int:
         """Return the approximate memory, without what it shares with the previous snapshot."""
-        columns = 16 * 8 * len(self.workers.ids)
+        columns = 20 * 8 * len(self.workers.ids)
         shared = before is not None and before.rates.kv_bytes_per_s is self.rates.kv_bytes_per_s
         return FIXED_BYTES + columns + (0 if shared else 2 * self.rates.kv_bytes_per_s.nbytes)

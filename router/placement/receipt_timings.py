@@ -4,16 +4,23 @@ Pure.
 """
 
 from protos import inference_pb2 as pb
+from router.placement.in_flight import Transfer
 from router.placement.rate_learning import ReceiptTimings
 
 
 def measured(
-    finish: pb.Finish, decode_queued_tokens: int, lender_queued_tokens: int, running: float, num_choices: int
+    finish: pb.Finish,
+    decode_queued_tokens: int,
+    lender_queued_tokens: int,
+    running: float,
+    num_choices: int,
+    moved: Transfer | None = None,
 ) -> ReceiptTimings:
     """Return the measurements of `finish`, which ended the stream.
 
-    The queued tokens are those at the workers before this placement; `running` streams include this one. Nothing is
-    learned from requests that failed, were preempted, or mix several causes.
+    The queued tokens are those at the workers before this placement; `running` streams include this one; `moved` is
+    the transfer to the decode worker. Nothing is learned from requests that failed, were preempted, or mix several
+    causes.
     """
     receipt = finish.receipt
     kv, placement = receipt.kv, receipt.placement
@@ -30,7 +37,8 @@ def measured(
             tokens = lender_queued_tokens + kv.lender_computed_blocks * kv.block_tokens
             prefill = tokens, ready_s
         elif kv.moved_blocks and "transfer of the last blocks" in seconds:
-            transfer = kv.moved_bytes, ready_s + seconds["transfer of the last blocks"]
+            shared = 0 if moved is None else moved.shared_bytes(kv.moved_bytes)
+            transfer = kv.moved_bytes + shared, ready_s + seconds["transfer of the last blocks"]
     if undisturbed and kv.computed_tokens and "prompt tail" in seconds:
         tail = decode_queued_tokens + kv.computed_tokens, seconds.get("decode queue", 0.0) + seconds["prompt tail"]
     num_steps = finish.usage.completion_tokens - 1 - receipt.speculation.accepted_tokens

@@ -7,6 +7,7 @@ from hashlib import blake2b
 from engine.block_keys import BlockKey
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
+from router.placement.in_flight import Transfer
 from router.placement.placement_snapshot import PlacementSnapshot
 
 
@@ -126,12 +127,19 @@ class ActivePlacement:
     """Streams on the decode worker without this one."""
     queued_before: tuple[int, int]
     """Prompt tokens queued at the decode worker and at the lender, without this request's."""
+    transfers: tuple[Transfer, ...] = ()
+    """Its transfers, in flight until its first token."""
     started: bool = False
     """Whether the first token has come, so that caches have reported what it left in them."""
     failed: bool = False
     """Whether its decode worker failed."""
     lent: bool | None = None
     """Whether its lender lent; None when unknown or not needed."""
+
+    def transfer_from(self, lender_id: str) -> Transfer | None:
+        """Return its decode worker's transfer from this lender or store."""
+        to_it = (each for each in self.transfers if each.borrower_id == self.decode.worker_id)
+        return next((each for each in to_it if each.lender_id == lender_id), None)
 
     @property
     def num_streams(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from router.placement.demand import Demand
+from router.placement.in_flight import IDLE, Flows
 from router.placement.rates import Bools, Floats, Ints
 
 
@@ -31,6 +32,10 @@ class WorkerView:
     """Canary share, from its Hello."""
     adapters: frozenset[str] = frozenset()
     """Fingerprints of its LoRA adapters, in hexadecimal digits."""
+    outgoing: Flows = IDLE
+    """Transfers in flight from it."""
+    incoming: Flows = IDLE
+    """Transfers in flight to it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,8 +64,21 @@ class WorkerTable:
     traffic_shares: Floats
     """Canary shares; 0: no canary."""
     with_canaries: bool
+    outgoing_bytes: Floats
+    """Bytes in flight from each worker."""
+    outgoing_flows: Floats
+    """Transfers in flight from each worker; like all four, floating point for the sake of place.py."""
+    incoming_bytes: Floats
+    """Bytes in flight to each worker."""
+    incoming_flows: Floats
+    """Transfers in flight to each worker."""
     adapters: tuple[tuple[str, ...], ...] = ()
     """LoRA adapters of each worker, by fingerprint."""
+
+    def set_in_flight(self, row: int, outgoing: Flows, incoming: Flows) -> None:
+        """Set the transfers in flight of a row."""
+        self.outgoing_bytes[row], self.outgoing_flows[row] = outgoing.num_bytes, outgoing.count
+        self.incoming_bytes[row], self.incoming_flows[row] = incoming.num_bytes, incoming.count
 
     @property
     def starts(self) -> Bools:
@@ -123,12 +141,20 @@ class WorkerTable:
             reserve_of=_column(reserves.index(view.reserve_output_tokens) for view in views),
             traffic_shares=np.array([view.traffic_share for view in views], np.float64),
             with_canaries=any(view.traffic_share for view in views),
+            outgoing_bytes=_floats(view.outgoing.num_bytes for view in views),
+            outgoing_flows=_floats(view.outgoing.count for view in views),
+            incoming_bytes=_floats(view.incoming.num_bytes for view in views),
+            incoming_flows=_floats(view.incoming.count for view in views),
             adapters=tuple(tuple(sorted(view.adapters)) for view in views),
         )
 
 
 def _column(values: Iterable[int]) -> Ints:
     return np.fromiter(values, np.int64)
+
+
+def _floats(values: Iterable[int]) -> Floats:
+    return np.fromiter(values, np.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

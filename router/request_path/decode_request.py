@@ -55,6 +55,9 @@ def decode_request(
             predicted_ttft_ms=decision.predicted_ttft_s * 1e3,
             attempt=attempt,
             predicted_hit_blocks=decision.hit_blocks,
+            waiting_bytes=round(decision.waiting_bytes),
+            reserved_output_tokens=decision.reserved_output_tokens,
+            reservation=decision.reservation,
         ),
         router_stages=_stages(prepared, placed_at, model.fleet.router_id),
         elapsed_ms=(now - prepared.arrived_at) * 1e3,
@@ -63,6 +66,7 @@ def decode_request(
         model=model.name,
         model_reason=prepared.model_reason,
         price=model.costs.prices,
+        reserve_output_tokens=placed.demand.expected_output_tokens,
     )
     if model.embedding is not None and prepared.request.HasField("embedding"):
         wanted = pb.Embedding(

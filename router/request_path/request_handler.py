@@ -356,7 +356,11 @@ class RequestHandler:
         to_score = sampling.HasField("prompt_logprobs") and emitted.num_prompt_logprobs < len(prompt) - 1
         chains = chains_of(prompt, sampling, unfinished)
         traffic_hash, new = traffic_hash_of(prepared.request_id), not prepared.info.num_placed
-        return prepared.model.needs(prompt, sampling, prepared.cache_salt, chains, to_score, traffic_hash, new, embeds)
+        demand, keys = prepared.model.needs(
+            prompt, sampling, prepared.cache_salt, chains, to_score, traffic_hash, new, embeds
+        )
+        key = prepared.request.tenant, prepared.request.task
+        return prepared.model.fleet.with_expected_output(demand, key, len(prompt)), keys
 
 
 def _count(prepared: PreparedRequest, emitted: StreamState, request_metrics: RequestMetrics) -> None:

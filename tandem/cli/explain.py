@@ -25,7 +25,7 @@ _TERMS = {
     "cost": "cost_ms",
 }
 """Heading and field of PlacementCandidate."""
-_EXPENDABLE = ("source", "blocks", "delay", "read", "own queue", "queue", "tail", "transfer", "compute")
+_EXPENDABLE = ("in flight", "source", "blocks", "delay", "read", "own queue", "queue", "tail", "transfer", "compute")
 """Columns that a narrow terminal drops; TTFT and cost stay."""
 
 
@@ -51,7 +51,8 @@ async def show_explanation(
         return
     with uncut(console):
         console.print(candidate_table(explanation.candidates[:most]))
-    console.print(f"ms; {explanation.num_candidates} compared, the first would be chosen", style="dim")
+    console.print(f"ms and MB; {explanation.num_candidates} compared, the first would be chosen", style="dim")
+    console.print(reservation_of(explanation), markup=False)
 
 
 async def show_decisions(console: Console, target: Target, request_id: str, most: int, log: Path | None = None) -> None:
@@ -80,13 +81,19 @@ async def show_decisions(console: Console, target: Target, request_id: str, most
         console.print(placement.reason, markup=False)
         with uncut(console):
             console.print(candidate_table(placement.candidates[:most]))
-        console.print(f"ms; {placement.num_candidates} were compared, the first was chosen", style="dim")
+        console.print(f"ms and MB; {placement.num_candidates} were compared, the first was chosen", style="dim")
+        console.print(reservation_of(placement), markup=False)
         for line in came_of(placement):
             console.print(line, markup=False)
     if past.error:
         console.print(f"it ended with: {past.error}", markup=False)
     elif not past.ended:
         console.print("it is under way" if past.placements else "it waits for a place")
+
+
+def reservation_of(decided: pb.Explanation | pb.PlacementDecision) -> str:
+    """Return for how much output blocks are reserved, and why."""
+    return f"blocks reserved for {decided.reserved_output_tokens} output tokens: {decided.reservation}"
 
 
 def came_of(placement: pb.PlacementDecision) -> list[str]:
@@ -119,15 +126,20 @@ def model_table(models: Sequence[pb.ModelCandidate]) -> NamesTable:
 
 
 def candidate_table(candidates: Sequence[pb.PlacementCandidate]) -> NamesTable:
-    """Return the table of candidates in milliseconds; terms of 0 and unused workers are blank."""
+    """Return the table of candidates in milliseconds; terms of 0 and unused workers are blank.
+
+    "in flight" has the megabytes of other requests that delay the transfer and the source's.
+    """
     rows = []
     for candidate in candidates:
         holds = candidate.lender and not candidate.lender_computes
         lender = f"{candidate.lender} (holds)" if holds else candidate.lender
         terms = [getattr(candidate, field) for field in _TERMS.values()]
+        waiting = candidate.waiting_bytes + candidate.source_waiting_bytes
         row = (
             *(candidate.decode_worker, lender, candidate.source, str(candidate.blocks)),
             *(f"{term:.1f}" if term else "" for term in terms),
+            f"{waiting / 1e6:.1f}" if waiting else "",
         )
         rows.append(row)
-    return NamesTable(("decode", "lender", "source"), ("blocks", *_TERMS), rows, _EXPENDABLE, box=None)
+    return NamesTable(("decode", "lender", "source"), ("blocks", *_TERMS, "in flight"), rows, _EXPENDABLE, box=None)

@@ -7,6 +7,7 @@ from engine.block_keys import block_keys, root_key
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
+from router.placement.in_flight import Flows
 from router.placement.place import Decision, place
 from router.placement.rates import Priors
 from router.placement.worker_records import ActivePlacement, Worker
@@ -158,7 +159,13 @@ class FleetModel(RuleBasedStateMachine):
             num_blocks=load.num_blocks,
             reserve_output_tokens=reserve,
             draining=worker in self.draining,
+            outgoing=self.flows(worker.worker_id, "lender_id"),
+            incoming=self.flows(worker.worker_id, "borrower_id"),
         )
+
+    def flows(self, worker_id: str, end: str) -> Flows:
+        moving = [t for p in self.under_way if not p.started for t in p.transfers if getattr(t, end) == worker_id]
+        return Flows(sum(transfer.num_bytes for transfer in moving), len(moving))
 
     def expected_hits(self, keys: list[bytes]) -> tuple[dict[str, int], dict[str, int]]:
         held = {
@@ -185,6 +192,8 @@ class FleetModel(RuleBasedStateMachine):
         assert self.fleet.views() == self.expected_views()
         assert (snapshot.ids, snapshot.reserves) == (expected.ids, expected.reserves)
         for name in ("decodes", "draining", "compatible", "running", "queued_prefill_tokens", "available_blocks"):
+            assert (getattr(snapshot, name) == getattr(expected, name)).all()
+        for name in ("outgoing_bytes", "outgoing_flows", "incoming_bytes", "incoming_flows"):
             assert (getattr(snapshot, name) == getattr(expected, name)).all()
         assert (snapshot.num_blocks == expected.num_blocks).all()
         assert (snapshot.reserve_of == expected.reserve_of).all()

@@ -14,6 +14,7 @@ from numpy.random import Generator, default_rng
 
 from router.placement.demand import Demand, traffic_hash_of
 from router.placement.explain import explain
+from router.placement.in_flight import IDLE, Flows
 from router.placement.place import FEW, place
 from router.placement.rates import Floats, Priors, Rates
 from router.placement.worker_table import Hits, WorkerTable, WorkerView
@@ -21,6 +22,10 @@ from router.placement.worker_table import Hits, WorkerTable, WorkerView
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.002, 0.001)
 SHARES = {"a": 0.0, "b": 0.1, "c": 0.0}
 """Of the traffic: one canary among others."""
+
+
+FLOWS = [IDLE, IDLE, Flows(1_000, 1), Flows(90_000, 3), Flows(10_000_000, 2)]
+"""Transfers in flight: a few small ones, and some of which a part at most is in the way."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ def cases(draw: st.DrawFn) -> Case:
             draining=draw(st.sampled_from([False, False, False, True])),
             traffic_share=draw(st.sampled_from([0.0, 0.0, 0.2, 0.5])) if canaries else 0.0,
             adapters=draw(st.sampled_from([frozenset(), frozenset({"aa"}), frozenset({"aa", "bb"})])),
+            outgoing=draw(st.sampled_from(FLOWS)),
+            incoming=draw(st.sampled_from(FLOWS)),
         )
         for name in names
     ]
@@ -145,8 +152,11 @@ def plain_costs(case: Case) -> Iterator[tuple[float, str, str, bool, str | None]
     def held(view: WorkerView) -> int:
         return case.held.get(view.worker_id, 0)
 
-    def moved_s(num_blocks: int) -> float:
-        return PRIORS.loan_overhead_s + num_blocks * demand.block_bytes / PRIORS.kv_bytes_per_s
+    def moved_s(borrower: WorkerView, lender: WorkerView, num_blocks: int, ready_s: float = 0.0) -> float:
+        num_bytes = num_blocks * demand.block_bytes
+        ends = (borrower.incoming, lender.outgoing)
+        waiting_s = max(min(end.num_bytes, end.count * num_bytes) for end in ends) / PRIORS.kv_bytes_per_s
+        return PRIORS.loan_overhead_s + num_bytes / PRIORS.kv_bytes_per_s + max(0.0, waiting_s - ready_s)
 
     def cost_s(decode: WorkerView, loan_s: float, num_blocks: int) -> float:
         own_s = (demand.num_tokens - num_blocks * demand.block_tokens) / PRIORS.decode_prefill_tokens_per_s
@@ -165,19 +175,23 @@ def plain_costs(case: Case) -> Iterator[tuple[float, str, str, bool, str | None]
         alike = [view for view in case.views if view is not decode and view.fingerprint == decode.fingerprint]
         for lender in alike if held(decode) < usable else []:
             if held(lender) > held(decode):
-                loan_s = moved_s(held(lender) - held(decode))
+                loan_s = moved_s(decode, lender, held(lender) - held(decode))
                 yield cost_s(decode, loan_s, held(lender)), decode.worker_id, lender.worker_id, False, None
             if lender not in computing:
                 continue
             have, read_s, source = case.due.get(lender.worker_id, 0), 0.0, None
             others = [view for view in alike if view is not lender] + [decode]
-            fullest = min(others, key=lambda view: (-held(view), view.worker_id))
-            if (gain := held(fullest) - have) > 0:
-                compute_s = gain * demand.block_tokens / PRIORS.prefill_tokens_per_s
-                if moved_s(gain) < compute_s:
-                    have, read_s, source = have + gain, moved_s(gain), fullest.worker_id
+            best_s = 0.0
+            for other in sorted(others, key=lambda view: view.worker_id):
+                if (gain := held(other) - case.due.get(lender.worker_id, 0)) > 0:
+                    taken_s = moved_s(lender, other, gain)
+                    lost_s = taken_s - gain * demand.block_tokens / PRIORS.prefill_tokens_per_s
+                    if lost_s < best_s - 1e-12:
+                        best_s, read_s, source = lost_s, taken_s, other.worker_id
+                        have = held(other)
             tokens = lender.queued_prefill_tokens + (usable - have) * demand.block_tokens
-            loan_s = read_s + PRIORS.step_s + tokens / PRIORS.prefill_tokens_per_s + moved_s(usable - held(decode))
+            ready_s = read_s + PRIORS.step_s + tokens / PRIORS.prefill_tokens_per_s
+            loan_s = ready_s + moved_s(decode, lender, usable - held(decode), ready_s)
             yield cost_s(decode, loan_s, usable), decode.worker_id, lender.worker_id, True, source
 
 

@@ -281,8 +281,7 @@ class VllmRequests:
 
     def _promised_blocks(self, sequence: Sequence) -> int:
         """Return the blocks that a sequence is admitted with: its prompt, and some output."""
-        output = min(sequence.max_num_tokens - sequence.num_prompt, self._reserve_output_tokens)
-        return self._kv_cache.layout.blocks_for(sequence.num_prompt + output)
+        return self._kv_cache.layout.blocks_for(sequence.num_tokens_reserved(self._reserve_output_tokens))
 
     def _reject(self, request_id: str, reason: str, permanent: bool) -> None:
         self._emit(Rejected(request_id, reason, permanent))
