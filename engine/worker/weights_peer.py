@@ -16,6 +16,7 @@ from cluster.discovery import Discovery
 from cluster.rpc import channel
 from cluster.tls import MemberIdentity
 from engine.config import WorkerConfig
+from engine.errors import ModelRefused
 from engine.model.model_dir import ModelDir
 from engine.weights.offer import WeightFile, WeightsOffer, may_replace
 from engine.weights.page_cache import in_page_cache
@@ -56,11 +57,14 @@ class WeightsSource:
     ) -> None:
         """Look where the weights are; ask live workers where the settings want that.
 
-        Raises ModelRefused for a directory without weights.
+        A directory without weights is left to the engine, which has more to say of a model that it refuses.
         """
         if not has_weights(config):
             return
-        files = model_dir.weight_files()
+        try:
+            files = model_dir.weight_files()
+        except ModelRefused:
+            return
         cached = await asyncio.to_thread(in_page_cache, files)
         self.own = "page cache" if cached else "disk"
         # Packed weights are read layer by layer, see `engine/backends/torch/packed.py`.

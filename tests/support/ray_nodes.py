@@ -16,6 +16,8 @@ from cluster.process_tree import children, descendants
 
 ROOT = Path(__file__).parent.parent.parent
 BIN = Path(sys.executable).parent
+RAY = str(Path(sys.executable).with_name("ray"))
+"""The command of this environment, which need not be in PATH."""
 GCS_PORT = 6379
 DEAD_AFTER_S = 6.0
 """Seconds without an answer after which Ray declares a node dead: four checks of one second, half a second apart. Ray's
@@ -76,11 +78,11 @@ class RayNode:
         if head is self:
             where = ["--head", "--port", str(GCS_PORT), "--include-dashboard=false"]
         sizes = ("--num-cpus", "1", "--object-store-memory", str(80 << 20), "--resources", json.dumps(self._resources))
-        await self.run("ray", "start", *where, "--node-ip-address", self.ip, *sizes)
+        await self.run(RAY, "start", *where, "--node-ip-address", self.ip, *sizes)
 
     async def start_ray_again(self, head: "RayNode") -> None:
         """Clear what a raylet that ended has left behind, and start another."""
-        await self.run("ray", "stop", "--force")
+        await self.run(RAY, "stop", "--force")
         await self.start_ray(head)
 
     def runs(self, program: str) -> bool:
