@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest_asyncio
 
 from engine.block_keys import block_keys, root_key
 from engine.kv.block_pool import Stored
-from engine.messages import CacheChanged, Cancel, KvAccount
+from engine.messages import CacheChanged, Cancel, Generate, KvAccount
 from support.engine_contract import account_of, named
 from support.processes import until
 from support.real_engines import RealEngine, engines
@@ -27,6 +28,11 @@ SMALL_POOL = 20
 
 def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
     return random.Random(1000 * num_tokens + seed).choices(range(3, VOCAB), k=num_tokens)
+
+
+def counting_on_store(prompt: list[int], max_tokens: int = 12, **options: object) -> Generate:
+    """A request whose placement counts on the store, so that it is looked up however little earlier lookups found."""
+    return replace(named(prompt, max_tokens, **options), reads_store=True)
 
 
 class Site:
@@ -52,7 +58,7 @@ class Site:
 
     async def answered(self, engine: RealEngine, prompt: list[int]) -> tuple[list[int], KvAccount]:
         """Its tokens, and what it says of its blocks, which add up."""
-        tokens = await engine.answer(named(prompt, ignore_eos=True))
+        tokens = await engine.answer(counting_on_store(prompt, ignore_eos=True))
         account = account_of(tokens)
         brought = account.reused_blocks + account.store_blocks
         assert brought + account.computed_blocks == -(-len(prompt) // BLOCK)
@@ -104,9 +110,9 @@ async def test_blocks_written_at_once_are_fetched_by_another_engine(site: Site) 
 async def test_several_choices_share_what_was_fetched(site: Site) -> None:
     prompt = prompt_of(6 * BLOCK + 7)
     options = {"n": 3, "temperature": 1.0, "seed": 4}
-    alone = await site.at_once.answer(named(prompt, 10, **options))
+    alone = await site.at_once.answer(counting_on_store(prompt, 10, **options))
     await site.stored(prompt)
-    got = await site.small.answer(named(prompt, 10, **options))
+    got = await site.small.answer(counting_on_store(prompt, 10, **options))
     assert account_of(got).store_blocks == 6
     assert sorted((token.choice, token.token_id) for token in got) == sorted((t.choice, t.token_id) for t in alone)
     await site.settled()
@@ -176,7 +182,7 @@ async def test_a_lender_fetches_before_it_computes(site: Site) -> None:
     await site.answered(site.small, prompt)
     await site.answered(site.small, prompt_of(18 * BLOCK + 20, 32))
     await site.stored(prompt)
-    moved = await site.small.answer(named(prompt + tail, ignore_eos=True), site.at_once)
+    moved = await site.small.answer(counting_on_store(prompt + tail, ignore_eos=True), site.at_once)
     account = account_of(moved)
     in_cache = account.reused_blocks
     assert (account.moved_blocks, account.lender_cached_blocks, account.loan_failure) == (14 - in_cache, 0, "")
@@ -191,7 +197,7 @@ async def test_a_cancel_at_any_moment_of_a_fetch_leaves_nothing_behind(site: Sit
     prompt = prompt_of(15 * BLOCK + 1, 60 + after_ms)
     await site.answered(site.at_once, prompt)
     await site.stored(prompt)
-    request = named(prompt)
+    request = counting_on_store(prompt)
     site.small.send(request)
     await asyncio.sleep(after_ms / 1e3)
     site.small.send(Cancel(request.request_id))
