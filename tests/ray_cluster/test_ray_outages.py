@@ -128,7 +128,7 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
     }
     (folder / "cluster.yaml").write_text(yaml.safe_dump(settings))
     room = {"lender": {"lending": 1, "decoding": 2}, "other": {"decoding": 2}}
-    async with RayNodes(folder, room) as nodes:
+    async with RayNodes(room) as nodes:
         options = ("--config", str(folder / "cluster.yaml"), "--port", str(PORT), "--no-http")
         output = folder / "up.log"  # no pipe: what is left of a driver that is killed would keep it open
         with output.open("wb") as file:

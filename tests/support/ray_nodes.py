@@ -1,4 +1,4 @@
-"""Ray nodes in namespaces of their own: network, pid, ipc, mount and uts, with a private /tmp and /dev/shm."""
+"""Ray nodes in namespaces of their own: network, pid, ipc, mount and uts, with a private /tmp/ray and /dev/shm."""
 
 import asyncio
 import json
@@ -29,17 +29,17 @@ HEALTH_CHECKS = {
     "RAY_health_check_failure_threshold": "4",
 }
 INIT = """
-mount --bind "$0" /mnt && mount -t tmpfs tmpfs /tmp && mkdir -p "$0" && mount --bind /mnt "$0" && echo up &&
+mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && echo up &&
 while :; do sleep 3600; done
 """
-"""First process of a node, which outlives Ray's. The folder `$0` is the same on all nodes."""
+"""First process of a node, which outlives Ray's. Ray's sessions are the node's own, all else in /tmp is everybody's: a
+clone of this repository may lie there."""
 
 
 class RayNode:
     """One machine of a Ray cluster."""
 
-    def __init__(self, namespace: Namespace, shared: Path, **resources: float) -> None:
-        """`shared`: folder that all nodes see; the rest of /tmp is the node's own."""
+    def __init__(self, namespace: Namespace, **resources: float) -> None:
         self.namespace = namespace
         self.ip = namespace.ip
         self._resources = resources
@@ -47,7 +47,7 @@ class RayNode:
         path = f"{BIN}:{os.environ['PATH']}"
         of_ray = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
         self.environment = environment | of_ray | HEALTH_CHECKS | {"PYTHONPATH": str(ROOT), "PATH": path}
-        command = namespace.command(["bash", "-c", INIT, str(shared)])
+        command = namespace.command(["bash", "-c", INIT])
         self._unshare = subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE)
         assert self._unshare.stdout is not None
         said = self._unshare.stdout.readline()
@@ -105,8 +105,7 @@ def _command_line(pid: int) -> bytes:
 class RayNodes:
     """Context manager of a Ray cluster: a head without resources for workers, and nodes by their names."""
 
-    def __init__(self, shared: Path, nodes: Mapping[str, Mapping[str, float]]) -> None:
-        self._shared = shared
+    def __init__(self, nodes: Mapping[str, Mapping[str, float]]) -> None:
         self._wanted = nodes
         self._namespaces = Namespaces()
         self.nodes: dict[str, RayNode] = {}
@@ -119,7 +118,7 @@ class RayNodes:
         self._namespaces.__enter__()
         try:
             for name, resources in {"head": {}, **self._wanted}.items():
-                self.nodes[name] = RayNode(self._namespaces.add(name), self._shared, **resources)
+                self.nodes[name] = RayNode(self._namespaces.add(name), **resources)
             await self.head.start_ray(self.head)
             await asyncio.gather(*(self.nodes[name].start_ray(self.head) for name in self._wanted))
         except BaseException:
