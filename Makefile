@@ -153,7 +153,7 @@ bench-kv: $(INSTALLED)
 bench-pods: $(INSTALLED)
 	@$(BIN)/python -m bench.pods
 
-# About 40 minutes; parts: `python -m bench.tiers replayed folder live pins damage decisions`.
+# Parts: `python -m bench.tiers replayed folder live pins damage decisions start`.
 bench-tiers: $(INSTALLED)
 	@$(BIN)/python -m bench.tiers
 

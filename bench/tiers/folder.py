@@ -35,12 +35,13 @@ def tokens(seeds: random.Random) -> list[int]:
     return [seeds.randrange(1000, 100_000) for _ in range(PROMPT_TOKENS + 8)]
 
 
-async def ask(client: Client, prompt: Sequence[int]) -> tuple[pb.Receipt, float]:
+async def ask(client: Client, prompt: Sequence[int], retention_s: float | None = None) -> tuple[pb.Receipt, float]:
     """Return the receipt and the TTFT of one token."""
     began = time.perf_counter()
     sampling = pb.Sampling(max_tokens=1, temperature=0, ignore_eos=True)
     ttft, receipt = 0.0, None
-    async for message in client.generate(token_ids=prompt, sampling=sampling, timeout_s=600):
+    asked = client.generate(token_ids=prompt, sampling=sampling, timeout_s=600, cache_retention_s=retention_s)
+    async for message in asked:
         ttft = ttft or time.perf_counter() - began
         if message.HasField("finish") and message.finish.HasField("receipt"):
             receipt = message.finish.receipt

@@ -15,6 +15,7 @@ from rich.progress import Progress
 
 from bench.models import sim_model
 from bench.report import Bar
+from bench.tiers import folder
 from protos import inference_pb2 as pb
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
@@ -36,13 +37,8 @@ def prompt(seeds: random.Random, num_blocks: int) -> list[int]:
 
 
 async def ask(client: Client, tokens: list[int], retention_s: float | None = None) -> pb.KvReceipt:
-    sampling = pb.Sampling(max_tokens=1, temperature=0, ignore_eos=True)
-    receipt: pb.KvReceipt | None = None
-    async for message in client.generate(token_ids=tokens, sampling=sampling, cache_retention_s=retention_s):
-        if message.HasField("finish") and message.finish.HasField("receipt"):
-            receipt = message.finish.receipt.kv
-    assert receipt is not None
-    return receipt
+    receipt, _ = await folder.ask(client, tokens, retention_s)
+    return receipt.kv
 
 
 async def flood(model: Path, num_blocks: int, pins: bool, progress: Progress) -> dict[str, float]:
@@ -74,8 +70,8 @@ async def flood(model: Path, num_blocks: int, pins: bool, progress: Progress) ->
 
 
 async def measure(progress: Progress) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        model = sim_model(Path(folder) / "sim")
+    with tempfile.TemporaryDirectory() as root:
+        model = sim_model(Path(root) / "sim")
         return {
             "pinned": await flood(model, POOL_BLOCKS, True, progress),
             "not pinned": await flood(model, POOL_BLOCKS, False, progress),

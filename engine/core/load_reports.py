@@ -163,8 +163,8 @@ class LoadReporter:
         room: dict[str, tuple[int, int]] = {POOL: (kv_cache.pool.num_blocks, kv_cache.pool.num_filled)}
         if kv_cache.tiers is not None:
             room |= kv_cache.tiers.occupancy
-        if pinned := kv_cache.pins.blocks:
-            room[PINNED] = kv_cache.pins.max_blocks, len(pinned)
+        if num_pinned := len(kv_cache.pins):
+            room[PINNED] = kv_cache.pins.max_blocks, num_pinned
         if kv_cache.store is not None:
             room[STORE] = 0, 0
         tiers = tuple(

@@ -3,6 +3,7 @@
 Owns the pool and the fingerprints.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -64,7 +65,7 @@ class KVCacheManager:
     ) -> None:
         """Create the manager.
 
-        NamedPlace blocks go to `tiers` and to the `store` that workers share, and come back where that is faster than
+        Evicted blocks go to `tiers` and to the `store` that workers share, and come back where that is faster than
         computing; `rates` are those of tiers. `pool` replaces a pool of `num_blocks` blocks.
 
         `clock` returns seconds, also for users of this manager.
@@ -208,8 +209,9 @@ class KVCacheManager:
         self._fingerprints[blocks] = self.compute_fingerprints(blocks)
         self._name(sequence, end)
         if self.store is not None and self.store.writes_at_once:
-            keys = [sequence.root, *sequence.keys]
-            self._store_blocks([NamedPlace(blocks[at - first], keys[at], keys[at + 1]) for at in range(first, end)])
+            keys = sequence.keys[first:]
+            parents = [sequence.keys[first - 1] if first else sequence.root, *keys[:-1]]
+            self._store_blocks([NamedPlace(*each) for each in zip(blocks, parents, keys, strict=True)])
         return blocks
 
     def num_restorable(self, keys: Seq[BlockKey]) -> int:
@@ -235,7 +237,7 @@ class KVCacheManager:
     def num_available(self) -> int:
         """Number of blocks for a new request: pins of an engine that serves nothing else give way."""
         pool = self.pool
-        idle = not pool.num_reserved and pool.num_held == len(self.pins.blocks)
+        idle = not pool.num_reserved and pool.num_held == len(self.pins)
         return pool.num_available + (pool.num_held if idle else 0)
 
     def take_cache_events(self) -> list[CacheEvent]:
@@ -264,7 +266,7 @@ class KVCacheManager:
             for each, content in zip(evicted, contents, strict=True):
                 self.tiers.put(each.parent, each.key, content, self.fingerprints_of([each.block]))
         if self.store is not None:
-            self._store_blocks([place for each in evicted for place in self._with_ancestors(each)])
+            self._store_blocks(self._with_ancestors(evicted))
 
     def write_behind(self) -> None:
         """Put the blocks that will be evicted next, since an eviction must not wait for the shared store."""
@@ -273,31 +275,31 @@ class KVCacheManager:
         self._write_behind_at = now + WRITE_BEHIND_S
         count = min(MAX_BEHIND, self.pool.num_blocks // BEHIND_PART)
         room = self.store.num_writable
-        chosen: list[NamedPlace] = []
-        for each in self.pool.oldest(count):
-            if self.store.lacks(each.key):
-                chosen += self._with_ancestors(each)
-                if len(chosen) >= room:
-                    break
-        self._store_blocks(list(dict.fromkeys(chosen))[:room])
+        self._store_blocks(self._with_ancestors(self.pool.oldest(count), room)[:room])
 
-    def _with_ancestors(self, evicted: NamedPlace) -> list[NamedPlace]:
-        """Return an evicted block behind those before it in its chain that the pool still has and the store lacks.
+    def _with_ancestors(self, places: Iterable[NamedPlace], enough: float = math.inf) -> list[NamedPlace]:
+        """Return blocks that the store lacks, each behind those before it in its chain that the pool still has.
 
-        A chain is evicted from its tail, and a tail in the store is of no use without its head.
+        A chain is evicted from its tail, and a tail in the store is of no use without its head. The search ends when
+        `enough` are found.
         """
         assert self.store is not None
-        chain: list[NamedPlace] = []
-        place: NamedPlace | None = evicted
-        while place is not None and self.store.lacks(place.key):
-            chain.append(place)
-            place = self.pool.named(place.parent)
-        return chain[::-1]
+        chosen: dict[NamedPlace, None] = {}
+        for each in places:
+            chain: list[NamedPlace] = []
+            place: NamedPlace | None = each
+            while place is not None and place not in chosen and self.store.lacks(place.key):
+                chain.append(place)
+                place = self.pool.named(place.parent)
+            chosen.update(dict.fromkeys(reversed(chain)))
+            if len(chosen) >= enough:
+                break
+        return list(chosen)
 
     def _store_blocks(self, blocks: Seq[NamedPlace]) -> None:
         """Put named blocks that the shared store lacks, as far as this engine knows."""
         assert self.store is not None
-        lacking = [each for each in dict.fromkeys(blocks) if self.store.lacks(each.key)]
+        lacking = [each for each in blocks if self.store.lacks(each.key)]
         if (surplus := len(lacking) - self.store.num_writable) > 0:
             self.store.drop(surplus)
             lacking = lacking[:-surplus]

@@ -8,6 +8,7 @@ Bounds: all pins together hold at most SHARE of the pool, and those of one tenan
 not fit, leading blocks are pinned. A block that several tenants pin counts for the first of them.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,12 @@ class Pins:
         self._clock = clock
         self._pins: dict[BlockKey, _Pin] = {}
         self._of_tenant: Counter[str] = Counter()
+        self._next_end = math.inf
+        """Time before which no pin ends."""
         self.max_blocks = int(pool.num_blocks * SHARE)
+
+    def __len__(self) -> int:
+        return len(self._pins)
 
     @property
     def blocks(self) -> list[int]:
@@ -75,12 +81,15 @@ class Pins:
             self._pool.acquire([block])
             self._pins[key] = _Pin(block, retention.tenant, until)
             self._of_tenant[retention.tenant] += 1
+            self._next_end = min(self._next_end, until)
         return len(keys)
 
     def expire(self) -> None:
         """Drop pins whose time is over."""
-        now = self._clock()
+        if (now := self._clock()) < self._next_end:
+            return
         self._drop([key for key, pin in self._pins.items() if pin.until <= now])
+        self._next_end = min((pin.until for pin in self._pins.values()), default=math.inf)
 
     def give_way(self, num_blocks: int) -> bool:
         """Drop pins, those that end first, until `num_blocks` are available; return whether they are.

@@ -1,6 +1,6 @@
 """Sources of a loan's blocks: another worker's pool, this engine's own tiers below its pool, or the shared store.
 
-The borrower's state machine is the same for both. They differ in who reads, who is told of releases, and what happens
+The borrower's state machine is the same for all. They differ in who reads, who is told of releases, and what happens
 to a block that arrived wrong.
 """
 

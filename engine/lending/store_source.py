@@ -56,10 +56,6 @@ class StoreSource(LoanSource):
         self.shortened: tuple[int, str] | None = None
         """Chain index from which the store has nothing, and why; None while it has all."""
 
-    @property
-    def num_found(self) -> int:
-        return self._end
-
     def open(self, on_found: Callable[[int], object], on_fetched: Callable[[int, Fetched], object]) -> None:
         """Look the keys up; callbacks come on any thread, `on_fetched` with the first chain index of each fetch."""
         self._on_fetched = on_fetched

@@ -1,4 +1,4 @@
-"""What one worker tells another about its weight files, before a byte is read."""
+"""Offers of weights: descriptions of one worker's weight files for another, before a byte is read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -44,12 +44,12 @@ def lends_weights(config: WorkerConfig) -> bool:
 
 
 class WeightsSource:
-    """Where a worker's weights come from; holds a peer's offer open until it is closed."""
+    """Source of a worker's weights; keeps a peer's offer open until it is closed."""
 
     def __init__(self) -> None:
         self.offer: WeightsOffer | None = None
         self.own = ""
-        """Where the worker's own files are: disk, or page cache; empty for an engine without weights."""
+        """Place of the worker's own files: disk, or page cache; empty for an engine without weights."""
         self._open = AsyncExitStack()
 
     async def find(

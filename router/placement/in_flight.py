@@ -49,9 +49,9 @@ class Transfer:
     lender_id: str
     num_bytes: int
     before: tuple[tuple[Flows, Flows], ...] = ()
-    """What was in flight at each end at its begin, and what had begun there."""
+    """Flows at each end when it began: in flight, and begun so far."""
     shared: tuple[tuple[Flows, Flows], ...] = ()
-    """What was in flight at each end at its begin, and that with what began until its end; empty until then."""
+    """Flows at each end: in flight when it began, and these with all that began until its end; empty until then."""
 
     def shared_bytes(self, num_bytes: int) -> float:
         """Return the bytes of others that shared its busier end, if it moved so many itself; for one that is over.

@@ -88,18 +88,17 @@ class Worker:
     """Whether its circuit breaker is open or half-open."""
     failing_lenders: "set[Worker]" = field(default_factory=set)
     """Lenders for which the circuit breaker of its loans is open or half-open."""
+    store_id: str = field(init=False, default="")
+    """Row of the worker table for the store that it shares, by model and store; empty without one."""
+
+    def __post_init__(self) -> None:
+        if self.hello.store:
+            which = blake2b(self.hello.model_fingerprint + self.hello.store.encode(), digest_size=4)
+            self.store_id = f"shared-store/{which.hexdigest()}"
 
     @property
     def worker_id(self) -> str:
         return self.hello.worker_id
-
-    @property
-    def store_id(self) -> str:
-        """Row of the worker table for the store that it shares, by model and store; empty without one."""
-        if not self.hello.store:
-            return ""
-        which = blake2b(self.hello.model_fingerprint + self.hello.store.encode(), digest_size=4)
-        return f"shared-store/{which.hexdigest()}"
 
     @property
     def decodes(self) -> bool:

@@ -1,19 +1,13 @@
 """The chart as the real helm renders it: valid for Kubernetes, and by our own rules."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from cluster.roles import ROLES, Role
 from engine.config import WorkerConfig
-from planner.config import PolicyConfig, PoolConfig
-from planner.observation import Observation
-from planner.policy import decide
-from planner.runtime import PlannerConfig, PlannerMetrics
+from planner.runtime import PlannerConfig
 from router.config import RouterConfig
 from support.chart import (
     CHART,
@@ -31,15 +25,11 @@ from support.chart import (
     needs_helm,
     pod_specs,
     render,
+    selects,
     template,
 )
 
 pytestmark = needs_helm
-PLANNED = {
-    "start_s": PlannerConfig.model_fields["start_s"].default,
-    "min_workers": PoolConfig.model_fields["min_workers"].default,
-    "max_workers": PoolConfig.model_fields["max_workers"].default,
-}
 ALL = [None, *EXAMPLES]
 
 
@@ -81,32 +71,6 @@ def test_a_share_is_the_canarys_and_not_the_pools() -> None:
     pools = [config_of(manifests, f"x-a-{pool}", "worker") for pool in ("decode", "decode-canary")]
     assert [config.get("traffic_share") for config in pools] == [None, 0.05]
     assert WorkerConfig.parse(pools[1]).traffic_share == 0.05
-
-
-def test_a_decode_pool_that_may_be_of_zero_can_come_back() -> None:
-    def routers(**config: Any) -> dict[str, Any]:
-        return {"planner": {"enabled": True, "config": {"decode": {"min_workers": 0}}}, "router": {"config": config}}
-
-    config = RouterConfig.parse(config_of(render(routers()), "demo-router", "router"))
-    assert config.ready_without_workers
-    assert config.no_worker_grace_s == PLANNED["start_s"] + 30, "longer than a worker takes to start"
-    usual = RouterConfig.parse(config_of(render({"planner": {"enabled": True}}), "demo-router", "router"))
-    assert not usual.ready_without_workers
-    refused = template(routers(no_worker_grace_s=PLANNED["start_s"]))
-    assert refused.returncode != 0
-    assert "router.config.no_worker_grace_s: 60 s, in which no worker can start" in refused.stderr
-
-
-def test_templates_know_what_a_planner_takes_for_granted() -> None:
-    """What they compare others with, where values do not say it."""
-    for name, fields in (
-        ("router", {"start_s"}),
-        ("workers", {"min_workers"}),
-        ("planner", {"min_workers", "max_workers"}),
-    ):
-        text = (CHART / "templates" / f"{name}.yaml").read_text()
-        asked = re.findall(r"(start_s) \| default (\d+)", text) + re.findall(r"(\w+_workers) (\d+) \(hasKey", text)
-        assert {field: float(found) for field, found in asked} == {field: PLANNED[field] for field in fields}
 
 
 def test_alive_and_ready_are_different_questions(example: Path | None) -> None:
@@ -186,27 +150,6 @@ def test_services_select_what_they_are_for(example: Path | None) -> None:
     assert any(service["spec"].get("clusterIP") == "None" for service in services)
 
 
-def test_gpus_rdma_and_a_canary() -> None:
-    manifests = render(ROOT / "helm" / "examples" / "gpu-rdma.yaml")
-    specs = dict(pod_specs(manifests))
-    name = "demo-llama-3-1-70b-fp8-decode"
-    decode, canary = specs[name], specs[f"{name}-canary"]
-    ranks = WorkerConfig.parse(config_of(manifests, name, "worker")).tensor_parallel
-    assert decode["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == ranks == 4
-    assert decode["containers"][0]["resources"]["limits"]["rdma/hca"] == 4
-    assert [spec["containers"][0]["image"] for spec in (decode, canary)] == [
-        "tandem-worker-vllm:0.1.0",
-        "tandem-worker-vllm:0.1.1",
-    ]
-    labels = [m["spec"]["selector"]["matchLabels"] for m in manifests if m["kind"] == "Deployment"]
-    assert len({json.dumps(each, sort_keys=True) for each in labels}) == len(labels), "each pod has one owner"
-    policy = next(m for m in manifests if m["kind"] == "NetworkPolicy" and m["metadata"]["name"] == "demo-workers")
-    ports = policy["spec"]["ingress"][0]["ports"]
-    assert {"port": 20000, "endPort": 20999, "protocol": "TCP"} in ports
-    (env,) = [e for e in decode["containers"][0]["env"] if e["name"] == "UCX_TCP_PORT_RANGE"]
-    assert env["value"] == "20000-20999"
-
-
 def test_metrics_are_for_the_releases_namespace_unless_others_are_named() -> None:
     def scrapers(values: dict[str, Any]) -> list[Any]:
         policies = [m for m in render(values) if m["kind"] == "NetworkPolicy"]
@@ -266,128 +209,6 @@ def test_models_of_the_hub_are_fetched_into_a_cache_with_a_token() -> None:
     }
 
 
-def is_guaranteed(spec: dict[str, Any]) -> bool:
-    """Whether it is of the class that kubelet aligns devices and cores for."""
-    resources = [container["resources"] for container in [*spec.get("initContainers", []), *spec["containers"]]]
-    kinds = ("cpu", "memory")
-    return all(
-        each["requests"].get(kind) == each["limits"].get(kind) is not None for each in resources for kind in kinds
-    )
-
-
-def test_kubelet_may_align_gpus_nics_and_cores() -> None:
-    specs = dict(pod_specs(render(ROOT / "helm" / "examples" / "gpu-rdma.yaml")))
-    assert not is_guaranteed(specs["demo-router"])
-    with_gpus = [
-        spec for spec in specs.values() if "nvidia.com/gpu" in spec["containers"][0].get("resources", {})["limits"]
-    ]
-    assert len(with_gpus) == 3
-    for spec in with_gpus:
-        assert is_guaranteed(spec)
-        assert float(spec["containers"][0]["resources"]["limits"]["cpu"]).is_integer()
-
-
-def test_a_capability_where_it_is_asked_for() -> None:
-    for asked, added in ((True, ["IPC_LOCK"]), (False, None)):
-        specs = dict(pod_specs(render({"worker": {"ipcLock": asked}})))
-        capabilities = specs["demo-storyteller-decode"]["containers"][0]["securityContext"]["capabilities"]
-        assert (capabilities.get("add"), capabilities["drop"]) == (added, ["ALL"])
-
-
-def test_a_planner_may_size_the_pools_of_its_model_and_nothing_else() -> None:
-    policy = {"decode": {"max_workers": 16}, "ttft_s": 1.5}
-    models = [
-        {"name": name, "source": {"configMap": {}}, "prefill": {"replicas": prefill}, "decode": {"replicas": 2}}
-        for name, prefill in (("a.1", 1), ("b", 0))
-    ]
-    manifests = render({"planner": {"enabled": True, "config": policy}, "models": models}, release="x")
-    check_rules(manifests)
-    check_schema(manifests, KUBERNETES[-1])
-    config = PlannerConfig.parse(config_of(manifests, "x-a-1-planner", "planner"))
-    config.check()
-    assert (config.model, config.executor, config.decode.max_workers) == ("a.1", "kubernetes", 16)
-    assert config.routers == ("x-router-0.x-routers:50052",)
-    deployments = {m["metadata"]["name"]: m for m in manifests if m["kind"] == "Deployment"}
-    pools = {"x-a-1-planner": ["x-a-1-decode", "x-a-1-prefill"], "x-b-planner": ["x-b-decode"]}
-    for role in (m for m in manifests if m["kind"] == "Role"):
-        (rule,) = role["rules"]
-        names = pools[role["metadata"]["name"]]
-        assert (rule["resources"], rule["resourceNames"], rule["verbs"]) == (
-            ["deployments/scale"],
-            names,
-            ["get", "patch"],
-        )
-        named = config_of(manifests, role["metadata"]["name"], "planner")["kubernetes"]
-        assert sorted(named.values()) == names
-        assert all("replicas" not in deployments[name]["spec"] for name in names), "an upgrade would undo its work"
-    assert not any(m["kind"] == "Role" for m in render())
-
-
-def scaled_objects(manifests: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {m["metadata"]["name"]: m["spec"] for m in manifests if m["kind"] == "ScaledObject"}
-
-
-def test_keda_scales_each_pool_to_what_the_planner_wishes() -> None:
-    manifests = render(ROOT / "helm" / "examples" / "keda.yaml", "--namespace", "serving")
-    config = PlannerConfig.parse(config_of(manifests, "demo-simulated-planner", "planner"))
-    deployments = {m["metadata"]["name"]: m for m in manifests if m["kind"] == "Deployment"}
-    scaled = scaled_objects(manifests)
-    assert len(scaled) == 2
-    for role in ROLES:
-        spec = scaled[f"demo-simulated-{role}"]
-        assert spec["scaleTargetRef"] == {"name": f"demo-simulated-{role}"}
-        assert "replicas" not in deployments[f"demo-simulated-{role}"]["spec"]
-        bounds = (spec["minReplicaCount"], spec["maxReplicaCount"])
-        assert bounds == (config.pool(role).min_workers, config.pool(role).max_workers)
-        (trigger,) = spec["triggers"]
-        assert (trigger["type"], trigger["metricType"]) == ("prometheus", "AverageValue")
-        metadata = trigger["metadata"]
-        assert all(isinstance(value, str) for value in metadata.values()), "KEDA takes nothing else"
-        assert metadata["serverAddress"] == "http://prometheus-operated.monitoring:9090"
-        assert (metadata["threshold"], metadata["ignoreNullValues"]) == ("1", "false")
-        check_query(metadata["query"], role, "serving", "demo-simulated-planner")
-        assert spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == {
-            "scaleDown": {"stabilizationWindowSeconds": 0}
-        }
-
-
-def check_query(query: str, role: Role, namespace: str, planner: str) -> None:
-    """It finds what a planner's own registry exports, with the labels of a pod that Prometheus adds."""
-    registry = CollectorRegistry()
-    state, desired = decide(None, Observation(at_s=0), PolicyConfig())
-    PlannerMetrics(registry, "simulated").decided(state, desired)
-    parts = re.fullmatch(r"max\((\w+)\{(.*)\}\)", query)
-    assert parts is not None
-    matchers = {name: (kind, value) for name, kind, value in re.findall(r'(\w+)(=~?)"([^"]*)"', parts[2])}
-    exported = [each.labels for family in registry.collect() for each in family.samples if each.name == parts[1]]
-    (own,) = [labels for labels in exported if labels["role"] == role]
-    labels = own | {"namespace": namespace, "pod": f"{planner}-6d4cf56db6-x8zqp"}
-    assert set(matchers) == set(labels)
-    for name, (kind, value) in matchers.items():
-        assert labels[name] == value if kind == "=" else re.fullmatch(value, labels[name]), name
-
-
-def test_with_keda_a_planner_may_read_sizes_and_change_none() -> None:
-    manifests = render(ROOT / "helm" / "examples" / "keda.yaml")
-    config = PlannerConfig.parse(config_of(manifests, "demo-simulated-planner", "planner"))
-    assert (config.executor, config.kubernetes.read_only) == ("kubernetes", True)
-    (role,) = [m for m in manifests if m["kind"] == "Role"]
-    assert role["rules"][0]["verbs"] == ["get"]
-    alone = render({"planner": {"enabled": True}})
-    assert not PlannerConfig.parse(config_of(alone, "demo-storyteller-planner", "planner")).kubernetes.read_only
-    assert not scaled_objects(alone)
-
-
-def test_keda_has_the_bounds_that_a_planner_takes_for_granted() -> None:
-    keda = {"enabled": True, "serverAddress": "http://p:9090", "tolerance": "0"}
-    pools = {"decode": {"min_workers": 0}, "prefill": {"max_workers": 3}}
-    scaled = scaled_objects(render({"planner": {"enabled": True, "keda": keda, "config": pools}}))
-    found = {name: (spec["minReplicaCount"], spec["maxReplicaCount"]) for name, spec in scaled.items()}
-    assert found == {"demo-storyteller-decode": (0, 8), "demo-storyteller-prefill": (1, 3)}
-    behavior = scaled["demo-storyteller-decode"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
-    assert [behavior[way]["tolerance"] for way in ("scaleUp", "scaleDown")] == ["0", "0"]
-
-
 def test_a_pod_monitor_finds_all_pods_that_have_metrics() -> None:
     values = {"planner": {"enabled": True}, "redis": {"enabled": True}}
     manifests = render(values | {"monitoring": {"podMonitor": True, "interval": "30s", "labels": {"release": "p"}}})
@@ -402,14 +223,6 @@ def test_a_pod_monitor_finds_all_pods_that_have_metrics() -> None:
             found += [manifest["metadata"]["name"]] * with_metrics
     assert len(found) == 4
     assert monitor["spec"]["podMetricsEndpoints"] == [{"port": "metrics", "interval": "30s"}]
-
-
-def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    expressions = selector.get("matchExpressions", [])
-    assert all(each["operator"] == "In" for each in expressions)
-    return selector.get("matchLabels", {}).items() <= labels.items() and all(
-        labels.get(each["key"]) in each["values"] for each in expressions
-    )
 
 
 def test_a_pod_monitor_uses_the_same_certificates() -> None:
@@ -428,122 +241,6 @@ def test_a_network_policy_is_about_every_pod(example: Path | None) -> None:
         if pod is not None:
             chosen = [policy for policy in policies if selects(policy, pod["metadata"]["labels"])]
             assert len(chosen) == 1, manifest["metadata"]["name"]
-
-
-RDMA = {"resource": "rdma/hca_shared_devices_a", "count": 2, "networks": "rdma-a,rdma-b", "devices": "mlx5_0:1"}
-
-
-def test_nics_by_values() -> None:
-    manifests = render({"worker": {"rdma": RDMA, "annotations": {"team": "a"}, "doctor": True}})
-    check_schema(manifests, KUBERNETES[-1])
-    (pod,) = [
-        m["spec"]["template"]
-        for m in manifests
-        if (m["kind"], m["metadata"]["name"]) == ("Deployment", "demo-storyteller-decode")
-    ]
-    annotations = pod["metadata"]["annotations"]
-    assert (annotations["k8s.v1.cni.cncf.io/networks"], annotations["team"]) == ("rdma-a,rdma-b", "a")
-    for container in (*pod["spec"]["initContainers"], *pod["spec"]["containers"]):
-        assert container["resources"]["limits"]["rdma/hca_shared_devices_a"] == 2
-        assert {"name": "UCX_NET_DEVICES", "value": "mlx5_0:1"} in container["env"]
-    plain = dict(pod_specs(render()))["demo-storyteller-decode"]
-    assert set(plain["containers"][0]["resources"]["limits"]) == {"cpu", "memory"}
-    assert "UCX_NET_DEVICES" not in {each["name"] for each in plain["containers"][0]["env"]}
-
-
-def test_a_pool_may_have_other_nics_than_the_rest() -> None:
-    model = {"name": "a", "source": {"configMap": {}}, "decode": {"replicas": 1, "rdma": {"count": 4}}}
-    model["prefill"] = {"replicas": 1, "doctor": False}
-    specs = dict(pod_specs(render({"models": [model], "worker": {"rdma": RDMA, "doctor": True}})))
-    limits = {name: spec["containers"][0].get("resources", {})["limits"] for name, spec in specs.items()}
-    counts = [limits[f"demo-a-{role}"]["rdma/hca_shared_devices_a"] for role in ("decode", "prefill")]
-    assert counts == [4, 2]
-    assert ["initContainers" in specs[f"demo-a-{role}"] for role in ("decode", "prefill")] == [True, False]
-
-
-def test_workers_of_a_model_keep_to_a_rail_beside_what_else_is_preferred() -> None:
-    other = {"weight": 1, "podAffinityTerm": {"topologyKey": "zone", "labelSelector": {"matchLabels": {"a": "b"}}}}
-    required = {"requiredDuringSchedulingIgnoredDuringExecution": [other["podAffinityTerm"]]}
-    own = {
-        "podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [other], **required},
-        "nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []},
-    }
-    models = [
-        {"name": name, "source": {"configMap": {}}, "prefill": {"replicas": 1}, "decode": {"replicas": 1}}
-        for name in ("a.1", "b")
-    ]
-    manifests = render({"worker": {"rail": "example.com/leaf", "affinity": own}, "models": models})
-    check_schema(manifests, KUBERNETES[-1])
-    pods = {
-        m["metadata"]["name"]: m["spec"]["template"] for m in manifests if m["kind"] in ("Deployment", "StatefulSet")
-    }
-    for model in ("a-1", "b"):
-        affinity = pods[f"demo-{model}-decode"]["spec"]["affinity"]
-        assert affinity["nodeAffinity"] == own["nodeAffinity"]
-        assert affinity["podAffinity"].items() >= required.items()
-        first, near = affinity["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-        assert (first, near["weight"], near["podAffinityTerm"]["topologyKey"]) == (other, 100, "example.com/leaf")
-        near_to = {
-            name
-            for name, pod in pods.items()
-            if selects(near["podAffinityTerm"]["labelSelector"], pod["metadata"]["labels"])
-        }
-        assert near_to == {f"demo-{model}-prefill", f"demo-{model}-decode"}
-    assert "affinity" not in dict(pod_specs(render()))["demo-storyteller-decode"]
-
-
-def test_pods_are_spread_over_hosts_and_over_what_else_is_named() -> None:
-    zone = {"maxSkew": 2, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
-    chosen = zone | {"labelSelector": {"matchLabels": {"of": "mine"}}}
-    values = {"topologySpreadConstraints": [zone, chosen]}
-    for given, names in (({}, ["kubernetes.io/hostname"]), ({"router": values, "worker": values}, None)):
-        manifests = render(given)
-        check_schema(manifests, KUBERNETES[-1])
-        for name in ("demo-router", "demo-storyteller-decode"):
-            (pod,) = [
-                m["spec"]["template"]
-                for m in manifests
-                if m["metadata"]["name"] == name and m["kind"] in ("Deployment", "StatefulSet")
-            ]
-            constraints = pod["spec"]["topologySpreadConstraints"]
-            if names is None:  # a pool's are added to `spreadOver`, a router's replace the default
-                constraints, last = constraints[:-1], constraints[-1]
-                assert last == chosen
-                hosts = ["kubernetes.io/hostname"] * (name != "demo-router")
-                assert [each["topologyKey"] for each in constraints] == [*hosts, zone["topologyKey"]]
-                assert constraints[-1].items() >= zone.items()
-            else:
-                assert [each["topologyKey"] for each in constraints] == names
-            for each in constraints:
-                selected = [
-                    m
-                    for m in manifests
-                    if m["kind"] in ("Deployment", "StatefulSet")
-                    and selects(each["labelSelector"], m["spec"]["template"]["metadata"]["labels"])
-                ]
-                assert [m["metadata"]["name"] for m in selected] == [name], "its own pods and no others"
-
-
-def test_the_doctor_has_what_the_worker_will_have() -> None:
-    for values in (ROOT / "helm" / "examples" / "gpu-rdma.yaml", {"worker": {"doctor": True, "ipcLock": True}}):
-        manifests = render(values)
-        doctors = 0
-        for _, spec in pod_specs(manifests):
-            for doctor in spec.get("initContainers", []):
-                (worker,) = spec["containers"]
-                assert doctor["name"] == "doctor"
-                doctors += 1
-                same = ("image", "env", "resources", "securityContext", "volumeMounts")
-                assert [doctor[key] for key in same] == [worker[key] for key in same]
-        assert doctors == (3 if isinstance(values, Path) else 2)
-    assert not any("initContainers" in spec for _, spec in pod_specs(render()))
-
-
-def test_the_doctor_comes_after_the_model() -> None:
-    source = {"download": {"image": "curl:1", "command": ["true"], "size": "1Gi"}}
-    model = {"name": "a", "source": source, "decode": {"replicas": 1, "doctor": True}}
-    spec = dict(pod_specs(render({"models": [model]})))["demo-a-decode"]
-    assert [each["name"] for each in spec["initContainers"]] == ["download-a", "doctor"]
 
 
 def test_a_changed_setting_restarts_whom_it_concerns() -> None:

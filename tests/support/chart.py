@@ -145,3 +145,12 @@ def check_budgets(manifests: list[dict[str, Any]]) -> None:
         if manifest["kind"] == "PodDisruptionBudget":
             spec = manifest["spec"]
             assert 0 < spec["minAvailable"] < least_pods(manifests, spec["selector"]["matchLabels"]), manifest
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Return whether a label selector selects labels."""
+    expressions = selector.get("matchExpressions", [])
+    assert all(each["operator"] == "In" for each in expressions)
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(each["key"]) in each["values"] for each in expressions
+    )
