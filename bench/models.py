@@ -25,6 +25,20 @@ QWEN2_HALF_B = {
     "bos_token_id": 151_643,
 }
 
+SMALL_LLAMA = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+"""A shape of 26 million parameters, whose prompts of 1,024 tokens take a fifth of a second on one core."""
+
 LLAMA_8B = {
     "vocab_size": 128_256,
     "hidden_size": 4096,
@@ -66,8 +80,7 @@ def qwen2_half_b(path: Path, num_layers: int | None = None, dtype: str = "bfloat
     if (path / "tokenizer.json").exists():
         return path
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     shutil.rmtree(path, ignore_errors=True)
     torch.manual_seed(0)
@@ -75,11 +88,35 @@ def qwen2_half_b(path: Path, num_layers: int | None = None, dtype: str = "bfloat
         shape = QWEN2_HALF_B | ({} if num_layers is None else {"num_hidden_layers": num_layers})
         model = Qwen2ForCausalLM(Qwen2Config(**shape)).to(getattr(torch, dtype))
     model.save_pretrained(path)
-    vocabulary = {f"w{number}": number for number in range(QWEN2_HALF_B["vocab_size"])}
+    _word_tokenizer(path, QWEN2_HALF_B["vocab_size"], "w151643")
+    return path
+
+
+def small_llama(path: Path, dtype: str) -> Path:
+    """Make the shape of SMALL_LLAMA once, with a tokenizer of one word per token."""
+    if (path / "tokenizer.json").exists():
+        return path
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shutil.rmtree(path, ignore_errors=True)
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        model = LlamaForCausalLM(LlamaConfig(**SMALL_LLAMA)).to(getattr(torch, dtype))
+    model.save_pretrained(path)
+    _word_tokenizer(path, SMALL_LLAMA["vocab_size"], "w1")
+    return path
+
+
+def _word_tokenizer(path: Path, vocab_size: int, eos_token: str) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"w{number}": number for number in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w151643").save_pretrained(path)
-    return path
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos_token, chat_template=template).save_pretrained(path)
 
 
 def sim_model(path: Path, context: int = 1 << 20) -> Path:

@@ -1,0 +1,1 @@
+"""`make compare`: Tandem beside other systems on this machine, and the cost of its control plane."""

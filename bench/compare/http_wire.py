@@ -1,0 +1,172 @@
+"""A mock engine and a load client over plain HTTP, which take little CPU, so that the router between them is measured.
+
+`python -m bench.compare.http_wire COUNT STEP_MS` serves COUNT mock engines and prints their ports.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import cast
+
+import uvloop
+
+from bench.compare.systems import MODEL_NAME
+
+ANSWER_S = 120.0
+"""Seconds that the client waits for the end of an answer."""
+END = b"data: [DONE]\n\n"
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+_BODY = {"id": "c", "object": "text_completion", "model": MODEL_NAME, "choices": [{"index": 0, "text": "w7 "}]}
+TOKEN = _chunk(b"data: " + json.dumps(_BODY).encode() + b"\n\n")
+LAST = _chunk(END) + b"0\r\n\r\n"
+
+
+class MockEngine(asyncio.Protocol):
+    """Engine that answers each request with its tokens, `step_s` apart, the first one at once."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._received = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is none by its class
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while (end := self._received.find(b"\r\n\r\n")) >= 0:
+            head = self._received[:end].lower()
+            size = int(head.partition(b"content-length:")[2].split(b"\r\n", 1)[0] or 0)
+            if len(self._received) < end + 4 + size:
+                return
+            body, self._received = self._received[end + 4 : end + 4 + size], self._received[end + 4 + size :]
+            if head.startswith(b"post"):
+                self._transport.write(HEAD + TOKEN)
+                self._later(int(json.loads(body)["max_tokens"]) - 1)
+            else:
+                data_list = [{"id": MODEL_NAME, "object": "model", "owned_by": "bench"}]
+                about = {"object": "list", "data": data_list, "model_path": MODEL_NAME, "served_model_name": MODEL_NAME}
+                answer = json.dumps(about).encode()
+                fields = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+                self._transport.write(fields % len(answer) + answer)
+
+    def _later(self, left: int) -> None:
+        asyncio.get_running_loop().call_later(self._step_s, self._next, left)
+
+    def _next(self, left: int) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(TOKEN if left else LAST)
+            if left:
+                self._later(left - 1)
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answered request, in seconds."""
+
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    num_tokens: int = 0
+    failure: str = ""
+
+
+class _Connection(asyncio.Protocol):
+    """Connection of the client; one request at a time."""
+
+    def __init__(self, client: "HttpClient") -> None:
+        self._client = client
+        self._answer: Answer | None = None
+        self._tail = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is none by its class
+
+    def ask(self, request: bytes, done: "asyncio.Future[Answer]") -> None:
+        self._answer, self._done, self._tail, self._started_at = Answer(), done, b"", time.monotonic()
+        self._transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        answer = self._answer
+        if answer is None:
+            return
+        now = time.monotonic()
+        if self._tail == b"" and not data.startswith(b"HTTP/1.1 200"):
+            answer.failure = data[:200].decode(errors="replace")
+            self._transport.close()
+            self._finish()
+            return
+        self._tail = self._tail[-32:]
+        seen = self._tail + data
+        answer.num_tokens += data.count(b'"text"')
+        if answer.num_tokens and not answer.ttft_s:
+            answer.ttft_s = now - self._started_at
+        self._tail = seen
+        if b"[DONE]" in seen and seen.endswith(b"0\r\n\r\n"):
+            self._end(now)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self in self._client.idle:
+            self._client.idle.remove(self)
+        if self._answer is not None:
+            self._answer.failure = self._answer.failure or "the connection was lost"
+            self._finish()
+
+    def _end(self, now: float) -> None:
+        assert self._answer is not None
+        self._answer.total_s = now - self._started_at
+        self._client.idle.append(self)
+        self._finish()
+
+    def _finish(self) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None and not self._done.done():
+            self._done.set_result(answer)
+
+
+class HttpClient:
+    """Client that keeps connections and sends prepared requests."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._where = host, port
+        self.idle: deque[_Connection] = deque()
+
+    async def ask(self, request: bytes) -> Answer:
+        connection = self.idle.pop() if self.idle else None
+        if connection is None:
+            loop = asyncio.get_running_loop()
+            _, connection = await loop.create_connection(lambda: _Connection(self), *self._where)
+        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        connection.ask(request, done)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await done
+        except TimeoutError:
+            return Answer(failure=f"no end within {ANSWER_S:g} s")
+
+    @staticmethod
+    def request(prompt: str, max_tokens: int) -> bytes:
+        """Return the bytes of a streamed completion."""
+        wanted = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+        body = json.dumps(wanted).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        return head.encode() + b"\r\n\r\n" + body
+
+
+async def serve(count: int, step_s: float) -> None:
+    loop, servers = asyncio.get_running_loop(), []
+    for _ in range(count):
+        servers.append(await loop.create_server(lambda: MockEngine(step_s), "127.0.0.1", 0, backlog=8192))
+    print(*(server.sockets[0].getsockname()[1] for server in servers), flush=True)
+    await loop.run_in_executor(None, sys.stdin.read)  # until the benchmark closes it
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(int(sys.argv[1]), float(sys.argv[2]) / 1e3))
