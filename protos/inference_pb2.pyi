@@ -83,6 +83,7 @@ class GenerateRequest(_message.Message):
     REASONING_EFFORT_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
     CACHE_RETENTION_S_FIELD_NUMBER: _builtins.int
+    PROMPT_CACHE_KEY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a served model, or "auto": the router's rules choose the cheapest suitable model. Empty: the only served
     model, or the router's default.
@@ -98,7 +99,9 @@ class GenerateRequest(_message.Message):
     key's tenant: leave it empty, or set the same.
     """
     session_id: _builtins.str
-    """Name that groups the turns of one conversation. Informative."""
+    """Name that groups the turns of one conversation. Placement prefers the workers that served its last request where
+    predicted costs differ by 5 % and 10 ms at most.
+    """
     request_id: _builtins.str
     """Id in receipts and logs. The router draws one when it is empty."""
     cache_salt: _builtins.str
@@ -135,6 +138,8 @@ class GenerateRequest(_message.Message):
     86,400, whatever else arrives. A tenant may keep a quarter of a worker's pool; of a prompt beyond that the leading
     blocks are kept. The receipt says how many: `pinned_blocks`. Not for beam search, embeddings and the vllm engine.
     """
+    prompt_cache_key: _builtins.str
+    """Name of requests whose prompts begin alike, as OpenAI has it. Used like `session_id` where that is empty."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """Messages, rendered with the model's chat template."""
@@ -183,10 +188,11 @@ class GenerateRequest(_message.Message):
         reasoning_effort: _builtins.str = ...,
         embedding: Global___EmbeddingOptions | None = ...,
         cache_retention_s: _builtins.float | None = ...,
+        prompt_cache_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "sampling", b"sampling", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "messages", b"messages", "min_quality", b"min_quality", "model", b"model", "parse_output", b"parse_output", "priority", b"priority", "reasoning_effort", b"reasoning_effort", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "single_tool_call", b"single_tool_call", "task", b"task", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "messages", b"messages", "min_quality", b"min_quality", "model", b"model", "parse_output", b"parse_output", "priority", b"priority", "prompt_cache_key", b"prompt_cache_key", "reasoning_effort", b"reasoning_effort", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "single_tool_call", b"single_tool_call", "task", b"task", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_retention_s: _TypeAlias = _typing.Literal["cache_retention_s"]  # noqa: Y015
     _WhichOneofArgType__cache_retention_s: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s"]  # noqa: Y015
@@ -1219,6 +1225,7 @@ class PlacementCandidate(_message.Message):
     WAITING_BYTES_FIELD_NUMBER: _builtins.int
     SOURCE_BYTES_FIELD_NUMBER: _builtins.int
     SOURCE_WAITING_BYTES_FIELD_NUMBER: _builtins.int
+    AFFINITY_MS_FIELD_NUMBER: _builtins.int
     decode_worker: _builtins.str
     lender: _builtins.str
     """Empty: the decode worker computes all missing blocks."""
@@ -1242,7 +1249,7 @@ class PlacementCandidate(_message.Message):
     delay_ms: _builtins.float
     """Delay of the decode worker's running streams, added up over all of them."""
     cost_ms: _builtins.float
-    """ttft_ms + delay_ms: the lowest cost is chosen."""
+    """ttft_ms + delay_ms - affinity_ms: the lowest cost is chosen."""
     hit_blocks: _builtins.int
     """Blocks of the prompt that no worker computes."""
     transfer_bytes: _builtins.int
@@ -1251,6 +1258,8 @@ class PlacementCandidate(_message.Message):
     source_bytes: _builtins.int
     """Bytes that the lender reads from its source, and bytes in flight that delay this read."""
     source_waiting_bytes: _builtins.int
+    affinity_ms: _builtins.float
+    """Reduction of the cost because workers of the candidate served the last request of the same session."""
     def __init__(
         self,
         *,
@@ -1275,10 +1284,11 @@ class PlacementCandidate(_message.Message):
         waiting_bytes: _builtins.int = ...,
         source_bytes: _builtins.int = ...,
         source_waiting_bytes: _builtins.int = ...,
+        affinity_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cost_ms", b"cost_ms", "decode_queue_ms", b"decode_queue_ms", "decode_tokens", b"decode_tokens", "decode_worker", b"decode_worker", "delay_ms", b"delay_ms", "hit_blocks", b"hit_blocks", "lender", b"lender", "lender_compute_ms", b"lender_compute_ms", "lender_computes", b"lender_computes", "lender_queue_ms", b"lender_queue_ms", "lender_tokens", b"lender_tokens", "prompt_tail_ms", b"prompt_tail_ms", "source", b"source", "source_bytes", b"source_bytes", "source_read_ms", b"source_read_ms", "source_waiting_bytes", b"source_waiting_bytes", "transfer_bytes", b"transfer_bytes", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms", "waiting_bytes", b"waiting_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["affinity_ms", b"affinity_ms", "blocks", b"blocks", "cost_ms", b"cost_ms", "decode_queue_ms", b"decode_queue_ms", "decode_tokens", b"decode_tokens", "decode_worker", b"decode_worker", "delay_ms", b"delay_ms", "hit_blocks", b"hit_blocks", "lender", b"lender", "lender_compute_ms", b"lender_compute_ms", "lender_computes", b"lender_computes", "lender_queue_ms", b"lender_queue_ms", "lender_tokens", b"lender_tokens", "prompt_tail_ms", b"prompt_tail_ms", "source", b"source", "source_bytes", b"source_bytes", "source_read_ms", b"source_read_ms", "source_waiting_bytes", b"source_waiting_bytes", "transfer_bytes", b"transfer_bytes", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms", "waiting_bytes", b"waiting_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

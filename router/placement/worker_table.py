@@ -165,6 +165,10 @@ class Hits:
     """Blocks there now."""
     due: Floats
     """Blocks that will be there when a loan that computes is served."""
+    last_decode: int = -1
+    """Row of the worker that decoded the session's last request; -1: unknown, or gone."""
+    last_lender: int = -1
+    """Row of the lender that computed for it; -1: unknown, gone, or none did."""
 
     @classmethod
     def of(cls, workers: WorkerTable, held: Mapping[str, int], due: Mapping[str, int] | None = None) -> "Hits":

@@ -34,6 +34,7 @@ from router.observability.metrics import RequestMetrics, RouterMetrics
 from router.observability.recent_requests import RecentRequests
 from router.observability.samples import Samples
 from router.observability.tracing import Tracing
+from router.placement.affinity import session_of
 from router.placement.candidates import Candidate
 from router.placement.demand import Demand, traffic_hash_of
 from router.placement.explain import explain
@@ -332,7 +333,8 @@ class RequestHandler:
         fleet = prepared.model.fleet
         # A large fleet's candidates take tenths of a second: computed off the loop, from a snapshot that does not
         # change.
-        placement_snapshot = copy.deepcopy((fleet.snapshot, fleet.hits(keys, demand.other_keys), fleet.rates))
+        hits = fleet.hits(keys, demand.other_keys, demand.session)
+        placement_snapshot = copy.deepcopy((fleet.snapshot, hits, fleet.rates))
         return Explained(prepared, demand, await asyncio.to_thread(explain, demand, *placement_snapshot))
 
     async def _place(self, prepared: PreparedRequest, emitted: StreamState) -> tuple[ActivePlacement, Decision, float]:
@@ -359,8 +361,10 @@ class RequestHandler:
         demand, keys = prepared.model.needs(
             prompt, sampling, prepared.cache_salt, chains, to_score, traffic_hash, new, embeds
         )
-        key = prepared.request.tenant, prepared.request.task
-        return prepared.model.fleet.with_expected_output(demand, key, len(prompt)), keys
+        request = prepared.request
+        session = session_of(request.tenant, request.session_id, request.prompt_cache_key)
+        key = request.tenant, request.task
+        return prepared.model.fleet.with_expected_output(demand, key, len(prompt), session), keys
 
 
 def _count(prepared: PreparedRequest, emitted: StreamState, request_metrics: RequestMetrics) -> None:
