@@ -165,12 +165,26 @@ class CorruptReads:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheDrop:
+    """Blocks to drop from the pool and the tiers below it, unless they are in use."""
+
+    token_ids: Sequence[int] | None
+    """Prompt whose full blocks are dropped; None: all blocks, a limited number at a time."""
+    cache_salt: str = ""
+    adapter: bytes = b""
+    """Fingerprint of the LoRA adapter; empty for none."""
+    store: bool = False
+    """Whether the prompt's objects in the shared store are removed, too."""
+
+
+@dataclass(frozen=True, slots=True)
 class InspectCache:
-    """Answer CacheInspected, after dropping pins: those of `tenant`, or all with None."""
+    """Answer CacheInspected, after dropping pins, those of `tenant` or all with None, and then blocks."""
 
     query_id: int
     drop_pins: bool = False
     tenant: str | None = None
+    drop: CacheDrop | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,6 +494,19 @@ class CacheInspected:
     """Tenant, blocks, and seconds until the last of these ends."""
     dropped: int
     """Blocks whose pins were dropped."""
+    dropped_in_pool: int = 0
+    dropped_in_tiers: int = 0
+    """Blocks dropped that only tiers held."""
+    in_use: int = 0
+    """Blocks named by the query that stay, because requests, loans or pins hold them."""
+    is_whole: bool = True
+    """Whether no block is left to be dropped."""
+    removed_objects: int = 0
+    """Objects removed from the shared store."""
+    refused: str = ""
+    """Why objects of the shared store cannot be removed; nothing was dropped then."""
+    store_failure: str = ""
+    """Why not all objects were removed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1742,10 +1742,13 @@ class ClusterStatusResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
+    ISOLATES_TENANTS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     draining: _builtins.bool
     """Whether the router was told to stop."""
     uptime_s: _builtins.float
+    isolates_tenants: _builtins.bool
+    """Whether tenants share no cached KV: a prompt's `cache_salt` is then made of its tenant and its own salt."""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelStatus]: ...
     def __init__(
@@ -1755,10 +1758,11 @@ class ClusterStatusResponse(_message.Message):
         draining: _builtins.bool = ...,
         models: _abc.Iterable[Global___ModelStatus] | None = ...,
         uptime_s: _builtins.float = ...,
+        isolates_tenants: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "models", b"models", "router_id", b"router_id", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "isolates_tenants", b"isolates_tenants", "models", b"models", "router_id", b"router_id", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -232,7 +232,8 @@ class InferenceService:
 
     def status(self) -> pb.ClusterStatusResponse:
         """Return the cluster as this router sees it now."""
-        return cluster_status(self._router_id, self._drain.draining, self._models, self._started_at)
+        isolates = self._handler.isolates_tenants
+        return cluster_status(self._router_id, self._drain.draining, self._models, self._started_at, isolates)
 
     async def Feedback(self, request: pb.FeedbackRequest, context: Any) -> pb.FeedbackResponse:
         principal = self._principal(context)

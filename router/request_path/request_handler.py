@@ -184,6 +184,11 @@ class RequestHandler:
             if sampled:
                 self._samples.served(prepared, kept)
 
+    @property
+    def isolates_tenants(self) -> bool:
+        """Whether tenants share no cached KV."""
+        return self._config.isolate_tenants
+
     async def usage(self, num_days: int, tenant: str, principal: Principal) -> list[UsageTotal]:
         """Return usage of the last so many days: of the principal's tenant, or for operators of `tenant`, or of all.
 

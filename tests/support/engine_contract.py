@@ -11,12 +11,16 @@ from itertools import count
 import pytest
 
 from engine.block_keys import block_keys, root_key
-from engine.kv.block_pool import Stored
+from engine.kv.block_pool import Removed, Stored
 from engine.messages import (
     CacheChanged,
+    CacheDrop,
+    CacheInspected,
     Cancel,
     Generate,
+    InspectCache,
     KvAccount,
+    Lend,
     LendClosed,
     LoanBlocks,
     LoanFailed,
@@ -169,6 +173,47 @@ class EngineContract:
         assert sorted(got) == [0, 1, 2]
         assert got == chosen(await pair.lender.answer(named(prompt, 10, n=3, temperature=1.0, seed=4)))
         assert len({tuple(tokens) for tokens in got.values()}) > 1
+        await pair.settled()
+
+    async def test_dropped_blocks_are_told_and_computed_again_and_others_stay(self, pair: Pair) -> None:
+        prompt, other = prompt_of(160, 41), prompt_of(160, 42)
+        engine = pair.lender
+        expected = ids(await engine.answer(named(prompt)))
+        await engine.answer(named(other))
+        engine.said.clear()
+
+        async def dropped(drop: CacheDrop) -> CacheInspected:
+            engine.send(InspectCache(number := next(numbers), drop=drop))
+            await engine.until(lambda: bool(found(number)))
+            return found(number)[0]
+
+        def found(number: int) -> list[CacheInspected]:
+            return [m for m in engine.said if isinstance(m, CacheInspected) and m.query_id == number]
+
+        inspected = await dropped(CacheDrop(prompt))
+        keys = block_keys(root_key(engine.ready.model_fingerprint, ""), prompt, BLOCK)
+        assert (inspected.dropped_in_pool, inspected.in_use, inspected.is_whole) == (len(keys), 0, True)
+        again = await engine.answer(named(prompt))
+        assert ids(again) == expected
+        assert account_of(again).reused_blocks == 0
+        assert account_of(await engine.answer(named(other))).reused_blocks == (len(other) - 1) // BLOCK
+        events = [event for m in engine.said if isinstance(m, CacheChanged) for event in m.events]
+        gone = [key for event in events if isinstance(event, Removed) for key in event.keys]
+        assert set(gone) == set(keys)
+        assert len(gone) == len(keys)
+
+        lent = f"l{next(numbers)}"
+        engine.borrowers[lent] = pair.borrower
+        engine.send(Lend(lent, prompt, 0, "", may_compute=False, priority=0))
+        inspected = await dropped(CacheDrop(None))
+        assert inspected.in_use == len(keys), "blocks of a loan stay"
+        assert inspected.dropped_in_pool >= (len(other) - 1) // BLOCK
+        engine.send(LendClosed(lent))
+        assert account_of(await engine.answer(named(prompt))).reused_blocks == (len(prompt) - 1) // BLOCK
+        assert account_of(await engine.answer(named(other))).reused_blocks == 0
+        refused = await dropped(CacheDrop(other, store=True))
+        assert "no kv_store" in refused.refused
+        assert refused.dropped_in_pool == 0
         await pair.settled()
 
     async def test_the_index_of_cached_blocks_uses_tandems_keys(self, pair: Pair) -> None:
