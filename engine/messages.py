@@ -52,6 +52,8 @@ class Generate:
     """Time for which the prompt's blocks are pinned; None for none."""
     reads_store: bool = False
     """Whether the placement counts on blocks in the shared store."""
+    to_store: bool = False
+    """Whether a request without output, of max_tokens 0, also writes its blocks to the shared store."""
     reserve_output_tokens: int = 0
     """Output tokens that each choice is expected to have yet, for which it reserves blocks, as far as the engine's
     setting goes; 0: unknown."""
@@ -286,6 +288,8 @@ class KvAccount:
     """Reason why fetching from the shared store ended early."""
     pinned_blocks: int = 0
     """Blocks of the prompt that stay in the pool, as the request asked."""
+    stored_blocks: int = 0
+    """Blocks of a request without output that the shared store has, or is being given."""
     preemptions: int = 0
     """Number of times the request was preempted and its tokens computed again."""
     recomputed_tokens: int = 0
@@ -326,6 +330,14 @@ class Embedded:
     request_id: str
     vector: bytes
     """The pooled hidden state, float32."""
+    account: KvAccount
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """The blocks of a request without output are cached; the request is over."""
+
+    request_id: str
     account: KvAccount
 
 
@@ -526,6 +538,7 @@ FromEngine = (
     | Token
     | PromptScored
     | Embedded
+    | Filled
     | Rejected
     | Failed
     | OpenLoan

@@ -210,6 +210,159 @@ class GenerateRequest(_message.Message):
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
+class WarmRequest(_message.Message):
+    """The prompt is given and named as in GenerateRequest, where these fields are described."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    CACHE_RETENTION_S_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    text: _builtins.str
+    """Exactly one of `text`, `messages`, `token_ids`. Tokens after the last full block are neither computed nor charged."""
+    chat_template_kwargs: _builtins.str
+    tenant: _builtins.str
+    request_id: _builtins.str
+    cache_salt: _builtins.str
+    priority: _builtins.int
+    """Default -1: batch work, which starts behind all else."""
+    workers: _builtins.int
+    """Number of decode workers, those with the lowest cost. Default 1. INVALID_ARGUMENT where fewer serve the model."""
+    cache_retention_s: _builtins.float
+    """Keep the blocks in their pools for so many seconds, as in GenerateRequest."""
+    store: _builtins.bool
+    """Write the blocks to the shared store, too. INVALID_ARGUMENT where fewer than `workers` have one."""
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        text: _builtins.str | None = ...,
+        messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tools: _abc.Iterable[_builtins.str] | None = ...,
+        chat_template_kwargs: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+        priority: _builtins.int | None = ...,
+        workers: _builtins.int = ...,
+        cache_retention_s: _builtins.float | None = ...,
+        store: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_priority", b"_priority", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "priority", b"priority", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_priority", b"_priority", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "messages", b"messages", "model", b"model", "priority", b"priority", "request_id", b"request_id", "store", b"store", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_retention_s: _TypeAlias = _typing.Literal["cache_retention_s"]  # noqa: Y015
+    _WhichOneofArgType__cache_retention_s: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s"]  # noqa: Y015
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
+    _WhichOneofArgType__text: _TypeAlias = _typing.Literal["_text", b"_text"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_retention_s) -> _WhichOneofReturnType__cache_retention_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__text) -> _WhichOneofReturnType__text | None: ...
+
+Global___WarmRequest: _TypeAlias = WarmRequest  # noqa: Y015
+
+@_typing.final
+class WarmResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    model: _builtins.str
+    """Name of the model that serves the prompt."""
+    prompt_tokens: _builtins.int
+    """Tokens of the whole prompt, and its full blocks."""
+    blocks: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WarmedWorker]:
+        """Results, one for each of the chosen workers. The call fails where all of them did."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        workers: _abc.Iterable[Global___WarmedWorker] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmResponse: _TypeAlias = WarmResponse  # noqa: Y015
+
+@_typing.final
+class WarmedWorker(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    HELD_BLOCKS_FIELD_NUMBER: _builtins.int
+    PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    STORED_BLOCKS_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    held_blocks: _builtins.int
+    """Blocks of the prompt that the worker held at the end."""
+    pinned_blocks: _builtins.int
+    """Blocks that stay in the pool, as `cache_retention_s` wants."""
+    stored_blocks: _builtins.int
+    """Blocks that the shared store has, or is being given."""
+    status: _builtins.bytes
+    """Why this worker could not be warmed, as a google.rpc.Status; empty when it was."""
+    @_builtins.property
+    def receipt(self) -> Global___Receipt:
+        """Where the blocks came from."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        held_blocks: _builtins.int = ...,
+        pinned_blocks: _builtins.int = ...,
+        stored_blocks: _builtins.int = ...,
+        receipt: Global___Receipt | None = ...,
+        status: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_blocks", b"held_blocks", "pinned_blocks", b"pinned_blocks", "receipt", b"receipt", "status", b"status", "stored_blocks", b"stored_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmedWorker: _TypeAlias = WarmedWorker  # noqa: Y015
+
+@_typing.final
 class EmbeddingOptions(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -983,6 +1136,7 @@ class KvReceipt(_message.Message):
     STORE_BLOCKS_FIELD_NUMBER: _builtins.int
     STORE_FAILURE_FIELD_NUMBER: _builtins.int
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    STORED_BLOCKS_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     reused_blocks: _builtins.int
     """Blocks found in the decode worker's own cache."""
@@ -1024,6 +1178,8 @@ class KvReceipt(_message.Message):
     """Reason why fewer blocks were fetched than the shared store seemed to hold; empty when all were."""
     pinned_blocks: _builtins.int
     """Blocks of the prompt that stay in the pool for `cache_retention_s`."""
+    stored_blocks: _builtins.int
+    """Blocks of a warmed prompt that the shared store has, or is being given."""
     @_builtins.property
     def ucx_transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Lanes of the reads from this lender, by UCX's own names, such as "rc_mlx5/mlx5_0:1"; "posix/memory" and
@@ -1055,10 +1211,11 @@ class KvReceipt(_message.Message):
         store_blocks: _builtins.int = ...,
         store_failure: _builtins.str = ...,
         pinned_blocks: _builtins.int = ...,
+        stored_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "computed_blocks", b"computed_blocks", "computed_tokens", b"computed_tokens", "hedged_blocks", b"hedged_blocks", "lender_cached_blocks", b"lender_cached_blocks", "lender_computed_blocks", b"lender_computed_blocks", "lender_fetched_blocks", b"lender_fetched_blocks", "loan_failure", b"loan_failure", "mismatched_blocks", b"mismatched_blocks", "moved_blocks", b"moved_blocks", "moved_bytes", b"moved_bytes", "pinned_blocks", b"pinned_blocks", "preemptions", b"preemptions", "recomputed_tokens", b"recomputed_tokens", "restore_failure", b"restore_failure", "restored_blocks", b"restored_blocks", "reused_blocks", b"reused_blocks", "store_blocks", b"store_blocks", "store_failure", b"store_failure", "transport", b"transport", "ucx_transports", b"ucx_transports", "verified_blocks", b"verified_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "computed_blocks", b"computed_blocks", "computed_tokens", b"computed_tokens", "hedged_blocks", b"hedged_blocks", "lender_cached_blocks", b"lender_cached_blocks", "lender_computed_blocks", b"lender_computed_blocks", "lender_fetched_blocks", b"lender_fetched_blocks", "loan_failure", b"loan_failure", "mismatched_blocks", b"mismatched_blocks", "moved_blocks", b"moved_blocks", "moved_bytes", b"moved_bytes", "pinned_blocks", b"pinned_blocks", "preemptions", b"preemptions", "recomputed_tokens", b"recomputed_tokens", "restore_failure", b"restore_failure", "restored_blocks", b"restored_blocks", "reused_blocks", b"reused_blocks", "store_blocks", b"store_blocks", "store_failure", b"store_failure", "stored_blocks", b"stored_blocks", "transport", b"transport", "ucx_transports", b"ucx_transports", "verified_blocks", b"verified_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -215,6 +215,7 @@ class EngineCore:
         self._requests.part()
         self._start_loans()
         batch = self._batch_with_room()
+        self._requests.finish_filled()
         if self._speculator is not None and batch:
             short = self._requests.running_set.short
             batch = self._speculator.add_draft_tokens(batch, self._kv_cache, self._limits.budget.max_tokens, short)
@@ -261,9 +262,10 @@ class EngineCore:
                     self._speculator.record_result(chunk, token)
                 self._requests.computed(sequence, token, chunk.samples)
         self._requests.part()
-        self._reports.changed |= self._requests.num_requests != num_requests
         # use the blocks that the batch gave back: the loop may sleep before the next step
         self._requests.running_set.restart()
+        self._requests.finish_filled()
+        self._reports.changed |= self._requests.num_requests != num_requests
         self._start_loans()
 
     def report(self) -> None:

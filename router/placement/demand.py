@@ -35,6 +35,8 @@ class Demand:
     """Fingerprint of the LoRA adapter, in hexadecimal digits; empty for none."""
     embeds: bool = False
     """Whether an embedding is wanted, which prefill workers compute, and decode workers where there are no others."""
+    only: str = ""
+    """Worker on which the request must start; empty: any."""
     expected_output_tokens: int = 0
     """Output tokens that each choice is expected to have yet; 0: unknown."""
     output_key: OutputKey = ("", "")

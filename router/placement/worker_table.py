@@ -88,6 +88,11 @@ class WorkerTable:
     def starts_for(self, demand: Demand) -> Bools:
         """Return the workers that are not draining and of the role that serves the request, [W]."""
         starts = self.starts
+        if demand.only:
+            chosen = np.zeros_like(starts)
+            if (row := self.row_of.get(demand.only)) is not None:
+                chosen[row] = starts[row]
+            return chosen
         if not demand.embeds:
             return starts
         prefill: Bools = ~self.decodes & ~self.draining

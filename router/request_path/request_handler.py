@@ -6,7 +6,7 @@ import copy
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.errors import (
     Draining,
@@ -41,7 +41,7 @@ from router.placement.explain import explain
 from router.placement.place import Decision
 from router.placement.request_demand import chains_of, num_outputs
 from router.placement.worker_records import ActivePlacement, Worker
-from router.prepared_request import PreparedRequest
+from router.prepared_request import PreparedRequest, WarmTarget
 from router.request_path.accounting import FINISH_TAG, Accounting
 from router.request_path.decode_request import decode_request
 from router.request_path.preprocess import Preprocessor, asked_for, tenant_of
@@ -111,10 +111,11 @@ class RequestHandler:
         on_checked: Callable[[PreparedRequest], object] = _ignore,
         arrival: Arrival | None = None,
         is_charged: bool = False,
+        warm: WarmTarget | None = None,
     ) -> AsyncGenerator[bytes]:
         """Yield serialised GenerateResponses, one unbroken stream over all attempts.
 
-        Raises ServiceError.
+        With `warm` there is no output, and one message with the finish. Raises ServiceError.
 
         `on_checked` is called once, before the first of them. `arrival` is that of a request which is counted already;
         one without may be charged already.
@@ -130,6 +131,8 @@ class RequestHandler:
                 arrival = own.enter_context(self._arrivals.arriving(tenant_of(request, principal), is_charged))
             with self._arrivals.reading(arrival):
                 prepared = await self._intake.check(request, deadline_s, principal, arrival)
+            if warm is not None:
+                prepared.warm, prepared.sampling.max_tokens = warm, 0
             past.request_id, past.tenant, past.verdicts = prepared.request_id, request.tenant, prepared.verdicts
             past.model, past.model_reason = prepared.model.name, prepared.model_reason
             self._history.add(past)
@@ -363,9 +366,12 @@ class RequestHandler:
         to_score = sampling.HasField("prompt_logprobs") and emitted.num_prompt_logprobs < len(prompt) - 1
         chains = chains_of(prompt, sampling, unfinished)
         traffic_hash, new = traffic_hash_of(prepared.request_id), not prepared.info.num_placed
+        only_fills = prepared.warm is not None
         demand, keys = prepared.model.needs(
-            prompt, sampling, prepared.cache_salt, chains, to_score, traffic_hash, new, embeds
+            prompt, sampling, prepared.cache_salt, chains, to_score, traffic_hash, new, embeds, only_fills
         )
+        if prepared.warm is not None:
+            demand = replace(demand, only=prepared.warm.worker_id)
         request = prepared.request
         session = session_of(request.tenant, request.session_id, request.prompt_cache_key)
         key = request.tenant, request.task

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from google.rpc.status_pb2 import Status
 from rich.console import Console
 from rich.table import Table
 
@@ -15,7 +16,7 @@ from tandem.cli.tables import uncut
 from tandem.client import Client, Target
 from tandem.client.live_workers import CALL_S, LiveWorkers
 
-ACTIONS = ("ls", "pin", "drop")
+ACTIONS = ("ls", "pin", "warm", "drop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,45 @@ async def drop_cached(
             console.print(f"{worker.worker_id}: {gone}, {stay}{objects}", markup=False)
             if report.store_failure:
                 console.print(f"{worker.worker_id}: not all objects: {report.store_failure}", markup=False)
+
+
+async def warm(
+    console: Console, target: Target, prompt: Prompt, workers: int, retention_s: float | None, store: bool
+) -> None:
+    """Place a prompt's blocks on several decode workers, and say where they came from.
+
+    Raises ServiceError.
+    """
+    if not prompt.text:
+        raise InvalidRequest("text", "is missing")
+    async with target.client() as client:
+        answer = await client.warm(
+            prompt.text,
+            model=prompt.model,
+            tenant=prompt.tenant,
+            cache_salt=prompt.cache_salt,
+            workers=workers,
+            cache_retention_s=retention_s,
+            store=store,
+        )
+    console.print(f"{answer.prompt_tokens} prompt tokens, {answer.blocks} full blocks", markup=False)
+    for each in answer.workers:
+        if each.status:
+            failed = Status.FromString(each.status)
+            console.print(f"{each.worker_id}: failed: {failed.message}", markup=False)
+            continue
+        kv = each.receipt.kv
+        parts = {
+            "cached": kv.reused_blocks,
+            "from tiers": kv.restored_blocks,
+            "from the store": kv.store_blocks,
+            f"from {each.receipt.placement.lender or 'a lender'}": kv.moved_blocks,
+            "computed": kv.computed_blocks,
+            "stay": each.pinned_blocks,
+            "in the store": each.stored_blocks,
+        }
+        said = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
+        console.print(f"{each.worker_id} holds {each.held_blocks}: {said}", markup=False)
 
 
 async def _drop_of(client: Client, prompt: Prompt, model: public_pb.Model) -> pb.CacheDrop:

@@ -208,6 +208,42 @@ class Client:
         )
         return await self._ask(lambda stub, how: stub.Explain(request, **how), timeout_s, metadata)
 
+    async def warm(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Message | pb.ChatMessage] = (),
+        token_ids: Sequence[int] = (),
+        workers: int = 1,
+        cache_retention_s: float | None = None,
+        store: bool = False,
+        model: str = "",
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int | None = None,
+        request_id: str = "",
+        timeout_s: float = 300.0,
+        metadata: Metadata = (),
+    ) -> pb.WarmResponse:
+        """Place a prompt's blocks on several decode workers, without output.
+
+        Raises ServiceError as `generate`.
+        """
+        request = pb.WarmRequest(
+            model=model,
+            text=text,
+            messages=map(_chat_message, messages),
+            token_ids=token_ids,
+            tenant=tenant,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            priority=priority,
+            workers=workers,
+            cache_retention_s=cache_retention_s,
+            store=store,
+        )
+        return await self._ask(lambda stub, how: stub.Warm(request, **how), timeout_s, metadata)
+
     async def decisions(
         self, request_id: str, timeout_s: float = 30.0, metadata: Metadata = ()
     ) -> pb.DecisionsResponse:

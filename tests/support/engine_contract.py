@@ -17,6 +17,7 @@ from engine.messages import (
     CacheDrop,
     CacheInspected,
     Cancel,
+    Filled,
     Generate,
     InspectCache,
     KvAccount,
@@ -173,6 +174,34 @@ class EngineContract:
         assert sorted(got) == [0, 1, 2]
         assert got == chosen(await pair.lender.answer(named(prompt, 10, n=3, temperature=1.0, seed=4)))
         assert len({tuple(tokens) for tokens in got.values()}) > 1
+        await pair.settled()
+
+    @pytest.mark.parametrize("num_tokens", [32, 63, 200])
+    async def test_a_request_without_output_leaves_all_full_blocks(self, pair: Pair, num_tokens: int) -> None:
+        """Computed, then borrowed with the last block, then found."""
+        prompt, blocks = prompt_of(num_tokens, 51), num_tokens // BLOCK
+
+        async def filled(engine: RealEngine, lender: RealEngine | None = None) -> KvAccount:
+            request = named(prompt, 0)
+            if lender is not None:
+                engine.lent[request.request_id] = lender, request
+            engine.send(replace(request, borrow=lender is not None))
+            await engine.until(lambda: any(m.request_id == request.request_id for m in ends(engine)))
+            assert request.request_id not in engine.tokens
+            return next(m.account for m in ends(engine) if m.request_id == request.request_id)
+
+        def ends(engine: RealEngine) -> list[Filled]:
+            return [message for message in engine.said if isinstance(message, Filled)]
+
+        account = await filled(pair.lender)
+        assert (account.computed_blocks, account.computed_tokens) == (blocks, blocks * BLOCK)
+        account = await filled(pair.borrower, pair.lender)
+        assert (account.moved_blocks, account.computed_blocks, account.computed_tokens) == (blocks, 0, 0)
+        account = await filled(pair.borrower)
+        assert (account.reused_blocks, account.computed_blocks) == (blocks, 0)
+        got = await pair.borrower.answer(named([*prompt, 5]))
+        assert account_of(got).reused_blocks == blocks
+        assert ids(got) == ids(await pair.lender.answer(named([*prompt, 5])))
         await pair.settled()
 
     async def test_dropped_blocks_are_told_and_computed_again_and_others_stay(self, pair: Pair) -> None:
