@@ -121,7 +121,7 @@ class RequestHandler:
         one without may be charged already.
         """
         request_metrics = self._metrics.watch()
-        sampled = self._samples.wanted()
+        sampled = warm is None and self._samples.wanted()
         prepared, arrived_at = None, time.monotonic()
         past = Entry(request.request_id, request.tenant, time.time())
         kept: list[bytes] = []
@@ -277,7 +277,7 @@ class RequestHandler:
                             model.fleet.started(placed)
                             started_at = time.monotonic()
                             past.started(started_at - placed_at)
-                            if emitted.empty:
+                            if emitted.empty and prepared.warm is None:
                                 model.fleet.traffic.first_token(started_at - prepared.arrived_at)
                         emitted.add(message)
                         yield message

@@ -15,6 +15,7 @@ from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
 
 PROMPT = [number % 590 + 1 for number in range(300)]
+STORYTELLER = Path(__file__).parents[2] / "examples" / "storyteller" / "model"
 FULL = len(PROMPT) // 16
 Clusters = Callable[..., LocalCluster]
 Models = Callable[..., Path]
@@ -58,7 +59,7 @@ async def test_after_it_each_worker_has_all_full_blocks(sim_model: Models, clust
 
 async def test_cache_retention_store_and_the_command(sim_model: Models, cluster_of: Clusters, tmp_path: Path) -> None:
     settings = {"engine": "sim", "kv_store": str(tmp_path / "store"), "kv_memory_mib": 1}
-    cluster = cluster_of(sim_model(600, speaks=True), prefill=0, decode=2, **settings)
+    cluster = cluster_of(STORYTELLER, prefill=0, decode=2, **settings)
     async with running(cluster) as (_, client):
         answer = await client.warm(token_ids=PROMPT, cache_retention_s=60.0, store=True)
         (worker,) = answer.workers
@@ -71,6 +72,10 @@ async def test_cache_retention_store_and_the_command(sim_model: Models, cluster_
             return objects() == FULL
 
         await until(written, "its blocks are in the store")
+        chat = [("user", "tell me of the fox " * 12)]
+        of_chat = await client.warm(messages=chat)
+        assert of_chat.prompt_tokens == len(await client.tokenize(messages=chat))
+        assert of_chat.blocks == of_chat.prompt_tokens // 16 > 0
         file = tmp_path / "prompt.txt"
         file.write_text(" ".join(f"the {number} fox" for number in range(60)))
         command = [sys.executable, "-m", "tandem.cli", "cache", "warm", "--prompt-file", str(file), "--workers", "2"]
