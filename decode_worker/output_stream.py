@@ -9,7 +9,7 @@ from decode_worker.embedding import finished_embedding
 from decode_worker.placed_request import emitted_of, num_choices
 from decode_worker.receipt import build_receipt, price_of
 from engine.core_types import FinishReason, TokenLogprobs
-from engine.messages import Embedded, Failed, FromEngine, KvAccount, LendClosed, PromptScored, Rejected, Token
+from engine.messages import Embedded, Failed, Filled, FromEngine, KvAccount, LendClosed, PromptScored, Rejected, Token
 from engine.model.detokenizer import TextStream
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
@@ -118,6 +118,10 @@ class OutputStream:
                 choice.embedding = finished_embedding(vector, self._request.embedding)
                 self._changed[choice.index] = None
                 self._finish(choice, pb.FINISH_REASON_STOP, "", None)
+            case Filled(_, account):
+                self._account = account
+                self._changed[0] = None
+                self._finish(self._choices[0], pb.FINISH_REASON_STOP, "", None)
             case Rejected(_, reason, permanent):
                 raise Overloaded(reason, "max_tokens" if permanent else "", permanent)
             case Failed(_, failure):

@@ -41,7 +41,9 @@ def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> No
     if not {*request.finished_choices, *(emitted.index for emitted in request.emitted_choices)} <= choices:
         raise InvalidRequest("emitted_choices", f"there are {len(choices)} choices")
     longest = max(len(emitted_of(request, choice)[0]) for choice in choices - set(request.finished_choices))
-    if sampling.max_tokens < 1 or (longest >= sampling.max_tokens and not sampling.HasField("beam_width")):
+    if request.HasField("warm"):
+        _check_warm(request)
+    elif sampling.max_tokens < 1 or (longest >= sampling.max_tokens and not sampling.HasField("beam_width")):
         left = sampling.max_tokens - longest
         raise InvalidRequest("sampling.max_tokens", f"nothing to generate: {left} tokens are left")
     if request.HasField("embedding"):
@@ -50,6 +52,14 @@ def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> No
         raise InvalidRequest("sampling.beam_width", "this model runs on vLLM, which has no beam search here")
     if read_structured(sampling) is not None and engine == "sim":
         raise InvalidRequest(FIELD, "the sim engine's tokens are hashes of its KV blocks and keep to no grammar")
+
+
+def _check_warm(request: pb.DecodeRequest) -> None:
+    sampling = request.sampling
+    if sampling.max_tokens or num_choices(sampling) != 1 or sampling.HasField("beam_width"):
+        raise InvalidRequest("sampling", "a request without output goes with max_tokens 0 and n 1")
+    if request.emitted_token_ids or request.HasField("embedding"):
+        raise InvalidRequest("warm", "cannot be combined with tokens of an earlier attempt, or with an embedding")
 
 
 def _check_embedding(request: pb.DecodeRequest, engine: str) -> None:
@@ -102,6 +112,7 @@ def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
         finished=frozenset(request.finished_choices),
         num_scored=request.emitted_prompt_logprobs,
         reads_store=request.reads_store,
+        to_store=request.warm.to_store,
         reserve_output_tokens=request.reserve_output_tokens,
         retention=Retention(request.cache_retention_s, request.tenant) if request.cache_retention_s > 0 else None,
     )

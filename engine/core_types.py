@@ -172,8 +172,15 @@ class Sequence:
         return self.num_prompt - self.num_emitted_before - 1
 
     @property
+    def only_fills(self) -> bool:
+        """Whether the request wants the blocks of its tokens, all full, and no output."""
+        return self.sampling is not None and self.sampling.max_tokens == 0
+
+    @property
     def num_reusable(self) -> int:
         """Number of leading tokens whose KV may come from elsewhere, because their logits are not needed here."""
+        if self.only_fills:
+            return len(self.token_ids)
         return self.num_scored if self.num_scored < self.num_to_score else len(self.token_ids) - 1
 
     @property
@@ -289,7 +296,7 @@ class Chunk:
         """Whether the chunk reaches the sequence's end, so that the next token is sampled."""
         sampling = self.sequence.sampling
         at_end = self.start + self.count == len(self.sequence.token_ids)
-        return at_end and sampling is not None and sampling.pooling is None
+        return at_end and sampling is not None and sampling.pooling is None and sampling.max_tokens > 0
 
     @property
     def pools(self) -> bool:

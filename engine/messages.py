@@ -52,6 +52,8 @@ class Generate:
     """Time for which the prompt's blocks are pinned; None for none."""
     reads_store: bool = False
     """Whether the placement counts on blocks in the shared store."""
+    to_store: bool = False
+    """Whether a request without output, of max_tokens 0, also writes its blocks to the shared store."""
     reserve_output_tokens: int = 0
     """Output tokens that each choice is expected to have yet, for which it reserves blocks, as far as the engine's
     setting goes; 0: unknown."""
@@ -165,12 +167,26 @@ class CorruptReads:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheDrop:
+    """Blocks to drop from the pool and the tiers below it, unless they are in use."""
+
+    token_ids: Sequence[int] | None
+    """Prompt whose full blocks are dropped; None: all blocks, a limited number at a time."""
+    cache_salt: str = ""
+    adapter: bytes = b""
+    """Fingerprint of the LoRA adapter; empty for none."""
+    store: bool = False
+    """Whether the prompt's objects in the shared store are removed, too."""
+
+
+@dataclass(frozen=True, slots=True)
 class InspectCache:
-    """Answer CacheInspected, after dropping pins: those of `tenant`, or all with None."""
+    """Answer CacheInspected, after dropping pins, those of `tenant` or all with None, and then blocks."""
 
     query_id: int
     drop_pins: bool = False
     tenant: str | None = None
+    drop: CacheDrop | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +288,8 @@ class KvAccount:
     """Reason why fetching from the shared store ended early."""
     pinned_blocks: int = 0
     """Blocks of the prompt that stay in the pool, as the request asked."""
+    stored_blocks: int = 0
+    """Blocks of a request without output that the shared store has, or is being given."""
     preemptions: int = 0
     """Number of times the request was preempted and its tokens computed again."""
     recomputed_tokens: int = 0
@@ -312,6 +330,14 @@ class Embedded:
     request_id: str
     vector: bytes
     """The pooled hidden state, float32."""
+    account: KvAccount
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """The blocks of a request without output are cached; the request is over."""
+
+    request_id: str
     account: KvAccount
 
 
@@ -480,6 +506,19 @@ class CacheInspected:
     """Tenant, blocks, and seconds until the last of these ends."""
     dropped: int
     """Blocks whose pins were dropped."""
+    dropped_in_pool: int = 0
+    dropped_in_tiers: int = 0
+    """Blocks dropped that only tiers held."""
+    in_use: int = 0
+    """Blocks named by the query that stay, because requests, loans or pins hold them."""
+    is_whole: bool = True
+    """Whether no block is left to be dropped."""
+    removed_objects: int = 0
+    """Objects removed from the shared store."""
+    refused: str = ""
+    """Why objects of the shared store cannot be removed; nothing was dropped then."""
+    store_failure: str = ""
+    """Why not all objects were removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -499,6 +538,7 @@ FromEngine = (
     | Token
     | PromptScored
     | Embedded
+    | Filled
     | Rejected
     | Failed
     | OpenLoan

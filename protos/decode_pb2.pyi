@@ -192,6 +192,7 @@ class DecodeRequest(_message.Message):
     CACHE_RETENTION_S_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     READS_STORE_FIELD_NUMBER: _builtins.int
+    WARM_FIELD_NUMBER: _builtins.int
     RESERVE_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     worker_incarnation: _builtins.bytes
@@ -264,6 +265,10 @@ class DecodeRequest(_message.Message):
     def embedding(self) -> Global___Embedding:
         """Embedding that is wanted instead of an output; `sampling` has max_tokens 1 then."""
 
+    @_builtins.property
+    def warm(self) -> Global___Warm:
+        """No output is wanted, only the prompt's full blocks; `sampling` has max_tokens 0 then."""
+
     def __init__(
         self,
         *,
@@ -292,11 +297,12 @@ class DecodeRequest(_message.Message):
         cache_retention_s: _builtins.float = ...,
         tenant: _builtins.str = ...,
         reads_store: _builtins.bool = ...,
+        warm: Global___Warm | None = ...,
         reserve_output_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "lender", b"lender", "placement", b"placement", "price", b"price", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "lender", b"lender", "placement", b"placement", "price", b"price", "sampling", b"sampling", "warm", b"warm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "embedding", b"embedding", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "lender", b"lender", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "placement_sequence", b"placement_sequence", "price", b"price", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reads_store", b"reads_store", "request_id", b"request_id", "reserve_output_tokens", b"reserve_output_tokens", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "tenant", b"tenant", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "embedding", b"embedding", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "lender", b"lender", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "placement_sequence", b"placement_sequence", "price", b"price", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reads_store", b"reads_store", "request_id", b"request_id", "reserve_output_tokens", b"reserve_output_tokens", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "tenant", b"tenant", "warm", b"warm", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -330,6 +336,26 @@ class Embedding(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
+
+@_typing.final
+class Warm(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TO_STORE_FIELD_NUMBER: _builtins.int
+    to_store: _builtins.bool
+    """Whether the blocks are written to the store that workers share, too."""
+    def __init__(
+        self,
+        *,
+        to_store: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["to_store", b"to_store"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Warm: _TypeAlias = Warm  # noqa: Y015
 
 @_typing.final
 class EmittedChoice(_message.Message):

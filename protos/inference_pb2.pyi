@@ -83,6 +83,7 @@ class GenerateRequest(_message.Message):
     REASONING_EFFORT_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
     CACHE_RETENTION_S_FIELD_NUMBER: _builtins.int
+    PROMPT_CACHE_KEY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a served model, or "auto": the router's rules choose the cheapest suitable model. Empty: the only served
     model, or the router's default.
@@ -98,7 +99,9 @@ class GenerateRequest(_message.Message):
     key's tenant: leave it empty, or set the same.
     """
     session_id: _builtins.str
-    """Name that groups the turns of one conversation. Informative."""
+    """Name that groups the turns of one conversation. Placement prefers the workers that served its last request where
+    predicted costs differ by 5 % and 10 ms at most.
+    """
     request_id: _builtins.str
     """Id in receipts and logs. The router draws one when it is empty."""
     cache_salt: _builtins.str
@@ -135,6 +138,8 @@ class GenerateRequest(_message.Message):
     86,400, whatever else arrives. A tenant may keep a quarter of a worker's pool; of a prompt beyond that the leading
     blocks are kept. The receipt says how many: `pinned_blocks`. Not for beam search, embeddings and the vllm engine.
     """
+    prompt_cache_key: _builtins.str
+    """Name of requests whose prompts begin alike, as OpenAI has it. Used like `session_id` where that is empty."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """Messages, rendered with the model's chat template."""
@@ -183,10 +188,11 @@ class GenerateRequest(_message.Message):
         reasoning_effort: _builtins.str = ...,
         embedding: Global___EmbeddingOptions | None = ...,
         cache_retention_s: _builtins.float | None = ...,
+        prompt_cache_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "sampling", b"sampling", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "messages", b"messages", "min_quality", b"min_quality", "model", b"model", "parse_output", b"parse_output", "priority", b"priority", "reasoning_effort", b"reasoning_effort", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "single_tool_call", b"single_tool_call", "task", b"task", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "messages", b"messages", "min_quality", b"min_quality", "model", b"model", "parse_output", b"parse_output", "priority", b"priority", "prompt_cache_key", b"prompt_cache_key", "reasoning_effort", b"reasoning_effort", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "single_tool_call", b"single_tool_call", "task", b"task", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_retention_s: _TypeAlias = _typing.Literal["cache_retention_s"]  # noqa: Y015
     _WhichOneofArgType__cache_retention_s: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s"]  # noqa: Y015
@@ -202,6 +208,159 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__text) -> _WhichOneofReturnType__text | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class WarmRequest(_message.Message):
+    """The prompt is given and named as in GenerateRequest, where these fields are described."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    CACHE_RETENTION_S_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    text: _builtins.str
+    """Exactly one of `text`, `messages`, `token_ids`. Tokens after the last full block are neither computed nor charged."""
+    chat_template_kwargs: _builtins.str
+    tenant: _builtins.str
+    request_id: _builtins.str
+    cache_salt: _builtins.str
+    priority: _builtins.int
+    """Default -1: batch work, which starts behind all else."""
+    workers: _builtins.int
+    """Number of decode workers, those with the lowest cost. Default 1. INVALID_ARGUMENT where fewer serve the model."""
+    cache_retention_s: _builtins.float
+    """Keep the blocks in their pools for so many seconds, as in GenerateRequest."""
+    store: _builtins.bool
+    """Write the blocks to the shared store, too. INVALID_ARGUMENT where fewer than `workers` have one."""
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        text: _builtins.str | None = ...,
+        messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tools: _abc.Iterable[_builtins.str] | None = ...,
+        chat_template_kwargs: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+        priority: _builtins.int | None = ...,
+        workers: _builtins.int = ...,
+        cache_retention_s: _builtins.float | None = ...,
+        store: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_priority", b"_priority", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "priority", b"priority", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_priority", b"_priority", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "messages", b"messages", "model", b"model", "priority", b"priority", "request_id", b"request_id", "store", b"store", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_retention_s: _TypeAlias = _typing.Literal["cache_retention_s"]  # noqa: Y015
+    _WhichOneofArgType__cache_retention_s: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s"]  # noqa: Y015
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
+    _WhichOneofArgType__text: _TypeAlias = _typing.Literal["_text", b"_text"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_retention_s) -> _WhichOneofReturnType__cache_retention_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__text) -> _WhichOneofReturnType__text | None: ...
+
+Global___WarmRequest: _TypeAlias = WarmRequest  # noqa: Y015
+
+@_typing.final
+class WarmResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    model: _builtins.str
+    """Name of the model that serves the prompt."""
+    prompt_tokens: _builtins.int
+    """Tokens of the whole prompt, and its full blocks."""
+    blocks: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WarmedWorker]:
+        """Results, one for each of the chosen workers. The call fails where all of them did."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        workers: _abc.Iterable[Global___WarmedWorker] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmResponse: _TypeAlias = WarmResponse  # noqa: Y015
+
+@_typing.final
+class WarmedWorker(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    HELD_BLOCKS_FIELD_NUMBER: _builtins.int
+    PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    STORED_BLOCKS_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    held_blocks: _builtins.int
+    """Blocks of the prompt that the worker held at the end."""
+    pinned_blocks: _builtins.int
+    """Blocks that stay in the pool, as `cache_retention_s` wants."""
+    stored_blocks: _builtins.int
+    """Blocks that the shared store has, or is being given."""
+    status: _builtins.bytes
+    """Why this worker could not be warmed, as a google.rpc.Status; empty when it was."""
+    @_builtins.property
+    def receipt(self) -> Global___Receipt:
+        """Where the blocks came from."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        held_blocks: _builtins.int = ...,
+        pinned_blocks: _builtins.int = ...,
+        stored_blocks: _builtins.int = ...,
+        receipt: Global___Receipt | None = ...,
+        status: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_blocks", b"held_blocks", "pinned_blocks", b"pinned_blocks", "receipt", b"receipt", "status", b"status", "stored_blocks", b"stored_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmedWorker: _TypeAlias = WarmedWorker  # noqa: Y015
 
 @_typing.final
 class EmbeddingOptions(_message.Message):
@@ -977,6 +1136,7 @@ class KvReceipt(_message.Message):
     STORE_BLOCKS_FIELD_NUMBER: _builtins.int
     STORE_FAILURE_FIELD_NUMBER: _builtins.int
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    STORED_BLOCKS_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     reused_blocks: _builtins.int
     """Blocks found in the decode worker's own cache."""
@@ -1018,6 +1178,8 @@ class KvReceipt(_message.Message):
     """Reason why fewer blocks were fetched than the shared store seemed to hold; empty when all were."""
     pinned_blocks: _builtins.int
     """Blocks of the prompt that stay in the pool for `cache_retention_s`."""
+    stored_blocks: _builtins.int
+    """Blocks of a warmed prompt that the shared store has, or is being given."""
     @_builtins.property
     def ucx_transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Lanes of the reads from this lender, by UCX's own names, such as "rc_mlx5/mlx5_0:1"; "posix/memory" and
@@ -1049,10 +1211,11 @@ class KvReceipt(_message.Message):
         store_blocks: _builtins.int = ...,
         store_failure: _builtins.str = ...,
         pinned_blocks: _builtins.int = ...,
+        stored_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "computed_blocks", b"computed_blocks", "computed_tokens", b"computed_tokens", "hedged_blocks", b"hedged_blocks", "lender_cached_blocks", b"lender_cached_blocks", "lender_computed_blocks", b"lender_computed_blocks", "lender_fetched_blocks", b"lender_fetched_blocks", "loan_failure", b"loan_failure", "mismatched_blocks", b"mismatched_blocks", "moved_blocks", b"moved_blocks", "moved_bytes", b"moved_bytes", "pinned_blocks", b"pinned_blocks", "preemptions", b"preemptions", "recomputed_tokens", b"recomputed_tokens", "restore_failure", b"restore_failure", "restored_blocks", b"restored_blocks", "reused_blocks", b"reused_blocks", "store_blocks", b"store_blocks", "store_failure", b"store_failure", "transport", b"transport", "ucx_transports", b"ucx_transports", "verified_blocks", b"verified_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "computed_blocks", b"computed_blocks", "computed_tokens", b"computed_tokens", "hedged_blocks", b"hedged_blocks", "lender_cached_blocks", b"lender_cached_blocks", "lender_computed_blocks", b"lender_computed_blocks", "lender_fetched_blocks", b"lender_fetched_blocks", "loan_failure", b"loan_failure", "mismatched_blocks", b"mismatched_blocks", "moved_blocks", b"moved_blocks", "moved_bytes", b"moved_bytes", "pinned_blocks", b"pinned_blocks", "preemptions", b"preemptions", "recomputed_tokens", b"recomputed_tokens", "restore_failure", b"restore_failure", "restored_blocks", b"restored_blocks", "reused_blocks", b"reused_blocks", "store_blocks", b"store_blocks", "store_failure", b"store_failure", "stored_blocks", b"stored_blocks", "transport", b"transport", "ucx_transports", b"ucx_transports", "verified_blocks", b"verified_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1219,6 +1382,7 @@ class PlacementCandidate(_message.Message):
     WAITING_BYTES_FIELD_NUMBER: _builtins.int
     SOURCE_BYTES_FIELD_NUMBER: _builtins.int
     SOURCE_WAITING_BYTES_FIELD_NUMBER: _builtins.int
+    AFFINITY_MS_FIELD_NUMBER: _builtins.int
     decode_worker: _builtins.str
     lender: _builtins.str
     """Empty: the decode worker computes all missing blocks."""
@@ -1242,7 +1406,7 @@ class PlacementCandidate(_message.Message):
     delay_ms: _builtins.float
     """Delay of the decode worker's running streams, added up over all of them."""
     cost_ms: _builtins.float
-    """ttft_ms + delay_ms: the lowest cost is chosen."""
+    """ttft_ms + delay_ms - affinity_ms: the lowest cost is chosen."""
     hit_blocks: _builtins.int
     """Blocks of the prompt that no worker computes."""
     transfer_bytes: _builtins.int
@@ -1251,6 +1415,8 @@ class PlacementCandidate(_message.Message):
     source_bytes: _builtins.int
     """Bytes that the lender reads from its source, and bytes in flight that delay this read."""
     source_waiting_bytes: _builtins.int
+    affinity_ms: _builtins.float
+    """Reduction of the cost because workers of the candidate served the last request of the same session."""
     def __init__(
         self,
         *,
@@ -1275,10 +1441,11 @@ class PlacementCandidate(_message.Message):
         waiting_bytes: _builtins.int = ...,
         source_bytes: _builtins.int = ...,
         source_waiting_bytes: _builtins.int = ...,
+        affinity_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cost_ms", b"cost_ms", "decode_queue_ms", b"decode_queue_ms", "decode_tokens", b"decode_tokens", "decode_worker", b"decode_worker", "delay_ms", b"delay_ms", "hit_blocks", b"hit_blocks", "lender", b"lender", "lender_compute_ms", b"lender_compute_ms", "lender_computes", b"lender_computes", "lender_queue_ms", b"lender_queue_ms", "lender_tokens", b"lender_tokens", "prompt_tail_ms", b"prompt_tail_ms", "source", b"source", "source_bytes", b"source_bytes", "source_read_ms", b"source_read_ms", "source_waiting_bytes", b"source_waiting_bytes", "transfer_bytes", b"transfer_bytes", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms", "waiting_bytes", b"waiting_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["affinity_ms", b"affinity_ms", "blocks", b"blocks", "cost_ms", b"cost_ms", "decode_queue_ms", b"decode_queue_ms", "decode_tokens", b"decode_tokens", "decode_worker", b"decode_worker", "delay_ms", b"delay_ms", "hit_blocks", b"hit_blocks", "lender", b"lender", "lender_compute_ms", b"lender_compute_ms", "lender_computes", b"lender_computes", "lender_queue_ms", b"lender_queue_ms", "lender_tokens", b"lender_tokens", "prompt_tail_ms", b"prompt_tail_ms", "source", b"source", "source_bytes", b"source_bytes", "source_read_ms", b"source_read_ms", "source_waiting_bytes", b"source_waiting_bytes", "transfer_bytes", b"transfer_bytes", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms", "waiting_bytes", b"waiting_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1732,10 +1899,13 @@ class ClusterStatusResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
+    ISOLATES_TENANTS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     draining: _builtins.bool
     """Whether the router was told to stop."""
     uptime_s: _builtins.float
+    isolates_tenants: _builtins.bool
+    """Whether tenants share no cached KV: a prompt's `cache_salt` is then made of its tenant and its own salt."""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelStatus]: ...
     def __init__(
@@ -1745,10 +1915,11 @@ class ClusterStatusResponse(_message.Message):
         draining: _builtins.bool = ...,
         models: _abc.Iterable[Global___ModelStatus] | None = ...,
         uptime_s: _builtins.float = ...,
+        isolates_tenants: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "models", b"models", "router_id", b"router_id", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "isolates_tenants", b"isolates_tenants", "models", b"models", "router_id", b"router_id", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -74,6 +74,11 @@ class InferenceStub:
                 request_serializer=protos_dot_inference__pb2.FeedbackRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.FeedbackResponse.FromString,
                 _registered_method=True)
+        self.Warm = channel.unary_unary(
+                '/tandem.v1.Inference/Warm',
+                request_serializer=protos_dot_inference__pb2.WarmRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.WarmResponse.FromString,
+                _registered_method=True)
         self.Usage = channel.unary_unary(
                 '/tandem.v1.Inference/Usage',
                 request_serializer=protos_dot_inference__pb2.UsageRequest.SerializeToString,
@@ -143,6 +148,14 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Warm(self, request, context):
+        """Compute a prompt's full KV blocks, or copy them from where they are, so that several decode workers hold them; no
+        output. Each worker is charged and counted like a request without output, and answers for itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Usage(self, request, context):
         """Return tokens by day, tenant and model: of the key's tenant, for operators of all.
         """
@@ -192,6 +205,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Feedback,
                     request_deserializer=protos_dot_inference__pb2.FeedbackRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.FeedbackResponse.SerializeToString,
+            ),
+            'Warm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Warm,
+                    request_deserializer=protos_dot_inference__pb2.WarmRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.WarmResponse.SerializeToString,
             ),
             'Usage': grpc.unary_unary_rpc_method_handler(
                     servicer.Usage,
@@ -415,6 +433,33 @@ class Inference:
             '/tandem.v1.Inference/Feedback',
             protos_dot_inference__pb2.FeedbackRequest.SerializeToString,
             protos_dot_inference__pb2.FeedbackResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Warm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/Warm',
+            protos_dot_inference__pb2.WarmRequest.SerializeToString,
+            protos_dot_inference__pb2.WarmResponse.FromString,
             options,
             channel_credentials,
             insecure,

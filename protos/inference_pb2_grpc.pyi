@@ -54,6 +54,10 @@ class InferenceStub:
     """Return the router's present view of its workers, its queues and the links between workers."""
     Feedback: _aio.UnaryUnaryMultiCallable[_inference_pb2.FeedbackRequest, _inference_pb2.FeedbackResponse]
     """Record a rating of an answer, with the router's samples. UNIMPLEMENTED where the router keeps no samples."""
+    Warm: _aio.UnaryUnaryMultiCallable[_inference_pb2.WarmRequest, _inference_pb2.WarmResponse]
+    """Compute a prompt's full KV blocks, or copy them from where they are, so that several decode workers hold them; no
+    output. Each worker is charged and counted like a request without output, and answers for itself.
+    """
     Usage: _aio.UnaryUnaryMultiCallable[_inference_pb2.UsageRequest, _inference_pb2.UsageResponse]
     """Return tokens by day, tenant and model: of the key's tenant, for operators of all."""
 
@@ -127,6 +131,16 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_pb2.FeedbackRequest, _abc.Awaitable[_inference_pb2.FeedbackResponse]],
     ) -> _abc.Awaitable[_inference_pb2.FeedbackResponse]:
         """Record a rating of an answer, with the router's samples. UNIMPLEMENTED where the router keeps no samples."""
+
+    @_abc_1.abstractmethod
+    def Warm(
+        self,
+        request: _inference_pb2.WarmRequest,
+        context: _aio.ServicerContext[_inference_pb2.WarmRequest, _abc.Awaitable[_inference_pb2.WarmResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.WarmResponse]:
+        """Compute a prompt's full KV blocks, or copy them from where they are, so that several decode workers hold them; no
+        output. Each worker is charged and counted like a request without output, and answers for itself.
+        """
 
     @_abc_1.abstractmethod
     def Usage(

@@ -125,24 +125,71 @@ class CacheRequest(_message.Message):
 
     DROP_PINS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    DROP_FIELD_NUMBER: _builtins.int
     drop_pins: _builtins.bool
     """Drop pins: those of `tenant`, or all without one."""
     tenant: _builtins.str
+    @_builtins.property
+    def drop(self) -> Global___CacheDrop:
+        """Drop cached blocks, after the pins."""
+
     def __init__(
         self,
         *,
         drop_pins: _builtins.bool = ...,
         tenant: _builtins.str | None = ...,
+        drop: Global___CacheDrop | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "drop", b"drop", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "drop_pins", b"drop_pins", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "drop", b"drop", "drop_pins", b"drop_pins", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
     _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___CacheRequest: _TypeAlias = CacheRequest  # noqa: Y015
+
+@_typing.final
+class CacheDrop(_message.Message):
+    """Cached blocks of the pool and of the tiers below it. Blocks of requests, loans and pins stay."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ALL_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    all: _builtins.bool
+    """All blocks of the worker. Excludes `token_ids`, one of which is needed."""
+    cache_salt: _builtins.str
+    """Salt and LoRA adapter of the prompt, by name."""
+    adapter: _builtins.str
+    store: _builtins.bool
+    """Remove the prompt's objects from the shared store, too. INVALID_ARGUMENT where it is a bucket, or there is none, or
+    with `all`; nothing is dropped then.
+    """
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of the prompt whose full blocks are dropped. Other prompts that begin alike lose them, too."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        all: _builtins.bool = ...,
+        cache_salt: _builtins.str = ...,
+        adapter: _builtins.str = ...,
+        store: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "all", b"all", "cache_salt", b"cache_salt", "store", b"store", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheDrop: _TypeAlias = CacheDrop  # noqa: Y015
 
 @_typing.final
 class CacheReport(_message.Message):
@@ -156,6 +203,11 @@ class CacheReport(_message.Message):
     PINS_FIELD_NUMBER: _builtins.int
     DROPPED_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    DROPPED_FROM_POOL_FIELD_NUMBER: _builtins.int
+    DROPPED_FROM_TIERS_FIELD_NUMBER: _builtins.int
+    IN_USE_FIELD_NUMBER: _builtins.int
+    REMOVED_OBJECTS_FIELD_NUMBER: _builtins.int
+    STORE_FAILURE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     num_blocks: _builtins.int
     held_blocks: _builtins.int
@@ -167,6 +219,14 @@ class CacheReport(_message.Message):
     dropped_blocks: _builtins.int
     """Blocks whose pins this call dropped."""
     block_tokens: _builtins.int
+    dropped_from_pool: _builtins.int
+    """Cached blocks that this call dropped from the pool, and those that only lower tiers held."""
+    dropped_from_tiers: _builtins.int
+    in_use: _builtins.int
+    """Blocks that were to be dropped and stay, because they are in use."""
+    removed_objects: _builtins.int
+    """Objects removed from the shared store, and why not all were."""
+    store_failure: _builtins.str
     @_builtins.property
     def pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantPins]: ...
     def __init__(
@@ -180,10 +240,15 @@ class CacheReport(_message.Message):
         pins: _abc.Iterable[Global___TenantPins] | None = ...,
         dropped_blocks: _builtins.int = ...,
         block_tokens: _builtins.int = ...,
+        dropped_from_pool: _builtins.int = ...,
+        dropped_from_tiers: _builtins.int = ...,
+        in_use: _builtins.int = ...,
+        removed_objects: _builtins.int = ...,
+        store_failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dropped_blocks", b"dropped_blocks", "filled_blocks", b"filled_blocks", "held_blocks", b"held_blocks", "max_pinned_blocks", b"max_pinned_blocks", "num_blocks", b"num_blocks", "pins", b"pins", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dropped_blocks", b"dropped_blocks", "dropped_from_pool", b"dropped_from_pool", "dropped_from_tiers", b"dropped_from_tiers", "filled_blocks", b"filled_blocks", "held_blocks", b"held_blocks", "in_use", b"in_use", "max_pinned_blocks", b"max_pinned_blocks", "num_blocks", b"num_blocks", "pins", b"pins", "removed_objects", b"removed_objects", "store_failure", b"store_failure", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -255,7 +255,7 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Cache(self, request, context):
-        """Return what the KV pool holds and who keeps prompts there, and drop pins if asked to.
+        """Return what the KV pool holds and who keeps prompts there, after dropping pins and cached blocks if asked to.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -65,7 +65,7 @@ class WorkerStub:
     and the same cache. Answers when the routers know the new role; at once if the worker has it already.
     """
     Cache: _aio.UnaryUnaryMultiCallable[_membership_pb2.CacheRequest, _membership_pb2.CacheReport]
-    """Return what the KV pool holds and who keeps prompts there, and drop pins if asked to."""
+    """Return what the KV pool holds and who keeps prompts there, after dropping pins and cached blocks if asked to."""
     Inject: _aio.UnaryUnaryMultiCallable[_membership_pb2.InjectRequest, _membership_pb2.InjectReply]
     """Inject a fault into this worker, for a drill. PERMISSION_DENIED unless its setting `faults` is true. Answers when the
     fault has begun; for `kill` just before it.
@@ -110,7 +110,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.CacheRequest,
         context: _aio.ServicerContext[_membership_pb2.CacheRequest, _abc.Awaitable[_membership_pb2.CacheReport]],
     ) -> _abc.Awaitable[_membership_pb2.CacheReport]:
-        """Return what the KV pool holds and who keeps prompts there, and drop pins if asked to."""
+        """Return what the KV pool holds and who keeps prompts there, after dropping pins and cached blocks if asked to."""
 
     @_abc_1.abstractmethod
     def Inject(

@@ -13,6 +13,15 @@ from router.placement.place import Decision
 from router.placement.request_demand import num_outputs
 
 
+@dataclass(frozen=True, slots=True)
+class WarmTarget:
+    """Place where a request without output leaves the blocks of its prompt."""
+
+    worker_id: str
+    to_store: bool = False
+    """Whether the worker writes them to the shared store, too."""
+
+
 @dataclass(slots=True)
 class PreparedRequest:
     """A checked request, its deadline, and what happened to it."""
@@ -34,6 +43,8 @@ class PreparedRequest:
     deadline: float
     """Deadline; all times are seconds of the monotonic clock."""
     info: RequestInfo
+    warm: WarmTarget | None = None
+    """Place of the prompt's blocks, which are wanted instead of an output; None: an output is wanted."""
     finish: pb.Finish | None = None
     """Last finish message of a successful request, with receipt and usage."""
     decision: Decision | None = None

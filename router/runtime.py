@@ -33,6 +33,7 @@ from router.observability.tracing import Tracing
 from router.placement.fleet import Fleet
 from router.request_path.accounting import Accounting
 from router.request_path.request_handler import RequestHandler
+from router.request_path.warming import Warming
 from router.security.api_keys import ApiKeys
 from router.security.guard import KeyInterceptor
 from router.usage.ledger import FileLedger, MemoryLedger, UsageLedger
@@ -141,7 +142,8 @@ async def start_router(config: RouterConfig) -> Router:
         handler = RequestHandler(
             config, models, tenant_limits, arrivals, router_metrics, samples, tracing, decisions, accounting
         )
-        inference = InferenceService(handler, models, keys, config.id(), requests, samples, arrivals)
+        warming = Warming(config, models, arrivals, handler)
+        inference = InferenceService(handler, models, keys, config.id(), requests, samples, arrivals, warming)
         inference.add_to(server.grpc)
         membership = MembershipService(
             models,

@@ -140,7 +140,7 @@ def check_names(request: pb.GenerateRequest) -> None:
 
     Raises InvalidRequest for a name that is too long, and for too many messages.
     """
-    for field in ("model", "tenant", "session_id", "request_id", "cache_salt", "task"):
+    for field in ("model", "tenant", "session_id", "prompt_cache_key", "request_id", "cache_salt", "task"):
         check_name_length(getattr(request, field), field)
     check_messages(request.messages)
 

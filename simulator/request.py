@@ -26,6 +26,8 @@ class TraceRequest:
     hash_tokens: int = 512
     tenant: str = ""
     priority: int = 0
+    session_id: str = ""
+    """Name of the conversation, for the affinity hint; empty: none."""
 
     def tokens(self) -> list[int]:
         """Return a prompt of that length, with the sharing that the trace describes."""

@@ -18,6 +18,7 @@ from router.admission.admission import Admission, Outcome, Started
 from router.admission.config import AdmissionConfig
 from router.admission.rate_limiter import RateLimiter
 from router.admission.request import QueuedRequest, RequestInfo
+from router.placement.affinity import session_of
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
 from router.placement.place import Decision
@@ -319,7 +320,8 @@ class SimRouter:
         largest = max(other.num_blocks for other in self._decoders.values())
         sampling = inference_pb2.Sampling(max_tokens=request.output_tokens)
         demand = demand_of(prompt, sampling, [chain], False, hello.block_tokens, hello.block_bytes, largest)
-        demand = self.fleet.with_expected_output(demand, (request.tenant, ""), len(prompt))
+        session = session_of(request.tenant, request.session_id, "")
+        demand = self.fleet.with_expected_output(demand, (request.tenant, ""), len(prompt), session)
         usable = chain[: demand.num_usable_blocks * demand.block_tokens]
         return demand, block_keys(root_key(hello.model_fingerprint, ""), usable, demand.block_tokens)
 

@@ -120,6 +120,9 @@ class VirtualStore(SharedStore):
     def refuse(self, key: BlockKey) -> None:
         raise AssertionError("no block arrives damaged")
 
+    def remove(self, keys: Sequence[BlockKey], on_removed: Callable[[int, str], object]) -> None:
+        raise AssertionError("a simulated operator removes nothing")
+
     def fell_silent(self) -> None:
         """Do nothing: a slow store is asked again."""
 

@@ -153,6 +153,7 @@ def _requests(
             hash_ids=tuple(talk.hash_ids),
             hash_tokens=HASH_TOKENS,
             priority=profile.priority,
+            session_id=talk.name,
         )
         talk.grow(answer, talks)
         talk.turn += 1
@@ -167,6 +168,7 @@ class _Conversation:
     place: int
     hash_ids: list[int]
     tokens: int
+    name: str
     turn: int = 0
 
     def grow(self, tokens: int, talks: "_Conversations") -> None:
@@ -180,7 +182,7 @@ class _Conversations:
 
     def __init__(self, profile: Profile, scale: float, context: int) -> None:
         self._profile, self._scale, self._context = profile, scale, context
-        self._ids = itertools.count()
+        self._ids, self._numbers = itertools.count(), itertools.count()
         system_blocks = round(profile.system_tokens * scale / HASH_TOKENS)
         system_blocks = min(system_blocks, context // 4 // HASH_TOKENS)
         self._systems = [[self.new_id() for _ in range(system_blocks)] for _ in range(profile.system_prompts)]
@@ -200,7 +202,7 @@ class _Conversations:
 
     def _begin(self, place: int, seeds: random.Random) -> _Conversation:
         system = seeds.choice(self._systems)
-        talk = _Conversation(place, [*system], len(system) * HASH_TOKENS)
+        talk = _Conversation(place, [*system], len(system) * HASH_TOKENS, f"conversation-{next(self._numbers)}")
         if self._profile.document is not None:
             document = self._profile.document.draw(seeds, self._scale)
             talk.grow(min(document, self._context // 2 - talk.tokens), self)

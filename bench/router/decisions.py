@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from rich.progress import Progress, TimeElapsedColumn
 from bench.report import Bar, percentile
 from engine.block_keys import KEY_BYTES, BlockKey, split_keys
 from protos import membership_pb2 as pb
+from router.placement.affinity import session_of
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
 from router.placement.rates import Priors
@@ -32,6 +34,8 @@ SYSTEM_BLOCKS = 128
 EVENT_BLOCKS = 32
 """Blocks of an event: a chunk of 512 tokens."""
 IN_FLIGHT = 128
+NUM_SESSIONS = 256
+"""Sessions of the requests, most of which have been served before."""
 ROUNDS = 2000
 PRIORS = Priors(4000, 1000, 1e9, 0.003, 0.001, 0.001)
 
@@ -185,13 +189,16 @@ def measure_placement(
     for number in range(ROUNDS):
         kind = kinds[number % len(kinds)]
         keys: list[BlockKey] = split_keys(prompts[kind]())
+        demand = replace(demand, session=session_of("", str(seeds.randrange(NUM_SESSIONS)), ""))
         started_at = time.perf_counter()
         decision = fleet.decide(demand, keys)
         seconds[kind].append(time.perf_counter() - started_at)
         assert decision is not None
         in_flight.append(fleet.placed(decision, demand, keys))
         if len(in_flight) > IN_FLIGHT:
-            fleet.ended(in_flight.pop(seeds.randrange(IN_FLIGHT)))
+            over = in_flight.pop(seeds.randrange(IN_FLIGHT))
+            fleet.started(over)
+            fleet.ended(over)
         fleet.reported(workers[number % len(workers)], report(seeds))
         progress.advance(task)
     for placed in in_flight:

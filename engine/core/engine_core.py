@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
+from engine.core.cache_queries import CacheQueries
 from engine.core.load_reports import LoadReporter, ReportSchedule
 from engine.core.request_manager import RequestManager
 from engine.core.scheduler import schedule
@@ -25,7 +26,7 @@ from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.corruption import Corruption
 from engine.lending.fast_path import FastPath, FastPathLink
 from engine.lending.lender_manager import LenderManager
-from engine.lending.loan import Posted, ReadCompletion, StoreFetched, StoreFound
+from engine.lending.loan import Posted, ReadCompletion, StoreFetched, StoreFound, StoreRemoved
 from engine.messages import (
     Audit,
     Audited,
@@ -138,6 +139,7 @@ class EngineCore:
         )
         times = ReportSchedule(limits.report_interval_s, limits.min_report_interval_s, limits.max_step_s)
         self._reports = LoadReporter(self._kv_cache, self._requests, self._lender_manager, times, emit, speculator)
+        self._cache_queries = CacheQueries(self._kv_cache, self._model_fingerprint, emit, self.post)
         self._arrivals = 0
         self.uniform_decode = UniformDecode(
             self._kv_cache, self._requests, self._lender_manager, self._reports, limits.budget, self._take_arrivals
@@ -213,6 +215,7 @@ class EngineCore:
         self._requests.part()
         self._start_loans()
         batch = self._batch_with_room()
+        self._requests.finish_filled()
         if self._speculator is not None and batch:
             short = self._requests.running_set.short
             batch = self._speculator.add_draft_tokens(batch, self._kv_cache, self._limits.budget.max_tokens, short)
@@ -259,9 +262,10 @@ class EngineCore:
                     self._speculator.record_result(chunk, token)
                 self._requests.computed(sequence, token, chunk.samples)
         self._requests.part()
-        self._reports.changed |= self._requests.num_requests != num_requests
         # use the blocks that the batch gave back: the loop may sleep before the next step
         self._requests.running_set.restart()
+        self._requests.finish_filled()
+        self._reports.changed |= self._requests.num_requests != num_requests
         self._start_loans()
 
     def report(self) -> None:
@@ -312,8 +316,10 @@ class EngineCore:
                 self.uniform_decode.budget = budget
             case CorruptReads(num_blocks):
                 self._own.corruption = Corruption(self._runner, num_blocks)
+            case StoreRemoved():
+                self._cache_queries.removed(message)
             case InspectCache():
-                self._reports.inspect(message)
+                self._cache_queries.answer(message)
             case Audit(audit_id):
                 self._emit(self.audit(audit_id))
 

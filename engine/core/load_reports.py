@@ -9,7 +9,7 @@ from engine.core_types import Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import PINNED, POOL, REMOTE, STORE
 from engine.lending.lender_manager import LenderManager
-from engine.messages import CacheChanged, CacheInspected, FromEngine, InspectCache, KvUse, Load, PlacementMark, TierUse
+from engine.messages import CacheChanged, FromEngine, KvUse, Load, PlacementMark, TierUse
 from engine.speculation.speculator import Speculator
 
 
@@ -113,14 +113,6 @@ class LoadReporter:
         """Send the whole prefix cache, for a reader that lost changes."""
         self._report_cache()
         self._emit(CacheChanged(self._cache_sequence, tuple(self._kv_cache.cache_snapshot()), snapshot=True))
-
-    def inspect(self, query: InspectCache) -> None:
-        """Send what the pool holds, after dropping pins if the query says so."""
-        pool, pins = self._kv_cache.pool, self._kv_cache.pins
-        dropped = pins.clear(query.tenant) if query.drop_pins else 0
-        kept = tuple(pins.by_tenant())
-        sizes = pool.num_blocks, pool.num_held, pool.num_filled, pins.max_blocks
-        self._emit(CacheInspected(query.query_id, *sizes, kept, dropped))
 
     def _report_cache(self) -> None:
         if events := self._kv_cache.take_cache_events():

@@ -30,9 +30,9 @@ from engine.kv.kv_stats import POOL
 from engine.kv.pins import Retention
 from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.loan import BorrowRequest
-from engine.messages import Embedded, Failed, FromEngine, Generate, KvAccount, PromptScored, Rejected, Token
+from engine.messages import Embedded, Failed, Filled, FromEngine, Generate, KvAccount, PromptScored, Rejected, Token
 from engine.sampling.beam_search import BeamSearch
-from engine.sampling.parallel_sampling import chains_of, num_blocks_at_most, search_of
+from engine.sampling.parallel_sampling import chains_of, is_complete, num_blocks_at_most, search_of, without_tail
 
 
 @dataclass(slots=True)
@@ -48,6 +48,8 @@ class _Request:
     num_preemptions_over: int = 0
     """Preemptions of sequences that are over."""
     num_recomputed_over: int = 0
+    to_store: bool = False
+    """Whether its blocks are written to the shared store, where it has no output."""
     pooled: NDArray[np.float32] | None = None
     """Sum of the hidden states pooled so far."""
 
@@ -97,6 +99,8 @@ class RequestManager:
         self._requests: dict[str, _Request] = {}
         self._num_parted = 0
         """Number of requests with forked sequences."""
+        self._filling: dict[Sequence, None] = {}
+        """Sequences of requests without output."""
 
     @property
     def num_requests(self) -> int:
@@ -114,6 +118,7 @@ class RequestManager:
     def admit(self, message: Generate) -> None:
         """Start a request with blocks reserved for its prompt and some output, or send Rejected."""
         layout, pool = self._kv_cache.layout, self._kv_cache.pool
+        message = without_tail(message, layout)
         root = root_key(self._model_fingerprint, message.cache_salt, message.adapter)
         search = search_of(message, self._eos_token_ids)
         chains = chains_of(message, root, search, self._next_arrival)
@@ -123,7 +128,7 @@ class RequestManager:
         if message.adapter and message.adapter not in self._adapters:
             self._reject(message.request_id, f"no adapter {message.adapter.hex()} is loaded here", permanent=True)
             return
-        if not message.prompt or not chains or any(c.num_tokens >= c.max_num_tokens for c in chains):
+        if not message.prompt or not chains or any(is_complete(chain) for chain in chains):
             reason = f"nothing to compute: {len(message.prompt)} prompt tokens, {len(message.emitted)} emitted"
             self._reject(message.request_id, reason, permanent=True)
             return
@@ -144,9 +149,11 @@ class RequestManager:
         self._kv_cache.counts.looked(POOL, len(keys), len(sequence.blocks))
         account = KvAccount(reused_blocks=len(sequence.blocks), times={"admitted": self._kv_cache.clock()})
         by_choice = {chain.choice: chain for chain in chains}
-        request = _Request(by_choice, account, message.sampling.n, search, message.retention)
+        request = _Request(by_choice, account, message.sampling.n, search, message.retention, to_store=message.to_store)
         self._requests[message.request_id] = request
         self._num_parted += request.is_parted
+        if sequence.only_fills:
+            self._filling[sequence] = None
         lender = message.lender_computes if message.borrow else None
         if not self._borrower_manager.take(BorrowRequest(sequence, keys, lender, account, self, message.reads_store)):
             self.loan_over(sequence, lost_blocks=False)
@@ -249,6 +256,25 @@ class RequestManager:
         if finish is not None:
             self._end(request, sequence)
 
+    def finish_filled(self) -> None:
+        """End requests without output whose blocks are all there."""
+        for sequence in [*self._filling]:
+            self._finish_if_filled(sequence)
+
+    def _finish_if_filled(self, sequence: Sequence) -> None:
+        if not sequence.only_fills or sequence.num_remaining or sequence.hedged or sequence not in self.running_set:
+            return
+        request = self._requests[sequence.request_id]
+        account = request.account
+        account.times.setdefault("first_token", self._kv_cache.clock())
+        request.count_preemptions()
+        if request.retention is not None:
+            account.pinned_blocks = self._kv_cache.pin_prompt(sequence, request.retention)
+        if request.to_store:
+            account.stored_blocks = self._kv_cache.store_keys(sequence.keys)
+        self._emit(Filled(sequence.request_id, account))
+        self._finish(sequence.request_id)
+
     def part(self) -> None:
         """Fork sequences that have computed all shared tokens, and advance beam searches whose candidates are known.
 
@@ -343,6 +369,8 @@ class RequestManager:
             self._reject(sequence.request_id, reason, permanent=False)
         elif not was_hedged:
             self._run(sequence)
+        else:
+            self._finish_if_filled(sequence)
 
     def _run(self, sequence: Sequence) -> None:
         """Compute the sequence from now on, and count what is left to compute."""
@@ -352,11 +380,13 @@ class RequestManager:
         brought = account.restored_blocks + account.store_blocks + account.moved_blocks
         account.computed_blocks = total - account.reused_blocks - brought
         account.computed_tokens = sequence.num_prompt - sequence.num_computed
+        self._finish_if_filled(sequence)
 
     def _finish(self, request_id: str) -> None:
         request = self._requests.pop(request_id)
         self._num_parted -= request.is_parted
         for chain in request.chains.values():
+            self._filling.pop(chain, None)
             self.running_set.drop(chain)
             self._kv_cache.finish(chain)
 

@@ -58,6 +58,10 @@ class RunningSet:
         """Sequences that may be computed."""
         return [s for s in self._running if s is not self._stalled and s.num_remaining]
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        """Return whether a sequence has its blocks and may be computed."""
+        return sequence in self._running
+
     @property
     def forkable(self) -> list[Sequence]:
         """Sequences that have computed all tokens their siblings share."""

@@ -183,6 +183,29 @@ class BlockPool:
         self._events.append(Removed(tuple(key for _, key in names)))
         return blocks
 
+    @property
+    def num_named_held(self) -> int:
+        """Number of blocks with a name and at least one reference."""
+        return len(self._name_of) - len(self._cached)
+
+    def idle_keys(self, limit: int) -> list[BlockKey]:
+        """Return the names of at most `limit` cached blocks."""
+        return [self._name_of[block][1] for block in islice(self._cached, limit)]
+
+    def drop_idle(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Free the cached blocks of these names, of which `on_evict` is not told; return their names."""
+        dropped: list[BlockKey] = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None or self._refs[block]:
+                continue
+            del self._block_of[key], self._name_of[block], self._cached[block]
+            self._free.append(block)
+            dropped.append(key)
+        if dropped:
+            self._events.append(Removed(tuple(dropped)))
+        return dropped
+
     def acquire(self, blocks: Iterable[int]) -> None:
         """Add one reference to each block, held or cached."""
         for block in blocks:

@@ -233,6 +233,13 @@ class KVCacheManager:
         count = min(len(sequence.keys), sequence.num_prompt // self.layout.block_tokens)
         return self.pins.pin(sequence.keys[:count], retention)
 
+    def store_keys(self, keys: Seq[BlockKey]) -> int:
+        """Give the blocks of these names to the shared store; return how many it has then, or is being given."""
+        if self.store is None:
+            return 0
+        self._store_blocks([place for key in keys if (place := self.pool.named(key)) is not None])
+        return sum(not self.store.lacks(key) for key in keys)
+
     @property
     def num_available(self) -> int:
         """Number of blocks for a new request: pins of an engine that serves nothing else give way."""

@@ -9,7 +9,7 @@ from engine.kv.store.shared_store import Fetched
 from engine.lending.block_reads import RankRead
 from engine.lending.borrower import Borrower
 from engine.lending.sources import LoanSource
-from engine.messages import KvAccount
+from engine.messages import CacheInspected, KvAccount
 
 
 class LoanOwner(Protocol):
@@ -95,5 +95,15 @@ class StoreFetched:
     fetched: Fetched
 
 
-Posted = ReadCompletion | StoreFound | StoreFetched
+@dataclass(frozen=True, slots=True)
+class StoreRemoved:
+    """Message from another thread: objects of the shared store are removed, for which an answer waits."""
+
+    inspected: CacheInspected
+    num_objects: int
+    failure: str
+    """Why not all were removed; empty when all were."""
+
+
+Posted = ReadCompletion | StoreFound | StoreFetched | StoreRemoved
 """Messages that other threads post to the engine's loop."""

@@ -13,6 +13,7 @@ from engine.messages import (
     Audit,
     Audited,
     CacheChanged,
+    CacheDrop,
     CacheInspected,
     FromEngine,
     InspectCache,
@@ -145,12 +146,12 @@ class EngineClient(EngineListener):
         audited: Audited = await self._ask(Audit)
         return audited
 
-    async def inspect_cache(self, drop_pins: bool, tenant: str | None) -> CacheInspected:
-        """Return what the engine's pool holds, after dropping pins if wanted.
+    async def inspect_cache(self, drop_pins: bool, tenant: str | None, drop: CacheDrop | None = None) -> CacheInspected:
+        """Return what the engine's pool holds, after dropping pins and blocks if wanted.
 
         Raises Unavailable when the engine is gone.
         """
-        inspected: CacheInspected = await self._ask(lambda number: InspectCache(number, drop_pins, tenant))
+        inspected: CacheInspected = await self._ask(lambda number: InspectCache(number, drop_pins, tenant, drop))
         return inspected
 
     async def _ask(self, question: Callable[[int], ToEngine]) -> Any:

@@ -75,6 +75,18 @@ def chains_of(
     return chains
 
 
+def without_tail(message: Generate, layout: KvLayout) -> Generate:
+    """Return a request without output with the full blocks of its prompt only, and any other as it is."""
+    if message.sampling.max_tokens:
+        return message
+    return replace(message, prompt=message.prompt[: len(message.prompt) // layout.block_tokens * layout.block_tokens])
+
+
+def is_complete(chain: Sequence) -> bool:
+    """Return whether an earlier attempt emitted all that may be sampled."""
+    return not chain.only_fills and chain.num_tokens >= chain.max_num_tokens
+
+
 def num_blocks_at_most(chains: list[Sequence], layout: KvLayout) -> int:
     """Return the number of blocks that all sequences have at their ends, counting shared blocks once."""
     shared = chains[0].fork_at // layout.block_tokens

@@ -270,7 +270,7 @@ async def start_worker(
         leaving = StopRequest(requests, loans)
         server = Server(member.credentials if member else None)  # all services of a worker are internal
         lent = model_dir.config_fingerprint() if lends_weights(config) else None
-        service = WorkerService(worker_id, engine, leaving.begin, roles, faults, lent, ready.block_tokens)
+        service = WorkerService(worker_id, engine, leaving.begin, roles, faults, lent, ready)
         pb_grpc.add_WorkerServicer_to_server(service, server.grpc)
         services = ["tandem.internal.v1.Worker", *add_services(server, context)]
         port = await server.start(config.host, config.port, services)

@@ -8,6 +8,8 @@ from typing import Any
 from cluster.error_status import to_status
 from cluster.errors import Incompatible, InvalidRequest, NotConfigured, ServiceError
 from cluster.roles import ON_WIRE
+from engine.messages import CacheDrop, Ready
+from engine.model.detokenizer import check_token_ids
 from engine.process.engine_client import EngineClient
 from engine.worker.faults import Faults
 from engine.worker.role_switch import RoleSwitch
@@ -24,7 +26,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         roles: RoleSwitch,
         faults: Faults,
         weights: bytes | None,
-        block_tokens: int,
+        ready: Ready,
     ) -> None:
         """Create the service.
 
@@ -37,7 +39,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         self._drain = drain
         self._roles = roles
         self._faults = faults
-        self._block_tokens = block_tokens
+        self._ready = ready
 
     async def Audit(self, request: pb.AuditRequest, context: Any) -> pb.AuditReport:
         audited = await self._engine.audit()
@@ -52,8 +54,23 @@ class WorkerService(pb_grpc.WorkerServicer):
         )
 
     async def Cache(self, request: pb.CacheRequest, context: Any) -> pb.CacheReport:
+        try:
+            drop = self._drop_of(request.drop) if request.HasField("drop") else None
+            return await self._cache(request, drop)
+        except ServiceError as error:
+            await context.abort_with_status(to_status(error))
+            raise
+
+    async def _cache(self, request: pb.CacheRequest, drop: CacheDrop | None) -> pb.CacheReport:
         tenant = request.tenant if request.HasField("tenant") else None
-        found = await self._engine.inspect_cache(request.drop_pins, tenant)
+        found = await self._engine.inspect_cache(request.drop_pins, tenant, drop)
+        if found.refused:
+            raise InvalidRequest("drop.store", found.refused)
+        from_pool, from_tiers, pins = found.dropped_in_pool, found.dropped_in_tiers, found.dropped
+        while not found.is_whole:  # the engine drops some at a time, and computes in between
+            found = await self._engine.inspect_cache(False, None, drop)
+            from_pool += found.dropped_in_pool
+            from_tiers += found.dropped_in_tiers
         return pb.CacheReport(
             worker_id=self._worker_id,
             num_blocks=found.num_blocks,
@@ -61,9 +78,30 @@ class WorkerService(pb_grpc.WorkerServicer):
             filled_blocks=found.filled,
             max_pinned_blocks=found.max_pinned,
             pins=[pb.TenantPins(tenant=tenant, blocks=blocks, ends_in_s=ends) for tenant, blocks, ends in found.pins],
-            dropped_blocks=found.dropped,
-            block_tokens=self._block_tokens,
+            dropped_blocks=pins,
+            block_tokens=self._ready.block_tokens,
+            dropped_from_pool=from_pool,
+            dropped_from_tiers=from_tiers,
+            in_use=found.in_use,
+            removed_objects=found.removed_objects,
+            store_failure=found.store_failure,
         )
+
+    def _drop_of(self, drop: pb.CacheDrop) -> CacheDrop:
+        """Check which blocks are to be dropped.
+
+        Raises InvalidRequest.
+        """
+        if drop.all == bool(drop.token_ids):
+            raise InvalidRequest("drop.token_ids", "give either a prompt or all")
+        if drop.all and drop.store:
+            raise InvalidRequest("drop.store", "only objects of a prompt are removed, not all")
+        check_token_ids(drop.token_ids, "drop.token_ids", self._ready.vocab_size)
+        adapters = dict(self._ready.adapters)
+        if drop.adapter and drop.adapter not in adapters:
+            raise InvalidRequest("drop.adapter", f"no adapter {drop.adapter!r} is loaded here")
+        token_ids = None if drop.all else tuple(drop.token_ids)
+        return CacheDrop(token_ids, drop.cache_salt, adapters.get(drop.adapter, b""), drop.store)
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:
         requests, loans = self._drain()

@@ -56,7 +56,7 @@ class Capacity:
 
     def fits(self, waiting: QueuedRequest) -> bool:
         """Return whether a request could start somewhere now."""
-        if waiting.demand.embeds:
+        if waiting.demand.embeds or waiting.demand.only:
             return bool(startable(waiting.demand, self.workers, self.available).any())
         if waiting.need > self.greatest:
             return False

@@ -52,7 +52,7 @@ class QueuedRequest:
     """Cost for fairness, in tokens."""
     need: int = 0
     """Smallest number of blocks with which a decode worker can start it, if workers reserve different amounts of
-    output; -1 for an embedding, whatever it needs."""
+    output; -1 for an embedding and for a request of one certain worker, whatever they need."""
     queued: bool = False
     least_ttft_s: float = 0.0
     stream_s: float = 0.0
@@ -75,8 +75,12 @@ class QueuedRequest:
     def measure(self, workers: WorkerTable) -> None:
         """Compute cost and need for these workers."""
         reserves = workers.reserves or (0,)
-        # Decode workers' largest capacity says nothing about an embedding: each worker is asked, see Capacity.fits.
-        self.need = -1 if self.demand.embeds else min(self.demand.num_promised_blocks(each) for each in reserves)
+        # Decode workers' largest capacity says nothing about these: each worker is asked, see Capacity.fits.
+        self.need = (
+            -1
+            if self.demand.embeds or self.demand.only
+            else min(self.demand.num_promised_blocks(each) for each in reserves)
+        )
         self.cost = cost_of(self.demand, max(reserves))
 
     @property

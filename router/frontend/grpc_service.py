@@ -27,6 +27,7 @@ from router.observability.samples import Samples
 from router.request_path.parsed_stream import generate_parts
 from router.request_path.preprocess import tenant_of
 from router.request_path.request_handler import RequestHandler
+from router.request_path.warming import Warming
 from router.security.api_keys import ApiKeys, Principal
 from router.security.guard import bearer_of
 
@@ -50,8 +51,10 @@ class InferenceService:
         drain: Drain,
         samples: Samples,
         arrivals: Arrivals,
+        warming: Warming,
     ) -> None:
         """Create the service; `drain` holds the streams in flight."""
+        self._warming = warming
         self._samples = samples
         self._arrivals = arrivals
         self._reading = FairTurns(READING, READING_PER_TENANT)
@@ -77,6 +80,7 @@ class InferenceService:
             "ClusterStatus": (self.ClusterStatus, pb.ClusterStatusRequest),
             "Feedback": (self.Feedback, pb.FeedbackRequest),
             "Usage": (self.Usage, pb.UsageRequest),
+            "Warm": (self.Warm, pb.WarmRequest),
         }
         for name, (method, request) in unary.items():
             handlers[name] = grpc.unary_unary_rpc_method_handler(
@@ -208,6 +212,33 @@ class InferenceService:
             reservation=candidates[0].reservation if candidates else "",
         )
 
+    async def Warm(self, request: pb.WarmRequest, context: Any) -> pb.WarmResponse:
+        traceparent.set(from_metadata(context.invocation_metadata()))
+        principal = self._principal(context)
+        tenant = tenant_of(pb.GenerateRequest(tenant=request.tenant), principal)
+        async with self._answering_once() as answer:
+            answer.begin()
+            with self._arrivals.arriving(tenant) as arrival:
+                arrival.hold(request.ByteSize())
+                return await self._warming.warm(request, context.time_remaining(), principal, arrival)
+
+    @contextlib.asynccontextmanager
+    async def _answering_once(self) -> AsyncIterator["_Answer"]:
+        """Run a call with one answer, which a stopping router ends with Draining."""
+        stopped = Draining(f"router {self._router_id} was told to stop")
+        task = asyncio.current_task()
+        assert task is not None
+        answer = _Answer(task, stopped, self._drain.draining)
+        with self._drain.holding(answer.end):
+            try:
+                yield answer
+            except asyncio.CancelledError:
+                answer.streaming = False
+                if not self._drain.over:
+                    raise
+                task.uncancel()
+                raise stopped from None
+
     async def Decisions(self, request: pb.DecisionsRequest, context: Any) -> pb.DecisionsResponse:
         principal = self._principal(context)
         past = self._handler.decisions(request.request_id, principal)
@@ -232,7 +263,8 @@ class InferenceService:
 
     def status(self) -> pb.ClusterStatusResponse:
         """Return the cluster as this router sees it now."""
-        return cluster_status(self._router_id, self._drain.draining, self._models, self._started_at)
+        isolates = self._handler.isolates_tenants
+        return cluster_status(self._router_id, self._drain.draining, self._models, self._started_at, isolates)
 
     async def Feedback(self, request: pb.FeedbackRequest, context: Any) -> pb.FeedbackResponse:
         principal = self._principal(context)

@@ -16,7 +16,7 @@ MAX_LINKS = 1024
 
 
 def cluster_status(
-    router_id: str, draining: bool, models: ModelRuntimes, started_at: float
+    router_id: str, draining: bool, models: ModelRuntimes, started_at: float, isolates_tenants: bool = False
 ) -> pb.ClusterStatusResponse:
     """Build the status; `started_at` is seconds of the monotonic clock."""
     return pb.ClusterStatusResponse(
@@ -24,6 +24,7 @@ def cluster_status(
         draining=draining,
         models=map(_model, models),
         uptime_s=time.monotonic() - started_at,
+        isolates_tenants=isolates_tenants,
     )
 
 

@@ -233,6 +233,7 @@ class ModelRuntime:
         traffic_hash: float = 1.0,
         new: bool = True,
         embeds: bool = False,
+        only_fills: bool = False,
     ) -> tuple[Demand, list[BlockKey]]:
         """Return the demand of `chains`, the tokens of each choice, and keys of blocks that may come from elsewhere.
 
@@ -242,9 +243,8 @@ class ModelRuntime:
         workers = self.starting_workers(embeds)
         hello = _hello_for(workers, traffic_hash)
         largest = max(worker.hello.num_blocks for worker in workers) if new else None
-        demand = demand_of(
-            prompt, sampling, chains, to_score, hello.block_tokens, hello.block_bytes, largest, traffic_hash, embeds
-        )
+        sizes = hello.block_tokens, hello.block_bytes, largest
+        demand = demand_of(prompt, sampling, chains, to_score, *sizes, traffic_hash, embeds, only_fills)
         usable = chains[0][: demand.num_usable_blocks * demand.block_tokens]
         own, *others = (
             block_keys(root_key(version, cache_salt, self.adapter), usable, demand.block_tokens)

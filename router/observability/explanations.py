@@ -66,6 +66,7 @@ def candidate_of(candidate: Candidate) -> pb.PlacementCandidate:
         prompt_tail_ms=candidate.tail_s * 1e3,
         ttft_ms=candidate.ttft_s * 1e3,
         delay_ms=candidate.delay_s * 1e3,
+        affinity_ms=candidate.affinity_s * 1e3,
         cost_ms=candidate.cost_s * 1e3,
         hit_blocks=candidate.hit_blocks,
         transfer_bytes=candidate.moved_bytes,

@@ -8,6 +8,7 @@ them; tests hold all three to equal figures, so the order of each sum below matt
 
 from dataclasses import dataclass
 
+from router.placement.affinity import reduction_s
 from router.placement.demand import Demand
 from router.placement.rates import Rates
 from router.placement.worker_table import Hits, WorkerTable
@@ -64,6 +65,10 @@ class Candidate:
     """Output tokens of each choice that the decode worker reserves blocks for."""
     reservation: str
     """Origin of that number, for display."""
+    is_last_decode: bool = False
+    """Whether its decode worker served the session's last request."""
+    is_last_lender: bool = False
+    """Whether its lender, which computes, did so for the session's last request."""
 
     @property
     def ttft_s(self) -> float:
@@ -71,8 +76,13 @@ class Candidate:
         return loan_s + self.decode_queue_s + self.tail_s
 
     @property
+    def affinity_s(self) -> float:
+        """Reduction of the cost for workers that served the session's last request."""
+        return (self.is_last_decode + self.is_last_lender) * reduction_s(self.ttft_s + self.delay_s)
+
+    @property
     def cost_s(self) -> float:
-        return self.ttft_s + self.delay_s
+        return self.ttft_s + self.delay_s - self.affinity_s
 
     @property
     def order(self) -> tuple[float, str, str, bool]:
@@ -169,4 +179,6 @@ def assess(demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, way: 
         + int(workers.running[decode]) * float(rates.stream_delay_s[decode]),
         reserved_output_tokens=demand.reserved_output_tokens(reserve),
         reservation=demand.reservation(reserve),
+        is_last_decode=decode == hits.last_decode,
+        is_last_lender=way.computes and lender == hits.last_lender,
     )

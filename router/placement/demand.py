@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from engine.block_keys import BlockKey
+from router.placement.affinity import NO_SESSION, SessionKey
 from router.placement.output_lengths import SHARE, OutputKey
 
 
@@ -34,10 +35,14 @@ class Demand:
     """Fingerprint of the LoRA adapter, in hexadecimal digits; empty for none."""
     embeds: bool = False
     """Whether an embedding is wanted, which prefill workers compute, and decode workers where there are no others."""
+    only: str = ""
+    """Worker on which the request must start; empty: any."""
     expected_output_tokens: int = 0
     """Output tokens that each choice is expected to have yet; 0: unknown."""
     output_key: OutputKey = ("", "")
     """Key by which the lengths of outputs are learned."""
+    session: SessionKey = NO_SESSION
+    """Key of the request's session, for the affinity hint."""
     num_outputs_seen: int = 0
     """Outputs of the tenant and task from which that was learned."""
 

@@ -18,6 +18,7 @@ import numpy as np
 from engine.block_keys import KEY_BYTES, BlockKey, split_keys
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
+from router.placement.affinity import NO_SESSION, Affinities, Served, SessionKey
 from router.placement.demand import Demand
 from router.placement.in_flight import Transfer, TransfersInFlight
 from router.placement.index import PrefixIndex
@@ -62,6 +63,7 @@ class Fleet:
         self._learn_rates = learn_rates
         self._snapshot = WorkerTable.of(())
         self._output_lengths = OutputLengths()
+        self._affinities = Affinities()
         self._in_flight = TransfersInFlight()
         self._computing: set[ActivePlacement] = set()
         """Placements without a first token whose lender computes."""
@@ -224,6 +226,14 @@ class Fleet:
         """Process the first token of a placement."""
         if placed.started:
             return
+        lender = placed.lender.hello if placed.lender is not None and placed.lender_computes else pb.Hello()
+        decode = placed.decode.hello
+        by = Served(decode.worker_id, decode.incarnation, lender.worker_id, lender.incarnation)
+        self._affinities.served(placed.demand.session, by)
+        self._begun(placed)
+
+    def _begun(self, placed: ActivePlacement) -> None:
+        """Stop counting what a placement moves and computes."""
         placed.started = True
         for transfer in placed.transfers:
             self._in_flight.end(transfer)
@@ -277,7 +287,8 @@ class Fleet:
             self._learner.observe(ReceiptTimings(seen.decode_id, placed.decode.store_id, transfer=transfer))
 
     def ended(self, placed: ActivePlacement) -> None:
-        self.started(placed)
+        if not placed.started:
+            self._begun(placed)
         if placed in placed.decode.unreported_decodes:
             placed.decode.unreported_decodes.remove(placed)
             self._refresh(placed.decode)
@@ -310,19 +321,32 @@ class Fleet:
             if worker_id in self._workers
         ]
 
-    def with_expected_output(self, demand: Demand, key: OutputKey, num_prompt: int) -> Demand:
-        """Return the demand of a request of this tenant and task, with the output that it is expected to have yet.
+    def with_expected_output(
+        self, demand: Demand, key: OutputKey, num_prompt: int, session: SessionKey = NO_SESSION
+    ) -> Demand:
+        """Return the demand of a request of this tenant, task and session, with the output that is expected yet.
 
         An output that has outgrown the estimate reserves as much as its worker does by itself.
         """
         estimate = self._output_lengths.estimate(key)
         if estimate is None or demand.embeds or not demand.chain_tokens:
-            return replace(demand, output_key=key)
+            return replace(demand, output_key=key, session=session)
         num_emitted = min(demand.chain_tokens) - num_prompt
         left = min(estimate.num_tokens - num_emitted, demand.max_chain_tokens - min(demand.chain_tokens))
-        return replace(demand, output_key=key, expected_output_tokens=max(0, left), num_outputs_seen=estimate.num_seen)
+        return replace(
+            demand,
+            output_key=key,
+            session=session,
+            expected_output_tokens=max(0, left),
+            num_outputs_seen=estimate.num_seen,
+        )
 
-    def hits(self, keys: Sequence[BlockKey], other_keys: Sequence[Sequence[BlockKey]] = ()) -> Hits:
+    def hits(
+        self,
+        keys: Sequence[BlockKey],
+        other_keys: Sequence[Sequence[BlockKey]] = (),
+        session: SessionKey = NO_SESSION,
+    ) -> Hits:
         """Return the blocks of the chain that each worker holds, and will hold as a lender before its next prompt.
 
         `other_keys`: keys of the same blocks for workers with other weights.
@@ -342,7 +366,18 @@ class Fleet:
                 shared = max(itertools.starmap(_shared_prefix, itertools.product(*chains)))
             if shared:
                 due[lender_id] = max(due.get(lender_id, 0), shared)
-        return Hits.of(self._snapshot, held, due)
+        found = Hits.of(self._snapshot, held, due)
+        if (last := self._affinities.last(session)) is None:
+            return found
+        decode = self._row_of(last.decode_id, last.decode_incarnation)
+        return replace(found, last_decode=decode, last_lender=self._row_of(last.lender_id, last.lender_incarnation))
+
+    def _row_of(self, worker_id: str, incarnation: bytes) -> int:
+        """Return the row of a worker; -1 where it is gone, or another process has its id."""
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.hello.incarnation != incarnation:
+            return -1
+        return self._snapshot.row_of.get(worker_id, -1)
 
     def decide(self, demand: Demand, keys: Sequence[BlockKey], available: Ints | None = None) -> Decision | None:
         """Return the decision for a request now; None when no decode worker can start it.
@@ -352,7 +387,7 @@ class Fleet:
         rows = np.flatnonzero(startable(demand, self._snapshot, available))
         if not len(rows):
             return None  # the index need not be asked
-        hits = self.hits(keys, demand.other_keys)
+        hits = self.hits(keys, demand.other_keys, demand.session)
         self._decided = demand, hits, available
         return place_on(rows, demand, self._snapshot, hits, self.rates)
 

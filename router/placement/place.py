@@ -7,6 +7,7 @@ from a prefill worker, which computes what it lacks, and may itself read a part 
     TTFT     the lender's queue, its reads and computing, the transfer of what the decode worker lacks, and what
              the decode worker computes itself
     + delay  what computing on the decode worker costs each of its decoding streams, and what one more stream costs all
+    - a small share of both for the workers that served the session's last request (affinity.py)
 
 The cheapest wins. `candidates.py` computes the same for one candidate; here are matrices of all, in the same order of
 operations, so both give equal floating point numbers and equal ties.
@@ -18,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from router.placement.affinity import MOST_S, PART, SHARE
 from router.placement.candidates import Candidate, Route, assess
 from router.placement.demand import Demand
 from router.placement.rates import Bools, Floats, Ints, Rates
@@ -128,6 +130,8 @@ class _Matrices:
         self._held = np.minimum(hits.held, demand.num_usable_blocks)
         self._due = np.minimum(hits.due, demand.num_usable_blocks)
         self._own = self._held[rows]
+        self._last_decode = _position(rows, hits.last_decode)
+        self._last_lender = hits.last_lender
         self._tokens_per_s = rates.decode_prefill_tokens_per_s[rows]
         self._queue_s = workers.queued_prefill_tokens[rows] / self._tokens_per_s
         self._fixed_s = rates.tail_fixed_s[rows]
@@ -138,6 +142,7 @@ class _Matrices:
     def cheapest(self) -> tuple[Route, int, tuple[Alternative, ...]]:
         """Return the cheapest route, the number of candidates, and the alternatives."""
         alone_s = self._cost_alone_s(0.0, self._own_s(self._own), self._queue_s)
+        self._prefer(alone_s)
         at = int(alone_s.argmin())
         found = [(float(alone_s[at]), at, -1, False, -1)]
         near = [(float(alone_s[few]), int(few), -1, False) for few in _few(alone_s)]
@@ -200,6 +205,7 @@ class _Matrices:
         own_s *= self._decoding[:, None]
         own_s += self._crowding_s[:, None]
         cost_s += own_s
+        self._prefer(cost_s)
         cost_s[(gain <= 0) | ~_pick(self._workers.compatible, self._rows, lenders)] = np.inf
         return cost_s, lenders, None
 
@@ -227,8 +233,26 @@ class _Matrices:
         cost_s += self._queue_s[:, None]
         cost_s += (self._fixed_s + own_s)[:, None]
         cost_s += (self._decoding * own_s + self._crowding_s)[:, None]
+        self._prefer(cost_s, lenders)
         cost_s[(lacks <= 0)[:, None] | ~_pick(workers.compatible, self._rows, lenders)] = np.inf
         return cost_s, lenders, sources
+
+    def _prefer(self, cost_s: Floats, computing: Ints | None = None) -> None:
+        """Reduce costs, [D] or [D, L], of the workers of the session's last request; `computing`: rows of the L.
+
+        Where both match, two reductions are subtracted at once, as `Candidate.affinity_s` does.
+        """
+        row = self._last_decode
+        column = -1 if computing is None else _position(computing, self._last_lender)
+        of_row = _reduction_s(cost_s[row]) if row >= 0 else None
+        if column >= 0:
+            of_column = _reduction_s(cost_s[:, column])
+            if of_row is not None:
+                of_row[column] *= 2
+                of_column[row] = 0.0
+            cost_s[:, column] -= of_column
+        if of_row is not None:
+            cost_s[row] -= of_row
 
     def _shared_bytes(self, num_bytes: Floats, borrowers: Ints, lenders: Ints) -> Floats | float:
         """Return the bytes in flight for which transfers of so many bytes wait, [B, L] or 0."""
@@ -279,6 +303,18 @@ def _few(cost_s: Floats) -> Ints:
     return np.argpartition(cost_s, FEW)[: FEW + 1]
 
 
+def _position(rows: Ints, row: int) -> int:
+    """Return the position of a row among ascending rows; -1 where it is not among them."""
+    at = int(rows.searchsorted(row)) if row >= 0 else len(rows)
+    return at if at < len(rows) and rows[at] == row else -1
+
+
+def _reduction_s(cost_s: Floats) -> Floats:
+    """Return what `affinity.reduction_s` does for each cost."""
+    reduction: Floats = np.minimum(cost_s * SHARE, MOST_S) * PART
+    return reduction
+
+
 _Item = TypeVar("_Item", bound=np.generic)
 
 
@@ -290,19 +326,21 @@ def _pick(matrix: NDArray[_Item], rows: Ints, columns: Ints) -> NDArray[_Item]:
 def _reason(demand: Demand, workers: WorkerTable, hits: Hits, way: Route, best: Candidate) -> str:
     """Return the reason in words that a user can check against the receipt."""
     usable, running = demand.num_usable_blocks, int(workers.running[way.decode])
+    same = "; served the last request of this session" if best.is_last_decode else ""
 
     def held(row: int) -> int:
         return min(int(hits.held[row]), usable)
 
     if usable == 0:
-        return f"nothing to borrow: a short prompt, or one computed as a whole; {running} running"
+        return f"nothing to borrow: a short prompt, or one computed as a whole; {running} running{same}"
     holds = f"holds {held(way.decode)} of {usable} usable blocks, {running} running"
     if way.lender is None:
         kept = "nothing to borrow" if held(way.decode) >= usable else "cheaper than any loan"
-        return f"{holds}; {kept}"
+        return f"{holds}; {kept}{same}"
     if not best.lender_computes:
-        return f"{holds}; lender holds {best.num_blocks}, computes none"
+        return f"{holds}; lender holds {best.num_blocks}, computes none{same}"
     due = min(int(hits.due[way.lender]), usable)
     queued = int(workers.queued_prefill_tokens[way.lender])
     reason = f"{holds}; lender holds {due}, {queued} tokens queued there"
-    return reason if way.source is None else f"{reason}; reads up to {held(way.source)} from {best.source_id}"
+    reason = reason if way.source is None else f"{reason}; reads up to {held(way.source)} from {best.source_id}"
+    return reason + same

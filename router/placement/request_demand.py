@@ -30,13 +30,14 @@ def demand_of(
     largest_pool: int | None,
     traffic_hash: float = 1.0,
     embeds: bool = False,
+    only_fills: bool = False,
 ) -> Demand:
     """Return the demand.
 
     Raises InvalidRequest for a request that not even the largest pool could hold.
 
-    `to_score`: log probabilities of the prompt are still to come, so all of it is computed. `largest_pool` None: of any
-    size.
+    `only_fills`: the prompt's blocks are wanted, all of them full, and no output. `to_score`: log probabilities of the
+    prompt are still to come, so all of it is computed. `largest_pool` None: of any size.
     """
     num_prompt = len(prompt)
     end = num_prompt + sampling.max_tokens
@@ -49,7 +50,8 @@ def demand_of(
             f"prompt of {num_prompt} tokens + max_tokens of {sampling.max_tokens}{times} need {total} KV blocks; "
             f"the largest pool has {largest_pool}",
         )
-    num_usable = 0 if to_score or embeds else (len(chains[0]) - 1) // block_tokens
+    num_reusable = len(chains[0]) - (not only_fills)
+    num_usable = 0 if to_score or embeds else num_reusable // block_tokens
     lengths = tuple(map(len, chains))
     num_tokens = len(chains[0])
     return Demand(

@@ -88,6 +88,11 @@ class WorkerTable:
     def starts_for(self, demand: Demand) -> Bools:
         """Return the workers that are not draining and of the role that serves the request, [W]."""
         starts = self.starts
+        if demand.only:
+            chosen = np.zeros_like(starts)
+            if (row := self.row_of.get(demand.only)) is not None:
+                chosen[row] = starts[row]
+            return chosen
         if not demand.embeds:
             return starts
         prefill: Bools = ~self.decodes & ~self.draining
@@ -165,6 +170,10 @@ class Hits:
     """Blocks there now."""
     due: Floats
     """Blocks that will be there when a loan that computes is served."""
+    last_decode: int = -1
+    """Row of the worker that decoded the session's last request; -1: unknown, or gone."""
+    last_lender: int = -1
+    """Row of the lender that computed for it; -1: unknown, gone, or none did."""
 
     @classmethod
     def of(cls, workers: WorkerTable, held: Mapping[str, int], due: Mapping[str, int] | None = None) -> "Hits":

@@ -75,6 +75,8 @@ def decode_request(
             normalize=model.embedding.normalize,
         )
         internal.embedding.CopyFrom(wanted)
+    if prepared.warm is not None:
+        internal.warm.CopyFrom(pb.Warm(to_store=prepared.warm.to_store))
     if placed.lender is not None:
         source = _holder(placed.source.hello) if placed.source else None
         reads_store = decision.source_id is not None and placed.source is None

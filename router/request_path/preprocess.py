@@ -6,6 +6,7 @@ import time
 
 from cluster import logs
 from cluster.errors import Forbidden, InvalidRequest
+from engine.block_keys import isolated_salt
 from engine.sampling.structured_output import read_structured
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival
@@ -106,7 +107,7 @@ def tenant_of(request: pb.GenerateRequest, principal: Principal) -> str:
 
 def isolated(request: pb.GenerateRequest) -> str:
     """Return a cache salt that no two tenants share, whatever salts their requests bring."""
-    return f"{len(request.tenant)} {request.tenant} {request.cache_salt}"
+    return isolated_salt(request.tenant, request.cache_salt)
 
 
 def asked_for(models: ModelRuntimes, name: str, principal: Principal) -> tuple[ModelRuntime | None, str]:

@@ -6,7 +6,7 @@ import copy
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.errors import (
     Draining,
@@ -34,13 +34,14 @@ from router.observability.metrics import RequestMetrics, RouterMetrics
 from router.observability.recent_requests import RecentRequests
 from router.observability.samples import Samples
 from router.observability.tracing import Tracing
+from router.placement.affinity import session_of
 from router.placement.candidates import Candidate
 from router.placement.demand import Demand, traffic_hash_of
 from router.placement.explain import explain
 from router.placement.place import Decision
 from router.placement.request_demand import chains_of, num_outputs
 from router.placement.worker_records import ActivePlacement, Worker
-from router.prepared_request import PreparedRequest
+from router.prepared_request import PreparedRequest, WarmTarget
 from router.request_path.accounting import FINISH_TAG, Accounting
 from router.request_path.decode_request import decode_request
 from router.request_path.preprocess import Preprocessor, asked_for, tenant_of
@@ -110,16 +111,17 @@ class RequestHandler:
         on_checked: Callable[[PreparedRequest], object] = _ignore,
         arrival: Arrival | None = None,
         is_charged: bool = False,
+        warm: WarmTarget | None = None,
     ) -> AsyncGenerator[bytes]:
         """Yield serialised GenerateResponses, one unbroken stream over all attempts.
 
-        Raises ServiceError.
+        With `warm` there is no output, and one message with the finish. Raises ServiceError.
 
         `on_checked` is called once, before the first of them. `arrival` is that of a request which is counted already;
         one without may be charged already.
         """
         request_metrics = self._metrics.watch()
-        sampled = self._samples.wanted()
+        sampled = warm is None and self._samples.wanted()
         prepared, arrived_at = None, time.monotonic()
         past = Entry(request.request_id, request.tenant, time.time())
         kept: list[bytes] = []
@@ -129,6 +131,8 @@ class RequestHandler:
                 arrival = own.enter_context(self._arrivals.arriving(tenant_of(request, principal), is_charged))
             with self._arrivals.reading(arrival):
                 prepared = await self._intake.check(request, deadline_s, principal, arrival)
+            if warm is not None:
+                prepared.warm, prepared.sampling.max_tokens = warm, 0
             past.request_id, past.tenant, past.verdicts = prepared.request_id, request.tenant, prepared.verdicts
             past.model, past.model_reason = prepared.model.name, prepared.model_reason
             self._history.add(past)
@@ -182,6 +186,11 @@ class RequestHandler:
             self._tracing.finished(prepared, request_metrics.ttft_s)
             if sampled:
                 self._samples.served(prepared, kept)
+
+    @property
+    def isolates_tenants(self) -> bool:
+        """Whether tenants share no cached KV."""
+        return self._config.isolate_tenants
 
     async def usage(self, num_days: int, tenant: str, principal: Principal) -> list[UsageTotal]:
         """Return usage of the last so many days: of the principal's tenant, or for operators of `tenant`, or of all.
@@ -268,7 +277,7 @@ class RequestHandler:
                             model.fleet.started(placed)
                             started_at = time.monotonic()
                             past.started(started_at - placed_at)
-                            if emitted.empty:
+                            if emitted.empty and prepared.warm is None:
                                 model.fleet.traffic.first_token(started_at - prepared.arrived_at)
                         emitted.add(message)
                         yield message
@@ -332,7 +341,8 @@ class RequestHandler:
         fleet = prepared.model.fleet
         # A large fleet's candidates take tenths of a second: computed off the loop, from a snapshot that does not
         # change.
-        placement_snapshot = copy.deepcopy((fleet.snapshot, fleet.hits(keys, demand.other_keys), fleet.rates))
+        hits = fleet.hits(keys, demand.other_keys, demand.session)
+        placement_snapshot = copy.deepcopy((fleet.snapshot, hits, fleet.rates))
         return Explained(prepared, demand, await asyncio.to_thread(explain, demand, *placement_snapshot))
 
     async def _place(self, prepared: PreparedRequest, emitted: StreamState) -> tuple[ActivePlacement, Decision, float]:
@@ -356,11 +366,16 @@ class RequestHandler:
         to_score = sampling.HasField("prompt_logprobs") and emitted.num_prompt_logprobs < len(prompt) - 1
         chains = chains_of(prompt, sampling, unfinished)
         traffic_hash, new = traffic_hash_of(prepared.request_id), not prepared.info.num_placed
+        only_fills = prepared.warm is not None
         demand, keys = prepared.model.needs(
-            prompt, sampling, prepared.cache_salt, chains, to_score, traffic_hash, new, embeds
+            prompt, sampling, prepared.cache_salt, chains, to_score, traffic_hash, new, embeds, only_fills
         )
-        key = prepared.request.tenant, prepared.request.task
-        return prepared.model.fleet.with_expected_output(demand, key, len(prompt)), keys
+        if prepared.warm is not None:
+            demand = replace(demand, only=prepared.warm.worker_id)
+        request = prepared.request
+        session = session_of(request.tenant, request.session_id, request.prompt_cache_key)
+        key = request.tenant, request.task
+        return prepared.model.fleet.with_expected_output(demand, key, len(prompt), session), keys
 
 
 def _count(prepared: PreparedRequest, emitted: StreamState, request_metrics: RequestMetrics) -> None:

@@ -109,6 +109,7 @@ class Trace:
             hash_tokens=row.hash_tokens,
             tenant=row.tenant,
             priority=row.priority,
+            session_id=row.session_id,
         )
 
     def _windowed(self) -> Iterator[tuple[float, Row]]:

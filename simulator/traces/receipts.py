@@ -4,7 +4,7 @@
     prompt_tokens, completion_tokens
     block_tokens   size of a block in `blocks`, and
     blocks         one number for each block of the prompt, also a partial last one: equal numbers, equal prompts
-    tenant, priority
+    tenant, priority, session_id
     ttft_s, itl_s  latencies seen by the client: for `tandem calibrate`; a replay ignores them
     receipt        the receipt in protobuf's JSON form: likewise
 
@@ -39,6 +39,7 @@ class ServedRequest:
     receipt: pb.Receipt = field(default_factory=pb.Receipt)
     tenant: str = ""
     priority: int = 0
+    session_id: str = ""
 
 
 class Numbering:
@@ -65,6 +66,7 @@ def write_served(file: TextIO, served: ServedRequest) -> None:
         "blocks": [*served.blocks],
         "tenant": served.tenant,
         "priority": served.priority,
+        "session_id": served.session_id,
         "ttft_s": served.ttft_s,
         "itl_s": served.itl_s,
         "receipt": MessageToDict(served.receipt, preserving_proto_field_name=True),
@@ -93,6 +95,7 @@ def read_served(values: dict[str, Any]) -> ServedRequest:
         receipt=receipt,
         tenant=row.tenant,
         priority=row.priority,
+        session_id=row.session_id,
     )
 
 
@@ -111,4 +114,5 @@ def read_row(values: dict[str, Any]) -> Row:
         hash_tokens=block_tokens,
         tenant=str(values.get("tenant", "")),
         priority=whole_of(values, "priority", -(1 << 31), (1 << 31) - 1, 0),
+        session_id=str(values.get("session_id", "")),
     )

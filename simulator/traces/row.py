@@ -26,6 +26,7 @@ class Row:
     hash_tokens: int = 512
     tenant: str = ""
     priority: int = 0
+    session_id: str = ""
 
 
 def tokens_of(values: dict[str, Any], name: str) -> int:

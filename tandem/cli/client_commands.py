@@ -141,6 +141,7 @@ def explain(
     task: Task = "",
     min_quality: MinQuality = 0.0,
     max_ttft_ms: MaxTtft = None,
+    session_id: Annotated[str, typer.Option(help="session whose last workers are preferred")] = "",
 ) -> None:
     """Show which model and workers a request would get now, with the predicted cost of each candidate.
 
@@ -155,6 +156,7 @@ def explain(
         run(show_decisions(console, target, request_id or "", most, log))
         return
     asked = {"model": model, "task": task, "min_quality": min_quality, "max_ttft_ms": max_ttft_ms}
+    asked["session_id"] = session_id
     run(show_explanation(console, target, prompt, make_sampling(max_tokens=max_tokens), most, **asked))
 
 

@@ -159,29 +159,46 @@ def fault(
 @asking
 def cache(
     target: "Target",
-    action: Annotated[str, typer.Argument(help="ls, pin or drop")] = "ls",
-    text: Annotated[str, typer.Argument(help="prompt to pin")] = "",
+    action: Annotated[str, typer.Argument(help="ls, pin, warm or drop")] = "ls",
+    text: Annotated[str, typer.Argument(help="prompt to pin, to warm, or to drop the blocks of")] = "",
+    prompt_file: Annotated[Path | None, typer.Option(help="file of the prompt, instead of a text")] = None,
     seconds: Annotated[float, typer.Option(help="for which a pinned prompt stays")] = 3600.0,
-    tenant: Annotated[str | None, typer.Option(help="whose pins; default: of drop all, of pin none")] = None,
+    tenant: Annotated[str | None, typer.Option(help="whose pins or prompt; default: of drop all, else none")] = None,
+    workers: Annotated[int, typer.Option(help="warm: number of decode workers", min=1)] = 1,
+    retention: Annotated[float | None, typer.Option(help="warm: seconds for which the blocks stay")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="drop: all cached blocks that nothing uses")] = False,
+    store: Annotated[bool, typer.Option(help="warm, drop: also the prompt's objects in the shared store")] = False,
+    salt: Annotated[str, typer.Option(help="cache_salt of the prompt")] = "",
     worker: Annotated[str, typer.Option(help="only this one, by its id; default: all")] = "",
-    model: Annotated[str, typer.Option(help="for pin; default: the only one")] = "",
+    model: Annotated[str, typer.Option(help="of the prompt; default: the only one")] = "",
     member_ca: Annotated[Path | None, access_option("of the cluster's members (PEM)")] = None,
     member_cert: Annotated[Path | None, access_option("of a member")] = None,
     member_key: Annotated[Path | None, access_option("and its key")] = None,
 ) -> None:
-    """Show workers' KV pools and the prompts that stay there, keep a prompt, or let pins go.
+    """Show workers' KV pools and the prompts that stay there; keep or warm a prompt, let pins go, drop cached blocks.
 
-    ls and drop call workers directly, so run them where these can be reached, with a member's certificate under TLS.
+    drop lets pins go; with a prompt or --all it drops cached blocks instead, and those in use stay. ls and drop call
+    workers directly, so run them where these can be reached, with a member's certificate under TLS.
     """
     from cluster.settings import TlsSettings
     from cluster.tls import member_of
-    from tandem.cli.cache import ACTIONS, drop_pins, list_caches, pin
+    from tandem.cli.cache import ACTIONS, Prompt, drop_cached, drop_pins, list_caches, pin, read_prompt, warm
 
     if action not in ACTIONS:
         raise InvalidRequest("action", f"{action!r} is none of {', '.join(ACTIONS)}")
     member = member_of(TlsSettings(tls_ca=member_ca, tls_cert=member_cert, tls_key=member_key))
+    text = read_prompt(text, prompt_file)
     if action == "pin":
         run(pin(console, target, model, text, seconds, tenant or ""))
+    elif action == "warm":
+        run(warm(console, target, Prompt(text, model, tenant or "", salt), workers, retention, store))
+    elif action == "drop" and (text or everything or prompt_file):
+        if bool(text) == everything:
+            raise InvalidRequest("text", "give either a prompt or --all")
+        prompt = Prompt(text, model, tenant or "", salt) if text else None
+        run(drop_cached(console, target, member, worker, prompt, store))
+    elif action == "drop" and store:
+        raise InvalidRequest("store", "removes the objects of a prompt: give one")
     elif action == "drop":
         run(drop_pins(console, target, member, worker, tenant))
     else:

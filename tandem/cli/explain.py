@@ -22,10 +22,23 @@ _TERMS = {
     "tail": "prompt_tail_ms",
     "TTFT": "ttft_ms",
     "delay": "delay_ms",
+    "affinity": "affinity_ms",
     "cost": "cost_ms",
 }
 """Heading and field of PlacementCandidate."""
-_EXPENDABLE = ("in flight", "source", "blocks", "delay", "read", "own queue", "queue", "tail", "transfer", "compute")
+_EXPENDABLE = (
+    "affinity",
+    "in flight",
+    "source",
+    "blocks",
+    "delay",
+    "read",
+    "own queue",
+    "queue",
+    "tail",
+    "transfer",
+    "compute",
+)
 """Columns that a narrow terminal drops; TTFT and cost stay."""
 
 

@@ -77,6 +77,7 @@ class Client:
         timeout_s: float | None = None,
         request_id: str = "",
         session_id: str = "",
+        prompt_cache_key: str = "",
         cache_salt: str = "",
         priority: int = 0,
         tenant: str = "",
@@ -110,6 +111,7 @@ class Client:
             sampling=sampling,
             request_id=request_id,
             session_id=session_id,
+            prompt_cache_key=prompt_cache_key,
             cache_salt=cache_salt,
             priority=priority,
             tenant=tenant,
@@ -170,6 +172,8 @@ class Client:
         token_ids: Sequence[int] = (),
         sampling: pb.Sampling | None = None,
         model: str = "",
+        session_id: str = "",
+        prompt_cache_key: str = "",
         cache_salt: str = "",
         priority: int = 0,
         tenant: str = "",
@@ -193,6 +197,8 @@ class Client:
             chat_template_kwargs=chat_template_kwargs,
             token_ids=token_ids,
             sampling=sampling,
+            session_id=session_id,
+            prompt_cache_key=prompt_cache_key,
             cache_salt=cache_salt,
             priority=priority,
             tenant=tenant,
@@ -201,6 +207,42 @@ class Client:
             min_quality=min_quality,
         )
         return await self._ask(lambda stub, how: stub.Explain(request, **how), timeout_s, metadata)
+
+    async def warm(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Message | pb.ChatMessage] = (),
+        token_ids: Sequence[int] = (),
+        workers: int = 1,
+        cache_retention_s: float | None = None,
+        store: bool = False,
+        model: str = "",
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int | None = None,
+        request_id: str = "",
+        timeout_s: float = 300.0,
+        metadata: Metadata = (),
+    ) -> pb.WarmResponse:
+        """Place a prompt's blocks on several decode workers, without output.
+
+        Raises ServiceError as `generate`.
+        """
+        request = pb.WarmRequest(
+            model=model,
+            text=text,
+            messages=map(_chat_message, messages),
+            token_ids=token_ids,
+            tenant=tenant,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            priority=priority,
+            workers=workers,
+            cache_retention_s=cache_retention_s,
+            store=store,
+        )
+        return await self._ask(lambda stub, how: stub.Warm(request, **how), timeout_s, metadata)
 
     async def decisions(
         self, request_id: str, timeout_s: float = 30.0, metadata: Metadata = ()

@@ -64,6 +64,9 @@ class SyncClient:
     def explain(self, text: str | None = None, **options: Any) -> pb.Explanation:
         return self._wait(self._client.explain(text, **options))
 
+    def warm(self, text: str | None = None, **options: Any) -> pb.WarmResponse:
+        return self._wait(self._client.warm(text, **options))
+
     def tokenize(self, text: str | None = None, **options: Any) -> list[int]:
         return self._wait(self._client.tokenize(text, **options))
 

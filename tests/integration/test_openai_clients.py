@@ -116,6 +116,7 @@ model prompt messages tools tool_choice parallel_tool_calls response_format stru
 stop_token_ids logit_bias logprobs top_logprobs max_tokens max_completion_tokens temperature top_p top_k min_p seed
 min_tokens stream stream_options priority cache_salt request_id timeout_ms max_ttft_ms echo receipt prompt_logprobs
 chat_template_kwargs user metadata return_token_ids repetition_penalty presence_penalty session_id task min_quality
+prompt_cache_key
 """.split()  # noqa: SIM905  # a list of strings would be a page long
 NEARLY = {
     PATHS[0]: st.fixed_dictionaries({"prompt": st.just([1, 2, 3]), "max_tokens": st.just(2)}),

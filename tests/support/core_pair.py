@@ -3,6 +3,7 @@
 from engine.core_types import StepBudget
 from engine.messages import (
     CloseLoan,
+    Filled,
     KvAccount,
     Lend,
     LendClosed,
@@ -46,6 +47,7 @@ class Pair:
         self.closed: list[str] = []
         self.tokens: list[Token] = []
         self.rejected: list[Rejected] = []
+        self.filled: list[Filled] = []
 
     def submit(self, request_id: str, prompt: tuple[int, ...], max_tokens: int = 2) -> None:
         self.prompts[request_id] = prompt
@@ -60,7 +62,7 @@ class Pair:
 
     def from_borrower(self) -> list[ToEngine]:
         out: list[ToEngine] = []
-        for message in self.borrower.receive(OpenLoan, ReleaseLoan, CloseLoan, Token, Rejected):
+        for message in self.borrower.receive(OpenLoan, ReleaseLoan, CloseLoan, Token, Rejected, Filled):
             match message:
                 case OpenLoan(request_id, first, end, _, fast_path):
                     tokens = self.prompts[request_id][: end * 4]
@@ -74,6 +76,8 @@ class Pair:
                     self.tokens.append(message)
                 case Rejected():
                     self.rejected.append(message)
+                case Filled():
+                    self.filled.append(message)
         return out
 
     def from_lender(self) -> list[ToEngine]:

@@ -11,12 +11,17 @@ from itertools import count
 import pytest
 
 from engine.block_keys import block_keys, root_key
-from engine.kv.block_pool import Stored
+from engine.kv.block_pool import Removed, Stored
 from engine.messages import (
     CacheChanged,
+    CacheDrop,
+    CacheInspected,
     Cancel,
+    Filled,
     Generate,
+    InspectCache,
     KvAccount,
+    Lend,
     LendClosed,
     LoanBlocks,
     LoanFailed,
@@ -169,6 +174,75 @@ class EngineContract:
         assert sorted(got) == [0, 1, 2]
         assert got == chosen(await pair.lender.answer(named(prompt, 10, n=3, temperature=1.0, seed=4)))
         assert len({tuple(tokens) for tokens in got.values()}) > 1
+        await pair.settled()
+
+    @pytest.mark.parametrize("num_tokens", [32, 63, 200])
+    async def test_a_request_without_output_leaves_all_full_blocks(self, pair: Pair, num_tokens: int) -> None:
+        """Computed, then borrowed with the last block, then found."""
+        prompt, blocks = prompt_of(num_tokens, 51), num_tokens // BLOCK
+
+        async def filled(engine: RealEngine, lender: RealEngine | None = None) -> KvAccount:
+            request = named(prompt, 0)
+            if lender is not None:
+                engine.lent[request.request_id] = lender, request
+            engine.send(replace(request, borrow=lender is not None))
+            await engine.until(lambda: any(m.request_id == request.request_id for m in ends(engine)))
+            assert request.request_id not in engine.tokens
+            return next(m.account for m in ends(engine) if m.request_id == request.request_id)
+
+        def ends(engine: RealEngine) -> list[Filled]:
+            return [message for message in engine.said if isinstance(message, Filled)]
+
+        account = await filled(pair.lender)
+        assert (account.computed_blocks, account.computed_tokens) == (blocks, blocks * BLOCK)
+        account = await filled(pair.borrower, pair.lender)
+        assert (account.moved_blocks, account.computed_blocks, account.computed_tokens) == (blocks, 0, 0)
+        account = await filled(pair.borrower)
+        assert (account.reused_blocks, account.computed_blocks) == (blocks, 0)
+        got = await pair.borrower.answer(named([*prompt, 5]))
+        assert account_of(got).reused_blocks == blocks
+        assert ids(got) == ids(await pair.lender.answer(named([*prompt, 5])))
+        await pair.settled()
+
+    async def test_dropped_blocks_are_told_and_computed_again_and_others_stay(self, pair: Pair) -> None:
+        prompt, other = prompt_of(160, 41), prompt_of(160, 42)
+        engine = pair.lender
+        expected = ids(await engine.answer(named(prompt)))
+        await engine.answer(named(other))
+        engine.said.clear()
+
+        async def dropped(drop: CacheDrop) -> CacheInspected:
+            engine.send(InspectCache(number := next(numbers), drop=drop))
+            await engine.until(lambda: bool(found(number)))
+            return found(number)[0]
+
+        def found(number: int) -> list[CacheInspected]:
+            return [m for m in engine.said if isinstance(m, CacheInspected) and m.query_id == number]
+
+        inspected = await dropped(CacheDrop(prompt))
+        keys = block_keys(root_key(engine.ready.model_fingerprint, ""), prompt, BLOCK)
+        assert (inspected.dropped_in_pool, inspected.in_use, inspected.is_whole) == (len(keys), 0, True)
+        again = await engine.answer(named(prompt))
+        assert ids(again) == expected
+        assert account_of(again).reused_blocks == 0
+        assert account_of(await engine.answer(named(other))).reused_blocks == (len(other) - 1) // BLOCK
+        events = [event for m in engine.said if isinstance(m, CacheChanged) for event in m.events]
+        gone = [key for event in events if isinstance(event, Removed) for key in event.keys]
+        assert set(gone) == set(keys)
+        assert len(gone) == len(keys)
+
+        lent = f"l{next(numbers)}"
+        engine.borrowers[lent] = pair.borrower
+        engine.send(Lend(lent, prompt, 0, "", may_compute=False, priority=0))
+        inspected = await dropped(CacheDrop(None))
+        assert inspected.in_use == len(keys), "blocks of a loan stay"
+        assert inspected.dropped_in_pool >= (len(other) - 1) // BLOCK
+        engine.send(LendClosed(lent))
+        assert account_of(await engine.answer(named(prompt))).reused_blocks == (len(prompt) - 1) // BLOCK
+        assert account_of(await engine.answer(named(other))).reused_blocks == 0
+        refused = await dropped(CacheDrop(other, store=True))
+        assert "no kv_store" in refused.refused
+        assert refused.dropped_in_pool == 0
         await pair.settled()
 
     async def test_the_index_of_cached_blocks_uses_tandems_keys(self, pair: Pair) -> None:

@@ -44,8 +44,8 @@ FIELDS = re.findall(
 model prompt messages max_tokens max_completion_tokens temperature top_p top_k n stop stream stream_options
 seed logprobs top_logprobs echo logit_bias presence_penalty frequency_penalty repetition_penalty min_p
 min_tokens ignore_eos user response_format guided_json guided_regex tools tool_choice parallel_tool_calls
-priority cache_salt session_id request_id timeout_ms max_ttft_ms task min_quality receipt best_of suffix
-stop_token_ids chat_template_kwargs prompt_logprobs return_token_ids beam_width length_penalty
+priority cache_salt session_id prompt_cache_key request_id timeout_ms max_ttft_ms task min_quality receipt best_of
+suffix stop_token_ids chat_template_kwargs prompt_logprobs return_token_ids beam_width length_penalty
 structured_outputs add_generation_prompt functions modalities audio store
 """,
 )

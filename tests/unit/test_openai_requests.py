@@ -13,6 +13,7 @@ from router.frontend.http.fields import MAX_IGNORED, REFUSED, Fields, IgnoredFie
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
 from router.frontend.openai.request import ApiRequest
+from router.frontend.openai.responses import read_response
 from router.security.api_keys import ApiKeys
 
 CALLER = Caller("somebody", "r-1")
@@ -38,7 +39,8 @@ def test_a_completion_with_everything() -> None:
         max_tokens=5, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=-1, n=2, stop="end", stop_token_ids=[7],
         logit_bias={"3": -100}, presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.1, min_tokens=2,
         ignore_eos=True, logprobs=4, prompt_logprobs=1, priority=3, cache_salt="s", session_id="t", max_ttft_ms=9,
-        timeout_ms=1500, receipt=True, return_token_ids=True, echo=False, user="u", metadata={"a": "b"},
+        prompt_cache_key="k", timeout_ms=1500, receipt=True, return_token_ids=True, echo=False, user="u",
+        metadata={"a": "b"},
     )  # fmt: skip
     (request,) = asked.requests
     expected = pb.Sampling(
@@ -48,7 +50,7 @@ def test_a_completion_with_everything() -> None:
     )  # fmt: skip
     assert request == pb.GenerateRequest(
         model="m", text="hello", sampling=expected, priority=-3, tenant="somebody", session_id="t", request_id="r-1",
-        cache_salt="s", max_ttft_ms=9.0,
+        cache_salt="s", max_ttft_ms=9.0, prompt_cache_key="k",
     )  # fmt: skip
     assert (asked.deadline_s, asked.receipt, asked.token_ids, asked.choices_per_prompt) == (1.5, True, True, 2)
 
@@ -306,3 +308,15 @@ def test_a_request_id_that_is_no_header_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         read_completion(Fields({"prompt": "a", "request_id": name}), CALLER)
     assert refused.value.field == "request_id"
+
+
+def test_a_prompt_cache_key_is_read_by_each_api() -> None:
+    for asked in (
+        completion(prompt_cache_key="k"),
+        chat(prompt_cache_key="k"),
+        read_response(Fields({"model": "m", "input": "hello", "prompt_cache_key": "k"}), CALLER),
+    ):
+        assert [request.prompt_cache_key for request in asked.requests] == ["k"]
+    with pytest.raises(InvalidRequest) as refused:
+        completion(prompt_cache_key=3)
+    assert refused.value.field == "prompt_cache_key"

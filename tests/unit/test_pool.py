@@ -341,6 +341,20 @@ class PoolModel(RuleBasedStateMachine):
                 self.cached.remove(block)
                 self.cached.append(block)
 
+    @rule(tokens=st.lists(st.integers(0, 2), max_size=6), limit=st.none() | st.integers(0, 3))
+    def drop_idle(self, tokens: list[int], limit: int | None) -> None:
+        """Blocks of a chain, or the next to be evicted, that nobody holds."""
+        keys = chain(*tokens) if limit is None else self.pool.idle_keys(limit)
+        if limit is not None:
+            assert keys == [self.names[block] for block in self.cached[:limit]]
+        by_key = {key: block for block, key in self.names.items()}
+        gone = [key for key in keys if by_key.get(key) in self.cached]
+        assert self.pool.drop_idle(keys) == gone
+        for key in gone:
+            self.cached.remove(by_key[key])
+            self.free.append(by_key[key])
+            del self.names[by_key[key]]
+
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def quarantine(self, data: st.DataObject) -> None:
@@ -366,6 +380,7 @@ class PoolModel(RuleBasedStateMachine):
         assert list(self.pool._free) == self.free
         assert list(self.pool._cached) == self.cached
         assert self.pool.num_held == len(refs)
+        assert self.pool.num_named_held == len(set(self.names) & set(refs))
         assert self.pool.num_reserved == self.reserved
         assert self.pool.num_quarantined == len(self.quarantined)
         assert self.pool.num_available == len(self.free) + len(self.cached) - self.reserved >= 0

@@ -34,6 +34,8 @@ class Case:
     views: list[WorkerView]
     held: dict[str, int]
     due: dict[str, int]
+    last_decode: int = -1
+    last_lender: int = -1
 
     @property
     def workers(self) -> WorkerTable:
@@ -41,7 +43,8 @@ class Case:
 
     @property
     def hits(self) -> Hits:
-        return Hits.of(self.workers, self.held, self.due)
+        found = Hits.of(self.workers, self.held, self.due)
+        return replace(found, last_decode=self.last_decode, last_lender=self.last_lender)
 
 
 @st.composite
@@ -75,7 +78,8 @@ def cases(draw: st.DrawFn) -> Case:
     demand = replace(demand, adapter=draw(st.sampled_from(["", "", "aa", "bb", "cc"])))
     held = {name: draw(st.integers(0, usable)) for name in names if draw(st.booleans())}
     due = {name: max(held.get(name, 0), draw(st.integers(0, usable))) for name in names if draw(st.booleans())}
-    return Case(demand, views, held, held | due)
+    last = [draw(st.integers(-1, len(names) - 1)) for _ in range(2)]
+    return Case(demand, views, held, held | due, *last)
 
 
 def random_rates(num_workers: int, seeds: Generator) -> Rates:
@@ -125,7 +129,8 @@ def test_terms_add_up(case: Case, seed: int) -> None:
         terms = [candidate.source_read_s, candidate.lender_queue_s, candidate.lender_compute_s, candidate.transfer_s]
         terms += [candidate.decode_queue_s, candidate.tail_s, candidate.delay_s]
         assert all(term >= 0 for term in terms)
-        assert candidate.cost_s == pytest.approx(sum(terms))
+        assert candidate.cost_s == pytest.approx(sum(terms) - candidate.affinity_s)
+        assert 0 <= candidate.affinity_s <= 0.05 * sum(terms) + 1e-12
         assert candidate.own_tokens >= 1, "the last prompt token is computed where it is decoded"
         if candidate.lender_id is None:
             assert sum(terms[:4]) == 0
@@ -197,6 +202,7 @@ def plain_costs(case: Case) -> Iterator[tuple[float, str, str, bool, str | None]
 
 @given(cases())
 def test_with_one_rate_for_all_it_is_the_plain_model(case: Case) -> None:
+    case = replace(case, last_decode=-1, last_lender=-1)
     rates = Rates.uniform(len(case.views), PRIORS)
     decision = place(case.demand, case.workers, case.hits, rates)
     plain = sorted(plain_costs(case), key=lambda way: way[:4])

@@ -116,7 +116,7 @@ def test_the_last_position_may_be_used(model_dir: ModelDir) -> None:
     resolve_sampling(pb.Sampling(max_tokens=1), CONTEXT - 1, model_dir)
 
 
-@pytest.mark.parametrize("field", ["model", "tenant", "session_id", "request_id", "cache_salt"])
+@pytest.mark.parametrize("field", ["model", "tenant", "session_id", "prompt_cache_key", "request_id", "cache_salt"])
 def test_names_have_a_limit(field: str) -> None:
     check_names(pb.GenerateRequest(**{field: "x" * 256}))
     with pytest.raises(InvalidRequest) as caught:

@@ -297,15 +297,23 @@ class TiersModel(RuleBasedStateMachine):
         assert job.future.cancel()
         job.cancelled = True
 
-    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=2))
-    def forget(self, keys: list[BlockKey]) -> None:
+    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=2), drops=st.booleans())
+    def forget(self, keys: list[BlockKey], drops: bool) -> None:
+        """Forget damaged blocks, or drop sound ones."""
         self.settle()
-        self.tiers.forget(keys)
+        held = {
+            key for tier in (self.host, self.disk) for copy in tier.copies if copy.named for key in [copy.block.key]
+        }
+        assert set(self.tiers.held_keys()) == held
+        if drops:
+            assert self.tiers.drop(keys) == len(held & set(keys))
+        else:
+            self.tiers.forget(keys)
         for key in keys:
             in_host, on_disk = self.host.find(key), self.disk.find(key)
             if in_host is None and on_disk is None:
                 continue
-            self.counts["rejected"] += 1
+            self.counts["rejected"] += not drops
             self.gone.append(key)
             if in_host is not None:
                 if self.is_written(in_host):

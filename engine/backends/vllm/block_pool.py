@@ -136,6 +136,21 @@ class VllmBlockPool(BlockPool):
         self._forget(block)
         return False
 
+    @property
+    def num_named_held(self) -> int:
+        return sum(self._pool.blocks[block].ref_cnt > 0 for block in self._name_of)
+
+    def idle_keys(self, limit: int) -> list[BlockKey]:
+        idle = (key for key, block in self._block_of.items() if self._pool.blocks[block].ref_cnt == 0)
+        return list(islice(idle, limit))
+
+    def drop_idle(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        found = {key: block for key in keys for block in self.match([key]) if not self._pool.blocks[block].ref_cnt}
+        self._pool.evict_blocks(set(found.values()))
+        for block in found.values():
+            self._forget(block)
+        return list(found)
+
     # ------------------------------------------------------------------ ownership
 
     def reserve_with(self, hits: Sequence[int], num_new: int) -> bool:

@@ -17,6 +17,7 @@ from engine.backends.vllm.kv_memory import VllmKvMemory
 from engine.backends.vllm.rank_executor import Batch
 from engine.backends.vllm.requests import VllmRequests
 from engine.backends.vllm.submitted import Submissions, Submitted
+from engine.core.cache_queries import CacheQueries
 from engine.core.engine_core import EngineLimits, Input
 from engine.core.load_reports import LoadReporter, ReportSchedule
 from engine.core_types import Sequence
@@ -25,7 +26,7 @@ from engine.lending.block_reads import LocalRank, RemoteRank
 from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.fast_path import FastPath, FastPathLink
 from engine.lending.lender_manager import LenderManager
-from engine.lending.loan import BorrowRequest, Posted, ReadCompletion, StoreFetched, StoreFound
+from engine.lending.loan import BorrowRequest, Posted, ReadCompletion, StoreFetched, StoreFound, StoreRemoved
 from engine.messages import (
     Audit,
     Audited,
@@ -138,6 +139,7 @@ class VllmCore:
         )
         times = ReportSchedule(limits.report_interval_s, limits.min_report_interval_s, limits.max_step_s)
         self._reports = LoadReporter(self._kv_cache, self._requests, self._lender_manager, times, emit)
+        self._cache_queries = CacheQueries(self._kv_cache, self._model_fingerprint, emit, self.post)
 
     def start(self) -> Ready:
         """Register the pool and return the facts that the front announces."""
@@ -273,8 +275,10 @@ class VllmCore:
                 self._reports.send_snapshot()
             case SetBudget(budget):
                 self._limits = replace(self._limits, budget=budget)
+            case StoreRemoved():
+                self._cache_queries.removed(message)
             case InspectCache():
-                self._reports.inspect(message)
+                self._cache_queries.answer(message)
             case Audit(audit_id):
                 self._emit(self.audit(audit_id))
 

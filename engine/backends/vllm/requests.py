@@ -19,8 +19,8 @@ from engine.core_types import FinishReason, RequestFailure, SampleResult, Sequen
 from engine.kv.kv_stats import POOL
 from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.loan import BorrowRequest
-from engine.messages import Failed, FromEngine, Generate, KvAccount, PromptScored, Rejected, Token
-from engine.sampling.parallel_sampling import chains_of, num_blocks_at_most
+from engine.messages import Failed, Filled, FromEngine, Generate, KvAccount, PromptScored, Rejected, Token
+from engine.sampling.parallel_sampling import chains_of, is_complete, num_blocks_at_most, without_tail
 
 
 @dataclass(slots=True)
@@ -34,6 +34,8 @@ class _Request:
     """Blocks reserved for `waiting`."""
     num_preemptions: int = 0
     """Preemptions that the account knows."""
+    to_store: bool = False
+    """Whether its blocks are written to the shared store, where it has no output."""
 
 
 class VllmRequests:
@@ -104,6 +106,7 @@ class VllmRequests:
     def admit(self, message: Generate) -> None:
         """Start a request with blocks reserved for its prompt and some output, or send Rejected."""
         layout, pool = self._kv_cache.layout, self._kv_cache.pool
+        message = without_tail(message, layout)
         root = root_key(self._model_fingerprint, message.cache_salt, message.adapter)
         if message.sampling.beam is not None:
             self._reject(message.request_id, "sampling.beam_width: the vllm engine has no beam search", permanent=True)
@@ -115,7 +118,7 @@ class VllmRequests:
         if message.adapter and message.adapter not in self._adapters:
             self._reject(message.request_id, f"no adapter {message.adapter.hex()} is loaded here", permanent=True)
             return
-        if not message.prompt or not chains or any(c.num_tokens >= c.max_num_tokens for c in chains):
+        if not message.prompt or not chains or any(is_complete(chain) for chain in chains):
             reason = f"nothing to compute: {len(message.prompt)} prompt tokens, {len(message.emitted)} emitted"
             self._reject(message.request_id, reason, permanent=True)
             return
@@ -138,7 +141,8 @@ class VllmRequests:
         self._kv_cache.counts.looked(POOL, len(keys), len(lead.blocks))
         account = KvAccount(reused_blocks=len(lead.blocks), times={"admitted": self._kv_cache.clock()})
         by_choice = {chain.choice: chain for chain in chains}
-        self._requests[message.request_id] = _Request(by_choice, account, others, for_others)
+        request = _Request(by_choice, account, others, for_others, to_store=message.to_store)
+        self._requests[message.request_id] = request
         lender = message.lender_computes if message.borrow else None
         if not self._borrower_manager.take(BorrowRequest(lead, keys, lender, account, self, message.reads_store)):
             self.loan_over(lead, lost_blocks=False)
@@ -175,6 +179,9 @@ class VllmRequests:
         brought = account.store_blocks + account.moved_blocks
         account.computed_blocks = total - account.reused_blocks - brought
         account.computed_tokens = sequence.num_prompt - sequence.num_computed
+        if sequence.only_fills and not account.computed_blocks:
+            self._filled(sequence)
+            return
         self._submissions.add(sequence, self._promised_blocks(sequence))
 
     # ------------------------------------------------------------------ from vLLM
@@ -207,6 +214,9 @@ class VllmRequests:
             self._finish(sequence.request_id)
             self._reject(sequence.request_id, f"vLLM ended the request: {output.finish_reason}", permanent=False)
             return
+        if sequence.only_fills and output.new_token_ids:
+            self._filled(sequence)  # vLLM samples a token after every prompt; nobody gets this one
+            return
         for token_id in output.new_token_ids:
             last = token_id is output.new_token_ids[-1]
             self._append(submitted, token_id, result, finish if last else None)
@@ -235,6 +245,15 @@ class VllmRequests:
             self._submit_waiting(request)
         if finish is not None:
             self._end(request, sequence)
+
+    def _filled(self, sequence: Sequence) -> None:
+        """End a request without output, whose blocks are all there."""
+        request = self._requests[sequence.request_id]
+        request.account.times.setdefault("first_token", self._kv_cache.clock())
+        if request.to_store:
+            request.account.stored_blocks = self._kv_cache.store_keys(sequence.keys)
+        self._emit(Filled(sequence.request_id, request.account))
+        self._finish(sequence.request_id)
 
     def _submit_waiting(self, request: _Request) -> None:
         """Submit the other choices, whose prompt is cached by now."""

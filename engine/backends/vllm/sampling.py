@@ -43,7 +43,7 @@ sampling = Sampling()
 def vllm_params(sequence: Sequence, request_id: str, eos_token_ids: frozenset[int]) -> VllmParams:
     """Return vLLM's parameters for a sequence: its length and its ends; all else is `TandemSampling`'s."""
     wanted = sequence.sampling
-    if wanted is None:  # the job of a loan: vLLM ends it with a token that nobody reads
+    if wanted is None or sequence.only_fills:  # vLLM ends it with a token that nobody reads
         return VllmParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     ends = wanted.stop_token_ids
     if not wanted.ignore_eos or wanted.structured is not None:

@@ -91,6 +91,7 @@ class BlockStore(SharedStore):
         self._format = object_format
         self._clock = clock
         self.identity = objects.identity
+        self.keeps_objects = objects.keeps_objects
         self.writes_at_once = writes_at_once
         self.blocks_per_fetch = max(1, min(objects.reads_at_once, FETCH_BYTES // object_format.object_bytes))
         self.counts = StoreCounts()
@@ -159,6 +160,12 @@ class BlockStore(SharedStore):
         self._forget(key)
         self.counts.refused += 1
         _logged(self._writers.submit(self._remove, key))
+
+    def remove(self, keys: Sequence[BlockKey], on_removed: Callable[[int, str], object]) -> None:
+        for key in keys:
+            self._known.pop(key, None)
+        self._events.append(Removed(tuple(keys), shared=True))
+        _logged(self._writers.submit(self._remove_all, tuple(keys), on_removed))
 
     def fell_silent(self) -> None:
         self._avoid_until = self._clock() + AVOID_S
@@ -267,6 +274,16 @@ class BlockStore(SharedStore):
             self._objects.remove(self._format.name(key))
         except StoreError as error:
             self._done.append(_Learned((), error=error))
+
+    def _remove_all(self, keys: Sequence[BlockKey], on_removed: Callable[[int, str], object]) -> None:
+        count, failure = 0, ""
+        try:
+            for name in map(self._format.name, keys):
+                count += self._objects.held([name])[0]
+                self._objects.remove(name)
+        except StoreError as error:
+            failure = str(error)
+        on_removed(count, failure)
 
     def _find(self, keys: Sequence[BlockKey], on_found: Callable[[int], object]) -> None:
         found = 0

@@ -42,6 +42,7 @@ class BucketObjects(Objects):
         self._prefix = prefix.strip("/")
         endpoint = _parameters(bucket).get("endpoint_override", "")
         self.identity = f"s3:{endpoint}:{bucket}/{self._prefix}"
+        self.keeps_objects = self.refusal_of(bucket)
         self._devices = count(1)
         self._lock = Lock()  # the agent's registrations are not safe on several threads
         api: Any = module("_api")
@@ -51,6 +52,11 @@ class BucketObjects(Objects):
             self.write(PROBE, np.zeros(1, np.uint8))  # a bucket that cannot be written is noticed at start
         except Exception as error:  # NIXL's own types, which differ between its versions
             raise StoreError(f"bucket {bucket}: {error}") from error
+
+    @staticmethod
+    def refusal_of(bucket: str) -> str:
+        """Return why objects of a bucket cannot be removed."""
+        return f"bucket {bucket}: NIXL's OBJ plugin cannot remove objects; a lifecycle rule of the bucket expires them"
 
     def held(self, names: Sequence[str]) -> list[bool]:
         descriptors = [(0, 0, 0, self._path(name)) for name in names]

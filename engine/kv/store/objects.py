@@ -29,6 +29,8 @@ class Objects(ABC):
     """Name that is equal for processes that use the same place."""
     reads_at_once: int
     """Largest number of objects that one `read` should get."""
+    keeps_objects: str = ""
+    """Why objects cannot be removed; empty where these can."""
 
     @abstractmethod
     def held(self, names: Sequence[str]) -> list[bool]:

@@ -81,6 +81,13 @@ class SharedStore(ABC):
     def refuse(self, key: BlockKey) -> None:
         """Remove a block whose bytes differ from its fingerprint."""
 
+    keeps_objects: str = ""
+    """Why objects cannot be removed; empty where these can."""
+
+    @abstractmethod
+    def remove(self, keys: Sequence[BlockKey], on_removed: Callable[[int, str], object]) -> None:
+        """Remove blocks, then call `on_removed` with the number of those that were there, and with a failure if any."""
+
     @abstractmethod
     def fell_silent(self) -> None:
         """Process that a loan gave the store up."""

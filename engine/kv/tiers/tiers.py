@@ -20,7 +20,7 @@ condition in `TierThread` guards its queues and is never held during I/O.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,6 +180,28 @@ class Tiers:
             self._unname_in_host(key)
             self._unname_on_disk(key)
             self._gone[key] = None
+
+    def held_keys(self) -> Iterator[BlockKey]:
+        """Yield the key of each held block; a block that both tiers hold comes twice."""
+        self._settle()
+        return (block.key for slots in self._slots.values() for block in slots.named())
+
+    def drop(self, keys: Iterable[BlockKey], is_reported: bool = False) -> int:
+        """Forget blocks, also after a restart; return how many were held. Reads in flight continue.
+
+        `is_reported`: another event says already that they are gone.
+        """
+        self._settle()
+        count = 0
+        for key in keys:
+            if not self._holds(key):
+                continue
+            self._unname_in_host(key)
+            self._unname_on_disk(key)
+            count += 1
+            if not is_reported:
+                self._gone[key] = None
+        return count
 
     def take_events(self) -> list[CacheEvent]:
         """Return blocks evicted since the last call that no tier holds: at most one Removed."""

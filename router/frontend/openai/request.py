@@ -50,6 +50,7 @@ def common(fields: Fields, caller: Caller, options: GenerationOptions) -> tuple[
         priority=-(fields.integer("priority", 1 - INT32, INT32 - 1) or 0),
         tenant=caller.tenant,
         session_id=fields.text("session_id"),
+        prompt_cache_key=fields.text("prompt_cache_key"),
         request_id=check_name(fields.text("request_id"), "request_id") or caller.request_id,
         cache_salt=fields.text("cache_salt"),
         max_ttft_ms=fields.number("max_ttft_ms"),

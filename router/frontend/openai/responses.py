@@ -68,6 +68,7 @@ def read_response(fields: Fields, caller: Caller) -> ResponsesRequest:
         tenant=caller.tenant,
         request_id=caller.request_id,
         parse_output=True,
+        prompt_cache_key=fields.text("prompt_cache_key"),
         cache_retention_s=retention_s(fields),
     )
     asked = ResponsesRequest(request.request_id, [request], dict(NAMES))

@@ -80,6 +80,7 @@ PUBLIC: dict[str, type[Message]] = {
     "/tandem.v1.Inference/Tokenize": pb.TokenizeRequest,
     "/tandem.v1.Inference/ClusterStatus": pb.ClusterStatusRequest,
     "/tandem.v1.Inference/Feedback": pb.FeedbackRequest,
+    "/tandem.v1.Inference/Warm": pb.WarmRequest,
 }
 INTERNAL: dict[str, type[Message]] = {
     "/tandem.internal.v1.Membership/Join": membership_pb2.WorkerMessage,
@@ -88,6 +89,7 @@ INTERNAL: dict[str, type[Message]] = {
     "/tandem.internal.v1.Decode/Generate": decode_pb2.DecodeRequest,
     "/tandem.internal.v1.Lend/Lend": lend_pb2.BorrowerFrame,
     "/tandem.internal.v1.Worker/Audit": membership_pb2.AuditRequest,
+    "/tandem.internal.v1.Worker/Cache": membership_pb2.CacheRequest,
 }
 STREAMING = ("Join", "Serve", "Lend")
 METHODS = PUBLIC | INTERNAL
