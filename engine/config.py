@@ -264,9 +264,6 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
             return
         others = {
             "engine: sim": self.engine == "sim",
-            "kv_host_memory_mib": self.kv_host_memory_mib > 0,
-            "kv_disk_dir": self.kv_disk_dir is not None,
-            "kv_store": bool(self.kv_store),
             f"weights: {self.weights}": self.weights != "auto",
             "lora": self.lora is not None,
             "a draft model in speculation": self.speculates(role) not in ("off", NGRAM),

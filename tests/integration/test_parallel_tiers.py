@@ -1,0 +1,1 @@
+"""Engines of two ranks with tiers below their pools and a shared store."""
