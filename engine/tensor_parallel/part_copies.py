@@ -77,7 +77,8 @@ class PartCopies:
             self._progress[from_disk].follow(copying)
             return [copying]
 
-        return self._rank.follow(read, range(len(places)), blocks, on_quiet, self._progress)
+        origins = [self._progress[from_disk] for from_disk in {place.on_disk for place in places}]
+        return self._rank.follow(read, range(len(places)), blocks, on_quiet, origins)
 
     def _copy(self, places: Sequence[SharedPlace], blocks: Sequence[int]) -> None:
         """Copy parts, on a thread of this object; an exception makes the read fail."""
