@@ -90,6 +90,21 @@ def damage_host_memory(of: RealEngine) -> None:
     damage_parts(descriptor, list(range(begin + of_second_rank(of.ready), num_bytes, block_bytes)))
 
 
+def damage_disk(directory: Path, ready: Ready) -> None:
+    (path,) = directory.glob("*/kv-0.blocks")
+    disk = DiskFormat(ready.block_bytes, KV_HEADS)
+    offsets = [disk.payload_offset(slot) + of_second_rank(ready) for slot in range(disk.slots_within(64 << 20))]
+    damage_parts(path, [offset for offset in offsets if offset < path.stat().st_size])
+
+
+def damage_objects(folder: Path, ready: Ready) -> None:
+    objects = list(folder.glob("*/*/*"))
+    assert len(objects) >= NUM_BLOCKS
+    header = ObjectFormat(ready.block_bytes, KV_HEADS, bytes(32)).payload_offset
+    for path in objects:
+        damage_parts(path, [header + of_second_rank(ready)])
+
+
 async def test_blocks_come_back_from_host_memory(make_model: Callable[..., Path]) -> None:
     model = make_model("llama")
     right = await expected(model)
@@ -122,21 +137,15 @@ async def test_a_restart_finds_its_blocks_on_disk(make_model: Callable[..., Path
         for request in (ASKED, *PROMPTS):
             await ask(first, request)
         await fill(first)
-    for number, (name, ranks) in enumerate([("again", 2), ("alone", 1)]):
-        heir = engine(name, model, ranks, **tiers)
+    for ranks, request in ((2, PROMPTS[0]), (1, PROMPTS[1])):
+        heir = engine(f"of {ranks}", model, ranks, **tiers)
         async with engines(heir):
-            for request in (PROMPTS[2 * number], PROMPTS[2 * number + 1])[: 2 if ranks == 2 else 1]:
-                tokens, account = await ask(heir, request)
-                assert tokens == right[request.request_id]
-                assert account.restore_failure == ""
-                if request is PROMPTS[2 * number]:
-                    assert (account.restored_blocks, account.mismatched_blocks) == (NUM_BLOCKS, 0)
+            tokens, account = await ask(heir, request)
+            assert tokens == right[request.request_id]
+            assert (account.restored_blocks, account.mismatched_blocks) == (NUM_BLOCKS, 0)
+            assert account.restore_failure == ""
             await heir.audited()
-    (path,) = tmp_path.glob("*/kv-0.blocks")
-    block_bytes = first.ready.block_bytes
-    disk = DiskFormat(block_bytes, KV_HEADS)
-    num_slots = disk.slots_within(path.stat().st_size)
-    damage_parts(path, [disk.payload_offset(slot) + of_second_rank(first.ready) for slot in range(num_slots)])
+    damage_disk(tmp_path, first.ready)
     damaged = engine("damaged", model, **tiers)
     async with engines(damaged):
         tokens, account = await ask(damaged, ASKED)
@@ -177,11 +186,7 @@ async def test_a_restart_finds_its_blocks_in_the_store(
     writer = engine("writer", model, **unsigned)
     async with engines(writer):
         await ask(writer, ASKED)
-    objects = list((tmp_path / "unsigned").glob("*/*/*"))
-    assert len(objects) >= NUM_BLOCKS
-    header = ObjectFormat(writer.ready.block_bytes, KV_HEADS, bytes(32)).payload_offset
-    for path in objects:
-        damage_parts(path, [header + of_second_rank(writer.ready)])
+    damage_objects(tmp_path / "unsigned", writer.ready)
     damaged = engine("damaged", model, **unsigned)
     async with engines(damaged):
         tokens, account = await ask(damaged, ASKED, reads_store=True)
@@ -206,7 +211,7 @@ async def test_a_follower_that_dies_ends_an_engine_that_evicts(make_model: Calla
 
 async def test_host_memory_that_cannot_be_had_is_refused(make_model: Callable[..., Path]) -> None:
     huge = engine("huge", make_model("llama"), kv_host_memory_mib=1 << 40)
-    with pytest.raises(StartError, match="kv_host_memory_mib: .* bytes cannot be had"):
+    with pytest.raises(StartError, match=r"kv_host_memory_mib: .* bytes cannot be had"):
         async with engines(huge):
             pass
     await gone([huge.pid])
