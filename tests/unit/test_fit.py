@@ -176,8 +176,7 @@ def test_70b_on_one_h100() -> None:
     assert found is not None
     assert found.change.settings == {"tensor_parallel": 4}
     assert found.in_words() == (
-        "tensor_parallel: 4, gpus: 4"
-        " (weights 35.3 GB + KV 10.7 GB + step 1.6 GB + reserve 2.0 GB = 49.6 GB of 80.0 GB)"
+        "tensor_parallel: 4, gpus: 4 (weights 35.3 GB + KV 10.7 GB + step 1.6 GB + reserve 2.0 GB = 49.6 GB of 80.0 GB)"
     )
 
 

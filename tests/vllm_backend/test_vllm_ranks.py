@@ -93,7 +93,10 @@ async def test_ranks_write_to_the_shared_store_and_read_from_it(tmp_path: Path) 
 async def _stored(folder: Path, num_blocks: int) -> None:
     """Wait until the store has so many whole blocks."""
 
+    def num_stored() -> int:
+        return len(list(folder.glob("*/*/[0-9a-f]*")))
+
     async def all_there() -> bool:
-        return len(list(folder.glob("*/*/[0-9a-f]*"))) >= num_blocks
+        return num_stored() >= num_blocks
 
     await until(all_there, "its blocks are in the store")
