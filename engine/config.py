@@ -162,8 +162,8 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
 
     tensor_parallel: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Number of processes that share the model's weights, attention heads and KV blocks, one GPU or a part of `cores`
-    each. Memory, threads and cores in these settings are those of all of them together. It must divide the model's
-    heads, and the model needs a tensor-parallel plan in transformers."""
+    each. Memory, disk, threads and cores in these settings are those of all of them together. It must divide the
+    model's heads, and the model needs a tensor-parallel plan in transformers."""
 
     transport: Literal["nixl", "ucxx"] = "nixl"
     """Transport of KV between workers, equal for all workers of a cluster. ucxx: for machines without NIXL, or to
