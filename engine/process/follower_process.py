@@ -192,6 +192,9 @@ def main() -> None:
         _serve(reads, rank0.send, rank, copies, runner.copy_block)
     except (EOFError, OSError):
         os._exit(0)  # readers of the pool see a process that ended, as with rank 0
+    except BaseException:
+        log.exception("rank %d cannot go on", spec.rank)
+        os._exit(1)  # an ordinary end would wait for threads that copy, of which one may hang
 
 
 def _serve(

@@ -57,9 +57,12 @@ class PartCopies:
     def open_disk(self, path: Path) -> None:
         """Open the disk tier's file, which rank 0 has locked.
 
-        Raises OSError.
+        Raises TransferError.
         """
-        self._disk = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            self._disk = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise TransferError(f"{path}: {error.strerror}") from error
 
     def gather(self, blocks: Sequence[int], offset: int) -> None:
         """Copy this rank's parts of `blocks` into rows of shared memory, one after the other from `offset` on."""

@@ -65,11 +65,14 @@ class MappedMemory:
     def row(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
         """Return the bytes from `offset` on, which rank 0 has allocated.
 
-        From any thread.
+        From any thread. Raises MemoryError.
         """
         memory = self._memory
         if offset + num_bytes > len(memory):  # rank 0 has allocated more since
-            mapped = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
+            try:
+                mapped = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
+            except OSError as error:
+                raise MemoryError(str(error)) from None
             self._memory = memory = np.frombuffer(mapped, np.uint8)
         row = memory[offset : offset + num_bytes]
         assert len(row) == num_bytes

@@ -19,7 +19,8 @@ from engine.kv.tiers.disk_format import DiskFormat
 from engine.messages import Generate, KvAccount, Ready, Token
 from engine.tensor_parallel.gathering import GATHER_BYTES
 from support.core_engine import account_of
-from support.processes import gone
+from support.long_runs import long
+from support.processes import gone, pause
 from support.real_engines import RealEngine, chosen, engines, greedy, kill
 
 BLOCK = 16
@@ -215,3 +216,17 @@ async def test_host_memory_that_cannot_be_had_is_refused(make_model: Callable[..
         async with engines(huge):
             pass
     await gone([huge.pid])
+
+
+@long
+async def test_a_follower_that_is_stopped_ends_an_engine_that_waits_for_its_parts(
+    make_model: Callable[..., Path],
+) -> None:
+    tiered = engine("tiered", make_model("llama"), kv_host_memory_mib=4)
+    async with engines(tiered):
+        pids = [tiered.pid, *tiered.rank_pids()]
+        await fill(tiered)
+        await pause(pids[1])
+        tiered.send(greedy("evicting", prompt_of(1)))
+        assert "ended with code 1" in await tiered.has_ended()
+        await gone(pids)

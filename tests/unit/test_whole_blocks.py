@@ -13,6 +13,7 @@ from engine.lending.block_reads import LocalRank
 from engine.tensor_parallel.gathering import GATHER_BYTES, GatheredBlocks, GatheringRank
 from engine.tensor_parallel.part_copies import PartCopies
 from engine.tensor_parallel.shared_memory import MappedMemory, SharedMemory, SharedPlace
+from kvtransfer.errors import TransferError
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import BlockPart, part_spans
 from kvtransfer.transport import Pool
@@ -191,6 +192,11 @@ def test_a_file_that_is_too_short_fails_the_read(copying: Copying) -> None:
     copying.run()
     assert read.is_quiet
     assert copying.quiet == [(None, False)]
+
+
+def test_a_file_that_cannot_be_opened_is_named(copying: Copying) -> None:
+    with pytest.raises(TransferError, match=r"nothing: No such file"):
+        copying.copies.open_disk(copying.path.with_name("nothing"))
 
 
 def test_parts_are_gathered_into_neighbouring_rows(copying: Copying) -> None:
