@@ -162,8 +162,8 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
 
     tensor_parallel: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Number of processes that share the model's weights, attention heads and KV blocks, one GPU or a part of `cores`
-    each. Memory, threads and cores in these settings are those of all of them together. It must divide the model's
-    heads, and the model needs a tensor-parallel plan in transformers."""
+    each. Memory, disk, threads and cores in these settings are those of all of them together. It must divide the
+    model's heads, and the model needs a tensor-parallel plan in transformers."""
 
     transport: Literal["nixl", "ucxx"] = "nixl"
     """Transport of KV between workers, equal for all workers of a cluster. ucxx: for machines without NIXL, or to
@@ -264,9 +264,6 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
             return
         others = {
             "engine: sim": self.engine == "sim",
-            "kv_host_memory_mib": self.kv_host_memory_mib > 0,
-            "kv_disk_dir": self.kv_disk_dir is not None,
-            "kv_store": bool(self.kv_store),
             f"weights: {self.weights}": self.weights != "auto",
             "lora": self.lora is not None,
             "a draft model in speculation": self.speculates(role) not in ("off", NGRAM),

@@ -1,7 +1,7 @@
 """Interface of an engine backend: memory for KV blocks, and a way to compute one batch."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,19 +82,20 @@ class ModelRunner(ABC):
         assert isinstance(self.pool, Pool)
         self.pool.memory[target] = self.pool.memory[source]
 
-    def read_blocks(self, blocks: Sequence[int]) -> Sequence[NDArray[np.uint8]]:
-        """Return the bytes of blocks that are not being written, [block_bytes] each; valid until the next write.
+    def read_blocks(self, blocks: Sequence[int]) -> Iterable[NDArray[np.uint8]]:
+        """Return the bytes of blocks that are not being written; each valid until the next is asked for.
 
-        From any thread.
+        A runner of several ranks returns whole blocks, on the loop's thread only. Others return what `pool` holds, from
+        any thread.
         """
         assert isinstance(self.pool, Pool)
         memory = self.pool.memory
         return [memory[block] for block in blocks]
 
     def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
-        """Set the bytes of a block that no batch uses; they are visible on return.
+        """Set what `pool` holds of a block that no batch uses; it is visible on return.
 
-        From any thread.
+        `content` is that part, for rank 0 of several the whole block. From any thread.
         """
         assert isinstance(self.pool, Pool)
         self.pool.memory[block] = content

@@ -18,6 +18,9 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtransfer.errors import EndpointMismatch
 from kvtransfer.transport import Span
 
@@ -136,6 +139,18 @@ class BlockPart:
     @property
     def end(self) -> int:
         return self.start + self.span_bytes
+
+    def of(self, block: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return this part, [num_bytes], of a whole block, [block_bytes]; a view where the block has one plane."""
+        return self._spans(block).reshape(-1)
+
+    def put(self, content: NDArray[np.uint8], block: NDArray[np.uint8]) -> None:
+        """Set this part of a whole block, [block_bytes], to `content`, [num_bytes]."""
+        self._spans(block)[:] = content.reshape(self.planes, self.span_bytes)
+
+    def _spans(self, block: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the view of this part's spans, [planes, span_bytes]."""
+        return block.reshape(self.planes, self.ranks, self.span_bytes)[:, self.rank]
 
 
 def parts_of(block_bytes: int, ranks: int, planes: int = 1, num_blocks: int = 0) -> list[BlockPart]:

@@ -108,7 +108,7 @@ class VirtualStore(SharedStore):
         self._waiting.append((keys, on_fetched))
         self._fetch_waiting()
 
-    def give_back(self, fetched: Fetched, in_use: bool) -> None:
+    def give_back(self, fetched: Fetched) -> None:
         self._num_fetching -= 1
         self._fetch_waiting()
 

@@ -96,10 +96,9 @@ class EngineCore:
 
         `wake` is called by `post`, on its thread, when `handle_posted` has work. `clock` returns seconds. Without a
         `speculator` there are no draft tokens. `others` are the engine's other ranks, each with as many blocks of the
-        same numbers; `runner` computes on them too. With `others` there can be no `tiers` and no `store`. `fast_path`
-        connects to other engines, see `engine/lending/fast_path.py`.
+        same numbers; `runner` computes on them too. `fast_path` connects to other engines, see
+        `engine/lending/fast_path.py`.
         """
-        assert not (others and (tiers or store))
         self._runner = runner
         self._transport = transport
         self._limits = limits

@@ -39,11 +39,14 @@ class BlockMemory(Protocol):
     def fingerprints(self, blocks: Seq[int]) -> NDArray[np.uint64]:
         """Return the fingerprints of the blocks' present bytes, [len(blocks), kv_heads]."""
 
-    def read_blocks(self, blocks: Seq[int]) -> Seq[NDArray[np.uint8]]:
-        """Return the bytes of blocks, [block_bytes] each; valid until the blocks are written."""
+    def read_blocks(self, blocks: Seq[int]) -> Iterable[NDArray[np.uint8]]:
+        """Return the bytes of whole blocks, [block_bytes] each; each valid until the next is asked for.
+
+        With several ranks only on the loop's thread.
+        """
 
     def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
-        """Set the bytes of a block."""
+        """Set the bytes of a block; with several ranks, this process's part of them."""
 
 
 class KVCacheManager:

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.kv.rows import Place
 from engine.lending.corruption import Corruption
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.fingerprint import Folding
@@ -199,6 +200,13 @@ class RemoteRank(Rank):
 
     endpoint: bytes
     """Endpoint of its part of the pool, for borrowers."""
+
+    @abstractmethod
+    def start_copy(self, places: Seq[Place], blocks: Seq[int], on_quiet: OnQuiet) -> RankRead:
+        """Start copying this rank's part of whole blocks at `places`, which rank 0 holds, into `blocks`.
+
+        Never raises, like `start_read`.
+        """
 
 
 class LocalRank(Rank):

@@ -14,7 +14,7 @@ from functools import partial
 from engine.core_types import Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import DISK, HOST, REMOTE, STORE
-from engine.lending.block_reads import LocalRank, Rank, ReadProgress
+from engine.lending.block_reads import LocalRank, ReadProgress, RemoteRank
 from engine.lending.borrower import (
     NONE_HELD,
     Abandon,
@@ -64,7 +64,7 @@ class BorrowerManager:
         post: Callable[[Posted], None],
         own: LocalRank,
         fast_path: FastPath,
-        others: Seq[Rank] = (),
+        others: Seq[RemoteRank] = (),
         read_silence_s: float = math.inf,
     ) -> None:
         """Create the manager.
@@ -83,7 +83,7 @@ class BorrowerManager:
         self._looked_at = 0.0
         self._below = ReadProgress(kv_cache.clock)
         """Progress of reads from the tiers."""
-        self.store = StoreLoans(kv_cache, own, post, self._open, self._handle, self._hedge_after_s)
+        self.store = StoreLoans(kv_cache, own, others, post, self._open, self._handle, self._hedge_after_s)
         """Loans from the shared store."""
         self._loans: dict[str, Loan] = {}
         self._blocks_per_read = max(1, BLOCK_READ_BYTES // kv_cache.layout.block_bytes)
@@ -251,7 +251,7 @@ class BorrowerManager:
             return False
         count = self._kv_cache.num_restorable(wanted.keys[first:])
         held = wanted.keys[first : first + count]
-        source = TierSource(tiers, held, self._kv_cache.write_block, self._own, self._below)
+        source = TierSource(tiers, held, self._kv_cache.write_block, self._own, self._others, self._below)
         self._looked_below(len(wanted.keys) - first, source)
         if not count:
             return False
@@ -288,8 +288,7 @@ class BorrowerManager:
         return True
 
     def _open(self, wanted: BorrowRequest, source: LoanSource, first: int, end: int, may_be_part: bool = False) -> Loan:
-        ranks = 1 + len(self._others) if isinstance(source, LenderSource) else 1
-        machine = Borrower(first, end, self._blocks_per_read, may_be_part, ranks)
+        machine = Borrower(first, end, self._blocks_per_read, may_be_part, 1 + len(self._others))
         loan = self._loans[wanted.sequence.request_id] = Loan(wanted, machine, source)
         return loan
 

@@ -36,6 +36,6 @@ class Corruption:
             struck = blocks[: self._num_left]
             self._num_left -= len(struck)
         for block in struck:
-            content = np.array(self._memory.read_blocks([block])[0])
+            content = np.array(next(iter(self._memory.read_blocks([block]))))
             content.reshape(-1)[0] ^= BIT
             self._memory.write_block(block, content)

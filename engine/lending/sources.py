@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.block_keys import BlockKey
+from engine.kv.rows import Place
 from engine.kv.tiers.tier_jobs import Held
 from engine.kv.tiers.tiers import Tiers
-from engine.lending.block_reads import LocalRank, Peers, Rank, RankRead, ReadProgress, lanes_of
+from engine.lending.block_reads import LocalRank, Peers, Rank, RankRead, ReadProgress, RemoteRank, lanes_of
 from engine.lending.fast_path import Word
 from engine.messages import CloseLoan, FromEngine, OpenLoan, ReleaseLoan
 
@@ -25,7 +26,7 @@ RELEASE_BYTES = 32 << 20
 RankQuiet = Callable[[int, tuple[bytes, ...] | None, bool], None]
 """Callback like OnQuiet of `block_reads.py`, with the rank's number first."""
 WriteBlock = Callable[[int, NDArray[np.uint8]], None]
-"""Callable write_block(block, bytes) that writes a block of the pool. From any thread."""
+"""Callable write_block(block, bytes) that writes what this process's pool has of a whole block. From any thread."""
 
 
 class LoanSource(ABC):
@@ -127,14 +128,28 @@ class LenderSource(LoanSource):
         self._emit(CloseLoan(self._loan_id))
 
 
-class TierSource(LoanSource):
-    """Blocks that this engine's pool evicted, for engines of one rank, since tiers hold whole blocks.
+def start_copies(
+    others: Sequence[RemoteRank], places: Sequence[Place], blocks: Sequence[int], on_quiet: RankQuiet
+) -> list[RankRead]:
+    """Start copying whole blocks at `places` into the parts of the ranks besides rank 0."""
+    return [rank.start_copy(places, blocks, partial(on_quiet, number)) for number, rank in enumerate(others, 1)]
 
+
+class TierSource(LoanSource):
+    """Blocks that this engine's pool evicted.
+
+    Tiers hold whole blocks, from which each rank reads its part: rank 0 on the tiers' thread, the others by themselves.
     Block ids are indices into the run of blocks that the loan is for.
     """
 
     def __init__(
-        self, tiers: Tiers, keys: Sequence[BlockKey], write_block: WriteBlock, own: LocalRank, progress: ReadProgress
+        self,
+        tiers: Tiers,
+        keys: Sequence[BlockKey],
+        write_block: WriteBlock,
+        own: LocalRank,
+        others: Sequence[RemoteRank],
+        progress: ReadProgress,
     ) -> None:
         """Create the source.
 
@@ -143,7 +158,7 @@ class TierSource(LoanSource):
         self._tiers = tiers
         self._held: list[Held] = tiers.pin(keys)
         self._write_block = write_block
-        self._own = own
+        self._own, self._others = own, others
         self._progress = progress
 
     def num_held(self, tier: str) -> int:
@@ -157,7 +172,9 @@ class TierSource(LoanSource):
         def read(block_ids: Sequence[int], blocks: Sequence[int]) -> list[Future[None]]:
             return [self._read(block_ids, blocks)]
 
-        return [self._own.follow(read, block_ids, blocks, partial(on_quiet, 0), [self._progress])]
+        own = self._own.follow(read, block_ids, blocks, partial(on_quiet, 0), [self._progress])
+        places = [self._tiers.place(self._held[index]) for index in block_ids]
+        return [own, *start_copies(self._others, places, blocks, on_quiet)]
 
     def _read(self, block_ids: Sequence[int], blocks: Sequence[int]) -> "Future[None]":
         def write(index: int, content: NDArray[np.uint8]) -> None:

@@ -1,11 +1,11 @@
 """Loans from the store that workers share: a lookup, fetches, and the end of a store that does not answer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import STORE
 from engine.kv.store.shared_store import Fetched
-from engine.lending.block_reads import LocalRank, ReadProgress
+from engine.lending.block_reads import LocalRank, ReadProgress, RemoteRank
 from engine.lending.borrower import Event, Failed, Shortened, Started
 from engine.lending.loan import BorrowRequest, Loan, Posted, StoreFetched, StoreFound
 from engine.lending.sources import LoanSource
@@ -22,6 +22,7 @@ class StoreLoans:
         self,
         kv_cache: KVCacheManager,
         own: LocalRank,
+        others: Sequence[RemoteRank],
         post: Callable[[Posted], None],
         open_loan: Callable[[BorrowRequest, LoanSource, int, int, bool], Loan],
         handle: Callable[[Loan, Event], None],
@@ -33,7 +34,7 @@ class StoreLoans:
         event to a loan's machine. `compute_s` returns the seconds in which this engine would compute so many blocks.
         """
         self._kv_cache = kv_cache
-        self._own = own
+        self._own, self._others = own, others
         self._post = post
         self._open_loan = open_loan
         self._handle = handle
@@ -52,7 +53,7 @@ class StoreLoans:
             return False
         if not store.answers or not (wanted.reads_store or self._seems_worth_it(len(missing))):
             return False
-        source = StoreSource(store, missing, first, self._kv_cache.write_block, self._own, self._copying)
+        source = StoreSource(store, missing, first, self._kv_cache.write_block, self._own, self._others, self._copying)
         loan = self._open_loan(wanted, source, first, len(wanted.keys), True)
         self._kv_cache.counts.looked(STORE, len(missing), 0)
         wanted.account.times["fetch_started"] = loan.heard_at = self._kv_cache.clock()

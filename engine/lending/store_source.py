@@ -16,17 +16,18 @@ from numpy.typing import NDArray
 
 from engine.block_keys import BlockKey
 from engine.kv.store.shared_store import Fetched, SharedStore
-from engine.lending.block_reads import LocalRank, RankRead, ReadProgress
+from engine.lending.block_reads import LocalRank, RankRead, ReadProgress, RemoteRank
 from engine.lending.borrower import Announced
-from engine.lending.sources import LoanSource, RankQuiet, WriteBlock
+from engine.lending.sources import LoanSource, RankQuiet, WriteBlock, start_copies
 
 FETCHES_AHEAD = 3
 
 
 class StoreSource(LoanSource):
-    """Blocks of the shared store, for engines of one rank.
+    """Blocks of the shared store.
 
-    Block ids are indices into the run of blocks that the loan is for.
+    Objects are whole blocks. Rank 0 fetches them, and each rank copies its part out of them. Block ids are indices into
+    the run of blocks that the loan is for.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class StoreSource(LoanSource):
         first: int,
         write_block: WriteBlock,
         own: LocalRank,
+        others: Sequence[RemoteRank],
         progress: ReadProgress,
     ) -> None:
         """Create the source of chain blocks from `first` on, named `keys`; `progress` covers all copies."""
@@ -43,7 +45,7 @@ class StoreSource(LoanSource):
         self._keys = keys
         self._first = first
         self._write_block = write_block
-        self._own = own
+        self._own, self._others = own, others
         self._progress = progress
         self._on_fetched: Callable[[int, Fetched], object] = lambda first, fetched: None
         self._end = 0
@@ -69,7 +71,7 @@ class StoreSource(LoanSource):
     def arrived(self, first: int, fetched: Fetched) -> Iterator[Announced]:
         """Take a fetch in; yield what to announce next, in order."""
         if self._closed:
-            self._store.give_back(fetched, in_use=False)
+            self._store.give_back(fetched)
             return
         self._fetched[first - self._first] = fetched
         while (found := self._fetched.get(self._next_announced)) is not None and self.shortened is None:
@@ -88,7 +90,9 @@ class StoreSource(LoanSource):
             self._progress.follow(copying)
             return [copying]
 
-        return [self._own.follow(read, block_ids, blocks, partial(on_quiet, 0), [self._progress])]
+        own = self._own.follow(read, block_ids, blocks, partial(on_quiet, 0), [self._progress])
+        places = [self._content(index) for index in block_ids]
+        return [own, *start_copies(self._others, places, blocks, on_quiet)]
 
     def release(self, first: int, count: int) -> None:
         """Give fetches back whose blocks are all in the pool, and fetch what follows."""
@@ -97,7 +101,7 @@ class StoreSource(LoanSource):
             self._unread[at] -= 1
             if not self._unread[at]:
                 del self._unread[at]
-                self._store.give_back(self._fetched.pop(at), in_use=False)
+                self._store.give_back(self._fetched.pop(at))
         self._fetch_ahead()
 
     def spoiled(self, key: BlockKey) -> None:
@@ -106,8 +110,8 @@ class StoreSource(LoanSource):
     def close(self) -> None:
         self._closed = True
         fetched, self._fetched = self._fetched, {}
-        for at, each in fetched.items():
-            self._store.give_back(each, in_use=at in self._unread)
+        for each in fetched.values():
+            self._store.give_back(each)
 
     def _fetch_ahead(self) -> None:
         width = self._store.blocks_per_fetch

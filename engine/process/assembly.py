@@ -1,18 +1,19 @@
 """Assembly of an engine core from a worker's configuration, in whatever process it runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.config import WorkerConfig
 from engine.core.engine_core import EngineCore, EngineLimits
 from engine.core_types import StepBudget
 from engine.kv.layout import KvLayout
+from engine.kv.rows import Allocate, private_rows
 from engine.kv.store.opening import open_store
 from engine.kv.tiers.tiers import TierConfig, Tiers
-from engine.lending.block_reads import RemoteRank
 from engine.lending.fast_path import FastPathLink
 from engine.messages import FromEngine
 from engine.model_runner import ModelRunner
+from engine.process.ranks import Ranks
 from engine.process.spec import EngineSpec
 from engine.speculation.speculator import NGRAM, DraftModelProposer, NgramProposer, Speculator
 from kvtransfer.transport import Transport
@@ -27,12 +28,12 @@ def open_core(
     transport: Transport,
     emit: Callable[[FromEngine], None],
     wake: Callable[[], None] = lambda: None,
-    others: Sequence[RemoteRank] = (),
+    ranks: Ranks | None = None,
     fast_path: FastPathLink | None = None,
 ) -> EngineCore:
     """Create the engine core.
 
-    `others` are ranks besides this process's. Raises EngineStartError.
+    `ranks` are those besides this process's. Raises EngineStartError.
 
     `fast_path` links to other engines.
     """
@@ -44,8 +45,13 @@ def open_core(
         read_silence_s=config.peer_silence_s,
     )
     fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
-    tiers = _open_tiers(config, runner.layout, fingerprint)
-    store = open_store(config, runner.layout, fingerprint)
+    allocate = private_rows if ranks is None else ranks.memory.take
+    tiers = _open_tiers(config, runner.layout, fingerprint, allocate)
+    store = open_store(config, runner.layout, fingerprint, allocate)
+    others = () if ranks is None else ranks.followers
+    if tiers is not None and tiers.disk_path is not None:
+        for follower in others:
+            follower.open_disk(tiers.disk_path)
     speculator = _open_speculator(spec, runner)
     return EngineCore(
         runner, transport, limits, emit, wake, tiers, store, speculator=speculator, others=others, fast_path=fast_path
@@ -66,8 +72,8 @@ def _open_speculator(spec: EngineSpec, runner: ModelRunner) -> Speculator | None
     )
 
 
-def _open_tiers(config: WorkerConfig, layout: KvLayout, model_fingerprint: bytes) -> Tiers | None:
+def _open_tiers(config: WorkerConfig, layout: KvLayout, model_fingerprint: bytes, allocate: Allocate) -> Tiers | None:
     if not config.kv_host_memory_mib and config.kv_disk_dir is None:
         return None
     tiers = TierConfig(config.kv_host_memory_mib << 20, config.kv_disk_dir, config.kv_disk_mib << 20)
-    return Tiers(tiers, layout.block_bytes, layout.kv_heads, model_fingerprint)
+    return Tiers(tiers, layout.block_bytes, layout.kv_heads, model_fingerprint, allocate=allocate)

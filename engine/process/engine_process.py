@@ -185,10 +185,9 @@ def _start(
     runner = computer.runner()
     from_peer = fetch is not None and fetch.taken
     del fetch
-    others = ranks.followers if ranks is not None else ()
     if (fast_path := open_fast_path_socket()) is not None:
         front.watch(fast_path.fileno())
-    core = open_core(spec, runner, transport, front.send, front.wake, others, fast_path)
+    core = open_core(spec, runner, transport, front.send, front.wake, ranks, fast_path)
     front.send(replace(core.start(), weights_from_peer=from_peer))
     front.flush()
     return core, computer, GrammarGate(runner.grammars, front.wake), open_lender(spec, runner.info, front.wake)
@@ -206,4 +205,4 @@ def _make_runner(
     rank = RankSpec(spec, 0, ranks.meeting)
     own = open_torch_runner(rank.config, spec.role, rank=rank)
     ranks.met()
-    return ParallelRunner(own, ranks.followers)
+    return ParallelRunner(own, ranks.followers, ranks.memory.take)

@@ -1,4 +1,4 @@
-"""A follower rank: `python -m cluster.launch engine.process.follower_process READS_FD STEPS_FD`.
+"""A follower rank: `python -m cluster.launch engine.process.follower_process READS_FD STEPS_FD MEMORY_FD`.
 
 Two threads, as in rank 0. The main thread performs reads into this rank's part of the pool; the other loads this rank's
 shard of the model and computes the steps. The process ends with rank 0: by the closed sockets, or at once by the
@@ -11,7 +11,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from cluster.garbage_collection import spare_the_started
 from cluster.logs import set_up
 from engine.errors import EngineStartError
-from engine.lending.block_reads import BlockRead, LocalRank
+from engine.lending.block_reads import BlockRead, LocalRank, OnQuiet
 from engine.process.runners import open_torch_runner
 from engine.process.spec import RankSpec
 from engine.process.start_up import become_child, own_transport, prepare
@@ -33,14 +33,19 @@ from engine.tensor_parallel.messages import (
     Answer,
     BlocksRead,
     Copy,
+    CopyBlocks,
     Drop,
     FromFollower,
+    Gather,
     Heartbeat,
     Joined,
     NotJoined,
+    OpenDisk,
     ReadBlocks,
     Withdraw,
 )
+from engine.tensor_parallel.part_copies import PartCopies
+from engine.tensor_parallel.shared_memory import MappedMemory
 from engine.tensor_parallel.steps import StepReader, filled_blocks
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.fingerprint import Folding
@@ -88,6 +93,15 @@ class FollowerRunner(Protocol):
     def copy_block(self, source: int, target: int) -> None:
         """Make block `target` equal to `source`."""
 
+    def read_blocks(self, blocks: Sequence[int]) -> Iterable[NDArray[np.uint8]]:
+        """Return this rank's part of blocks that no step writes.
+
+        From any thread.
+        """
+
+    def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
+        """Set this rank's part of a block; it is visible on return. From any thread."""
+
 
 class _TorchFollower:
     def __init__(self, spec: RankSpec) -> None:
@@ -98,6 +112,8 @@ class _TorchFollower:
         self.folding = self._runner.folding
         self.fingerprints = self._runner.fingerprints
         self.copy_block = self._runner.copy_block
+        self.read_blocks = self._runner.read_blocks
+        self.write_block = self._runner.write_block
 
     def follow(self, step: bytes) -> NDArray[np.uint64]:
         batch = self._reader.batch(pickle.loads(step))
@@ -150,9 +166,10 @@ class _Stepper:
 
 
 def main() -> None:
-    """Follow the rank at the other ends of the sockets whose descriptors are the arguments."""
+    """Follow rank 0, at the other ends of the sockets whose descriptors are the arguments, with its memory's."""
     become_child()
     reads, steps = (Connection(int(descriptor)) for descriptor in sys.argv[1:3])
+    memory = MappedMemory(int(sys.argv[3]))
     spec: RankSpec = reads.recv()
     rank0 = _Rank0(reads)
     set_up(spec.engine.role, f"{spec.engine.worker_id}/rank {spec.rank}", spec.config)
@@ -168,18 +185,31 @@ def main() -> None:
         rank0.send(NotJoined(field, str(reason)))
         os._exit(1)  # other threads may wait for ranks that never come
     rank = LocalRank(transport, runner.part, runner.fingerprints, runner.folding)
+    copies = PartCopies(runner.part, runner, memory, rank)
     rank0.send(Joined(endpoint))
     spare_the_started()
     try:
-        _serve(reads, rank0.send, rank, runner.copy_block)
+        _serve(reads, rank0.send, rank, copies, runner.copy_block)
     except (EOFError, OSError):
         os._exit(0)  # readers of the pool see a process that ended, as with rank 0
+    except BaseException:
+        log.exception("rank %d cannot go on", spec.rank)
+        os._exit(1)  # an ordinary end would wait for threads that copy, of which one may hang
 
 
 def _serve(
-    reads: Connection, say: Callable[[FromFollower], None], rank: LocalRank, copy: Callable[[int, int], None]
+    reads: Connection,
+    say: Callable[[FromFollower], None],
+    rank: LocalRank,
+    copies: PartCopies,
+    copy: Callable[[int, int], None],
 ) -> None:
     block_reads: dict[int, BlockRead] = {}
+
+    def begin(number: int, start: Callable[[OnQuiet], BlockRead]) -> None:
+        block_read = block_reads[number] = start(partial(quiet, number))
+        if block_read.is_quiet:  # it may have been quiet before it was recorded
+            block_reads.pop(number, None)
 
     def quiet(number: int, fingerprints: tuple[bytes, ...] | None, peer_gone: bool) -> None:
         block_reads.pop(number, None)
@@ -195,11 +225,14 @@ def _serve(
             continue
         match reads.recv():
             case ReadBlocks(number, endpoint, block_ids, blocks, flow):
-                block_read = block_reads[number] = rank.start_read(
-                    endpoint, block_ids, blocks, flow, partial(quiet, number)
-                )
-                if block_read.is_quiet:  # it may have been quiet before it was recorded
-                    block_reads.pop(number, None)
+                begin(number, partial(rank.start_read, endpoint, block_ids, blocks, flow))
+            case CopyBlocks(number, places, blocks):
+                begin(number, partial(copies.start, places, blocks))
+            case Gather(blocks, offset):
+                copies.gather(blocks, offset)
+                say(Answer())
+            case OpenDisk(path):
+                copies.open_disk(path)
             case Withdraw(number):
                 found = block_reads.get(number)
                 say(Answer(tuple(found.withdraw()) if found is not None else ()))

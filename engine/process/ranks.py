@@ -27,22 +27,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import EngineStartError, RankLost
+from engine.kv.rows import Place
 from engine.lending.block_reads import OnQuiet, RemoteRank
 from engine.process.spec import EngineSpec, RankSpec
 from engine.tensor_parallel.messages import (
     Answer,
     BlocksRead,
     Copy,
+    CopyBlocks,
     Drop,
     FromFollower,
+    Gather,
     Heartbeat,
     Joined,
     NotJoined,
+    OpenDisk,
     ReadBlocks,
     ToFollower,
     Withdraw,
 )
 from engine.tensor_parallel.runner import FollowingRank
+from engine.tensor_parallel.shared_memory import SharedMemory, SharedPlace
 from kvtransfer.errors import TransportUnavailable
 
 log = logging.getLogger(__name__)
@@ -62,9 +67,10 @@ class Follower(RemoteRank, FollowingRank):
     `begin_step` and `end_step` belong to the compute thread, all else to the main thread.
     """
 
-    def __init__(self, spec: RankSpec, on_lost: Callable[[], None]) -> None:
+    def __init__(self, spec: RankSpec, memory: SharedMemory, on_lost: Callable[[], None]) -> None:
         self.rank = spec.rank
         self.lost: RankLost | None = None
+        self._memory = memory
         self._on_lost = on_lost
         self._joined: Future[bytes] = Future()
         self._answers: SimpleQueue[Answer | None] = SimpleQueue()
@@ -74,7 +80,7 @@ class Follower(RemoteRank, FollowingRank):
         self._stuck_s: dict[int, float] = {}
         """Seconds without progress, by number of the block read, as last reported."""
         self._last_message_at = time.monotonic()
-        self._process, self._reads, self._steps = _start_process()
+        self._process, self._reads, self._steps = _start_process(memory.descriptor)
         self._reads.send(spec)
         threading.Thread(target=self._listen, name=f"rank-{self.rank}", daemon=True).start()
 
@@ -126,16 +132,39 @@ class Follower(RemoteRank, FollowingRank):
     def copy_block(self, source: int, target: int) -> None:
         self._ask(Copy(source, target))
 
+    # ------------------------------------------------------------------ whole blocks
+
+    def begin_gather(self, blocks: Seq[int], rows: NDArray[np.uint8]) -> None:
+        self._tell(Gather(tuple(blocks), self._memory.offset_of(rows)))
+
+    def end_gather(self) -> None:
+        self._answer()
+
+    def open_disk(self, path: Path) -> None:
+        """Let the follower read the disk tier's file."""
+        self._tell(OpenDisk(path))
+
+    def start_copy(self, places: Seq[Place], blocks: Seq[int], on_quiet: OnQuiet) -> "_RemoteRead":
+        number = self._new_read(on_quiet)
+        self._tell(CopyBlocks(number, tuple(self._shared(place) for place in places), tuple(blocks)))
+        return _RemoteRead(self, number)
+
+    def _shared(self, place: Place) -> SharedPlace:
+        return SharedPlace(place, True) if isinstance(place, int) else SharedPlace(self._memory.offset_of(place), False)
+
     # ------------------------------------------------------------------ reads
 
     def start_read(
         self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet
     ) -> "_RemoteRead":
-        self._num_block_reads += 1
-        number = self._num_block_reads
-        self._quiet[number] = on_quiet
+        number = self._new_read(on_quiet)
         self._tell(ReadBlocks(number, endpoint, tuple(block_ids), tuple(blocks), flow))
         return _RemoteRead(self, number)
+
+    def _new_read(self, on_quiet: OnQuiet) -> int:
+        self._num_block_reads += 1
+        self._quiet[self._num_block_reads] = on_quiet
+        return self._num_block_reads
 
     def drop(self, endpoint: bytes) -> None:
         self._tell(Drop(endpoint))
@@ -155,6 +184,9 @@ class Follower(RemoteRank, FollowingRank):
 
     def _ask(self, message: ToFollower) -> Answer:
         self._tell(message)
+        return self._answer()
+
+    def _answer(self) -> Answer:
         try:
             answer = None if self.lost is not None else self._answers.get(timeout=ANSWER_S)
         except Empty:
@@ -220,8 +252,11 @@ class Ranks:
         """
         self._folder = Path(tempfile.mkdtemp(prefix="tandem-ranks-"))
         self.meeting = self._folder / self._folder.name  # vLLM names shared memory after the file's name
+        self.memory = SharedMemory()
+        """Memory that all ranks map."""
         self.followers = [
-            Follower(RankSpec(spec, rank, self.meeting), wake) for rank in range(1, spec.config.tensor_parallel)
+            Follower(RankSpec(spec, rank, self.meeting), self.memory, wake)
+            for rank in range(1, spec.config.tensor_parallel)
         ]
 
     def check(self) -> None:
@@ -292,10 +327,13 @@ def leave(ranks: Ranks | None) -> None:
         os._exit(0)
 
 
-def _start_process() -> tuple["subprocess.Popen[bytes]", Connection, Connection]:
-    """Start a follower; return it and this end of its two sockets, for reads and for steps."""
+def _start_process(memory: int) -> tuple["subprocess.Popen[bytes]", Connection, Connection]:
+    """Start a follower; return it and this end of its two sockets, for reads and for steps.
+
+    `memory` is the descriptor of the shared memory.
+    """
     pairs = [socket.socketpair() for _ in range(2)]
-    theirs = [other.fileno() for _, other in pairs]
+    theirs = [*(other.fileno() for _, other in pairs), memory]
     process = subprocess.Popen(
         [sys.executable, "-m", "cluster.launch", "engine.process.follower_process", *map(str, theirs)],
         pass_fds=theirs,

@@ -21,6 +21,7 @@ from cluster.logs import set_up
 from engine.core.engine_core import EngineLimits
 from engine.core_types import StepBudget
 from engine.errors import EngineStartError, RankLost
+from engine.kv.rows import Allocate, private_rows
 from engine.kv.store.opening import open_store
 from engine.messages import StartFailed
 from engine.process.assembly import IDLE_TURN_S
@@ -32,6 +33,7 @@ from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import become_child, own_transport, prepare
 from engine.process.vllm_start import StartedVllm, last_cause, prepare_vllm, start_vllm
 from engine.sampling.grammar_gate import GrammarGate
+from engine.tensor_parallel.gathering import GatheredBlocks
 from kvtransfer.errors import TransportUnavailable
 
 log = logging.getLogger(__name__)
@@ -157,7 +159,12 @@ def _open_core(
         read_silence_s=config.peer_silence_s,
     )
     layout = started.memory.layout
-    store = open_store(config, layout, layout.fingerprint(started.info.weights_fingerprint))
+    followers = ranks.followers if ranks is not None else ()
+    allocate: Allocate = private_rows
+    if ranks is not None:
+        memory, allocate = started.memory, ranks.memory.take
+        memory.gathered = GatheredBlocks(memory.part, memory.read_parts, followers, allocate)
+    store = open_store(config, layout, layout.fingerprint(started.info.weights_fingerprint), allocate)
     return VllmCore(
         started.engine,
         started.memory,
@@ -169,7 +176,7 @@ def _open_core(
         front.send,
         front.wake,
         fast_path,
-        ranks.followers if ranks is not None else (),
+        followers,
         store,
     )
 

@@ -4,6 +4,9 @@ Steps use another socket, see `steps.py`.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
+
+from engine.tensor_parallel.shared_memory import SharedPlace
 
 HEARTBEAT_S = 0.2
 
@@ -19,6 +22,30 @@ class ReadBlocks:
     block_ids: tuple[int, ...]
     blocks: tuple[int, ...]
     flow: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBlocks:
+    """Copy this rank's part of whole blocks at `places` into `blocks`; answered by BlocksRead, once."""
+
+    number: int
+    places: tuple[SharedPlace, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Copy this rank's parts of `blocks` into rows of shared memory from `offset` on. Answered when they are there."""
+
+    blocks: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDisk:
+    """Open the disk tier's file for reading. Rank 0 has locked it."""
+
+    path: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +73,7 @@ class Drop:
     endpoint: bytes
 
 
-ToFollower = ReadBlocks | Withdraw | Copy | Drop
+ToFollower = ReadBlocks | CopyBlocks | Gather | OpenDisk | Withdraw | Copy | Drop
 
 # ---------------------------------------------------------------------------------------- from a follower
 
@@ -80,7 +107,7 @@ class BlocksRead:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer to Withdraw or Copy, in the order of the questions."""
+    """Answer to Withdraw, Copy or Gather, in the order of the questions."""
 
     blocks: tuple[int, ...] = ()
 

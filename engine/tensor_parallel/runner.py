@@ -1,19 +1,23 @@
 """A model runner over several ranks."""
 
 import pickle
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.core_types import Chunk, SampleResult
+from engine.kv.rows import Allocate
 from engine.model_runner import ModelRunner
+from engine.tensor_parallel.gathering import GatheredBlocks, GatheringRank
 from engine.tensor_parallel.steps import StepWriter, filled_blocks
 from kvtransfer.fingerprint import Folding
+from kvtransfer.ranks import BlockPart
 
 
-class FollowingRank(ABC):
+class FollowingRank(GatheringRank):
     """A follower rank that computes steps on command.
 
     Its methods raise RankLost when it is gone.
@@ -41,15 +45,18 @@ class ParallelRunner(ModelRunner):
     Ranks meet in the model's sums.
     """
 
-    def __init__(self, own: ModelRunner, followers: Seq[FollowingRank]) -> None:
+    def __init__(self, own: ModelRunner, followers: Seq[FollowingRank], allocate: Allocate) -> None:
         """Create the runner.
 
-        `own` has the layout of whole blocks, and its part of each in its pool.
+        `own` has the layout of whole blocks, and its part of each in its pool. `allocate` returns memory that all ranks
+        map.
         """
         self.layout, self.info, self.pool, self.grammars = own.layout, own.info, own.pool, own.grammars
         self._own = own
         self._followers = followers
         self._writer = StepWriter()
+        self._part = BlockPart(own.layout.block_bytes, 0, 1 + len(followers))
+        self._gathered = GatheredBlocks(self._part, own.read_blocks, followers, allocate)
         self._filled: dict[int, NDArray[np.uint64]] = {}
         """Fingerprints, of all heads, of the blocks that the last step filled."""
 
@@ -70,6 +77,12 @@ class ParallelRunner(ModelRunner):
         self._own.copy_block(source, target)
         for follower in self._followers:
             follower.copy_block(source, target)
+
+    def read_blocks(self, blocks: Seq[int]) -> Iterator[NDArray[np.uint8]]:
+        return self._gathered.read(blocks)
+
+    def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
+        self._own.write_block(block, self._part.of(content))
 
     def fingerprints(self, blocks: Seq[int]) -> NDArray[np.uint64]:
         return np.array([self._filled[block] for block in blocks], np.uint64).reshape(-1, self.layout.kv_heads)

@@ -13,7 +13,7 @@ from simulator.gpus import GPUS
 
 GIB = 1 << 30
 TIERS = {"kv_host_memory_mib": 0, "kv_disk_dir": None}
-"""Settings that tensor parallelism and vLLM refuse, and without which a worker only has fewer cached blocks."""
+"""Settings that vLLM refuses, and without which a worker only has fewer cached blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def _changes(worker: Worker) -> Iterator[Change]:
         else:
             if worker.gpus:
                 yield change  # which is as many GPUs as ranks
-            if worker.settings.get("engine") == "vllm" or worker.settings.get("tensor_parallel", 1) != 1:
+            if worker.settings.get("engine") == "vllm":
                 yield from _dropped_tiers(worker, change)  # which are refused whatever the size of the pool
             yield from _resized(worker, change)
             yield from _dropped_tiers(worker, change)

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from engine.core.engine_core import EngineCore, EngineLimits
+from engine.kv.store.shared_store import SharedStore
+from engine.kv.tiers.tiers import Tiers
 from engine.lending.block_reads import RemoteRank
 from engine.lending.fast_path import FastPathLink
 from engine.messages import FromEngine, ToEngine
@@ -44,10 +46,20 @@ class CheckedCore:
         speculator: Speculator | None = None,
         others: Sequence[RemoteRank] = (),
         fast_path: FastPathLink | None = None,
+        tiers: Tiers | None = None,
+        store: SharedStore | None = None,
     ) -> None:
         self.said: list[FromEngine] = []
         self.core = EngineCore(
-            runner, transport, limits, self.said.append, speculator=speculator, others=others, fast_path=fast_path
+            runner,
+            transport,
+            limits,
+            self.said.append,
+            tiers=tiers,
+            store=store,
+            speculator=speculator,
+            others=others,
+            fast_path=fast_path,
         )
         self.ready = self.core.start()
 

@@ -4,7 +4,11 @@ What a loan brings, each rank has read for itself; so a token, which is a hash o
 every rank read its part right.
 """
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,20 +17,73 @@ from engine.backends.sim.runner import SimRunner
 from engine.core.engine_core import EngineLimits
 from engine.core_types import Chunk, SampleResult
 from engine.kv.layout import KvLayout
-from engine.lending.block_reads import LocalRank, RemoteRank
+from engine.kv.rows import Place
+from engine.kv.store.object_format import ObjectFormat
+from engine.kv.tiers.disk_format import DiskFormat
+from engine.kv.tiers.tiers import TierConfig, Tiers
+from engine.lending.block_reads import BlockRead, LocalRank, OnQuiet, RemoteRank
 from engine.model_runner import ModelRunner
+from engine.tensor_parallel.gathering import GatheredBlocks, GatheringRank
+from engine.tensor_parallel.part_copies import PartCopies
+from engine.tensor_parallel.shared_memory import MappedMemory, SharedMemory, SharedPlace
 from kvtransfer.fingerprint import Fingerprints
 from kvtransfer.local import LocalTransport
 from kvtransfer.ranks import BlockPart
 from kvtransfer.transport import Pool, Transport
 from support.checked_core import LandingCore
 from support.core_engine import WIDE
+from support.memory_objects import MemoryObjects, StepExecutor, StepStore
 from support.sim_model import LAYOUT, VOCAB
 from support.slow_transport import SlowTransport
 
 
-class NearRank(LocalRank, RemoteRank):
-    """Another rank, which happens to be in this process."""
+class NearPool:
+    """Another rank's parts of blocks. What is written comes in two halves; in between, `interrupted` is called."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._memory = pool.memory
+        self.interrupted: Callable[[], None] = lambda: None
+
+    def read_blocks(self, blocks: Sequence[int]) -> Iterable[NDArray[np.uint8]]:
+        return [self._memory[block] for block in blocks]
+
+    def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
+        half = len(content) // 2
+        self._memory[block, :half] = content[:half]
+        self.interrupted()
+        self._memory[block, half:] = content[half:]
+
+
+class NearRank(LocalRank, RemoteRank, GatheringRank):
+    """Another rank, which happens to be in this process. It copies whole blocks when a test says so."""
+
+    def __init__(
+        self, transport: Transport, part: BlockPart, sharded: "ShardedSim", memory: SharedMemory, rank: int
+    ) -> None:
+        super().__init__(transport, part, sharded.prints_of(rank), sharded.folding)
+        self.endpoint = transport.register(sharded.pools[rank])
+        self.near_pool = NearPool(sharded.pools[rank])
+        self._shared = memory
+        self.executors = StepExecutor(), StepExecutor()
+        executors: tuple[Executor, Executor] = self.executors
+        self.copies = PartCopies(part, self.near_pool, MappedMemory(os.dup(memory.descriptor)), self, executors)
+        self.writing: list[tuple[BlockRead, Sequence[int]]] = []
+        """Copies that were started, with the blocks they write."""
+
+    def begin_gather(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        self.copies.gather(blocks, self._shared.offset_of(rows))
+
+    def end_gather(self) -> None:
+        pass
+
+    def start_copy(self, places: Sequence[Place], blocks: Sequence[int], on_quiet: OnQuiet) -> BlockRead:
+        told = [
+            SharedPlace(place, True) if isinstance(place, int) else SharedPlace(self._shared.offset_of(place), False)
+            for place in places
+        ]
+        copying = self.copies.start(told, blocks, on_quiet)
+        self.writing = [each for each in self.writing if not each[0].is_quiet] + [(copying, tuple(blocks))]
+        return copying
 
 
 class ShardedSim(ModelRunner):
@@ -62,25 +119,77 @@ class ShardedSim(ModelRunner):
     def part_fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
         return self._prints[0].of(blocks)
 
+    def gather_from(self, followers: Sequence[GatheringRank], memory: SharedMemory) -> None:
+        """Read whole blocks as rank 0 does."""
+        part = BlockPart(LAYOUT.block_bytes, 0, len(self.pools))
+        self._gathered = GatheredBlocks(part, super().read_blocks, followers, memory.take)
+        self._part = part
+
+    def read_blocks(self, blocks: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
+        return self._gathered.read(blocks)
+
+    def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
+        super().write_block(block, self._part.of(content))
+
     def copy_block(self, source: int, target: int) -> None:
         for pool in self.pools:
             pool.memory[target] = pool.memory[source]
 
 
+@dataclass(frozen=True, slots=True)
+class Below:
+    """Places of blocks below a pool: slots in host memory, slots of a file in a directory, and objects."""
+
+    host_blocks: int = 0
+    disk_blocks: int = 0
+    directory: Path | None = None
+    objects: MemoryObjects | None = None
+    writes_at_once: bool = False
+
+    def open_tiers(self, memory: SharedMemory) -> Tiers | None:
+        if not self.host_blocks and self.directory is None:
+            return None
+        disk = DiskFormat(LAYOUT.block_bytes, LAYOUT.kv_heads)
+        disk_bytes = disk.payload_offset(max(0, self.disk_blocks - 1)) + disk.payload_stride
+        config = TierConfig(self.host_blocks * LAYOUT.block_bytes, self.directory, disk_bytes)
+        fingerprint = LAYOUT.fingerprint(b"sim")
+        return Tiers(config, LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint, threaded=False, allocate=memory.take)
+
+    def open_store(self, memory: SharedMemory) -> StepStore | None:
+        if self.objects is None:
+            return None
+        object_format = ObjectFormat(LAYOUT.block_bytes, LAYOUT.kv_heads, LAYOUT.fingerprint(b"sim"))
+        return StepStore(
+            self.objects, object_format, lambda: 100.0, writes_at_once=self.writes_at_once, allocate=memory.take
+        )
+
+
 class ShardedEngine(LandingCore):
     """An engine alone, its core over so many ranks, each with a transport of its own."""
 
-    def __init__(self, name: str, ranks: int, open_transport: Callable[[str], Transport], num_blocks: int = 8) -> None:
+    def __init__(
+        self,
+        name: str,
+        ranks: int,
+        open_transport: Callable[[str], Transport],
+        num_blocks: int = 8,
+        below: "Below | None" = None,
+    ) -> None:
         self.sharded = ShardedSim(num_blocks, ranks)
         self.ranks = [open_transport(f"{name}-{rank}") for rank in range(ranks)]
-        others: list[RemoteRank] = []
+        self.memory = SharedMemory()
+        self.others: list[NearRank] = []
         for rank, transport in enumerate(self.ranks[1:], 1):
             part = BlockPart(LAYOUT.block_bytes, rank, ranks)
-            other = NearRank(transport, part, self.sharded.prints_of(rank), self.sharded.folding)
-            other.endpoint = transport.register(self.sharded.pools[rank])
-            others.append(other)
+            self.others.append(NearRank(transport, part, self.sharded, self.memory, rank))
+        self.sharded.gather_from(self.others, self.memory)
+        self.tiers = below.open_tiers(self.memory) if below is not None else None
+        self.store = below.open_store(self.memory) if below is not None else None
+        if self.tiers is not None and self.tiers.disk_path is not None:
+            for each in self.others:
+                each.copies.open_disk(self.tiers.disk_path)
         limits = EngineLimits(WIDE, 2, report_interval_s=0.0, min_report_interval_s=0.0)
-        super().__init__(self.sharded, self.ranks[0], limits, others=others)
+        super().__init__(self.sharded, self.ranks[0], limits, others=self.others, tiers=self.tiers, store=self.store)
 
     def land(self) -> bool:
         """One read, of the last rank that has any."""

@@ -77,10 +77,7 @@ def test_speculation_is_of_decode_workers_of_the_torch_engine() -> None:
     ("settings", "role", "named"),
     [
         ({"engine": "sim"}, "decode", "engine: sim"),
-        ({"kv_host_memory_mib": 1}, "prefill", "kv_host_memory_mib"),
-        ({"kv_disk_dir": "d", "kv_host_memory_mib": 1}, "decode", "kv_host_memory_mib, kv_disk_dir"),
-        ({"kv_store": "d"}, "decode", "kv_store"),
-        ({"kv_store": "d", "engine": "vllm"}, "prefill", "kv_store"),
+        ({"lora": "adapter", "weights": "int8"}, "prefill", "weights: int8, lora"),
         ({"speculation": "models/small"}, "decode", "a draft model in speculation"),
         ({"weights": "int8"}, "decode", "weights: int8"),
         ({"weights": "fp8"}, "prefill", "weights: fp8"),
@@ -98,6 +95,8 @@ def test_what_goes_with_it() -> None:
     config = WorkerConfig.parse({"model": "m", "tensor_parallel": 2, "speculation": "ngram", "kv_dtype": "int8"})
     config.refuse_parallel("decode")
     WorkerConfig.parse({"model": "m", "tensor_parallel": 2, "speculation": "models/small"}).refuse_parallel("prefill")
+    below = {"kv_host_memory_mib": 1, "kv_disk_dir": "d", "kv_store": "d"}
+    WorkerConfig.parse({"model": "m", "tensor_parallel": 2} | below).refuse_parallel("decode")
 
 
 @pytest.mark.parametrize(

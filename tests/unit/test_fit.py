@@ -174,10 +174,9 @@ def test_70b_on_one_h100() -> None:
     )
     found = nearest(old)
     assert found is not None
-    assert found.change.settings == {"tensor_parallel": 4, "kv_host_memory_mib": 0}
+    assert found.change.settings == {"tensor_parallel": 4}
     assert found.in_words() == (
-        "tensor_parallel: 4, kv_host_memory_mib: 0, gpus: 4"
-        " (weights 35.3 GB + KV 10.7 GB + step 1.6 GB + reserve 2.0 GB = 49.6 GB of 80.0 GB)"
+        "tensor_parallel: 4, gpus: 4 (weights 35.3 GB + KV 10.7 GB + step 1.6 GB + reserve 2.0 GB = 49.6 GB of 80.0 GB)"
     )
 
 
@@ -194,7 +193,7 @@ def test_70b_on_one_h100() -> None:
             "H200 (141.0 GB)",
         ),
         (worker(engine="vllm", kv_memory_mib=1024), "kv_memory_mib: 57546"),
-        (worker(tensor_parallel=2, kv_memory_mib=1024, kv_disk_dir="/d"), "kv_disk_dir: null, gpus: 2"),
+        (worker(engine="vllm", kv_memory_mib=20480, kv_disk_dir="/d"), "kv_disk_dir: null"),
         (worker(tensor_parallel=3, kv_memory_mib=1024), "tensor_parallel: 4, gpus: 4"),
         (worker(Device("limits", 40e9, False), gpus=0, kv_memory_mib=40000), "kv_memory_mib: 20562"),
         (worker(Device("limits", 30e9, False), gpus=0, kv_memory_mib=16384), "weights: int8"),
@@ -212,8 +211,8 @@ def test_the_nearest_that_fits(refused: Worker, words: str) -> None:
     ("others", "said"),
     [
         (
-            {"tensor_parallel": 2, "kv_host_memory_mib": 1},
-            "tensor_parallel: 2 cannot be combined with kv_host_memory_mib",
+            {"tensor_parallel": 2, "kv_host_memory_mib": 1, "weights": "int8"},
+            "tensor_parallel: 2 cannot be combined with weights: int8",
         ),
         ({"tensor_parallel": 3}, "tensor_parallel: 3 does not divide the 8 KV heads and 32 heads of llama-3.1-8b"),
         ({"gpus": 1, "tensor_parallel": 2}, "gpus: 1 is not tensor_parallel, 2: each rank has one GPU"),

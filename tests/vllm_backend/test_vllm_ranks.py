@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.core_types import SamplingParams
 from engine.messages import Generate
 from kvtransfer.ranks import split_endpoint, without_planes
-from support.processes import gone
+from support.processes import gone, until
 from support.real_engines import RealEngine, engines, greedy, kill
 from support.vllm_engines import BLOCK, ids, need_vllm, vllm_engine
 from support.vllm_models import VOCAB, write_model
@@ -66,3 +66,37 @@ async def _dies_whole(engine: RealEngine, victim: int) -> None:
     kill(pids[victim])
     await gone(pids)
     assert "ended with code" in await engine.has_ended()
+
+
+async def test_ranks_write_to_the_shared_store_and_read_from_it(tmp_path: Path) -> None:
+    """Objects are whole blocks: one rank finds what two have written, and two what one has."""
+    model = write_model("llama", tmp_path / "model")
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    store = {"kv_store": str(tmp_path / "store"), "kv_store_writes": "computed"}
+    two = vllm_engine("two", model=model, tensor_parallel=2, cores=cores, **store)
+    one = vllm_engine("one", model=model, cores=cores[:1], **store)
+    async with engines(one, two):
+        for number, (writer, reader) in enumerate([(two, one), (one, two)]):
+            prompt = prompt_of(10 * BLOCK + 5 + number)
+            request = replace(greedy(f"written {number}", prompt, 16, ignore_eos=True), reads_store=True)
+            written = await writer.answer(request)
+            await _stored(tmp_path / "store", 10 * (number + 1))
+            read = await reader.answer(replace(request, request_id=f"read {number}"))
+            assert ids(read) == ids(written)
+            account = read[0].account
+            assert account is not None
+            assert (account.store_blocks, account.mismatched_blocks, account.store_failure) == (10, 0, "")
+        for engine in (one, two):
+            assert (await engine.audited()).reserved_blocks == 0
+
+
+async def _stored(folder: Path, num_blocks: int) -> None:
+    """Wait until the store has so many whole blocks."""
+
+    def num_stored() -> int:
+        return len(list(folder.glob("*/*/[0-9a-f]*")))
+
+    async def all_there() -> bool:
+        return num_stored() >= num_blocks
+
+    await until(all_there, "its blocks are in the store")

@@ -1,5 +1,6 @@
 """Torch model runner: a transformers model over a paged KV pool."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -171,7 +172,7 @@ class TorchRunner(ModelRunner):
             return super().fingerprints(blocks)
         return self._device_fingerprints.of(blocks)
 
-    def read_blocks(self, blocks: Seq[int]) -> Seq[NDArray[np.uint8]]:
+    def read_blocks(self, blocks: Seq[int]) -> Iterable[NDArray[np.uint8]]:
         return super().read_blocks(blocks) if self._device_bytes is None else self._device_bytes.read(blocks)
 
     def write_block(self, block: int, content: NDArray[np.uint8]) -> None:

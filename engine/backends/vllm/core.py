@@ -85,7 +85,6 @@ class VllmCore:
         `engine` is vLLM's EngineCore and `block_pool` its BlockPool. `lora` has vLLM's LoRARequest of each adapter, by
         the adapter's fingerprint. The other arguments are as for `engine/core/engine_core.py`.
         """
-        assert not (others and store)
         self._engine = engine
         self._scheduler = engine.scheduler
         self._memory = memory

@@ -1,7 +1,7 @@
 """KV memory of a vLLM engine: where vLLM allocates it, how a block lies in it, and its fingerprints."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -17,6 +17,7 @@ from engine.backends.torch.fingerprint import TensorFingerprints
 from engine.errors import EngineStartError
 from engine.host.memory import pool_memory
 from engine.kv.layout import KV_FORMAT, KvLayout
+from engine.tensor_parallel.gathering import GatheredBlocks
 from kvtransfer.fingerprint import Fingerprints, PlaneFingerprints
 from kvtransfer.ranks import MAX_PLANES, BlockPart
 from kvtransfer.transport import AnyPool, DevicePool, Pool
@@ -159,6 +160,8 @@ class VllmKvMemory:
         """Function that returns fingerprints of this rank's part of blocks, [blocks, this rank's KV heads]."""
         self.filled: Mapping[int, NDArray[np.uint64]] = {}
         """Fingerprints, of all ranks' heads, of the blocks that the last step filled; used with several ranks."""
+        self.gathered: GatheredBlocks | None = None
+        """Reader of whole blocks, of rank 0 of several."""
         self._bytes: BlockBytes | PlaneBytes
         self.pool = self._pool_of(first, total, pools, kv_heads)
 
@@ -192,10 +195,18 @@ class VllmKvMemory:
             self.part_fingerprints = PlaneFingerprints(memory, self.num_blocks, planes, heads).of
         return Pool(memory, file=pools[0].file)
 
-    def read_blocks(self, blocks: Sequence[int]) -> Sequence[NDArray[np.uint8]]:
-        """Return the bytes of blocks that no step writes, [block_bytes] each; for engines of one rank."""
-        return self._bytes.read(blocks)
+    def read_blocks(self, blocks: Sequence[int]) -> Iterable[NDArray[np.uint8]]:
+        """Return the bytes of whole blocks that no step writes; each valid until the next is asked for."""
+        return self.read_parts(blocks) if self.gathered is None else self.gathered.read(blocks)
 
     def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
-        """Set the bytes of a block that no step uses; they are visible on return."""
+        """Set this rank's part of a block that no step uses to that of a whole block; it is visible on return."""
+        self.write_part(block, self.part.of(content))
+
+    def read_parts(self, blocks: Sequence[int]) -> Sequence[NDArray[np.uint8]]:
+        """Return the bytes of this rank's part of blocks that no step writes."""
+        return self._bytes.read(blocks)
+
+    def write_part(self, block: int, content: NDArray[np.uint8]) -> None:
+        """Set this rank's part of a block that no step uses; it is visible on return."""
         self._bytes.write(block, content)

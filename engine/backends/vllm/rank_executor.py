@@ -80,6 +80,8 @@ class VllmFollower:
         self.pool = memory.pool
         self.part = memory.part
         self.fingerprints = memory.part_fingerprints
+        self.read_blocks = memory.read_parts
+        self.write_block = memory.write_part
 
     def follow(self, step: bytes) -> NDArray[np.uint64]:
         """Compute rank 0's batch; return this rank's fingerprints of the blocks that it filled."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from engine.block_keys import BlockKey
 from engine.kv.block_pool import CacheEvent, Removed, Stored
+from engine.kv.rows import Allocate, private_rows
 from engine.kv.store.object_format import ObjectFormat, ObjectRefused
 from engine.kv.store.objects import ObjectMissing, Objects, StoreError
 from engine.kv.store.shared_store import Fetched, SharedStore
@@ -85,11 +86,16 @@ class BlockStore(SharedStore):
         writes_at_once: bool = False,
         clock: Callable[[], float] = time.monotonic,
         executors: tuple[Executor, Executor] | None = None,
+        allocate: Allocate = private_rows,
     ) -> None:
-        """Create the store; `clock` returns seconds. `executors` replace the threads that read and that write."""
+        """Create the store; `clock` returns seconds. `executors` replace the threads that read and that write.
+
+        `allocate` returns the memory of fetches.
+        """
         self._objects = objects
         self._format = object_format
         self._clock = clock
+        self._allocate = allocate
         self.identity = objects.identity
         self.keeps_objects = objects.keeps_objects
         self.writes_at_once = writes_at_once
@@ -147,9 +153,9 @@ class BlockStore(SharedStore):
         self._waiting.append((tuple(keys), on_fetched))
         self._fetch_waiting()
 
-    def give_back(self, fetched: Fetched, in_use: bool) -> None:
+    def give_back(self, fetched: Fetched) -> None:
         self._num_fetching -= 1
-        if not in_use and fetched.buffer is not None:
+        if fetched.buffer is not None:
             self._buffers.append(fetched.buffer)
         self._fetch_waiting()
 
@@ -195,10 +201,12 @@ class BlockStore(SharedStore):
         """Start fetches for which there is memory."""
         while self._waiting and self._num_fetching < FETCHES_AT_ONCE and not self._closed:
             keys, on_fetched = self._waiting.popleft()
-            shape = self.blocks_per_fetch, self._format.object_bytes
-            buffer = self._buffers.pop() if self._buffers else np.empty(shape, np.uint8)
+            buffer = self._buffers.pop() if self._buffers else self._new_buffer()
             self._num_fetching += 1
             _logged(self._readers.submit(self._fetch, keys, buffer, on_fetched))
+
+    def _new_buffer(self) -> NDArray[np.uint8]:
+        return self._allocate(self.blocks_per_fetch, self._format.object_bytes)
 
     def _settle(self) -> None:
         """Process what the threads have done."""

@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 from engine.errors import EngineStartError
 from engine.kv.layout import KvLayout
+from engine.kv.rows import Allocate, private_rows
 from engine.kv.store.block_store import BlockStore
 from engine.kv.store.bucket import BucketObjects
 from engine.kv.store.folder import FolderObjects
@@ -17,10 +18,12 @@ GIB = 1 << 30
 MIN_SECRET_BYTES = 16
 
 
-def open_store(settings: StoreSettings, layout: KvLayout, model_fingerprint: bytes) -> BlockStore | None:
+def open_store(
+    settings: StoreSettings, layout: KvLayout, model_fingerprint: bytes, allocate: Allocate = private_rows
+) -> BlockStore | None:
     """Open the store, or return None without one.
 
-    Raises EngineStartError naming kv_store or kv_store_secret_file.
+    `allocate` returns memory for fetches. Raises EngineStartError naming kv_store or kv_store_secret_file.
     """
     if not settings.kv_store:
         return None
@@ -30,7 +33,7 @@ def open_store(settings: StoreSettings, layout: KvLayout, model_fingerprint: byt
         objects = _objects(settings, object_format)
     except (StoreError, ImportError) as error:
         raise EngineStartError("kv_store", str(error)) from error
-    return BlockStore(objects, object_format, settings.kv_store_writes == "computed")
+    return BlockStore(objects, object_format, settings.kv_store_writes == "computed", allocate=allocate)
 
 
 def _objects(settings: StoreSettings, object_format: ObjectFormat) -> Objects:

@@ -70,8 +70,11 @@ class SharedStore(ABC):
         """Read at most `blocks_per_fetch` blocks; each fetch must be given back, whatever it brought."""
 
     @abstractmethod
-    def give_back(self, fetched: Fetched, in_use: bool) -> None:
-        """Return the memory of a fetch; it is not used again where a copy of it is still `in_use`."""
+    def give_back(self, fetched: Fetched) -> None:
+        """Return the memory of a fetch.
+
+        A copy of it may still run if its loan is over: it writes into quarantined blocks, whatever it reads.
+        """
 
     @abstractmethod
     def run(self, copy: Callable[[], None]) -> "Future[None]":

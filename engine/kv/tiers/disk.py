@@ -103,6 +103,10 @@ class DiskTier:
                 raise TransferError(f"{self.path} ends within slot {slot}")
             left, offset = left[count:], offset + count
 
+    def payload_offset(self, slot: int) -> int:
+        """Return the offset of a slot's payload in the file."""
+        return self._format.payload_offset(slot)
+
     def close(self) -> None:
         """Unlock the file for the next process.
 

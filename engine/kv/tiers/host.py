@@ -1,8 +1,7 @@
 """The host memory tier: an arena of fixed slots."""
 
-import numpy as np
-
 from engine.errors import EngineStartError
+from engine.kv.rows import Allocate, private_rows
 from engine.kv.tiers.slots import Slots
 
 
@@ -12,10 +11,10 @@ class HostTier:
     `memory` is uint8 [slots, block_bytes]; `slots` has its records.
 
     A row of the arena is written by the owner of its slot before the slot has a name, and unchanged until the slot is
-    taken again. The system allocates pages at their first write.
+    taken again.
     """
 
-    def __init__(self, num_bytes: int, block_bytes: int) -> None:
+    def __init__(self, num_bytes: int, block_bytes: int, allocate: Allocate = private_rows) -> None:
         """Allocate at most `num_bytes`.
 
         Raises EngineStartError naming kv_host_memory_mib.
@@ -24,7 +23,7 @@ class HostTier:
             raise EngineStartError("kv_host_memory_mib", f"less than one KV block of {block_bytes} bytes")
         num_slots = num_bytes // block_bytes
         try:
-            self.memory = np.empty((num_slots, block_bytes), np.uint8)
-        except (MemoryError, ValueError) as error:  # ValueError: more than an address can express
+            self.memory = allocate(num_slots, block_bytes)
+        except MemoryError as error:
             raise EngineStartError("kv_host_memory_mib", f"{num_bytes} bytes cannot be had: {error}") from error
         self.slots = Slots(num_slots)

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from engine.block_keys import KEY_BYTES, BlockKey
 from engine.kv.block_pool import CacheEvent, Removed, Stored
+from engine.kv.rows import Allocate, Place, private_rows
 from engine.kv.tiers.disk import DiskTier
 from engine.kv.tiers.disk_format import SlotHeader
 from engine.kv.tiers.host import HostTier
@@ -66,20 +67,28 @@ class Tiers:
     """
 
     def __init__(
-        self, config: TierConfig, block_bytes: int, kv_heads: int, model_fingerprint: bytes, *, threaded: bool = True
+        self,
+        config: TierConfig,
+        block_bytes: int,
+        kv_heads: int,
+        model_fingerprint: bytes,
+        *,
+        threaded: bool = True,
+        allocate: Allocate = private_rows,
     ) -> None:
         """Open the tiers.
 
         Raises EngineStartError naming kv_host_memory_mib, kv_disk_dir or kv_disk_mib.
 
-        Without `threaded`, jobs run one by one in `step`, so a test decides when.
+        Without `threaded`, jobs run one by one in `step`, so a test decides when. `allocate` returns the host tier's
+        memory.
         """
         self._block_bytes = block_bytes
         self._fingerprint_bytes = 8 * kv_heads
         host_bytes = config.host_bytes
         if host_bytes == 0 and config.disk_dir is not None:
             host_bytes = max(STAGING_BYTES, STAGING_BLOCKS * block_bytes)
-        self._host = HostTier(host_bytes, block_bytes)
+        self._host = HostTier(host_bytes, block_bytes, allocate)
         self._disk: DiskTier | None = None
         if config.disk_dir is not None:
             self._disk = DiskTier(config.disk_dir, config.disk_bytes, block_bytes, kv_heads, model_fingerprint)
@@ -153,6 +162,19 @@ class Tiers:
     def fingerprints(self, held: Sequence[Held]) -> tuple[bytes, ...]:
         """Return the stored fingerprints."""
         return tuple(item.block.fingerprint for item in held)
+
+    def place(self, held: Held) -> Place:
+        """Return where other ranks of this engine read a pinned block."""
+        if held.tier == "host":
+            row: NDArray[np.uint8] = self._host.memory[held.slot]
+            return row
+        assert self._disk is not None
+        return self._disk.payload_offset(held.slot)
+
+    @property
+    def disk_path(self) -> Path | None:
+        """File of the disk tier; None without one."""
+        return self._disk.path if self._disk is not None else None
 
     def read(self, held: Sequence[Held], write: Callable[[int, NDArray[np.uint8]], None]) -> "Future[None]":
         """Call `write(i, bytes of held[i])` for each block on the tiers' thread.

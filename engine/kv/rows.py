@@ -1,0 +1,24 @@
+"""Memory for rows of whole blocks, and places from which every rank of an engine can read a whole block."""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Allocate = Callable[[int, int], NDArray[np.uint8]]
+"""Callable allocate(count, row_bytes) that returns uint8 [count, row_bytes].
+
+Raises MemoryError. An engine of several ranks allocates memory that all of them map."""
+Place = NDArray[np.uint8] | int
+"""Place of a whole block: its row in memory that all ranks map, or the offset of its bytes in the disk tier's file."""
+
+
+def private_rows(count: int, row_bytes: int) -> NDArray[np.uint8]:
+    """Allocate rows for this process alone. The system allocates pages at their first write.
+
+    Raises MemoryError.
+    """
+    try:
+        return np.empty((count, row_bytes), np.uint8)
+    except ValueError as error:  # more than an address can express
+        raise MemoryError(str(error)) from None

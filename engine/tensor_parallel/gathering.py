@@ -1,0 +1,69 @@
+"""Whole blocks, put together from the parts that the ranks of an engine have of them.
+
+Tiers and the shared store hold whole blocks, so their files and objects are the same for any number of ranks. A block
+leaves the pool when every rank has copied its part into a row of shared memory; only then is it put anywhere.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.kv.rows import Allocate
+from kvtransfer.ranks import BlockPart
+
+GATHER_BYTES = 8 << 20
+"""Shared memory for blocks that are being gathered, if a block is smaller."""
+
+
+class GatheringRank(ABC):
+    """A follower rank that copies its parts of blocks into shared memory.
+
+    Its methods belong to the main thread, and raise RankLost when it is gone.
+    """
+
+    @abstractmethod
+    def begin_gather(self, blocks: Seq[int], rows: NDArray[np.uint8]) -> None:
+        """Copy this rank's parts of `blocks` into `rows`, [len(blocks), block_bytes], from now on."""
+
+    @abstractmethod
+    def end_gather(self) -> None:
+        """Wait until the parts are there."""
+
+
+class GatheredBlocks:
+    """Rank 0's reader of whole blocks."""
+
+    def __init__(
+        self,
+        part: BlockPart,
+        read_part: Callable[[Seq[int]], Iterable[NDArray[np.uint8]]],
+        followers: Seq[GatheringRank],
+        allocate: Allocate,
+    ) -> None:
+        """Create the reader.
+
+        `read_part` returns rank 0's `part` of blocks. `allocate` returns memory that all ranks map.
+        """
+        self._part = part
+        self._read_part = read_part
+        self._followers = followers
+        self._rows = allocate(max(1, GATHER_BYTES // part.block_bytes), part.block_bytes)
+
+    def read(self, blocks: Seq[int]) -> Iterator[NDArray[np.uint8]]:
+        """Yield the bytes of blocks that no step writes, each valid until the next one is asked for.
+
+        Raises RankLost.
+        """
+        for start in range(0, len(blocks), len(self._rows)):
+            run = blocks[start : start + len(self._rows)]
+            rows = self._rows[: len(run)]
+            for follower in self._followers:
+                follower.begin_gather(run, rows)
+            for row, content in zip(rows, self._read_part(run), strict=True):
+                self._part.put(content, row)
+            for follower in self._followers:
+                follower.end_gather()
+            yield from rows
