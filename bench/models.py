@@ -116,7 +116,9 @@ def _word_tokenizer(path: Path, vocab_size: int, eos_token: str) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos_token, chat_template=template).save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos_token, chat_template=template).save_pretrained(
+        path
+    )
 
 
 def sim_model(path: Path, context: int = 1 << 20) -> Path:

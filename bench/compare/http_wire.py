@@ -156,7 +156,9 @@ class HttpClient:
         """Return the bytes of a streamed completion."""
         wanted = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
         body = json.dumps(wanted).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
         return head.encode() + b"\r\n\r\n" + body
 
 

@@ -50,7 +50,13 @@ async def aiperf(system: System, rows: Path, *options: str) -> Figures:
     """Run aiperf over the rows. Raises CannotRun when it fails."""
     with tempfile.TemporaryDirectory() as folder:
         command = [str(AIPERF.absolute()), "profile", "-m", MODEL_NAME, "--url", system.url]
-        command += ["--endpoint-type", "completions", "--streaming", "--tokenizer", str(system.machine.model.absolute())]
+        command += [
+            "--endpoint-type",
+            "completions",
+            "--streaming",
+            "--tokenizer",
+            str(system.machine.model.absolute()),
+        ]
         command += ["--input-file", str(rows), "--custom-dataset-type", "mooncake_trace"]
         command += ["--use-legacy-max-tokens", "--extra-inputs", "ignore_eos:true", "--extra-inputs", "temperature:0"]
         command += ["--goodput", f"time_to_first_token:{SLO_TTFT_MS:g} inter_token_latency:{SLO_ITL_MS:g}"]

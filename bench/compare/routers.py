@@ -209,7 +209,11 @@ def bars_of(figures: dict[str, Any]) -> list[Bar]:
         return []
     at = "300/s"
     best_ms = min(figures[name][at]["cpu_ms"] for name in rust)
-    added = {name: figures[name][at]["ttft_p99_ms"] - figures["no router"][at]["ttft_p50_ms"] for name in figures if at in figures[name]}
+    added = {
+        name: figures[name][at]["ttft_p99_ms"] - figures["no router"][at]["ttft_p50_ms"]
+        for name in figures
+        if at in figures[name]
+    }
     what = "router alone: requests per second of one core / the best router in Rust"
     return [
         Bar(what, best_ms / figures["Tandem"][at]["cpu_ms"], MIN_PER_CORE, at_least=True),

@@ -126,7 +126,9 @@ class Tandem(System):
 
     def __init__(self, machine: Machine, engine: str, num_prefill: int, num_decode: int) -> None:
         super().__init__(machine)
-        self.name = f"Tandem on {engine}, {f'{num_prefill} + {num_decode}' if num_prefill else f'{num_decode} aggregated'}"
+        self.name = (
+            f"Tandem on {engine}, {f'{num_prefill} + {num_decode}' if num_prefill else f'{num_decode} aggregated'}"
+        )
         self._engine, self._pools = engine, (num_prefill, num_decode)
 
     async def _start(self) -> None:
@@ -328,4 +330,3 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
-

@@ -55,7 +55,9 @@ def long_prompt(count: int, seed: int) -> Iterator[Ask]:
     """Yield prompts of about 900 tokens that share nothing, with about 16 output tokens."""
     lengths = random.Random(seed)
     for number in range(count):
-        yield Ask(" ".join(_words(20_000_000 * (seed + 1) + number, lengths.randint(776, 1024))), lengths.randint(8, 24))
+        yield Ask(
+            " ".join(_words(20_000_000 * (seed + 1) + number, lengths.randint(776, 1024))), lengths.randint(8, 24)
+        )
 
 
 PROFILES: dict[str, Callable[[int, int], Iterator[Ask]]] = {
