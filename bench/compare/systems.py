@@ -149,6 +149,11 @@ class Tandem(System):
         self.url = f"http://{self._cluster.router.http_address}"
         self.roots = [self._cluster.router.pid, *(worker.pid for worker in self._cluster.workers)]
 
+    @property
+    def address(self) -> str:
+        """Address of the router's gRPC."""
+        return self._cluster.address
+
     def engines(self) -> set[int]:
         return {
             pid

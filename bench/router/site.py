@@ -24,13 +24,10 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def sim_site(router: dict[str, Any], model: Path | None = None, **pool: Any) -> AsyncIterator[Site]:
-    """Start a router and a SimPool with these settings; enter when all workers have joined.
-
-    `model`: one with a tokenizer, where prompts are text.
-    """
+async def sim_site(router: dict[str, Any], **pool: Any) -> AsyncIterator[Site]:
+    """Start a router and a SimPool with these settings; enter when all workers have joined."""
     with tempfile.TemporaryDirectory() as folder:
-        model = model or sim_model(Path(folder) / "sim")
+        model = sim_model(Path(folder) / "sim")
         started: list[RoleProcess] = []
         try:
             started.append(

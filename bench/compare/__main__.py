@@ -1,0 +1,84 @@
+"""`make compare`, or `python -m bench.compare PART ...`: faults, load, routers, control, scale, predicted."""
+
+import argparse
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+
+from bench.compare import control_plane, load, predicted, routers, scale
+from bench.compare.systems import MODEL_NAME, Machine
+from bench.models import small_llama
+from bench.report import OUT, Bar, Parts, conclude
+from bench.vllm.faults import measure_faults
+
+PARTS = ("faults", "load", "routers", "control", "scale", "predicted")
+
+
+def this_machine() -> Machine:
+    """Return the model in the precision that this CPU multiplies fast, and the cores."""
+    dtype = "bfloat16" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else "float32"
+    model = small_llama((OUT / f"small-llama-{dtype}" / MODEL_NAME).absolute(), dtype)
+    return Machine(model, dtype, sorted(os.sched_getaffinity(0)))
+
+
+def fault_bars(figures: dict[str, Any]) -> list[Bar]:
+    """Return the bars of Tandem's faults; the other system's are figures."""
+    found = figures["tandem"]
+    bars = [
+        Bar(f"faults, Tandem: streams that were {what}", sum(each[what] for each in found.values()), 0)
+        for what in ("lost", "wrong", "late")
+    ]
+    silent = found["prefill stands still"]["free_s_max"]
+    dead = max(each["free_s_max"] for name, each in found.items() if name != "prefill stands still")
+    bars.append(Bar("faults, Tandem: memory free after a death, s at most", dead, 1.0))
+    return [*bars, Bar("faults, Tandem: memory free beside a silent peer, s at most", silent, 10.0)]
+
+
+def bars_of(figures: dict[str, Any]) -> list[Bar]:
+    """Return the bars of the parts that ran."""
+    makers: dict[str, Callable[[Any], list[Bar]]] = {
+        "faults": fault_bars,
+        "load": load.bars_of,
+        "routers": routers.bars_of,
+        "control": control_plane.bars_of,
+        "predicted": predicted.bars_of,
+    }
+    return [bar for part, maker in makers.items() if part in figures for bar in maker(figures[part])]
+
+
+async def main(parts: list[str]) -> None:
+    console = Console(width=160)
+    machine = await asyncio.to_thread(this_machine)
+    scratch = Path(tempfile.mkdtemp(prefix="tandem-compare-"))
+    work: dict[str, Callable[[], Awaitable[Any]]] = {
+        "faults": lambda: measure_faults(machine.cores, scratch, console),
+        "load": lambda: load.measure(machine, scratch, console),
+        "routers": lambda: routers.measure(machine.model, console),
+        "control": lambda: control_plane.compare(control_plane.BEFORE, console),
+        "scale": lambda: asyncio.to_thread(scale.measure, console),
+        "predicted": lambda: predicted.measure(machine, console),
+    }
+    kept = Parts(console)
+    try:
+        for part in parts:
+            await kept.measure(part, work[part]())
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    name = "compare" if len(parts) == len(PARTS) else f"compare-{'-'.join(parts)}"
+    conclude(name, bars_of(kept.figures), kept.figures, console, kept.failed)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="bench.compare", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    chosen = parser.parse_args().parts or list(PARTS)
+    if unknown := set(chosen) - set(PARTS):
+        parser.error(f"unknown: {', '.join(unknown)}")
+    uvloop.run(main(chosen))
