@@ -1,5 +1,7 @@
-"""Stand-in, in Dynamo's environment, for a module that reads images and needs torchvision, which has no build beside
-this torch. No request of the comparison has an image."""
+"""Stand-in, in Dynamo's environment, for a module that reads images.
+
+The module needs torchvision, which has no build beside this torch. No request of the comparison has an image.
+"""
 
 import sys
 import types

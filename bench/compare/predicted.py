@@ -28,7 +28,7 @@ SLO = Slo(1.0, 0.06)
 PROFILES = {"short-chat": 0.5, "tool-calling": 0.15, "offline-batch": 0.4}
 """Profiles with the factor of their lengths."""
 SHARES = (0.3, 0.6, 0.9)
-LEARN_S, RUN_S, SATURATING = 15.0, 15.0, 16
+LEARN_S, RUN_S, SATURATING = 10.0, 12.0, 16
 SHAPES: dict[str, tuple[Mode, int, int]] = {"aggregated": ("aggregated", 0, 2), "disaggregated": ("conditional", 1, 1)}
 EVEN = 0.05
 """Relative difference of mean TTFTs below which neither cluster is the winner."""

@@ -142,6 +142,8 @@ class Tandem(System):
         if self._engine == "vllm":
             options = {"enforce_eager": True, "max_model_len": MAX_LENGTH, "max_num_seqs": MAX_SEQS}
             worker |= {"vllm_options": options}
+        else:
+            worker |= {"speculation": "off"}  # random weights repeat themselves, and every guess would be right
         router = {"model": self.machine.model, "port": 0, "http_port": 0}
         topology = plan_topology(*self._pools, router, worker, self.machine.cores)
         self._cluster = LocalCluster(topology)
