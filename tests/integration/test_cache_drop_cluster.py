@@ -63,7 +63,11 @@ async def test_blocks_of_a_prompt_and_then_all_of_them(
             return sum(1 for path in store.rglob("*") if path.is_file() and len(path.name) == 32)
 
         both = full + len(other) // 16
-        assert await held(client, prompt, "acme") == full
+
+        async def known() -> bool:
+            return await held(client, prompt, "acme") == full
+
+        await until(known, "the router's index has the prompt")
 
         async def written() -> bool:
             return objects() >= both

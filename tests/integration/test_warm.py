@@ -39,16 +39,17 @@ async def test_after_it_each_worker_has_all_full_blocks(sim_model: Models, clust
             assert bool(kv.moved_blocks) == bool(prefill)
             assert kv.computed_tokens == 16 * kv.computed_blocks
 
-        async def known() -> bool:
+        async def known(workers: set[str]) -> bool:
             candidates = (await client.explain(token_ids=[*prompt, 7])).candidates
-            return names == {each.decode_worker for each in candidates if not each.lender and each.blocks == FULL}
+            return workers == {each.decode_worker for each in candidates if not each.lender and each.blocks == FULL}
 
-        await until(known, "the router's index has it")
+        await until(lambda: known(names), "the router's index has it")
         again = await client.warm(token_ids=prompt, workers=3)
         came = {each.worker_id: each.receipt.kv.reused_blocks for each in again.workers}
         assert sorted(came.values()) == [0, FULL, FULL]
         assert {worker_id for worker_id, count in came.items() if count} == names
         assert sum(each.receipt.kv.moved_blocks for each in again.workers) in (0, FULL), "read from who has it"
+        await until(lambda: known(set(came)), "the router's index has it for all")
         streams = [Stream(client, [*prompt, 7], 60) for _ in range(6)]
         await finished(streams)
         assert {each.receipt.placement.decode_worker for each in streams} == {each.worker_id for each in again.workers}
