@@ -53,13 +53,13 @@ def bars_of(figures: dict[str, Any]) -> list[Bar]:
     return [bar for part, maker in makers.items() if part in figures for bar in maker(figures[part])]
 
 
-async def main(parts: list[str]) -> None:
+async def main(parts: list[str], only: list[str]) -> None:
     console = Console(width=160)
     machine = await asyncio.to_thread(this_machine)
     scratch = Path(tempfile.mkdtemp(prefix="tandem-compare-"))
     work: dict[str, Callable[[], Awaitable[Any]]] = {
         "faults": lambda: measure_faults(machine.cores, scratch, console),
-        "load": lambda: load.measure(machine, scratch, console),
+        "load": lambda: load.measure(machine, scratch, console, only),
         "routers": lambda: routers.measure(machine.model, console),
         "control": lambda: control_plane.compare(control_plane.BEFORE, console),
         "scale": lambda: asyncio.to_thread(scale.measure, console),
@@ -71,14 +71,16 @@ async def main(parts: list[str]) -> None:
             await kept.measure(part, work[part]())
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    name = "compare" if len(parts) == len(PARTS) else f"compare-{'-'.join(parts)}"
+    name = "compare" if len(parts) == len(PARTS) and not only else f"compare-{'-'.join(parts)}"
     conclude(name, bars_of(kept.figures), kept.figures, console, kept.failed)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="bench.compare", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    chosen = parser.parse_args().parts or list(PARTS)
+    parser.add_argument("--only", action="append", default=[], help="systems of `load` whose names hold this")
+    arguments = parser.parse_args()
+    chosen = arguments.parts or list(PARTS)
     if unknown := set(chosen) - set(PARTS):
         parser.error(f"unknown: {', '.join(unknown)}")
-    uvloop.run(main(chosen))
+    uvloop.run(main(chosen, arguments.only))

@@ -27,7 +27,7 @@ from simulator.results import ResultCounter, Slo
 
 SIZES = tuple(int(size) for size in os.environ.get("TANDEM_SCALE", "16,128,1024").split(","))
 MIDDLE = 128
-RATE_PER_WORKER, REQUESTS_PER_WORKER, MOST_REQUESTS = 0.5, 30, 6000
+RATE_PER_WORKER, REQUESTS_PER_WORKER, MOST_REQUESTS = 0.5, 16, 4000
 LAGS_S, ROUTERS = (0.1, 1.0, 10.0), (2, 4)
 BYTES_PER_BLOCK = 104
 """Memory of a block in the index, by `make bench-router`."""
