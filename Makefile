@@ -16,7 +16,7 @@ FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-tiers bench-router bench-gpu bench-simulator bench-advice bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches compare dynamo protos check-protos install clean
+.PHONY: demo test agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm e2e ray gpu bench bench-engine bench-avx2 bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-tiers bench-router bench-gpu bench-simulator bench-advice bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches compare dynamo protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -127,6 +127,10 @@ bench: $(INSTALLED)
 
 bench-engine: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.engine
+
+# The torch engine beside vLLM on AVX2; a CPU with more is told to do without it.
+bench-avx2: $(INSTALLED) $(VLLM_VENV)/.installed
+	@$(BIN)/python -m bench.avx2
 
 bench-vllm: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.vllm
