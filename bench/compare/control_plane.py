@@ -1,6 +1,7 @@
 """CPU time of router and worker fronts for each request: this tree beside an earlier commit, in turns.
 
-`python -m bench.compare.control_plane [COMMIT]`. Each request has 100 prompt tokens, which are lent, and 16 output tokens.
+`python -m bench.compare.control_plane [COMMIT]`. Each request has 100 prompt tokens, which are lent, and 16 output
+tokens.
 """
 
 import asyncio
@@ -49,7 +50,8 @@ class Site:
 @contextlib.asynccontextmanager
 async def site(tree: Path) -> AsyncIterator[Site]:
     """Start the cluster of `tree`."""
-    command = ["env", f"PYTHONPATH={tree}", sys.executable, str(ROOT / "bench/compare/site.py")]
+    # Roles start as `python -m`, which looks into the working directory before PYTHONPATH.
+    command = ["env", f"--chdir={tree}", f"PYTHONPATH={tree}", sys.executable, str(ROOT / "bench/compare/site.py")]
     async with process(*command) as started:
         said = json.loads(await first_line(started))
         async with channel(said["address"]) as link:
