@@ -26,7 +26,15 @@ class Drain:
 
     @contextmanager
     def holding(self, end: Callable[[], object]) -> Iterator[None]:
-        """Register a call in flight for the duration of the block.
+        """Register a call in flight for the duration of the block; `end` as in `hold`."""
+        call = self.hold(end)
+        try:
+            yield
+        finally:
+            self.release(call)
+
+    def hold(self, end: Callable[[], object]) -> object:
+        """Register a call in flight and return its handle, until `release`.
 
         `end` makes it end soon and is called once at most.
         """
@@ -35,12 +43,13 @@ class Drain:
         self._idle.clear()
         if self.over:
             end()
-        try:
-            yield
-        finally:
-            del self._ends[call]
-            if not self._ends:
-                self._idle.set()
+        return call
+
+    def release(self, call: object) -> None:
+        """Remove the call of a handle: it is over."""
+        del self._ends[call]
+        if not self._ends:
+            self._idle.set()
 
     def begin(self) -> None:
         self.draining = True

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 
 from tokenizers import Tokenizer
 
@@ -55,9 +54,10 @@ class DecodeAttempt:
         self.failure: ServiceError | None = None
         self._engine.send(engine_request(engine_id, request))
         self._engine.listen(engine_id, self._on_message)
-        self._held = ExitStack()
-        stopped = Draining(f"worker {context.worker_id} was told to stop and hands the request over")
-        self._held.enter_context(context.requests.holding(lambda: self.fail(stopped)))
+        self._in_flight = context.requests
+        self._call = self._in_flight.hold(
+            lambda: self.fail(Draining(f"worker {context.worker_id} was told to stop and hands the request over"))
+        )
 
     @property
     def over(self) -> bool:
@@ -85,9 +85,10 @@ class DecodeAttempt:
         """
         if self._open:
             self._open = False
-            self._held.close()
+            self._in_flight.release(self._call)
             self._loan.cancel()
-            self._engine.send(Cancel(self._engine_id))
+            if self.failure is not None or not self._generation.finished:
+                self._engine.send(Cancel(self._engine_id))
             self._engine.forget(self._engine_id)
 
     def _on_message(self, message: EngineMessage) -> None:

@@ -45,14 +45,12 @@ class _Choice:
         """Return the next message, and whether more is pending."""
         if len(self.token_ids) > MAX_TOKENS_AT_ONCE:
             return self._take_some(MAX_TOKENS_AT_ONCE), True
-        message = pb.GenerateResponse(
-            token_ids=self.token_ids,
-            text="".join(self.pieces),
-            logprobs=self.logprobs,
-            finish=self.finish,
-            index=self.index,
-            embedding=self.embedding,
-        )
+        message = pb.GenerateResponse(token_ids=self.token_ids, text="".join(self.pieces), index=self.index)
+        if self.logprobs:  # most messages have only tokens and text
+            message.logprobs.extend(self.logprobs)
+        if self.finish is not None:
+            message.finish.CopyFrom(self.finish)
+            message.embedding.extend(self.embedding)
         self.token_ids, self.logprobs, self.pieces, self.finish = [], [], [], None
         return message, False
 

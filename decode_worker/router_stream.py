@@ -128,11 +128,11 @@ class RouterStream:
         self._waker.wake()
 
     def _frame(self) -> pb.DecodeFrame:
-        parts: list[pb.Part] = []
+        frame = pb.DecodeFrame()
         num_bytes = 0
         while self._changed and num_bytes < MAX_FRAME_BYTES:
             served = self._changed.pop(next(iter(self._changed)))
-            part = pb.Part(number=served.number)
+            part = frame.parts.add(number=served.number)
             failure = served.refusal
             if served.attempt is not None:
                 if _take_some(served.attempt, part):
@@ -145,10 +145,10 @@ class RouterStream:
                 del self._served[served.number]
                 served.close()
             elif not part.messages:
+                frame.parts.pop()
                 continue
             num_bytes += part.ByteSize()
-            parts.append(part)
-        return pb.DecodeFrame(parts=parts)
+        return frame
 
 
 def _take_some(attempt: DecodeAttempt, part: pb.Part) -> bool:

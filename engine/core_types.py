@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.block_keys import BlockKey
 
@@ -47,8 +47,7 @@ class BeamParams:
     early_stopping: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(NamedTuple):
     """Sampling parameters, resolved and in range; `protos/inference.proto` documents the fields."""
 
     max_tokens: int
@@ -80,8 +79,7 @@ class SamplingParams:
         return self.n if self.beam is None else self.beam.width
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Log probabilities of the model itself, before temperature, top-k and top-p."""
 
     logprob: float

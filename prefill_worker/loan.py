@@ -5,7 +5,6 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 
 from cluster.errors import Incompatible, InvalidRequest, Overloaded, ServiceError, Unavailable
 from engine import messages
@@ -44,8 +43,7 @@ class Loan:
         self._source = Borrowing(context.lenders, loan_id, want.source, functools.partial(_chain, want))
         context.engine.send(lend)
         context.engine.listen(loan_id, self._on_message)
-        self._held = ExitStack()
-        self._held.enter_context(context.loans.holding(lambda: self._fail(Overloaded("this worker was told to stop"))))
+        self._call = context.loans.hold(lambda: self._fail(Overloaded("this worker was told to stop")))
 
     def take(self) -> pb.LoanResponse | None:
         """Return the next pending response without its loan number, or None."""
@@ -61,7 +59,7 @@ class Loan:
         """
         if self._open:
             self._open = False
-            self._held.close()
+            self._context.loans.release(self._call)
             self._source.cancel()
             self._context.engine.send(LendClosed(self._loan_id))
             self._context.engine.forget(self._loan_id)

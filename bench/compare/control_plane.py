@@ -49,7 +49,8 @@ class Site:
 @contextlib.asynccontextmanager
 async def site(tree: Path) -> AsyncIterator[Site]:
     """Start the cluster of `tree`."""
-    command = ["env", f"PYTHONPATH={tree}", sys.executable, str(ROOT / "bench/compare/site.py")]
+    # Roles start as `python -m`, which looks into the working directory before PYTHONPATH.
+    command = ["env", f"--chdir={tree}", f"PYTHONPATH={tree}", sys.executable, str(ROOT / "bench/compare/site.py")]
     async with process(*command) as started:
         said = json.loads(await first_line(started))
         async with channel(said["address"]) as link:

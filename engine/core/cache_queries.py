@@ -6,7 +6,6 @@ left.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import islice
 
 from engine.block_keys import BlockKey, block_keys, root_key
@@ -70,7 +69,7 @@ class CacheQueries:
 
     def removed(self, done: StoreRemoved) -> None:
         """Send the answer that waited for the shared store."""
-        self._emit(replace(done.inspected, removed_objects=done.num_objects, store_failure=done.failure))
+        self._emit(done.inspected._replace(removed_objects=done.num_objects, store_failure=done.failure))
 
     def _keys_of(self, drop: CacheDrop, token_ids: Sequence[int]) -> list[BlockKey]:
         """Return the keys of the full blocks of a prompt."""

@@ -17,15 +17,13 @@ them. `free + cached >= reserved` always holds.
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 from engine.block_keys import BlockKey
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """Event: `keys` became cached.
 
     The first follows `parent`; each is the parent of the next.
@@ -37,8 +35,7 @@ class Stored:
     """Whether the store that workers share has them, instead of this worker."""
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(NamedTuple):
     """Event: `keys` are no longer cached."""
 
     keys: tuple[BlockKey, ...]

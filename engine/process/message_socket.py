@@ -8,7 +8,8 @@ import struct
 from typing import Any
 
 _HEADER = struct.Struct("<I")
-_CHUNK = 1 << 20
+_CHUNK = 64 << 10
+"""Bytes read at once."""
 
 
 class MessageSocket:
@@ -57,7 +58,9 @@ class MessageSocket:
         try:
             while chunk := self._socket.recv(_CHUNK):
                 self._incoming += chunk
-            gone = True
+                if len(chunk) < _CHUNK:
+                    break  # nothing more is there, most likely; what is wakes the reader again
+            gone = not chunk
         except BlockingIOError:
             pass
         except ConnectionError:

@@ -18,7 +18,6 @@ others are. It may be preempted meanwhile; its candidates stay valid.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from engine.block_keys import BlockKey
 from engine.core_types import Sequence
@@ -45,7 +44,7 @@ def chains_of(
     """
     sampling = message.sampling
     if search is not None:
-        sampling = replace(sampling, logprobs=search.num_candidates)
+        sampling = sampling._replace(logprobs=search.num_candidates)
     chains: list[Sequence] = []
     for choice in range(sampling.num_chains):
         if choice in message.finished and search is None:
@@ -79,7 +78,7 @@ def without_tail(message: Generate, layout: KvLayout) -> Generate:
     """Return a request without output with the full blocks of its prompt only, and any other as it is."""
     if message.sampling.max_tokens:
         return message
-    return replace(message, prompt=message.prompt[: len(message.prompt) // layout.block_tokens * layout.block_tokens])
+    return message._replace(prompt=message.prompt[: len(message.prompt) // layout.block_tokens * layout.block_tokens])
 
 
 def is_complete(chain: Sequence) -> bool:

@@ -13,6 +13,8 @@ from router.placement.worker_records import Worker
 
 FADES_S = 0.1
 """Seconds without a report after which a refusal is forgotten."""
+_NONE = np.iinfo(np.int64).max
+"""Refused blocks of a worker that refused nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class CapacityBackoff:
     def column(self, fleet: Fleet, now: float) -> Ints:
         """Return, for each worker of the snapshot, the number of blocks it refused, or more than any pool: [W]."""
         workers = fleet.snapshot
-        column = np.full(len(workers.ids), np.iinfo(np.int64).max)
+        column = np.full(len(workers.ids), _NONE)
         for worker, rebuff in list(self._of.items()):
             there = fleet.worker(worker.worker_id) is worker and worker.worker_id in workers.row_of
             if not there or worker.num_reports != rebuff.num_reports or now >= rebuff.until:

@@ -1,6 +1,5 @@
 """Several choices and beams with a real model, in one process."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,12 @@ def ask(
 def test_each_choice_is_a_request_of_its_own_with_that_key(tiny_model: Path) -> None:
     """Drawn one after the other, each beside finished ones, and at once from one prompt: the same."""
     engine = engine_of(tiny_model)
-    together = ask(engine, replace(SAMPLING, n=4))
+    together = ask(engine, SAMPLING._replace(n=4))
     assert ids(together[0]) == ids(ask(engine, SAMPLING)[0])
     assert len({tuple(ids(tokens)) for tokens in together.values()}) == 4
     for choice in range(1, 4):
         others = frozenset(range(4)) - {choice}
-        alone = ask(engine_of(tiny_model), replace(SAMPLING, n=4), finished=others)
+        alone = ask(engine_of(tiny_model), SAMPLING._replace(n=4), finished=others)
         assert list(alone) == [choice]
         assert ids(alone[choice]) == ids(together[choice])
         for one, other in zip(alone[choice], together[choice], strict=True):
@@ -49,24 +48,24 @@ def test_each_choice_is_a_request_of_its_own_with_that_key(tiny_model: Path) -> 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 33])
 def test_a_tiny_pool_changes_nothing(tiny_model: Path, length: int) -> None:
-    sampling = replace(SAMPLING, n=3, max_tokens=30)
+    sampling = SAMPLING._replace(n=3, max_tokens=30)
     expected = ask(engine_of(tiny_model), sampling, PROMPT[:length])
     shared = (length - 1) // 16
     fewest = shared + 3 * (-(-(length + 30) // 16) - shared)
     engine = engine_of(tiny_model, num_blocks=fewest + 1)
-    engine.send(request("other", PROMPT[1:18], replace(SAMPLING, max_tokens=60), priority=1))
+    engine.send(request("other", PROMPT[1:18], SAMPLING._replace(max_tokens=60), priority=1))
     got = ask(engine, sampling, PROMPT[:length])
     assert engine.num_preemptions > 0
     assert [ids(got[choice]) for choice in range(3)] == [ids(expected[choice]) for choice in range(3)]
 
 
 def test_what_was_emitted_is_gone_on_with(tiny_model: Path) -> None:
-    whole = ask(engine_of(tiny_model), replace(SAMPLING, n=3))
+    whole = ask(engine_of(tiny_model), SAMPLING._replace(n=3))
     cuts = (3, 0, 11)
     emitted = [tuple(ids(whole[choice])[:cut]) for choice, cut in enumerate(cuts)]
     engine = engine_of(tiny_model)
     ask(engine, SAMPLING)  # what choice 0 emitted is cached beyond what the choices share
-    rest = ask(engine, replace(SAMPLING, n=3), emitted=emitted[0], emitted_others=tuple(emitted[1:]))
+    rest = ask(engine, SAMPLING._replace(n=3), emitted=emitted[0], emitted_others=tuple(emitted[1:]))
     for choice, cut in enumerate(cuts):
         assert ids(rest[choice]) == ids(whole[choice])[cut:]
 
@@ -128,7 +127,7 @@ def test_beams_in_a_tiny_pool(tiny_model: Path) -> None:
     sampling = SamplingParams(max_tokens=40, temperature=0, n=2, beam=BeamParams(4))
     expected = ask(engine_of(tiny_model), sampling)
     engine = engine_of(tiny_model, num_blocks=2 + 4 * 3)
-    engine.send(request("other", PROMPT[1:18], replace(SAMPLING, max_tokens=180), priority=1))
+    engine.send(request("other", PROMPT[1:18], SAMPLING._replace(max_tokens=180), priority=1))
     for _ in range(90):
         engine.step()
     got = ask(engine, sampling)

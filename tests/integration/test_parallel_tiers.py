@@ -7,7 +7,6 @@ import mmap
 import os
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def engine(name: str, model: Path, ranks: int = 2, **settings: Any) -> RealEngin
 
 async def ask(of: RealEngine, request: Generate, reads_store: bool = False) -> tuple[dict[int, list[int]], KvAccount]:
     of.tokens.pop(request.request_id, None)
-    of.send(replace(request, reads_store=reads_store))
+    of.send(request._replace(reads_store=reads_store))
     await of.until(lambda: of.over(request))
     tokens: list[Token] = of.tokens[request.request_id]
     return chosen(tokens), account_of(tokens)

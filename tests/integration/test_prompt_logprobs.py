@@ -1,6 +1,5 @@
 """Log probabilities of prompt tokens, against transformers, in whatever chunks the prompt is computed."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def test_they_are_those_of_transformers(make_model: Any, family: str) -> None:
         top = row.topk(TOP)
         expected.append(TokenLogprobs(float(row[token_id]), tuple(top.indices.tolist()), tuple(top.values.tolist())))
     engine = engine_of(path, chunk=16)
-    said = engine.ask(scored("a"), scored("plain", replace(SAMPLING, prompt_logprobs=None)))
+    said = engine.ask(scored("a"), scored("plain", SAMPLING._replace(prompt_logprobs=None)))
     assert_close(scores(engine, "a"), expected)
     assert scores(engine, "plain") == []
     assert ids(said["a", 0]) == ids(said["plain", 0])
@@ -100,11 +99,11 @@ def test_a_preempted_or_moved_request_gives_each_once(tiny_model: Path) -> None:
     crowded.send(request("old", (1, 2, 3), other))
     for _ in range(20):
         crowded.step()
-    crowded.ask(scored("a", replace(SAMPLING, max_tokens=40)))
+    crowded.ask(scored("a", SAMPLING._replace(max_tokens=40)))
     assert crowded.num_preemptions > 0
     assert_close(scores(crowded, "a"), expected)
     moved = engine_of(tiny_model, chunk=16)
-    moved.ask(scored("warm", replace(SAMPLING, prompt_logprobs=None)))
+    moved.ask(scored("warm", SAMPLING._replace(prompt_logprobs=None)))
     said_moved = moved.ask(scored("a", num_scored=40))
     assert_close(scores(moved, "a"), expected[40:])
     assert ids(said_moved["a", 0]) == ids(said["a", 0])

@@ -1,6 +1,5 @@
 """With a real model: guesses change when tokens come, and not which. float32, so that nothing else changes them."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +146,7 @@ def test_what_the_draft_model_has_read_it_need_not_read_again(tiny_model: Path) 
     runner = runner_of(tiny_model, draft=tiny_model)
     engine = TorchEngine(runner, StepBudget(96, 64), Speculator(DraftModelProposer(runner), 4, FreeRows()))
     (prompt,) = random_prompts(400, seed=5)
-    sampling = replace(SAMPLING["greedy"], max_tokens=12)
+    sampling = SAMPLING["greedy"]._replace(max_tokens=12)
     drafted: list[list[int]] = []
     for _ in range(2):
         tokens = engine.ask(request("r", prompt, sampling))["r", 0]

@@ -259,17 +259,17 @@ def test_it_is_sampling_with_the_forbidden_tokens_impossible(model: Path, option
         torch.randn(64, VOCAB, generator=torch.Generator().manual_seed(1)),
     )
     rows = [
-        replace(row, sampling=replace(_params(row), **options, logprobs=3), token_ids=row.token_ids[: len(PROMPT) + n])
+        replace(row, sampling=_params(row)._replace(**options, logprobs=3), token_ids=row.token_ids[: len(PROMPT) + n])
         for n, row in enumerate(_written(model, 8))
         for _ in range(8)
     ]
     for seed, row in enumerate(rows):
-        row.sampling = replace(_params(row), seed=seed)
+        row.sampling = _params(row)._replace(seed=seed)
     masks = grammars.masks(rows)
     assert masks is not None
     allowed = torch.from_numpy(masks.bits)[:, :, None] >> torch.arange(32) & 1
     masked = logits.masked_fill(allowed.flatten(1)[:, :VOCAB] == 0, -torch.inf)
-    plain = [replace(row, sampling=replace(_params(row), structured=None)) for row in rows]
+    plain = [replace(row, sampling=_params(row)._replace(structured=None)) for row in rows]
     got = sample(logits, rows, frozenset(EOS), grammars)
     assert [token.token_id for token in got] == [token.token_id for token in sample(masked, plain, frozenset(EOS))]
     for row, token in enumerate(got):  # but log probabilities are the model's own

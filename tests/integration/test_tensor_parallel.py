@@ -113,7 +113,7 @@ async def test_ranks_of_unlike_numbers_lend_to_each_other(make_model) -> None:  
             assert (account.moved_blocks, account.mismatched_blocks) == (12, 0)
             assert account.moved_bytes == 12 * named[borrower].ready.block_bytes
             assert [lane.partition("/")[0] for lane in account.lanes] == [over[borrower]]
-            alone = replace(request, request_id="alone", cache_salt="alone")
+            alone = request._replace(request_id="alone", cache_salt="alone")
             expected = await named["one"].answer(alone)
             assert chosen(moved) == chosen(expected)
             del named["one"].tokens["alone"]
@@ -150,7 +150,7 @@ async def test_four_ranks(tmp_path: Path) -> None:
                 moved = await of[borrower].answer(request, of[lender])
                 account = account_of(moved)
                 assert (account.moved_blocks, account.mismatched_blocks, account.loan_failure) == (12, 0, "")
-                alone = replace(request, request_id=f"alone {number}", cache_salt="alone")
+                alone = request._replace(request_id=f"alone {number}", cache_salt="alone")
                 for size in (1, 4):
                     assert chosen(await of[size].answer(alone)) == chosen(moved)
             for engine in of.values():
@@ -165,7 +165,7 @@ async def _a_rank_is_stopped(lender: RealEngine, borrower: RealEngine, held: lis
     request = greedy("stuck", held)
     stuck = await borrower.answer(request, lender)
     assert account_of(stuck).loan_failure == "no read has ended for 2 s"
-    alone = await borrower.answer(replace(request, request_id="not stuck", cache_salt="alone"))
+    alone = await borrower.answer(request._replace(request_id="not stuck", cache_salt="alone"))
     assert chosen(stuck) == chosen(alone)
     lender.said.clear()
     await asyncio.sleep(0.6)

@@ -5,7 +5,6 @@ A test module subclasses `EngineContract` and offers a `pair` of its engines, th
 
 import asyncio
 import random
-from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -136,7 +135,7 @@ class EngineContract:
             LoanFailed(request.request_id, "no capacity")
         )
         try:
-            pair.borrower.send(replace(request, borrow=True))
+            pair.borrower.send(request._replace(borrow=True))
             await pair.borrower.until(lambda: pair.borrower.over(request))
         finally:
             pair.lender.send = original  # type: ignore[method-assign]
@@ -150,7 +149,7 @@ class EngineContract:
         requests = [named(prompt_of(300 + i, 7 + after_ms), 40) for i in range(3)]
         for request in requests:
             pair.borrower.lent[request.request_id] = pair.lender, request
-            pair.borrower.send(replace(request, borrow=True))
+            pair.borrower.send(request._replace(borrow=True))
         await asyncio.sleep(after_ms / 1e3)
         for request in requests:
             pair.borrower.send(Cancel(request.request_id))
@@ -160,7 +159,7 @@ class EngineContract:
         for after_ms in (0, 5, 30):
             request = named(prompt_of(350, 20 + after_ms))
             pair.borrower.lent[request.request_id] = pair.lender, request
-            pair.borrower.send(replace(request, borrow=True))
+            pair.borrower.send(request._replace(borrow=True))
             await asyncio.sleep(after_ms / 1e3)
             pair.lender.send(LendClosed(request.request_id))
             pair.borrower.send(LoanFailed(request.request_id, "the lender is gone"))
@@ -185,7 +184,7 @@ class EngineContract:
             request = named(prompt, 0)
             if lender is not None:
                 engine.lent[request.request_id] = lender, request
-            engine.send(replace(request, borrow=lender is not None))
+            engine.send(request._replace(borrow=lender is not None))
             await engine.until(lambda: any(m.request_id == request.request_id for m in ends(engine)))
             assert request.request_id not in engine.tokens
             return next(m.account for m in ends(engine) if m.request_id == request.request_id)

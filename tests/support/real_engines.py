@@ -5,7 +5,6 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +132,7 @@ class RealEngine(EngineListener):
         """All that comes of it."""
         if lender is not None:
             self.lent[request.request_id] = lender, request
-        self.send(replace(request, borrow=lender is not None))
+        self.send(request._replace(borrow=lender is not None))
         await self.until(lambda: self.over(request) or self._said(Rejected))
         assert not self._said(Rejected), self.said
         return self.tokens[request.request_id]

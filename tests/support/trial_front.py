@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
 
 from engine.block_keys import block_keys, root_key
 from engine.core_types import FinishReason
@@ -236,7 +235,7 @@ class Front:
             return
         has_source = message.may_compute and self.rng.random() < 0.7
         lend = Lend(stream.loan_id, tokens, message.first_block, "", message.may_compute, priority, borrow=has_source)
-        stream.to_lender.append(replace(lend, fast_path=message.fast_path))
+        stream.to_lender.append(lend._replace(fast_path=message.fast_path))
 
     def to_borrower(self, stream: Stream, message: ToEngine) -> None:
         """To a borrower that has closed already it arrives all the same, or not."""

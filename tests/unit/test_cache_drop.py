@@ -1,6 +1,5 @@
 """Dropping of cached blocks: pins stay, tiers and the shared store are asked, and a long drop is cut into parts."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,5 +136,5 @@ def test_a_place_that_keeps_its_objects_is_refused_before_anything_is_dropped() 
     drop = CacheDrop(PROMPT, store=True)
     found = engine.ask(InspectCache(1, drop=drop))
     assert (found.refused, found.dropped_in_pool) == ("bucket b: objects expire", 0)
-    assert engine.ask(InspectCache(2, drop=replace(drop, store=False))).dropped_in_pool == 4
+    assert engine.ask(InspectCache(2, drop=drop._replace(store=False))).dropped_in_pool == 4
     assert "lifecycle rule" in BucketObjects.refusal_of("b")

@@ -1,7 +1,5 @@
 """Two engine cores with a fast path: the gain for a loan, and that the lease alone decides."""
 
-from dataclasses import replace
-
 import pytest
 
 from engine.core_types import StepBudget
@@ -89,9 +87,9 @@ def test_a_lease_that_says_something_else_ends_the_loan(kind: type) -> None:
         if isinstance(message, kind):
             match message:
                 case LoanStarted():
-                    message = replace(message, cached_end_block=1)
+                    message = message._replace(cached_end_block=1)
                 case LoanBlocks():
-                    message = replace(message, fingerprints=bytes(len(message.fingerprints)))
+                    message = message._replace(fingerprints=bytes(len(message.fingerprints)))
         changed.append(message)
     pair.borrower.send(*changed)
     pair.run()

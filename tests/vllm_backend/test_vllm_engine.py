@@ -3,7 +3,6 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -52,7 +51,7 @@ async def test_a_stream_continues_on_another_engine_with_the_same_tokens(pair: P
     expected = await pair.lender.answer(whole)
     assert len(ids(expected)) == 20
     for cut in (1, 9):
-        rest = replace(whole, request_id=f"c{next(numbers)}", emitted=tuple(ids(expected)[:cut]))
+        rest = whole._replace(request_id=f"c{next(numbers)}", emitted=tuple(ids(expected)[:cut]))
         got = await pair.borrower.answer(rest)
         assert ids(got) == ids(expected)[cut:]
     if name == "bias":
@@ -69,7 +68,7 @@ async def test_log_probabilities_of_the_prompt_come_once(pair: Pair) -> None:
     scored = pair.lender.scored(request.request_id)
     assert len(scored) == len(prompt) - 1
     assert all(each.logprob <= 0 and len(each.top_token_ids) == 2 for each in scored)
-    rest = replace(named(prompt, 2, prompt_logprobs=2), num_scored=20)
+    rest = named(prompt, 2, prompt_logprobs=2)._replace(num_scored=20)
     await pair.borrower.answer(rest)
     told = pair.borrower.scored(rest.request_id)
     assert [each.logprob for each in told] == pytest.approx([each.logprob for each in scored[20:]], abs=1e-4)
@@ -109,7 +108,7 @@ async def test_a_lender_killed_in_the_middle_of_a_loan(pair: Pair) -> None:
         prompt = prompt_of(500, 50)
         request = named(prompt, 8)
         borrower.lent[request.request_id] = lender, request
-        borrower.send(replace(request, borrow=True))
+        borrower.send(request._replace(borrow=True))
         await lender.until(lambda: request.request_id in lender.borrowers, 20)
         await asyncio.sleep(0.05)
         kill(lender.pid)

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,7 +59,7 @@ async def test_two_adapters_and_their_base_model_at_once(tmp_path: Path) -> None
 
         async def answers(prefix: str, engine: RealEngine, *others: RealEngine) -> dict[str, list[int]]:
             requests = {
-                name: replace(greedy(f"{prefix}-{name}", prompt, ignore_eos=True), adapter=fingerprint)
+                name: greedy(f"{prefix}-{name}", prompt, ignore_eos=True)._replace(adapter=fingerprint)
                 for name, fingerprint in fingerprints.items()
             }
             streams = await asyncio.gather(*(engine.answer(request, *others) for request in requests.values()))
@@ -74,7 +73,7 @@ async def test_two_adapters_and_their_base_model_at_once(tmp_path: Path) -> None
         alone = await answers("alone", lender)
         assert borrowed == alone
         assert len({tuple(tokens) for tokens in alone.values()}) == 3
-        unknown = replace(greedy("unknown", prompt), adapter=bytes(16))
+        unknown = greedy("unknown", prompt)._replace(adapter=bytes(16))
         with pytest.raises(Exception, match="no adapter 0000"):
             await borrower.answer(unknown)
         for engine in (lender, borrower):

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-from dataclasses import replace
 from pathlib import Path
 
 from engine.core_types import SamplingParams
@@ -51,7 +50,7 @@ async def test_two_ranks_answer_as_one_does_and_lend_both_ways(tmp_path: Path) -
             account = moved[0].account
             assert account is not None
             assert (account.moved_blocks, account.mismatched_blocks, account.loan_failure) == (10, 0, "")
-            expected = await lender.answer(replace(request, request_id=f"alone {number}"))
+            expected = await lender.answer(request._replace(request_id=f"alone {number}"))
             assert ids(moved) == ids(expected)
         for engine in (one, two):
             assert (await engine.audited()).reserved_blocks == 0
@@ -78,10 +77,10 @@ async def test_ranks_write_to_the_shared_store_and_read_from_it(tmp_path: Path) 
     async with engines(one, two):
         for number, (writer, reader) in enumerate([(two, one), (one, two)]):
             prompt = prompt_of(10 * BLOCK + 5 + number)
-            request = replace(greedy(f"written {number}", prompt, 16, ignore_eos=True), reads_store=True)
+            request = greedy(f"written {number}", prompt, 16, ignore_eos=True)._replace(reads_store=True)
             written = await writer.answer(request)
             await _stored(tmp_path / "store", 10 * (number + 1))
-            read = await reader.answer(replace(request, request_id=f"read {number}"))
+            read = await reader.answer(request._replace(request_id=f"read {number}"))
             assert ids(read) == ids(written)
             account = read[0].account
             assert account is not None

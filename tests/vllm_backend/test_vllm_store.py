@@ -4,7 +4,6 @@ import asyncio
 import os
 import random
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
 
 def counting_on_store(prompt: list[int], max_tokens: int = 12, **options: object) -> Generate:
     """A request whose placement counts on the store, so that it is looked up however little earlier lookups found."""
-    return replace(named(prompt, max_tokens, **options), reads_store=True)
+    return named(prompt, max_tokens, **options)._replace(reads_store=True)
 
 
 class Site:
