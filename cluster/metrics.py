@@ -97,7 +97,7 @@ class LoopHistogram(Collector):
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         family = HistogramMetricFamily(self._name, self._about, labels=self._labels)
-        bounds = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]
+        bounds = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
         for values, series in self._series.items():
             family.add_metric(values, list(zip(bounds, accumulate(series.counts), strict=True)), series.total)
             created = dict(zip(self._labels, values, strict=True))
