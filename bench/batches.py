@@ -12,7 +12,6 @@ import contextlib
 import json
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from bench.models import SIM_VOCAB, sim_model
 from bench.report import Bar, conclude, of_rounds
-from bench.router.site import Site, sim_site
+from bench.router.site import Site, free_port, sim_site
 from router.config import RouterConfig
 from tandem.local.local_cluster import RoleProcess, start_role, stop_process
 
@@ -68,8 +67,8 @@ class Restarts:
     def __init__(self, folder: Path) -> None:
         self.settings = {
             "model": sim_model(folder / "sim"),
-            "port": _free_port(),
-            "http_port": _free_port(),
+            "port": free_port(),
+            "http_port": free_port(),
             "batches_folder": folder / "batches",
         }
         self.router: RoleProcess | None = None
@@ -93,13 +92,6 @@ class Restarts:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.settings['http_port']}/v1"
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 async def begin(client: openai.AsyncOpenAI, num_lines: int, max_tokens: int) -> Batch:

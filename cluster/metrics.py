@@ -4,15 +4,7 @@ Names end in their units. A metric with the meaning of a vLLM metric has its nam
 docs/metrics.md lists all.
 """
 
-import time
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
-
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_asgi_app
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from cluster.errors import StartError
 from cluster.http_server import HttpServer
@@ -54,55 +46,6 @@ def new_registry() -> CollectorRegistry:
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
     return registry
-
-
-class Series:
-    """Values of a histogram with the same labels."""
-
-    __slots__ = ("_bounds", "counts", "created_at", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        """Values up to each bound and above the one before it; the last count has no bound."""
-        self.total = 0.0
-        self.created_at = time.time()
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.total += value
-
-
-class LoopHistogram(Collector):
-    """Histogram observed and collected on one event loop.
-
-    Observing costs a tenth of prometheus_client's own, which locks and looks through all bounds.
-    """
-
-    def __init__(
-        self, name: str, about: str, labels: Sequence[str], bounds: Sequence[float], registry: CollectorRegistry
-    ) -> None:
-        self._name, self._about, self._labels, self._bounds = name, about, labels, bounds
-        self._series: dict[tuple[str, ...], Series] = {}
-        registry.register(self)
-
-    def labels(self, *values: str) -> Series:
-        """Return the series with these labels, created with its first use."""
-        if (series := self._series.get(values)) is None:
-            series = self._series[values] = Series(self._bounds)
-        return series
-
-    def describe(self) -> Iterable[HistogramMetricFamily]:
-        return [HistogramMetricFamily(self._name, self._about, labels=self._labels)]
-
-    def collect(self) -> Iterable[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._name, self._about, labels=self._labels)
-        bounds = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
-        for values, series in self._series.items():
-            family.add_metric(values, list(zip(bounds, accumulate(series.counts), strict=True)), series.total)
-            created = dict(zip(self._labels, values, strict=True))
-            family.add_sample(f"{self._name}_created", created, series.created_at)
-        yield family
 
 
 class MetricsServer:

@@ -15,9 +15,10 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.engine import VLLM, Generate, Tandem, alone, batch, long_prompt, quiet, request
+from bench.engine import VLLM, Generate, Tandem, alone, batch, long_prompt, request
 from bench.models import qwen2_half_b
 from bench.report import OUT, Bar, conclude
+from bench.vllm.compared import in_turns
 from bench.vllm_server import VllmServer
 
 COMPILER = """#!/bin/sh
@@ -59,11 +60,7 @@ async def compare(model: Path, cores: Sequence[int], scratch: Path, console: Con
         await request(vllm.generate, 64, 8, 1)
         await request(tandem.generate, 64, 8, 1)
         for name, (rounds, workload) in WORKLOADS.items():
-            sides: dict[str, list[float]] = {"vllm": [], "tandem": []}
-            for number in range(rounds):
-                sides["vllm"].append(await workload(vllm.generate, 1000 * number))
-                with quiet(vllm):
-                    sides["tandem"].append(await workload(tandem.generate, 1000 * number))
+            sides = await in_turns(tandem.generate, vllm.generate, vllm, workload, rounds)
             figures[name] = {side: statistics.median(values) for side, values in sides.items()} | {"all": sides}
             console.print(f"{name}: vllm {figures[name]['vllm']:.1f}, tandem {figures[name]['tandem']:.1f}")
     return figures

@@ -72,9 +72,10 @@ async def load_cells(base: str, folder: Path) -> list[dict[str, Any]]:
     return [await _cell(run, folder) for run in runs(base, folder)]
 
 
-async def _cell(run: Run, folder: Path) -> dict[str, Any]:
+async def run_tool(command: Sequence[str], folder: Path) -> tuple[int, str]:
+    """Run a tool in a folder, which is its home too; return its exit code and what it printed."""
     process = await asyncio.create_subprocess_exec(
-        *run.command,
+        *command,
         cwd=folder,
         env=os.environ | {"HOME": str(folder)},
         stdout=asyncio.subprocess.PIPE,
@@ -86,10 +87,14 @@ async def _cell(run: Run, folder: Path) -> dict[str, Any]:
             output = (await process.communicate())[0].decode(errors="replace")
     except TimeoutError:
         os.killpg(process.pid, signal.SIGKILL)  # tools start processes of their own
-        await process.wait()
         output = f"took longer than {TIMEOUT_S:g} s"
+    return await process.wait(), output
+
+
+async def _cell(run: Run, folder: Path) -> dict[str, Any]:
+    code, output = await run_tool(run.command, folder)
     failure = output[-500:]
-    if process.returncode == 0 and run.results.exists():
+    if code == 0 and run.results.exists():
         answered = run.answered(json.loads(run.results.read_text()))
         failure = "" if answered == NUM_REQUESTS else f"{answered} of {NUM_REQUESTS} requests answered"
     return {"client": run.tool, "feature": run.api, "expected": "", "failure": failure}

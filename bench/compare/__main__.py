@@ -16,7 +16,7 @@ from bench.compare import control_plane, load, predicted, routers, scale
 from bench.compare.systems import MODEL_NAME, Machine
 from bench.models import small_llama
 from bench.report import OUT, Bar, Parts, conclude
-from bench.vllm.faults import measure_faults
+from bench.vllm.faults import fault_bars, measure_faults
 
 PARTS = ("faults", "load", "routers", "control", "scale", "predicted")
 
@@ -26,19 +26,6 @@ def this_machine() -> Machine:
     dtype = "bfloat16" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else "float32"
     model = small_llama((OUT / f"small-llama-{dtype}" / MODEL_NAME).absolute(), dtype)
     return Machine(model, dtype, sorted(os.sched_getaffinity(0)))
-
-
-def fault_bars(figures: dict[str, Any]) -> list[Bar]:
-    """Return the bars of Tandem's faults; the other system's are figures."""
-    found = figures["tandem"]
-    bars = [
-        Bar(f"faults, Tandem: streams that were {what}", sum(each[what] for each in found.values()), 0)
-        for what in ("lost", "wrong", "late")
-    ]
-    silent = found["prefill stands still"]["free_s_max"]
-    dead = max(each["free_s_max"] for name, each in found.items() if name != "prefill stands still")
-    bars.append(Bar("faults, Tandem: memory free after a death, s at most", dead, 1.0))
-    return [*bars, Bar("faults, Tandem: memory free beside a silent peer, s at most", silent, 10.0)]
 
 
 def bars_of(figures: dict[str, Any]) -> list[Bar]:

@@ -6,7 +6,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import random
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from rich.progress import track
 from bench.chain import NUM_TOKENS
 from bench.models import SIM_VOCAB
 from bench.report import Bar, conclude
-from bench.router.site import first_line, process
+from bench.router.site import cpu_seconds, first_line, process
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
 
@@ -72,15 +71,6 @@ def tree_of(commit: str) -> Any:
             subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
 
 
-def cpu_ms(pids: list[int]) -> float:
-    """Return the CPU time of processes so far, all threads included, in milliseconds."""
-    ticks = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return 1e3 * ticks / os.sysconf("SC_CLK_TCK")
-
-
 async def one_round(where: Site, seed: int) -> dict[str, float]:
     """Return milliseconds of CPU by kind of process for each request, at RATE requests/s arriving at random."""
     seeds = random.Random(seed)
@@ -97,14 +87,14 @@ async def one_round(where: Site, seed: int) -> dict[str, float]:
             count += 1
         return count
 
-    before = {kind: cpu_ms(where.pids[kind]) for kind in KINDS}
+    before = {kind: cpu_seconds(*where.pids[kind]) for kind in KINDS}
     loop = asyncio.get_running_loop()
     start, running = loop.time(), []
     for moment, request in zip(moments, requests, strict=True):
         await asyncio.sleep(start + moment - loop.time())
         running.append(asyncio.ensure_future(ask(request)))
     counts = await asyncio.gather(*running)
-    used = {kind: (cpu_ms(where.pids[kind]) - before[kind]) / len(moments) for kind in KINDS}
+    used = {kind: 1e3 * (cpu_seconds(*where.pids[kind]) - before[kind]) / len(moments) for kind in KINDS}
     return used | {"messages": sum(counts) / len(counts)}
 
 

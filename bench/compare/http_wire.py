@@ -18,6 +18,8 @@ from bench.compare.systems import MODEL_NAME
 
 ANSWER_S = 120.0
 """Seconds that the client waits for the end of an answer."""
+TAIL_BYTES = 64
+"""Bytes in which the end of an answer is looked for."""
 END = b"data: [DONE]\n\n"
 
 
@@ -132,13 +134,11 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
             self._finish()
             return
-        self._tail = self._tail[-32:]
-        seen = self._tail + data
         answer.num_tokens += data.count(b'"text"')
         if answer.num_tokens and not answer.ttft_s:
             answer.ttft_s = now - self._started_at
-        self._tail = seen
-        if b"[DONE]" in seen and seen.endswith(b"0\r\n\r\n"):
+        self._tail = (self._tail + data)[-TAIL_BYTES:]
+        if b"[DONE]" in self._tail and self._tail.endswith(b"0\r\n\r\n"):
             self._end(now)
 
     def connection_lost(self, error: Exception | None) -> None:

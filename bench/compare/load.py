@@ -1,9 +1,6 @@
 """Load from aiperf: three profiles at three rates against every system, and the CPU that is not the engine's."""
 
-import asyncio
 import json
-import os
-import signal
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,16 +9,15 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.compare.systems import MODEL_NAME, ROOT, CannotRun, Machine, System, systems
+from bench.clients.load_tools import LOAD_BIN, run_tool
+from bench.compare.systems import MODEL_NAME, CannotRun, Machine, System, systems
 from bench.compare.workload import PROFILES, write_rows
 from bench.report import Bar
 
-AIPERF = ROOT / ".venv-load/bin/aiperf"
 SHARES = (0.3, 0.6, 0.9)
 RUN_S = 12.0
 SATURATING, SATURATING_REQUESTS = 24, 72
 SLO_TTFT_MS, SLO_ITL_MS = 1000.0, 60.0
-AIPERF_S = 300.0
 MIN_GOODPUT, MIN_SHARED = 1.0, 1.15
 OURS = "Tandem on vllm"
 
@@ -49,7 +45,7 @@ class Figures:
 async def aiperf(system: System, rows: Path, *options: str) -> Figures:
     """Run aiperf over the rows. Raises CannotRun when it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [str(AIPERF), "profile", "-m", MODEL_NAME, "--url", system.url]
+        command = [str(LOAD_BIN / "aiperf"), "profile", "-m", MODEL_NAME, "--url", system.url]
         command += [
             "--endpoint-type",
             "completions",
@@ -62,23 +58,9 @@ async def aiperf(system: System, rows: Path, *options: str) -> Figures:
         command += ["--goodput", f"time_to_first_token:{SLO_TTFT_MS:g} inter_token_latency:{SLO_ITL_MS:g}"]
         command += ["--ui", "none", "--output-artifact-dir", folder, *options]
         engine_s, other_s = system.cpu_s()
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            cwd=folder,
-            env=os.environ | {"HOME": folder},
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            async with asyncio.timeout(AIPERF_S):
-                said = (await process.communicate())[0].decode(errors="replace")
-        except TimeoutError:
-            os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-            raise CannotRun(f"{system.name}: aiperf did not end within {AIPERF_S:g} s") from None
+        code, said = await run_tool(command, Path(folder))
         results = Path(folder) / "profile_export_aiperf.json"
-        if process.returncode != 0 or not results.exists():
+        if code != 0 or not results.exists():
             raise CannotRun(f"{system.name}: aiperf failed: {said[-600:]}")
         found = json.loads(results.read_text())
     engine_end_s, other_end_s = system.cpu_s()
@@ -135,9 +117,9 @@ async def measure(machine: Machine, scratch: Path, console: Console, only: Seque
                         asks = list(PROFILES[profile](max(8, round(RUN_S * rate)), 10 * number + int(10 * share)))
                         rows = scratch / "rows.jsonl"
                         write_rows(rows, asks, rate, int(100 * share))
-                        found = await aiperf(system, rows, "--fixed-schedule")
-                        runs[f"{profile} {share:g}"] = asdict(found)
-                        console.print(system.name, profile, share, found)
+                        run = await aiperf(system, rows, "--fixed-schedule")
+                        runs[f"{profile} {share:g}"] = asdict(run)
+                        console.print(system.name, profile, share, run)
         except (CannotRun, KeyError) as error:
             figures["cannot run"][system.name] = str(error)
             console.print(system.name, error, markup=False)

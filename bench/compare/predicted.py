@@ -100,13 +100,10 @@ async def measure(machine: Machine, console: Console) -> dict[str, Any]:
             row["predicted_winner"] = _winner(*(row[shape]["predicted_ttft_ms"] for shape in SHAPES))
             figures[case] = row
             console.print(case, json.dumps(row))
-        return {"cases": figures, "calibrations": {shape: asdict_of(found) for shape, (found, _) in live.items()}}
-
-
-def asdict_of(calibration: Calibration) -> dict[str, Any]:
-    """Return a calibration as JSON has it."""
-    dumped: dict[str, Any] = json.loads(calibration.model_dump_json())
-    return dumped
+        return {
+            "cases": figures,
+            "calibrations": {shape: found.model_dump(mode="json") for shape, (found, _) in live.items()},
+        }
 
 
 def bars_of(figures: dict[str, Any]) -> list[Bar]:

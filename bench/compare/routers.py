@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import random
 import sys
 import tempfile
@@ -18,9 +17,9 @@ import aiohttp
 from rich.console import Console
 
 from bench.compare.http_wire import Answer, HttpClient
-from bench.compare.systems import DYNAMO, MODEL_NAME, ROUTERS, CannotRun, free_port
+from bench.compare.systems import DYNAMO, MODEL_NAME, ROUTERS, CannotRun
 from bench.report import Bar, percentile
-from bench.router.site import first_line, process
+from bench.router.site import cpu_seconds, first_line, free_port, process
 from bench.serving import peak_memory_mib
 from cluster.process_tree import descendants
 from router.config import RouterConfig
@@ -46,12 +45,7 @@ class Site:
         return [pid for root in self.roots for pid in (root, *descendants(root))]
 
     def cpu_s(self) -> float:
-        ticks = 0
-        for pid in self.pids():
-            with contextlib.suppress(FileNotFoundError):
-                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+        return cpu_seconds(*self.pids())
 
     def memory_mib(self) -> float:
         return sum(peak_memory_mib(pid) for pid in self.pids())

@@ -5,7 +5,6 @@ several routers change the hit rate is seen with 128 workers.
 """
 
 import json
-import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,7 @@ from simulator.cluster import START_S, SimCluster
 from simulator.replay import Scenario, Setup, cluster_spec
 from simulator.results import ResultCounter, Slo
 
-SIZES = tuple(int(size) for size in os.environ.get("TANDEM_SCALE", "16,128,1024").split(","))
+SIZES = (16, 128, 1024)
 MIDDLE = 128
 RATE_PER_WORKER, REQUESTS_PER_WORKER, MOST_REQUESTS = 0.5, 16, 4000
 LAGS_S, ROUTERS = (0.1, 1.0, 10.0), (2, 4)

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -18,6 +17,8 @@ from typing import Any, Self
 import aiohttp
 
 from bench.compare.workload import BLOCK_TOKENS
+from bench.router.site import cpu_seconds, free_port
+from cluster.errors import TandemError
 from cluster.process_tree import children, descendants
 from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
@@ -86,7 +87,7 @@ class System(ABC):
         """Return CPU seconds so far of engines, and of everything else."""
         engines = self.engines()
         everything = set(self.roots).union(*(descendants(root) for root in self.roots))
-        return sum(map(_cpu_s, engines)), sum(map(_cpu_s, everything - engines))
+        return cpu_seconds(*engines), cpu_seconds(*(everything - engines))
 
     async def _launch(self, *command: str, log: str, variables: Mapping[str, str] | None = None) -> int:
         """Start a process group that ends with the system."""
@@ -147,7 +148,10 @@ class Tandem(System):
         router = {"model": self.machine.model, "port": 0, "http_port": 0}
         topology = plan_topology(*self._pools, router, worker, self.machine.cores)
         self._cluster = LocalCluster(topology)
-        await self._stack.enter_async_context(self._cluster)
+        try:
+            await self._stack.enter_async_context(self._cluster)
+        except TandemError as error:
+            raise CannotRun(f"{self.name}: {error}") from error
         self.url = f"http://{self._cluster.router.http_address}"
         self.roots = [self._cluster.router.pid, *(worker.pid for worker in self._cluster.workers)]
 
@@ -306,26 +310,11 @@ async def healthy(url: str) -> None:
             await asyncio.sleep(0.5)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _title(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except FileNotFoundError:
         return ""
-
-
-def _cpu_s(pid: int) -> float:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except FileNotFoundError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

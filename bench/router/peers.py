@@ -7,7 +7,6 @@ worker computes prompts and decodes only the first token. Sides take turns; ever
 import asyncio
 import contextlib
 import json
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -23,7 +22,7 @@ from rich.progress import track
 from bench.models import SIM_VOCAB
 from bench.report import Bar, percentile
 from bench.router.peer_workers import BLOCK_TOKENS, MODEL, NUM_BLOCKS, PREFILL_TOKENS_PER_S
-from bench.router.site import first_line, process, sim_site
+from bench.router.site import first_line, free_port, process, sim_site
 from bench.router.trace import Arrival, read_arrivals, text, token_ids
 from protos import inference_pb2 as pb
 from tandem.client import Client
@@ -93,7 +92,7 @@ async def peer(*router: str) -> AsyncIterator[Ask]:
     async with contextlib.AsyncExitStack() as stack:
         workers = await stack.enter_async_context(process(sys.executable, "-m", PEERS, str(WORKERS)))
         urls = [f"http://127.0.0.1:{port}" for port in (await first_line(workers)).split()]
-        port, metrics = _free_port(), _free_port()
+        port, metrics = free_port(), free_port()
         options = ["--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware", "--log-level", "error"]
         options += ["--prometheus-port", str(metrics), "--worker-urls", *urls]
         await stack.enter_async_context(process(*router, *options, stderr=asyncio.subprocess.DEVNULL))
@@ -133,13 +132,6 @@ async def _until_ready(ask: Ask) -> None:
             if time.monotonic() > give_up_at:
                 raise
             await asyncio.sleep(0.2)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def compare(console: Console) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from bench.models import qwen2_half_b
 from bench.report import OUT, Bar, conclude
 from bench.vllm.compared import VLLM, compare_alone, compare_beside, compare_pairs
-from bench.vllm.faults import measure_faults
+from bench.vllm.faults import fault_bars, measure_faults
 from bench.vllm.transfer import measure_transfer
 
 PARTS = ("alone", "pair", "beside", "transfer", "faults")
@@ -41,15 +41,7 @@ def bars_of(figures: dict[str, Any]) -> list[Bar]:
         what = "4 chunks: last chunk computed to last block bound / whole transfer"
         bars.append(Bar(what, figures["transfer"]["overlap"], 0.3))
     if "faults" in figures:
-        found = figures["faults"]["tandem"]
-        bars += [
-            Bar(f"five faults: streams that were {what}", sum(each[what] for each in found.values()), 0)
-            for what in ("lost", "wrong", "late")
-        ]
-        silent = found["prefill stands still"]["free_s_max"]
-        dead = max(each["free_s_max"] for name, each in found.items() if name != "prefill stands still")
-        bars.append(Bar("all blocks free after a death, a cancel or a flip, s at most", dead, 1.0))
-        bars.append(Bar("all blocks free beside a silent peer, s at most", silent, 10.0))
+        bars += fault_bars(figures["faults"])
     return bars
 
 

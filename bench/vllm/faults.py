@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from bench.report import Bar
 from bench.vllm.compared import VLLM
 from bench.vllm.faulty import Side, Tandem, Vllm, settled
 
@@ -169,3 +170,16 @@ async def measure_faults(cores: Sequence[int], scratch: Path, console: Console) 
                 figures[name][part] = outcome.summary()
                 console.print(f"{name}, {part}:", figures[name][part])
     return figures
+
+
+def fault_bars(figures: dict[str, Any]) -> list[Bar]:
+    """Return the bars of Tandem's faults; the other system's are figures."""
+    found = figures["tandem"]
+    bars = [
+        Bar(f"five faults: streams that were {what}", sum(each[what] for each in found.values()), 0)
+        for what in ("lost", "wrong", "late")
+    ]
+    silent = found["prefill stands still"]["free_s_max"]
+    dead = max(each["free_s_max"] for name, each in found.items() if name != "prefill stands still")
+    bars.append(Bar("all blocks free after a death, a cancel or a flip, s at most", dead, 1.0))
+    return [*bars, Bar("all blocks free beside a silent peer, s at most", silent, 10.0)]

@@ -176,10 +176,7 @@ class InferenceService:
     @contextlib.asynccontextmanager
     async def _answering(self, context: Any) -> AsyncIterator["_Answer"]:
         """Run a stream whose errors become statuses, and which a stopping router ends."""
-        stopped = Draining(f"router {self._router_id} was told to stop")
-        task = asyncio.current_task()
-        assert task is not None
-        answer = _Answer(task, stopped, self._drain.draining)
+        answer = self._new_answer()
         # In flight until its client was told how it ended: the server stops as soon as nothing is in flight.
         with self._drain.holding(answer.end):
             try:
@@ -192,9 +189,15 @@ class InferenceService:
                 answer.streaming = False
                 # gRPC does not tell whether the client left. A client that did reads no status; another was cut off,
                 # by the drain or by a part of this router, and must not read a CANCELLED that it never asked for.
-                task.uncancel()
+                answer.task.uncancel()
                 cut = Unavailable(f"router {self._router_id} cut the stream off")
-                end_call(context, stopped if self._drain.over else cut)
+                end_call(context, answer.stopped if self._drain.over else cut)
+
+    def _new_answer(self) -> "_Answer":
+        """Return the answer of the call that this task serves."""
+        task = asyncio.current_task()
+        assert task is not None
+        return _Answer(task, Draining(f"router {self._router_id} was told to stop"), self._drain.draining)
 
     async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
         principal = self._principal(context)
@@ -225,10 +228,7 @@ class InferenceService:
     @contextlib.asynccontextmanager
     async def _answering_once(self) -> AsyncIterator["_Answer"]:
         """Run a call with one answer, which a stopping router ends with Draining."""
-        stopped = Draining(f"router {self._router_id} was told to stop")
-        task = asyncio.current_task()
-        assert task is not None
-        answer = _Answer(task, stopped, self._drain.draining)
+        answer = self._new_answer()
         with self._drain.holding(answer.end):
             try:
                 yield answer
@@ -236,8 +236,8 @@ class InferenceService:
                 answer.streaming = False
                 if not self._drain.over:
                     raise
-                task.uncancel()
-                raise stopped from None
+                answer.task.uncancel()
+                raise answer.stopped from None
 
     async def Decisions(self, request: pb.DecisionsRequest, context: Any) -> pb.DecisionsResponse:
         principal = self._principal(context)

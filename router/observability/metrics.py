@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cluster.errors import ServiceError
-from cluster.metrics import LATENCY_S, TOKENS, LoopHistogram, Series
+from cluster.metrics import LATENCY_S, TOKENS
 from protos import inference_pb2 as pb
 from router.admission.tenant_limits import TenantLimits
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
@@ -24,6 +24,7 @@ MAX_TENANTS = 100
 MAX_FIELDS = 64
 """Distinct names of ignored fields, which clients choose, that are counted by name."""
 QUANTILES = (0.1, 0.5, 0.9)
+_M = TypeVar("_M", Counter, Histogram)
 
 
 LAG_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -34,8 +35,8 @@ class RouterMetrics:
     """Metrics of one router, counted whether they are scraped or not."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def histogram(name: str, about: str, bounds: tuple[float, ...], *labels: str) -> LoopHistogram:
-            return LoopHistogram(name, about, (*MODEL, *labels), bounds, registry)
+        def histogram(name: str, about: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(name, about, (*MODEL, *labels), buckets=bounds, registry=registry)
 
         def counter(name: str, about: str, *labels: str) -> Counter:
             return Counter(name, about, (*MODEL, *labels), registry=registry)
@@ -92,7 +93,7 @@ class RouterMetrics:
             registry=registry,
         )
         self._fields_seen: set[str] = set()
-        self._children: dict[tuple[Any, ...], Counter] = {}
+        self._children: dict[tuple[Any, ...], Any] = {}
 
     def watch(self) -> "RequestMetrics":
         """Start the metrics of a request that has arrived."""
@@ -113,8 +114,8 @@ class RouterMetrics:
         for kind, number in (("input", num_input), ("cached", num_cached), ("output", num_output)):
             self.of(self.tenant_tokens, model, label, kind).inc(number)
 
-    def of(self, metric: Counter, *labels: str) -> Counter:
-        """Return the child of a counter; a lookup in the counter itself would cost more than counting."""
+    def of(self, metric: _M, *labels: str) -> _M:
+        """Return the child of a metric; a lookup in the metric itself would cost more than counting."""
         if (child := self._children.get((metric, *labels))) is None:
             child = self._children[metric, *labels] = metric.labels(*labels)
         return child
@@ -133,12 +134,12 @@ class RequestMetrics:
         self.ttft_s = 0.0
         """Seconds to the first message; 0 before it."""
         self._name = ""
-        self._itl: Series | None = None
+        self._itl: Histogram | None = None
 
     def checked(self, prepared: PreparedRequest) -> None:
         """Record the request's model."""
         self._name = prepared.model.name
-        self._itl = self._metrics.itl.labels(self._name)
+        self._itl = self._metrics.of(self._metrics.itl, self._name)
 
     def message(self) -> None:
         """Record a message of the stream."""
@@ -213,8 +214,8 @@ class RequestMetrics:
         if amount:
             child.inc(amount)
 
-    def _observe(self, histogram: LoopHistogram, value: float, *labels: str) -> None:
-        histogram.labels(self._name, *labels).observe(value)
+    def _observe(self, histogram: Histogram, value: float, *labels: str) -> None:
+        self._metrics.of(histogram, self._name, *labels).observe(value)
 
 
 class ClusterCollector(Collector):

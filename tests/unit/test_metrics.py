@@ -6,12 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from cluster.errors import Overloaded
-from cluster.metrics import LATENCY_S, LoopHistogram
 from engine.messages import KvUse, Load, TierUse
 from engine.worker.metrics import EngineCollector, GpuCollector
 from planner.runtime import PlannerMetrics
@@ -209,15 +206,3 @@ def test_every_metric_stands_in_the_manual(registry: CollectorRegistry, request_
     for name in there:  # and nothing stands there that is not
         last = name.removeprefix("tandem_worker_").removeprefix("tandem_engine_").removeprefix("tandem_gpu_")
         assert name in said or f'"{last}"' in said or name == "tandem_worker_info", name
-
-
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(LATENCY_S) | st.floats(0, 1e3))))
-def test_a_histogram_of_the_loop_is_scraped_like_one_of_the_library(values: list[tuple[str, float]]) -> None:
-    own, library = CollectorRegistry(), CollectorRegistry()
-    one = LoopHistogram("seconds", "About.", ["model_name"], LATENCY_S, own)
-    other = Histogram("seconds", "About.", ["model_name"], buckets=LATENCY_S, registry=library)
-    for label, seconds in values:
-        one.labels(label).observe(seconds)
-        other.labels(label).observe(seconds)
-    texts = [re.sub(r"(seconds_created\{.*\}) .*", r"\1", generate_latest(each).decode()) for each in (own, library)]
-    assert texts[0] == texts[1]
