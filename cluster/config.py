@@ -9,6 +9,7 @@ import inspect
 import json
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -39,7 +40,10 @@ class Config(BaseModel):
                 place, reason = place[:-1], "; or: ".join([reason, *(other["msg"] for other in kinds)])
             field = ".".join(map(str, place)) or "config"
             if first["type"] == "extra_forbidden":
-                reason = f"unknown key; known are {', '.join(sorted(_model_at(cls, first['loc'][:-1]).model_fields))}"
+                known = sorted(_model_at(cls, first["loc"][:-1]).model_fields)
+                near = get_close_matches(str(first["loc"][-1]), known, 1)
+                meant = f" did you mean {near[0]}?" if near else ""
+                reason = f"unknown key;{meant} known are {', '.join(known)}"
             raise StartError(field, reason) from None
 
     @classmethod

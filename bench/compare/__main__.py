@@ -1,4 +1,4 @@
-"""`make compare`, or `python -m bench.compare PART ...`: faults, load, routers, control, scale, predicted."""
+"""`make compare`, or `python -m bench.compare PART ...` for some parts."""
 
 import argparse
 import asyncio
@@ -12,13 +12,13 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from bench.compare import control_plane, load, predicted, routers, scale
+from bench.compare import control_plane, load, partition, predicted, routers, scale
 from bench.compare.systems import MODEL_NAME, Machine
 from bench.models import small_llama
 from bench.report import OUT, Bar, Parts, conclude
 from bench.vllm.faults import fault_bars, measure_faults
 
-PARTS = ("faults", "load", "routers", "control", "scale", "predicted")
+PARTS = ("faults", "partition", "load", "routers", "control", "scale", "predicted")
 
 
 def this_machine() -> Machine:
@@ -46,6 +46,7 @@ async def main(parts: list[str], only: list[str]) -> None:
     scratch = Path(tempfile.mkdtemp(prefix="tandem-compare-"))
     work: dict[str, Callable[[], Awaitable[Any]]] = {
         "faults": lambda: measure_faults(machine.cores, scratch, console),
+        "partition": lambda: partition.measure(machine.cores, scratch, console),
         "load": lambda: load.measure(machine, scratch, console, only),
         "routers": lambda: routers.measure(machine.model, console),
         "control": lambda: control_plane.compare(control_plane.BEFORE, console),

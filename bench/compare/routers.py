@@ -31,6 +31,8 @@ RATES = (100.0, 300.0, 600.0)
 ROUND_S = 8.0
 STREAMS, STREAM_TOKENS, STREAM_STEP_MS, OPEN_PER_S = 5000, 12, 4000.0, 200.0
 MIN_PER_CORE, MAX_P99_MS = 0.5, 2.0
+ANSWERED_S = 120.0
+"""Seconds for all answers of one rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,8 @@ async def offered(site: Site, rate: float, seconds: float, num_tokens: int, seed
     for moment, request in zip(moments, requests, strict=True):
         await asyncio.sleep(start + moment - loop.time())
         running.append(asyncio.ensure_future(client.ask(request)))
-    return list(await asyncio.gather(*running))
+    async with asyncio.timeout(ANSWERED_S):
+        return list(await asyncio.gather(*running))
 
 
 async def at_rates(site: Site) -> dict[str, Any]:
@@ -172,7 +175,10 @@ async def at_rates(site: Site) -> dict[str, Any]:
 
 async def with_streams(site: Site) -> dict[str, Any]:
     """Return the peak memory with STREAMS streams at a time."""
-    answers = await offered(site, OPEN_PER_S, STREAMS / OPEN_PER_S, STREAM_TOKENS, 1)
+    try:
+        answers = await offered(site, OPEN_PER_S, STREAMS / OPEN_PER_S, STREAM_TOKENS, 1)
+    except TimeoutError:
+        return {"cannot run": f"not all answered within {ANSWERED_S:g} s", "memory_mib": site.memory_mib()}
     longest_s = max(answer.total_s for answer in answers)
     return {
         "streams": len(answers),

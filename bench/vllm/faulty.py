@@ -8,12 +8,13 @@ import os
 import re
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from bench.namespaces import Namespace
 from bench.serving import children
 from bench.vllm.pair import VllmPair
 from bench.workers import Workers
@@ -142,26 +143,34 @@ class Vllm(Side):
 
     name = "vllm"
 
-    def __init__(self, environment: Path, cores: Sequence[int], scratch: Path) -> None:
+    def __init__(
+        self,
+        environment: Path,
+        cores: Sequence[int],
+        scratch: Path,
+        namespaces: Mapping[str, Namespace] | None = None,
+    ) -> None:
         self._where = scratch / "where.json"
         options = ("--enforce-eager", "--dtype", "float32", "--max-model-len", str(MAX_LENGTH))
-        self._pair = VllmPair(environment, MODEL, cores, scratch, *options, where=self._where)
+        if namespaces:
+            options = (*options, "--host", "0.0.0.0")
+        self.pair = VllmPair(environment, MODEL, cores, scratch, *options, where=self._where, namespaces=namespaces)
 
     async def __aenter__(self) -> "Vllm":
         self._session = aiohttp.ClientSession()
-        await self._pair.__aenter__()
+        await self.pair.__aenter__()
         return self
 
     async def __aexit__(self, *error: Any) -> None:
         await self._session.close()
-        await self._pair.__aexit__(None, None, None)
+        await self.pair.__aexit__(None, None, None)
 
     async def stream(self, prompt: Sequence[int], num_tokens: int, salt: str) -> AsyncIterator[str]:
-        async for _, text in self._pair.stream(prompt, num_tokens):
+        async for _, text in self.pair.stream(prompt, num_tokens):
             yield text
 
     async def flipped(self, prompt: Sequence[int], num_tokens: int) -> str:
-        pieces = [text async for _, text in self._pair.stream(prompt, num_tokens, between=self._flip)]
+        pieces = [text async for _, text in self.pair.stream(prompt, num_tokens, between=self._flip)]
         return "".join(pieces)
 
     def _flip(self, transfer: dict[str, Any]) -> None:
@@ -176,14 +185,14 @@ class Vllm(Side):
             memory.write(bytes([byte ^ 0x40]))
 
     def signal(self, role: str, how: signal.Signals) -> None:
-        self._pair.kill(role, how)
+        self.pair.kill(role, how)
 
     async def start_again(self, role: str) -> None:
-        await self._pair.servers[role].__aexit__(None, None, None)
-        await self._pair.start(role)
+        await self.pair.servers[role].__aexit__(None, None, None)
+        await self.pair.start(role)
 
     async def free(self) -> bool:
-        for server in self._pair.servers.values():
+        for server in self.pair.servers.values():
             try:
                 async with self._session.get(f"{server.url}/metrics", timeout=aiohttp.ClientTimeout(total=1)) as answer:
                     text = await answer.text()

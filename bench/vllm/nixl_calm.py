@@ -1,8 +1,9 @@
 """vLLM's NixlConnector whose NIXL progress thread sleeps until UCX has an event.
 
 NIXL fixes that thread's delay at 0, which polls without a pause and takes half of the model's core; vLLM has no setting
-for it. Tandem's own agents have the same delay (`kvtransfer/nixl_agent.py`). The prefill server also notes where its KV
-memory lies, so that a byte of it can be flipped.
+for it. Tandem's own agents have the same delay (`kvtransfer/nixl_agent.py`). On CPUs the connector moves the thread
+that computes to the machine's last core, where the other server's thread is; here it goes back to its own. The prefill
+server notes where its KV memory lies, so that a byte of it can be flipped.
 """
 
 import json
@@ -32,6 +33,11 @@ _bindings.nixlAgentConfig = SleepyConfig
 
 class NixlCalm(NixlConnector):
     """Connector of both servers."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        cores = os.sched_getaffinity(0)
+        super().__init__(*given, **named)
+        os.sched_setaffinity(0, cores)
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         if (file := os.environ.get("TANDEM_BENCH_WHERE")) is not None:

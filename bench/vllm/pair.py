@@ -8,7 +8,7 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import aiohttp
 
+from bench.namespaces import Namespace
 from bench.vllm_server import VllmServer
 
 PORTS = {"prefill": 8798, "decode": 8799}
@@ -53,9 +54,11 @@ class VllmPair:
         scratch: Path,
         *options: str,
         where: Path | None = None,
+        namespaces: Mapping[str, Namespace] | None = None,
     ) -> None:
-        """Create it; the prefill server notes in the file `where` its KV memory lies."""
+        """Create it; the prefill server notes in the file `where` its KV memory lies. `namespaces`: by role."""
         self._where = where
+        self._namespaces = namespaces or {}
         self._environment = environment
         self._model = model
         self._cores = cores
@@ -76,10 +79,10 @@ class VllmPair:
 
     async def start(self, role: str) -> None:
         """Start one of the two servers, also in the place of one that was killed."""
-        core = self._cores[0 if role == "prefill" else -1]
+        core, namespace = self._cores[0 if role == "prefill" else -1], self._namespaces.get(role)
         variables = {
             "PYTHONPATH": f"{self._scratch / 'links'}:{Path.cwd()}",
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1" if namespace is None else namespace.ip,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_PORTS[role]),
         }
         if self._where is not None and role == "prefill":
@@ -92,6 +95,7 @@ class VllmPair:
             *("--kv-transfer-config", json.dumps(TRANSFER), "--block-size", "32", *self._options),
             port=PORTS[role],
             variables=variables | SETTINGS,
+            namespace=namespace,
         )
         self.servers[role] = server
         await server.__aenter__()

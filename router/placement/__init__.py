@@ -5,6 +5,7 @@ Pure.
     place.py               `place`: the best pair by predicted cost
     demand.py              what a request needs; request_demand.py: from a checked request
     candidates.py          one candidate with its cost terms; explain.py: all of them, for display
+    pair_costs.py          the same costs of all candidates at once, for `place`
     worker_table.py        the workers as arrays
     fleet.py               all known about the workers, and recent placements; worker_records.py: the records
     index.py               which worker holds which block

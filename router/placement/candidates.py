@@ -2,8 +2,8 @@
 
 Pure.
 
-This is the cost model for one candidate. `place.py` computes the same for all candidates at once and `explain.py` lists
-them; tests hold all three to equal figures, so the order of each sum below matters.
+This is the cost model for one candidate. `pair_costs.py` computes the same for all candidates at once and `explain.py`
+lists them; tests hold all three to equal figures, so the order of each sum below matters.
 """
 
 from dataclasses import dataclass

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from router.placement.demand import Demand
-from router.placement.place import Alternative, Decision, place
+from router.placement.pair_costs import Alternative
+from router.placement.place import Decision, place
 from router.placement.placement_snapshot import PlacementSnapshot
 from router.placement.rates import Rates
 from router.placement.worker_table import Hits, WorkerTable

@@ -131,7 +131,7 @@ class RateLearner:
         everybody = np.arange(len(self._ids))
         self._write_unmeasured(np.array([borrower]), everybody)
         self._write_unmeasured(everybody, np.array([lender]))
-        self._write_unmeasured(np.flatnonzero(~self._borrowed.seen), np.flatnonzero(~self._lent.seen))
+        self._write_unknown()
         self._write_pair(borrower, lender, pair)
 
     def _write_workers(self, lines: LinearFits, rows: Iterable[int]) -> None:
@@ -150,6 +150,12 @@ class RateLearner:
         self._pair_seen[borrower, lender] = True
         self._rates.loan_overhead_s[borrower, lender] = line.fixed_s
         self._rates.kv_bytes_per_s[borrower, lender] = 1 / line.unit_s
+
+    def _write_unknown(self) -> None:
+        """Write the mean of all pairs for those of which neither end has measurements."""
+        at = np.ix_(~self._borrowed.seen, ~self._lent.seen)
+        self._rates.loan_overhead_s[at] = self._links.fixed_s
+        self._rates.kv_bytes_per_s[at] = 1 / self._links.unit_s
 
     def _write_unmeasured(self, borrowers: Ints, lenders: Ints) -> None:
         """Write the assumed speeds of those of these pairs that have no measurements."""

@@ -44,6 +44,11 @@ def test_an_unknown_key_names_the_known_ones() -> None:
         RouterConfig.parse({"model": "m", "queue": 3})
 
 
+def test_an_unknown_key_names_the_one_that_was_meant() -> None:
+    with pytest.raises(StartError, match=r"^max_queud: unknown key; did you mean max_queued\? known are "):
+        RouterConfig.parse({"model": "m", "max_queud": 3})
+
+
 def test_an_unknown_key_further_inside_names_those_known_there() -> None:
     with pytest.raises(StartError, match=r"^models\.0\.foo: unknown key; known are .*input_price") as caught:
         RouterConfig.parse({"models": [{"path": "m", "foo": 1}]})

@@ -5,6 +5,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.random import Generator, default_rng
 
+from router.placement import pair_costs
 from router.placement.demand import Demand, traffic_hash_of
 from router.placement.explain import explain
 from router.placement.in_flight import IDLE, Flows
-from router.placement.place import FEW, place
+from router.placement.pair_costs import FEW
+from router.placement.place import Decision, place
 from router.placement.rates import Floats, Priors, Rates
 from router.placement.worker_table import Hits, WorkerTable, WorkerView
 
@@ -120,6 +123,52 @@ def test_the_decision_is_the_cheapest_of_what_explain_lists(case: Case, seed: in
     )
     assert (decision.cost_s, decision.predicted_ttft_s) == (best.cost_s, best.ttft_s)
     assert decision.lender_tokens == best.lender_tokens
+
+
+def with_bound(case: Case, rates: Rates, sample: int) -> Decision | None:
+    """Decide as in a fleet of so many pairs that most are excluded by the bound."""
+    with patch.multiple(pair_costs, MANY_PAIRS=0, SAMPLE=sample):
+        return place(case.demand, case.workers, case.hits, rates)
+
+
+def rival_costs(decision: Decision | None) -> list[float]:
+    return [] if decision is None else [rival.cost_s for rival in decision.alternatives]
+
+
+@given(cases(), st.integers(0, 1000), st.integers(1, 3))
+def test_the_bound_excludes_only_pairs_that_do_not_matter(case: Case, seed: int, sample: int) -> None:
+    rates = random_rates(len(case.views), default_rng(seed))
+    whole = place(case.demand, case.workers, case.hits, rates)
+    bounded = with_bound(case, rates, sample)
+    assert bounded == whole
+    assert rival_costs(bounded) == rival_costs(whole)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_bound_in_a_fleet_of_sixty(seed: int) -> None:
+    seeds = default_rng(seed)
+    views = [
+        WorkerView(
+            worker_id=f"w{number:02}",
+            decodes=bool(seeds.integers(2)),
+            fingerprint=b"a",
+            running=int(seeds.integers(20)),
+            decoding=int(seeds.integers(10)),
+            queued_prefill_tokens=int(seeds.choice([0, 0, 100, 3000])),
+            available_blocks=100,
+            num_blocks=100,
+        )
+        for number in range(60)
+    ]
+    demand = Demand(42, 10, 12, 4, int(seeds.choice([100, 100_000])))
+    held = {view.worker_id: int(seeds.integers(11)) for view in views if seeds.random() < 0.4}
+    case = Case(demand, views, held, held, int(seeds.integers(-1, 60)), int(seeds.integers(-1, 60)))
+    rates = Rates.uniform(60, PRIORS) if seed % 2 else random_rates(60, seeds)
+    whole = place(case.demand, case.workers, case.hits, rates)
+    assert whole is not None
+    bounded = with_bound(case, rates, 8)
+    assert bounded == whole
+    assert rival_costs(bounded) == rival_costs(whole)
 
 
 @given(cases(), st.integers(0, 1000))
