@@ -41,7 +41,7 @@ class Config(BaseModel):
             field = ".".join(map(str, place)) or "config"
             if first["type"] == "extra_forbidden":
                 known = sorted(_model_at(cls, first["loc"][:-1]).model_fields)
-                near = get_close_matches(str(first["loc"][-1]), known, 1)
+                near = get_close_matches(str(first["loc"][-1]), known, 1, 0.75)
                 meant = f" did you mean {near[0]}?" if near else ""
                 reason = f"unknown key;{meant} known are {', '.join(known)}"
             raise StartError(field, reason) from None
