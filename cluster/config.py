@@ -40,10 +40,7 @@ class Config(BaseModel):
                 place, reason = place[:-1], "; or: ".join([reason, *(other["msg"] for other in kinds)])
             field = ".".join(map(str, place)) or "config"
             if first["type"] == "extra_forbidden":
-                known = sorted(_model_at(cls, first["loc"][:-1]).model_fields)
-                near = get_close_matches(str(first["loc"][-1]), known, 1, 0.75)
-                meant = f" did you mean {near[0]}?" if near else ""
-                reason = f"unknown key;{meant} known are {', '.join(known)}"
+                reason = unknown_key(str(first["loc"][-1]), sorted(_model_at(cls, first["loc"][:-1]).model_fields))
             raise StartError(field, reason) from None
 
     @classmethod
@@ -55,6 +52,13 @@ class Config(BaseModel):
         parser.epilog = "keys: " + ", ".join(cls.model_fields)
         options = parser.parse_args(arguments)
         return cls.parse(read_file(options.config) | parse_overrides(options.set))
+
+
+def unknown_key(key: str, known: Sequence[str]) -> str:
+    """Return what an error says of a key that is not among the `known` ones."""
+    near = get_close_matches(key, known, n=1, cutoff=0.75)
+    meant = f" did you mean {near[0]}?" if near else ""
+    return f"unknown key;{meant} known are {', '.join(known)}"
 
 
 def _is_key(part: int | str) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.config import read_file
+from cluster.config import read_file, unknown_key
 from cluster.errors import StartError
 from engine.model.hub import absolute
 from router.models.config import ModelsConfig
@@ -46,7 +46,7 @@ def read_settings(file: Path | None) -> Settings:
     values = read_file(file)
     for key, value in values.items():
         if key not in KEYS:
-            raise StartError(key, f"unknown key; known are {', '.join(KEYS)}")
+            raise StartError(key, unknown_key(str(key), KEYS))
         if key == "models":
             if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
                 raise StartError(key, "must be a list of mappings, one at least")

@@ -5,30 +5,17 @@ Both servers see their clients all the time. Tandem's partitions are measured by
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from rich.console import Console
 
 from bench.compare.systems import VLLM, CannotRun
 from bench.namespaces import Namespace, Namespaces, missing
-from bench.vllm.faults import DEADLINE_S, OUTPUT, STOPPED_S, Rounds
+from bench.vllm.faults import OUTPUT, STOPPED_S, Outcome, Rounds
 from bench.vllm.faulty import Vllm
 
 ROUNDS = 5
-
-
-@dataclass
-class Outcome:
-    """Ends of the streams, and the seconds until they came."""
-
-    lost: int = 0
-    wrong: int = 0
-    late: int = 0
-    whole: int = 0
-    seconds: list[float] = field(default_factory=list)
 
 
 async def partitioned(side: Vllm, spaces: Sequence[Namespace], prompt: Sequence[int]) -> str:
@@ -47,7 +34,7 @@ async def measure(cores: Sequence[int], scratch: Path, console: Console) -> dict
     """Measure the pair. Raises CannotRun where namespaces or vLLM are missing."""
     if reason := missing() or ("" if VLLM.exists() else f"{VLLM.name} is not installed"):
         raise CannotRun(reason)
-    outcome, loop = Outcome(), asyncio.get_running_loop()
+    outcome, seconds, loop = Outcome(), list[float](), asyncio.get_running_loop()
     with Namespaces() as made:
         spaces = [made.add("prefill"), made.add("decode")]
         named = dict(zip(("prefill", "decode"), spaces, strict=True))
@@ -57,17 +44,8 @@ async def measure(cores: Sequence[int], scratch: Path, console: Console) -> dict
                 prompt = rounds.prompt()
                 expected = await rounds.expected(prompt)
                 began_at = loop.time()
-                try:
-                    async with asyncio.timeout(DEADLINE_S):
-                        text = await partitioned(side, spaces, prompt)
-                except TimeoutError:
-                    outcome.late += 1
-                except aiohttp.ClientError as error:
-                    outcome.lost += 1
-                    console.print(f"lost: {error!r}", markup=False)
-                else:
-                    outcome.whole += text == expected
-                    outcome.wrong += text != expected
-                outcome.seconds.append(loop.time() - began_at)
+                await rounds.judged(asyncio.ensure_future(partitioned(side, spaces, prompt)), expected, outcome)
+                seconds.append(loop.time() - began_at)
                 await asyncio.sleep(max(0.0, began_at + STOPPED_S + 5 - loop.time()))
-    return {"vllm": asdict(outcome)}
+    console.print("vllm, partition:", outcome, seconds)
+    return {"vllm": outcome.summary() | {"seconds": seconds}}
