@@ -38,8 +38,13 @@ class RouterMetrics:
         def histogram(name: str, about: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(name, about, (*MODEL, *labels), buckets=bounds, registry=registry)
 
+        self._counters_by_model: list[Counter] = []
+
         def counter(name: str, about: str, *labels: str) -> Counter:
-            return Counter(name, about, (*MODEL, *labels), registry=registry)
+            made = Counter(name, about, (*MODEL, *labels), registry=registry)
+            if not labels:
+                self._counters_by_model.append(made)
+            return made
 
         self.ttft = histogram("tandem_time_to_first_token_seconds", "From arrival to the first message.", LATENCY_S)
         self.itl = histogram("tandem_inter_token_latency_seconds", "Between two messages of a stream.", LATENCY_S)
@@ -93,7 +98,15 @@ class RouterMetrics:
             registry=registry,
         )
         self._fields_seen: set[str] = set()
+        self._models_seen: set[str] = set()
         self._children: dict[tuple[Any, ...], Any] = {}
+
+    def show(self, model: str) -> None:
+        """Make the model's counters visible before anything is counted."""
+        if model not in self._models_seen:
+            self._models_seen.add(model)
+            for counter in self._counters_by_model:
+                counter.labels(model)
 
     def watch(self) -> "RequestMetrics":
         """Start the metrics of a request that has arrived."""
@@ -139,6 +152,7 @@ class RequestMetrics:
     def checked(self, prepared: PreparedRequest) -> None:
         """Record the request's model."""
         self._name = prepared.model.name
+        self._metrics.show(self._name)
         self._itl = self._metrics.of(self._metrics.itl, self._name)
 
     def message(self) -> None:
@@ -209,10 +223,8 @@ class RequestMetrics:
                 self._observe(metrics.tpot, seconds / (usage.completion_tokens - 1))
 
     def _count(self, counter: Counter, amount: float, *labels: str) -> None:
-        """Count an amount, also 0, so that the counter is visible."""
-        child = self._metrics.of(counter, self._name, *labels)
         if amount:
-            child.inc(amount)
+            self._metrics.of(counter, self._name, *labels).inc(amount)
 
     def _observe(self, histogram: Histogram, value: float, *labels: str) -> None:
         self._metrics.of(histogram, self._name, *labels).observe(value)

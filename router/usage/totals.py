@@ -43,7 +43,7 @@ class UsageEntry:
         return cls(**values)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class UsageTotal:
     """Usage of one tenant of one model on one day."""
 
@@ -72,15 +72,14 @@ class UsageTotals:
     def add(self, entry: UsageEntry) -> None:
         day = entry.day
         key = day, entry.tenant, entry.model
-        total = self._totals.get(key) or UsageTotal(*key)
-        self._totals[key] = replace(
-            total,
-            requests=total.requests + 1,
-            input_tokens=total.input_tokens + entry.input_tokens,
-            cached_tokens=total.cached_tokens + entry.cached_tokens,
-            output_tokens=total.output_tokens + entry.output_tokens,
-            reasoning_tokens=total.reasoning_tokens + entry.reasoning_tokens,
-        )
+        total = self._totals.get(key)
+        if total is None:
+            total = self._totals[key] = UsageTotal(*key)
+        total.requests += 1
+        total.input_tokens += entry.input_tokens
+        total.cached_tokens += entry.cached_tokens
+        total.output_tokens += entry.output_tokens
+        total.reasoning_tokens += entry.reasoning_tokens
         if day > self._newest:
             self._newest = day
             first = first_day(day, self._kept_days)
@@ -88,7 +87,8 @@ class UsageTotals:
 
     def since(self, day: str) -> list[UsageTotal]:
         """Return the totals from a day on, in order."""
-        return sorted((total for total in self._totals.values() if total.day >= day), key=lambda total: total.key)
+        kept = (replace(total) for total in self._totals.values() if total.day >= day)
+        return sorted(kept, key=lambda total: total.key)
 
 
 def first_day(last: str, num_days: int) -> str:
