@@ -217,8 +217,7 @@ async def measure(progress: Progress, levels: tuple[int, ...]) -> dict[str, Any]
         step_s = streams / TOKENS_PER_S
         added: dict[str, list[list[float]]] = {}
         async with sides(step_s, TOKENS) as found:
-            for ask in found.asks.values():
-                await warm_up(ask)
+            await asyncio.gather(*(warm_up(ask) for ask in found.asks.values()))
             for _ in range(ROUNDS_OF[streams]):
                 for name, ask in found.asks.items():
                     added.setdefault(name, []).append(await hold(ask, streams, TOKENS * step_s))

@@ -155,12 +155,14 @@ class Attention {
         if constexpr (sizeof(T) == sizeof(E)) {
             std::memcpy(to, from, s_.head_dim * sizeof(E));
         } else {
-            for (long d = 0; d < s_.head_dim; d++) to[d] = narrow<E>(widen(from[d]));
+            long d = 0;
+            for (; d + LANES <= s_.head_dim; d += LANES) store(to + d, load(from + d));
+            for (; d < s_.head_dim; d++) to[d] = narrow<E>(widen(from[d]));
         }
         std::memset(static_cast<void*>(to + s_.head_dim), 0, (depth_ - s_.head_dim) * sizeof(E));
     }
 
-    // Keys [first, first + count) to panels of 64 keys, values to panels of 64 dimensions; zeros after them.
+    // Keys [first, first + count) to strips of keys, values to strips of dimensions; zeros after them.
     void pack(const P* pool, const int32_t* table, long kv_head, long first, long count) {
         const long words = depth_ / PAIR;
         if constexpr (QUANTISED) read_scales(pool, table, kv_head, first, count);
@@ -169,12 +171,12 @@ class Attention {
             if (k0 + LANES < count) fetch(key_row(pool, table, kv_head, first + k0 + LANES));
             long stride;
             const E* rows = rows_of(pool, table, kv_head, first + k0, keys, 0, stride);
-            uint32_t* panel = reinterpret_cast<uint32_t*>(keys_) + k0 / PANEL * PANEL * words + k0 % PANEL;
+            uint32_t* strip = reinterpret_cast<uint32_t*>(keys_) + k0 / STRIP * STRIP * words + k0 % STRIP;
             for (long w = 0; w < words; w += LANES)
-                transpose16(reinterpret_cast<const uint32_t*>(rows) + w, stride / PAIR, panel + w * PANEL, PANEL);
+                transpose16(reinterpret_cast<const uint32_t*>(rows) + w, stride / PAIR, strip + w * STRIP, STRIP);
             rows = rows_of(pool, table, kv_head, first + k0, keys, to_value_, stride);
-            for (long d = 0; d < depth_; d += PANEL)
-                pack_values(rows + d, stride, values_ + d * TILE_KEYS + k0 * PANEL);
+            for (long d = 0; d < depth_; d += STRIP)
+                pack_values(rows + d, stride, values_ + d * TILE_KEYS + k0 * STRIP);
         }
     }
 
@@ -225,17 +227,17 @@ class Attention {
         }
     }
 
-    // 16 rows of 64 values to one panel.
+    // 16 rows of values to one strip.
     void pack_values(const E* from, long stride, E* to) const {
-        for (long k = 0; k < LANES; k += PAIR, to += PANEL * PAIR, from += PAIR * stride) {
+        for (long k = 0; k < LANES; k += PAIR, to += STRIP * PAIR, from += PAIR * stride) {
             if constexpr (PAIR == 1) {
-                std::memcpy(to, from, PANEL * sizeof(E));
+                std::memcpy(to, from, STRIP * sizeof(E));
             } else {
 #if defined(__AVX512BF16__)
                 const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7,
                                                      38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
                 const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-                for (long d = 0; d < PANEL; d += 2 * LANES) {
+                for (long d = 0; d < STRIP; d += 2 * LANES) {
                     const __m512i a = _mm512_loadu_si512(from + d), b = _mm512_loadu_si512(from + stride + d);
                     _mm512_storeu_si512(to + d * 2, _mm512_permutex2var_epi16(a, low, b));
                     _mm512_storeu_si512(to + d * 2 + 2 * LANES, _mm512_permutex2var_epi16(a, high, b));
@@ -250,6 +252,16 @@ class Attention {
         const long visible = std::min(TILE_KEYS, positions_[r + rows - 1] + 1 - first);
         if (visible <= 0) return;
         const long span = round_up(visible, LANES);
+        score(r, rows, span);
+        if (s_.softcap > 0) bend(rows, span);
+        alignas(64) float fade[LANES];
+        with_rows(rows, [&]<int M>() { soften<M>(r, first, span, fade); });
+        add_values(r, rows, span, fade);
+    }
+
+#if defined(__AVX512F__)
+
+    void score(long r, int rows, long span) {
         for (long k = 0; k < span; k += PANEL)
             tile_of<E, PAIR>(
                 rows, queries_ + r * depth_, depth_, keys_ + k * depth_, depth_, nullptr, 0,
@@ -260,9 +272,9 @@ class Attention {
                         store(scores_ + i * TILE_KEYS + k + j * LANES, sum);
                     }
                 });
-        if (s_.softcap > 0) bend(rows, span);
-        alignas(64) float fade[LANES];
-        with_rows(rows, [&]<int M>() { soften<M>(r, first, span, fade); });
+    }
+
+    void add_values(long r, int rows, long span, const float* fade) {
         for (long d = 0; d < depth_; d += PANEL)
             tile_of<E, PAIR>(
                 rows, weights_, TILE_KEYS, values_ + d * TILE_KEYS, span, nullptr, 0,
@@ -273,6 +285,33 @@ class Attention {
                 });
     }
 
+#else
+
+    void score(long r, int rows, long span) {
+        with_rows(rows, [&]<int M>() {
+            for (long k = 0; k < span; k += STRIP)
+                multiply_strip<M, false>(queries_ + r * depth_, depth_, keys_ + k * depth_, depth_, scores_ + k, TILE_KEYS);
+        });
+        for (long i = 0; QUANTISED && i < rows; i++)
+            for (long k = 0; k < span; k += REGISTER_LANES) {
+                float* at = scores_ + i * TILE_KEYS + k;
+                keep(at, widened(at) * widened(key_scales_ + k));
+            }
+    }
+
+    void add_values(long r, int rows, long span, const float* fade) {
+        float* outputs = outputs_ + r * depth_;
+        for (long i = 0; i < rows; i++)
+            for (long d = i * depth_; d < (i + 1) * depth_; d += REGISTER_LANES)
+                keep(outputs + d, widened(outputs + d) * fade[i]);
+        with_rows(rows, [&]<int M>() {
+            for (long d = 0; d < depth_; d += STRIP)
+                multiply_strip<M, true>(weights_, TILE_KEYS, values_ + d * TILE_KEYS, span, outputs + d, depth_);
+        });
+    }
+
+#endif
+
     // Scores scaled and capped: softcap * tanh(scale * score / softcap).
     void bend(int rows, long span) {
         for (long i = 0; i < rows; i++)
@@ -281,43 +320,68 @@ class Attention {
     }
 
     // Scores of the group's M rows to weights, e^(scale * (score - largest so far)), and what each row's earlier outputs
-    // fade by. Rows go side by side: one alone would wait for its largest score, then for its sum.
+    // fade by. With large registers rows go side by side: one alone would wait for its largest score, then for its sum.
     template <int M>
     ALWAYS_INLINE void soften(long r, long first, long span, float* fade) {
         constexpr float log2_e = 1.44269504f;
+        constexpr int PARTS = LANES / REGISTER_LANES, SIDE = PARTS == 1 ? M : 1;
         const float scale = (s_.softcap > 0 ? 1.0f : s_.scale) * log2_e;
-        Vec most[M], sums[M];
         alignas(64) float now[LANES] = {}, added[LANES] = {};
+        const auto row_of = [&](int i, long k, int part) { return i * TILE_KEYS + k + part * REGISTER_LANES; };
+        for (int i0 = 0; i0 < M; i0 += SIDE) {
+            Register most[SIDE][PARTS];
 #pragma GCC unroll 6
-        for (int i = 0; i < M; i++) {
-            hide(positions_[r + i] - first, span, scores_ + i * TILE_KEYS);
-            most[i] = splat(most_[r + i]);
-        }
-        for (long k = 0; k < span; k += LANES)
+            for (int i = 0; i < SIDE; i++) {
+                hide(positions_[r + i0 + i] - first, span, scores_ + (i0 + i) * TILE_KEYS);
+#pragma GCC unroll 4
+                for (int p = 0; p < PARTS; p++) most[i][p] = everywhere(most_[r + i0 + i]);
+            }
+            for (long k = 0; k < span; k += LANES)
 #pragma GCC unroll 6
-            for (int i = 0; i < M; i++) most[i] = maximum(most[i], load(scores_ + i * TILE_KEYS + k));
+                for (int i = 0; i < SIDE; i++)
+#pragma GCC unroll 4
+                    for (int p = 0; p < PARTS; p++)
+                        most[i][p] = maximum(most[i][p], widened(scores_ + row_of(i0 + i, k, p)));
 #pragma GCC unroll 6
-        for (int i = 0; i < M; i++) {
-            now[i] = largest(most[i]);
-            sums[i] = Vec{};
+            for (int i = 0; i < SIDE; i++) now[i0 + i] = largest(whole(most[i]));
         }
         // A row that sees nothing up to here: nothing is added to it, as its weights are all 0.
         const Vec base = maximum(load(now), splat(HIDDEN / 2)) * scale;
         store(fade, power_of_two<6>(load(most_ + r) * scale - base));
         std::memcpy(most_ + r, now, M * sizeof(float));
         store(now, base);
-        for (long k = 0; k < span; k += LANES)
+        for (int i0 = 0; i0 < M; i0 += SIDE) {
+            Register sums[SIDE][PARTS] = {};
+            for (long k = 0; k < span; k += LANES)
 #pragma GCC unroll 6
-            for (int i = 0; i < M; i++) {
-                const Vec exponent = load(scores_ + i * TILE_KEYS + k) * scale - splat(now[i]);
-                const Vec weight = power_of_two<sizeof(E) == 4 ? 6 : 4, true>(exponent);
-                sums[i] += weight;
-                store(weights_ + i * TILE_KEYS + k, QUANTISED ? weight * load(value_scales_ + k) : weight);
-            }
+                for (int i = 0; i < SIDE; i++)
+#pragma GCC unroll 4
+                    for (int p = 0; p < PARTS; p++) {
+                        const long at = row_of(i0 + i, k, p);
+                        const Register exponent = widened(scores_ + at) * scale - now[i0 + i];
+                        const Register weight = power_of_two<sizeof(T) == 4 ? 6 : 4, true>(exponent);
+                        sums[i][p] += weight;
+                        keep_weight(at, k + p * REGISTER_LANES, weight);
+                    }
 #pragma GCC unroll 6
-        for (int i = 0; i < M; i++) added[i] = sum(sums[i]);
+            for (int i = 0; i < SIDE; i++) added[i0 + i] = sum(whole(sums[i]));
+        }
         store(added, load(total_ + r) * load(fade) + load(added));
         std::memcpy(total_ + r, added, M * sizeof(float));
+    }
+
+    static Vec whole(const Register* parts) {
+        Vec all;
+        std::memcpy(&all, parts, sizeof all);
+        return all;
+    }
+
+    void keep_weight(long at, long key, Register weight) {
+        const Register scaled = QUANTISED ? weight * widened(value_scales_ + key) : weight;
+        if constexpr (sizeof(E) == sizeof(float))
+            keep(weights_ + at, scaled);
+        else
+            store(weights_ + at, scaled);
     }
 
     // HIDDEN for the scores of what a row must not see; its own key is number `own` of the tile.

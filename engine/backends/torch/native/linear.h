@@ -91,9 +91,13 @@ struct Gated {
     }
 };
 
-// A slice in float32.
+// A slice in float32: each strip of columns by itself, reduction index by reduction index.
 struct WideRoom {
     alignas(64) float panel[WIDE_DEPTH * PANEL];
+
+    void keep(long k, long column, Vec values) {
+        store(panel + column / STRIP * WIDE_DEPTH * STRIP + k * STRIP + column % STRIP, values);
+    }
 };
 
 // Weights in bfloat16.
@@ -109,7 +113,8 @@ struct PlainWeights {
     typedef WideRoom Room;
 
     const float* open(const bfloat16* slice, long depth, Room& room) const {
-        for (long i = 0; i < depth * PANEL; i += LANES) store(room.panel + i, load(slice + i));
+        for (long k = 0; k < depth; k++)
+            for (long c = 0; c < PANEL; c += LANES) room.keep(k, c, load(slice + k * PANEL + c));
         return room.panel;
     }
 #endif
@@ -165,6 +170,16 @@ void multiply_packed(const bfloat16* x, long x_stride, long m, Weights weights, 
                     }
                 }
                 const Factor* opened = weights.open(slice, paired(depth), room);
+#if !defined(__AVX512F__)
+                const float* a = rows_of_x + row0 * x_stride + k0;
+                if (first) std::fill(partial, partial + rows * PANEL, 0.0f);
+                multiply_strips(a, x_stride, rows, opened, WIDE_DEPTH * STRIP, depth, partial, next, next_lines);
+                for (long r = 0; last && r < rows; r++) {
+                    Vec sums[VECTORS];
+                    for (long j = 0; j < VECTORS; j++) sums[j] = load(partial + r * PANEL + j * LANES);
+                    write(row0 + r, panel, sums);
+                }
+#else
                 for_row_groups(rows, [&](long r, int count, long group, long groups) {
                     const Factor* a = rows_of_x + (row0 + r) * x_stride + k0;
                     const long line = next_lines * group / groups, lines = next_lines * (group + 1) / groups - line;
@@ -178,6 +193,7 @@ void multiply_packed(const bfloat16* x, long x_stride, long m, Weights weights, 
                         tile_of<Factor, PAIR>(count, a, x_stride, opened, depth, next + line * 64, fetched, begin_at,
                                               end_at);
                 });
+#endif
             }
         }
     }

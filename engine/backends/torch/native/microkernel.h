@@ -17,6 +17,11 @@ namespace {
 constexpr long PANEL = 64;
 constexpr long VECTORS = PANEL / LANES;
 constexpr int ROWS = 6;
+#if defined(__AVX512F__)
+constexpr long STRIP = PANEL;
+#else
+constexpr long STRIP = 16;  // columns whose sums of ROWS rows fit the registers
+#endif
 
 // Sums live in registers only where the loops are part of their caller; left to judge by size, GCC gives that up in a
 // large file, and everything takes twice as long.
@@ -99,21 +104,10 @@ ALWAYS_INLINE void tile(const E* a, long stride, const B* panel, long depth, con
 
 #else
 
-// What a register of the CPU holds. GCC keeps larger vectors in memory, between one operation and the next.
-#if defined(__AVX__)
-typedef float Register __attribute__((vector_size(32)));
-inline Register everywhere(float x) { return Register{x, x, x, x, x, x, x, x}; }
-#else
-typedef float Register __attribute__((vector_size(16)));
-inline Register everywhere(float x) { return Register{x, x, x, x}; }
-#endif
-typedef Register UnalignedRegister __attribute__((aligned(4)));
-constexpr int REGISTER_LANES = sizeof(Register) / sizeof(float);
 typedef uint32_t BitsRegister __attribute__((vector_size(sizeof(Register))));
 typedef uint16_t HalfRegister __attribute__((vector_size(sizeof(Register) / 2)));
 typedef int8_t ByteRegister __attribute__((vector_size(sizeof(Register) / 4)));
 
-inline Register widened(const float* p) { return *reinterpret_cast<const UnalignedRegister*>(p); }
 inline Register widened(const bfloat16* p) {
     HalfRegister halves;
     std::memcpy(&halves, p, sizeof halves);
@@ -123,6 +117,37 @@ inline Register widened(const int8_t* p) {
     ByteRegister bytes;
     std::memcpy(&bytes, p, sizeof bytes);
     return __builtin_convertvector(bytes, Register);
+}
+
+// sums[M] (+)= a[M][depth] x strip, which holds STRIP columns. A line of `ahead`, memory that will be read soon, is
+// fetched with every fourth step, for the first `lines` of them.
+template <int M, bool ADDS>
+ALWAYS_INLINE void multiply_strip(const float* a, long stride, const float* strip, long depth, float* sums,
+                                  long sums_stride, const char* ahead = nullptr, long lines = 0) {
+    constexpr int REGISTERS = STRIP / REGISTER_LANES;
+    Register acc[M][REGISTERS];
+#pragma GCC unroll 6
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < REGISTERS; j++)
+            acc[i][j] = ADDS ? widened(sums + i * sums_stride + j * REGISTER_LANES) : Register{};
+    const float* later = a + 3 * stride;
+    for (long k = 0; k < depth; k++, strip += STRIP) {
+        if (k < lines) __builtin_prefetch(ahead + k * 64, 0, 2);
+        Register columns[REGISTERS];
+#pragma GCC unroll 4
+        for (int j = 0; j < REGISTERS; j++) columns[j] = widened(strip + j * REGISTER_LANES);
+#pragma GCC unroll 6
+        for (int i = 0; i < M; i++) {
+            const Register row = everywhere(i < 3 ? a[i * stride + k] : later[(i - 3) * stride + k]);
+#pragma GCC unroll 4
+            for (int j = 0; j < REGISTERS; j++) acc[i][j] += row * columns[j];
+        }
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < REGISTERS; j++) keep(sums + i * sums_stride + j * REGISTER_LANES, acc[i][j]);
 }
 
 // The tile's epilogue decides where sums start and where they go. Registers hold the sums of some of the panel's columns
@@ -189,7 +214,7 @@ inline void tile_of(int rows, const E* a, long stride, const B* panel, long dept
     with_rows(rows, [&]<int M>() { tile<E, PAIR, M>(a, stride, panel, depth, ahead, lines, begin, end); });
 }
 
-// Calls body(first, count) for groups of at most ROWS rows, as even as they can be.
+// Calls body(first, count, group, groups) for groups of at most ROWS rows, as even as they can be.
 template <typename Body>
 inline void for_row_groups(long rows, Body body) {
     const long groups = (rows + ROWS - 1) / ROWS;
@@ -198,5 +223,24 @@ inline void for_row_groups(long rows, Body body) {
         body(first, int(rows * (g + 1) / groups - first), g, groups);
     }
 }
+
+#if !defined(__AVX512F__)
+
+// sums[rows][PANEL] += a[rows][depth] x the panel whose strips begin `strip_stride` apart. A strip stays in the L1 cache
+// while all rows pass it.
+inline void multiply_strips(const float* a, long stride, long rows, const float* strips, long strip_stride, long depth,
+                            float* sums, const char* ahead, long lines) {
+    for (long s = 0; s < PANEL / STRIP; s++)
+        for_row_groups(rows, [&](long r, int count, long group, long groups) {
+            const long parts = groups * (PANEL / STRIP), part = s * groups + group;
+            const long line = lines * part / parts, fetched = lines * (part + 1) / parts - line;
+            with_rows(count, [&]<int M>() {
+                multiply_strip<M, true>(a + r * stride, stride, strips + s * strip_stride, depth,
+                                        sums + r * PANEL + s * STRIP, PANEL, ahead + line * 64, fetched);
+            });
+        });
+}
+
+#endif
 
 }  // namespace

@@ -286,7 +286,8 @@ struct ByteWeights {
 
     const float* open(const uint8_t* slice, long depth, Room& room) const {
         const int8_t* from = reinterpret_cast<const int8_t*>(slice);
-        for (long i = 0; i < depth * PANEL; i += LANES) store(room.panel + i, load(from + i));
+        for (long k = 0; k < depth; k++)
+            for (long c = 0; c < PANEL; c += LANES) room.keep(k, c, load(from + k * PANEL + c));
         return room.panel;
     }
 };
@@ -309,17 +310,17 @@ struct NibbleWeights {
     static long place(long i, long column) { return i * 32 + column; }
 
     const float* open(const uint8_t* slice, long depth, Room& room) const {
-        float* to = room.panel;
-        for (const uint8_t* group = slice; group < slice + depth * STEP; group += GROUP * STEP) {
+        for (long k0 = 0; k0 < depth; k0 += GROUP) {
+            const uint8_t* group = slice + k0 * STEP;
             const bfloat16* scales = reinterpret_cast<const bfloat16*>(group);
-            for (long k = 0; k < GROUP; k++, to += PANEL)
+            for (long k = 0; k < GROUP; k++)
                 for (long j = 0; j < 2; j++) {
                     ByteVec bytes;
                     std::memcpy(&bytes, group + SCALES + k * 32 + j * LANES, LANES);
                     const ByteVec low = bytes & 15, high = (bytes >> 4) & 15;
                     const Vec first = __builtin_convertvector(low - 8, Vec), second = __builtin_convertvector(high - 8, Vec);
-                    store(to + j * LANES, first * load(scales + j * LANES));
-                    store(to + (j + 2) * LANES, second * load(scales + (j + 2) * LANES));
+                    room.keep(k0 + k, j * LANES, first * load(scales + j * LANES));
+                    room.keep(k0 + k, (j + 2) * LANES, second * load(scales + (j + 2) * LANES));
                 }
         }
         return room.panel;

@@ -29,6 +29,22 @@ struct bfloat16 {
     uint16_t bits;
 };
 
+// What a register of the CPU holds. GCC keeps larger vectors in memory, between one operation and the next.
+#if defined(__AVX512F__)
+typedef Vec Register;
+inline Register everywhere(float x) { return Register{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+#elif defined(__AVX__)
+typedef float Register __attribute__((vector_size(32)));
+inline Register everywhere(float x) { return Register{x, x, x, x, x, x, x, x}; }
+#else
+typedef float Register __attribute__((vector_size(16)));
+inline Register everywhere(float x) { return Register{x, x, x, x}; }
+#endif
+constexpr int REGISTER_LANES = sizeof(Register) / sizeof(float);
+typedef Register UnalignedRegister __attribute__((aligned(4)));
+inline Register widened(const float* p) { return *reinterpret_cast<const UnalignedRegister*>(p); }
+inline void keep(float* p, Register x) { *reinterpret_cast<UnalignedRegister*>(p) = x; }
+
 inline Vec splat(float x) { return Vec{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
 inline void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
@@ -104,15 +120,15 @@ inline float sum(Vec x) { return _mm512_reduce_add_ps((__m512)x); }
 inline float largest(Vec x) { return _mm512_reduce_max_ps((__m512)x); }
 #else
 inline float sum(Vec x) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += x[i];
-    return total;
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) x[i] += x[i + half];
+    return x[0];
 }
 
 inline float largest(Vec x) {
-    float most = x[0];
-    for (int i = 1; i < LANES; i++) most = std::max(most, x[i]);
-    return most;
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) x[i] = std::max(x[i], x[i + half]);
+    return x[0];
 }
 #endif
 
@@ -120,8 +136,14 @@ inline float largest(Vec x) {
 inline Vec maximum(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)a, (__m512)b); }
 inline Vec minimum(Vec a, Vec b) { return (Vec)_mm512_min_ps((__m512)a, (__m512)b); }
 #else
-inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
-inline Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
+template <typename V>
+inline V maximum(V a, V b) {
+    return a > b ? a : b;
+}
+template <typename V>
+inline V minimum(V a, V b) {
+    return a < b ? a : b;
+}
 #endif
 
 // exp(x) to 2 units in the last place for x <= 88; 0 below -87. Cephes' way: 2^n times a polynomial.
@@ -144,25 +166,23 @@ inline Vec exponential(Vec x) {
 
 // 2^x, to 3e-6 by a polynomial of 4 terms that is least wrong where it is most, and to 2e-7 by one of 6. 0 for what is
 // far too small to matter. Without AVX-512, x may be 126 at most. FINITE: no x is infinite, which saves an instruction.
-template <int TERMS, bool FINITE = false>
-inline Vec power_of_two(Vec x) {
+template <int TERMS, bool FINITE = false, typename V>
+inline V power_of_two(V x) {
     static_assert(TERMS == 4 || TERMS == 6);
 #if defined(__AVX512F__)
     const Vec bounded = FINITE ? x : maximum(x, splat(-200.0f));  // whose power is 0
     const Vec n = (Vec)_mm512_roundscale_ps((__m512)bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-    const Vec bounded = maximum(x, splat(-126.0f));
-    const Vec n = (bounded + 12582912.0f) - 12582912.0f;
+    const V bounded = maximum(x, V{} - 126.0f);
+    const V n = (bounded + 12582912.0f) - 12582912.0f;
 #endif
-    const Vec r = bounded - n;
-    Vec p;
+    const V r = bounded - n;
+    V p = V{} + (TERMS == 4 ? 9.5828521e-3f : 1.5403530e-4f);
     if (TERMS == 4) {
-        p = splat(9.5828521e-3f);
         p = p * r + 5.5906430e-2f;
         p = p * r + 2.4024099e-1f;
         p = p * r + 6.9312419e-1f;
     } else {
-        p = splat(1.5403530e-4f);
         p = p * r + 1.3333558e-3f;
         p = p * r + 9.6181291e-3f;
         p = p * r + 5.5504109e-2f;
@@ -173,8 +193,9 @@ inline Vec power_of_two(Vec x) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
-    const Vec scale = (Vec)((__builtin_convertvector(n, IntVec) + 127) << 23);
-    return x < splat(-126.0f) ? Vec{} : p * scale;
+    typedef decltype(x < x) Integers;
+    const V scale = (V)((__builtin_convertvector(n, Integers) + 127) << 23);
+    return x < V{} - 126.0f ? V{} : p * scale;
 #endif
 }
 
