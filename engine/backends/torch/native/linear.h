@@ -41,12 +41,21 @@ inline const Factor* factors_of(const bfloat16* x, long& stride, long m, long k)
         for (long row = 0; row < m; row++) {
             const bfloat16* from = x + row * from_stride;
             long i = 0;
-            for (; i + LANES <= k; i += LANES) store(to + row * k + i, load(from + i));
+            for (; i + REGISTER_LANES <= k; i += REGISTER_LANES) keep(to + row * k + i, widened(from + i));
             for (; i < k; i++) to[row * k + i] = widen(from[i]);
         }
         stride = k;
         return reinterpret_cast<const Factor*>(to);
     }
+}
+
+// Columns [c, c + REGISTER_LANES) of a panel's sums.
+inline Register part_of(const Vec* sums, long c) {
+#if defined(__AVX512F__)
+    return sums[c / LANES];
+#else
+    return widened(reinterpret_cast<const float*>(sums) + c);
+#endif
 }
 
 // Where a panel's 64 sums go, or what they are added to once they are rounded. Columns beyond `n` are not written.
@@ -61,9 +70,9 @@ struct Plain {
         const long first = panel * PANEL;
         bfloat16* to = out + row * stride + first;
         if (first + PANEL <= n) {
-            for (long j = 0; j < VECTORS; j++) {
-                const Vec sum = bias ? sums[j] + load(bias + first + j * LANES) : sums[j];
-                store(to + j * LANES, adds ? load(to + j * LANES) + rounded<bfloat16>(sum) : sum);
+            for (long c = 0; c < PANEL; c += REGISTER_LANES) {
+                const Register sum = bias ? part_of(sums, c) + widened(bias + first + c) : part_of(sums, c);
+                store(to + c, adds ? widened(to + c) + rounded<bfloat16>(sum) : sum);
             }
             return;
         }
@@ -83,10 +92,10 @@ struct Gated {
 
     void operator()(long row, long panel, const Vec* sums) const {
         bfloat16* to = out + row * stride + panel * (PANEL / 2);
-        for (long j = 0; j < VECTORS / 2; j++) {
-            const Vec gate = sums[j];
-            const Vec falling = power_of_two<4>(minimum(gate * -1.44269504f, splat(126.0f)));  // e^-gate
-            store(to + j * LANES, gate / (1.0f + falling) * sums[j + VECTORS / 2]);
+        for (long c = 0; c < PANEL / 2; c += REGISTER_LANES) {
+            const Register gate = part_of(sums, c);
+            const Register falling = power_of_two<4>(minimum(gate * -1.44269504f, everywhere(126.0f)));  // e^-gate
+            store(to + c, gate / (1.0f + falling) * part_of(sums, c + PANEL / 2));
         }
     }
 };
@@ -95,8 +104,14 @@ struct Gated {
 struct WideRoom {
     alignas(64) float panel[WIDE_DEPTH * PANEL];
 
-    void keep(long k, long column, Vec values) {
-        store(panel + column / STRIP * WIDE_DEPTH * STRIP + k * STRIP + column % STRIP, values);
+    float* at(long k, long column) { return panel + column / STRIP * WIDE_DEPTH * STRIP + k * STRIP + column % STRIP; }
+
+    // Rows [depth][PANEL] of weights without scales.
+    template <typename T>
+    void widen_all(const T* from, long depth) {
+        for (long k = 0; k < depth; k++, from += PANEL)
+#pragma GCC unroll 16
+            for (long c = 0; c < PANEL; c += REGISTER_LANES) keep(at(k, c), widened(from + c));
     }
 };
 
@@ -113,8 +128,7 @@ struct PlainWeights {
     typedef WideRoom Room;
 
     const float* open(const bfloat16* slice, long depth, Room& room) const {
-        for (long k = 0; k < depth; k++)
-            for (long c = 0; c < PANEL; c += LANES) room.keep(k, c, load(slice + k * PANEL + c));
+        room.widen_all(slice, depth);
         return room.panel;
     }
 #endif

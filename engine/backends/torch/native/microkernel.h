@@ -104,21 +104,6 @@ ALWAYS_INLINE void tile(const E* a, long stride, const B* panel, long depth, con
 
 #else
 
-typedef uint32_t BitsRegister __attribute__((vector_size(sizeof(Register))));
-typedef uint16_t HalfRegister __attribute__((vector_size(sizeof(Register) / 2)));
-typedef int8_t ByteRegister __attribute__((vector_size(sizeof(Register) / 4)));
-
-inline Register widened(const bfloat16* p) {
-    HalfRegister halves;
-    std::memcpy(&halves, p, sizeof halves);
-    return (Register)(__builtin_convertvector(halves, BitsRegister) << 16);
-}
-inline Register widened(const int8_t* p) {
-    ByteRegister bytes;
-    std::memcpy(&bytes, p, sizeof bytes);
-    return __builtin_convertvector(bytes, Register);
-}
-
 // sums[M] (+)= a[M][depth] x strip, which holds STRIP columns. A line of `ahead`, memory that will be read soon, is
 // fetched with every fourth step, for the first `lines` of them.
 template <int M, bool ADDS>

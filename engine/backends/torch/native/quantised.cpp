@@ -285,9 +285,7 @@ struct ByteWeights {
     static long place(long i, long column) { return i * PANEL + column; }
 
     const float* open(const uint8_t* slice, long depth, Room& room) const {
-        const int8_t* from = reinterpret_cast<const int8_t*>(slice);
-        for (long k = 0; k < depth; k++)
-            for (long c = 0; c < PANEL; c += LANES) room.keep(k, c, load(from + k * PANEL + c));
+        room.widen_all(reinterpret_cast<const int8_t*>(slice), depth);
         return room.panel;
     }
 };
@@ -319,8 +317,8 @@ struct NibbleWeights {
                     std::memcpy(&bytes, group + SCALES + k * 32 + j * LANES, LANES);
                     const ByteVec low = bytes & 15, high = (bytes >> 4) & 15;
                     const Vec first = __builtin_convertvector(low - 8, Vec), second = __builtin_convertvector(high - 8, Vec);
-                    room.keep(k0 + k, j * LANES, first * load(scales + j * LANES));
-                    room.keep(k0 + k, (j + 2) * LANES, second * load(scales + (j + 2) * LANES));
+                    store(room.at(k0 + k, j * LANES), first * load(scales + j * LANES));
+                    store(room.at(k0 + k, (j + 2) * LANES), second * load(scales + (j + 2) * LANES));
                 }
         }
         return room.panel;

@@ -65,17 +65,17 @@ inline void store(bfloat16* p, Vec x) {
 }
 
 // As it is once it was stored as bfloat16.
-template <typename T>
-inline Vec rounded(Vec x) {
+template <typename T, typename V>
+inline V rounded(V x) {
     if constexpr (sizeof(T) == 4) {
         return x;
     } else {
 #if defined(__AVX512BF16__)
-        return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
+        return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
 #else
-        T narrowed[LANES];
-        store(narrowed, x);
-        return load(narrowed);
+        typedef decltype(x < x) Integers;
+        const Integers bits = (Integers)x;
+        return (V)((bits + 0x7fff + ((bits >> 16) & 1)) & ~0xffff);
 #endif
     }
 }
@@ -93,6 +93,34 @@ inline void store(int8_t* p, Vec x) {
     const auto bytes = __builtin_convertvector(whole, ByteVec);
     std::memcpy(p, &bytes, LANES);
 }
+
+// A register of floats from what is loaded as such.
+#if defined(__AVX512F__)
+inline Register widened(const bfloat16* p) { return load(p); }
+inline Register widened(const int8_t* p) { return load(p); }
+#else
+typedef uint32_t BitsRegister __attribute__((vector_size(sizeof(Register))));
+typedef uint16_t HalfRegister __attribute__((vector_size(sizeof(Register) / 2)));
+typedef int8_t ByteRegister __attribute__((vector_size(sizeof(Register) / 4)));
+
+inline Register widened(const bfloat16* p) {
+    HalfRegister halves;
+    std::memcpy(&halves, p, sizeof halves);
+    return (Register)(__builtin_convertvector(halves, BitsRegister) << 16);
+}
+inline Register widened(const int8_t* p) {
+    ByteRegister bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(bytes, Register);
+}
+
+inline void store(bfloat16* p, Register x) {
+    const BitsRegister bits = (BitsRegister)x;
+    const BitsRegister rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest even, as torch does
+    const HalfRegister halves = __builtin_convertvector(rounded, HalfRegister);
+    std::memcpy(p, &halves, sizeof halves);
+}
+#endif
 
 inline float widen(float x) { return x; }
 inline float widen(bfloat16 x) {
