@@ -1,18 +1,23 @@
 """Does disaggregation pay here? Live pairs of an aggregated and a disaggregated cluster beside what replay predicted.
 
 Both clusters have two workers of Tandem's engine, a core each. Each is calibrated by a run of its own; then `tandem
-replay` predicts, from the arrivals of a case alone, what both will do with it.
+replay` predicts, from the arrivals of a case alone, what both will do with it. Both get the same requests, in turns, so
+that their TTFTs are compared request by request. A live winner is one only where the 95 % interval of the difference
+says so.
 """
 
+import contextlib
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from bench.compare.systems import Machine, Tandem
 from bench.report import Bar
+from simulator.advice import BLOCKS, interval_of_best
 from simulator.calibration import Calibration
 from simulator.fitting import calibrate
 from simulator.gpus import gpu_named
@@ -28,11 +33,15 @@ SLO = Slo(1.0, 0.06)
 PROFILES = {"short-chat": 0.5, "tool-calling": 0.15, "offline-batch": 0.4}
 """Profiles with the factor of their lengths."""
 SHARES = (0.3, 0.6, 0.9)
-LEARN_S, RUN_S, SATURATING = 10.0, 12.0, 16
+LEARN_S, RUN_S, SATURATING = 10.0, 20.0, 16
 SHAPES: dict[str, tuple[Mode, int, int]] = {"aggregated": ("aggregated", 0, 2), "disaggregated": ("conditional", 1, 1)}
 EVEN = 0.05
 """Relative difference of mean TTFTs below which neither cluster is the winner."""
+MISS = 0.05
+"""Chance with which an interval may miss."""
 MIN_RIGHT, MAX_ERROR = 0.9, 0.2
+_Case = tuple[float, dict[str, Results]]
+"""Rate of a case, and the results by cluster."""
 
 
 async def _load(console: Console, address: str, log: Path, **load: Any) -> Results:
@@ -40,35 +49,41 @@ async def _load(console: Console, address: str, log: Path, **load: Any) -> Resul
     return (await run_bench(console, GrpcFrontend([address], "", 120), offered, options)).results
 
 
-async def _live(
-    machine: Machine, shape: str, rates: dict[str, float], folder: Path, console: Console
-) -> tuple[Calibration, dict[str, Results]]:
-    """Load one cluster: a run for the calibration, then every case; `rates` are found by the first cluster."""
-    quiet = Console(quiet=True)
-    found: dict[str, Results] = {}
-    async with Tandem(machine, "torch", *SHAPES[shape][1:]) as system:
-        address = system.address
-        for name, scale in PROFILES.items():
-            load = {"profile": profile_named(name), "scale": scale, "duration_s": LEARN_S / 2}
-            results = await _load(quiet, address, folder / "warm.log", **load, concurrency=SATURATING, seed=50)
-            rates.setdefault(name, results.finished / results.duration_s)
-        learnt = folder / f"{shape}-learn.log"
-        with learnt.open("w") as whole:
-            for number, (name, scale) in enumerate(PROFILES.items()):
-                load = {"profile": profile_named(name), "scale": scale, "duration_s": LEARN_S}
-                part = folder / "part.log"
-                await _load(quiet, address, part, **load, rate=0.5 * rates[name], seed=60 + number)
-                whole.write(part.read_text())
+async def _learn(console: Console, address: str, rates: dict[str, float], folder: Path, shape: str) -> Calibration:
+    """Calibrate a cluster by a run of its own; `rates` are found by the first cluster."""
+    for name, scale in PROFILES.items():
+        load = {"profile": profile_named(name), "scale": scale, "duration_s": LEARN_S / 2}
+        results = await _load(console, address, folder / "warm.log", **load, concurrency=SATURATING, seed=50)
+        rates.setdefault(name, results.finished / results.duration_s)
+    learnt = folder / f"{shape}-learn.log"
+    with learnt.open("w") as whole:
+        for number, (name, scale) in enumerate(PROFILES.items()):
+            load = {"profile": profile_named(name), "scale": scale, "duration_s": LEARN_S}
+            part = folder / "part.log"
+            await _load(console, address, part, **load, rate=0.5 * rates[name], seed=60 + number)
+            whole.write(part.read_text())
+    return calibrate(served_of(learnt))
+
+
+async def _live(machine: Machine, folder: Path, console: Console) -> tuple[dict[str, Calibration], dict[str, _Case]]:
+    """Run both clusters, in turns: what each was calibrated to, and every case's rate and results."""
+    quiet, rates, cases = Console(quiet=True), dict[str, float](), dict[str, _Case]()
+    async with contextlib.AsyncExitStack() as stack:
+        live = {
+            shape: await stack.enter_async_context(Tandem(machine, "torch", num_prefill, num_decode))
+            for shape, (_, num_prefill, num_decode) in SHAPES.items()
+        }
+        learnt = {shape: await _learn(quiet, live[shape].address, rates, folder, shape) for shape in SHAPES}
         for number, (name, scale) in enumerate(PROFILES.items()):
             for share in SHARES:
-                load = {"profile": profile_named(name), "scale": scale, "duration_s": RUN_S}
-                log = folder / f"{shape}-{name}-{share:g}.log"
-                seed = 10 * number + int(10 * share)
-                found[f"{name} {share:g}"] = await _load(
-                    quiet, address, log, **load, rate=share * rates[name], seed=seed
-                )
-                console.print(shape, name, share, f"TTFT {found[f'{name} {share:g}'].ttft_s.mean:.3f} s")
-    return calibrate(served_of(learnt)), found
+                key, rate, found = f"{name} {share:g}", share * rates[name], dict[str, Results]()
+                load = {"profile": profile_named(name), "scale": scale, "duration_s": RUN_S, "rate": rate}
+                for shape, system in live.items():
+                    log = folder / f"{shape}-{key}.log"
+                    found[shape] = await _load(quiet, system.address, log, **load, seed=10 * number + int(10 * share))
+                cases[key] = rate, found
+                console.print(key, ", ".join(f"TTFT {shape} {found[shape].ttft_s.mean:.3f} s" for shape in SHAPES))
+    return learnt, cases
 
 
 def _winner(aggregated_s: float, disaggregated_s: float) -> str:
@@ -77,44 +92,54 @@ def _winner(aggregated_s: float, disaggregated_s: float) -> str:
     return "aggregated" if aggregated_s < disaggregated_s else "disaggregated"
 
 
+def _shown(aggregated: Path, disaggregated: Path) -> str:
+    """Return the winner of a live pair by its logs: even, where the difference may be chance."""
+    logs = [sorted((each.arrived_s, each.ttft_s) for each in served_of(log)) for log in (aggregated, disaggregated)]
+    together, apart = (np.array([ttft_s for _, ttft_s in log]) for log in logs)
+    assert len(together) == len(apart), "requests failed"
+    num_blocks = min(BLOCKS, len(together))
+    starts = np.arange(num_blocks) * len(together) // num_blocks
+    blocks = np.add.reduceat(apart - together, starts) / len(together)
+    lower, upper = interval_of_best(blocks[None, :, None], MISS)
+    return "even" if lower <= 0 <= upper else _winner(float(together.mean()), float(apart.mean()))
+
+
 async def measure(machine: Machine, console: Console) -> dict[str, Any]:
     """Return each case with what was predicted and what was measured."""
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        folder, rates = Path(name), dict[str, float]()
-        live = {shape: await _live(machine, shape, rates, folder, console) for shape in SHAPES}
-        for case in live["aggregated"][1]:
-            profile, share = case.split()
-            row: dict[str, Any] = {"rate": float(share) * rates[profile]}
-            for shape, (found, measured) in live.items():
-                setup = Setup(open_shape(None), gpu_named("H100"), gpus=2, slo=SLO, calibration=found)
-                trace = Trace(folder / f"aggregated-{profile}-{share}.log", Window())
+        folder = Path(name)
+        learnt, cases = await _live(machine, folder, console)
+        for case, (rate, measured) in cases.items():
+            row: dict[str, Any] = {"rate": rate}
+            trace = Trace(folder / f"aggregated-{case}.log", Window())
+            for shape, found in measured.items():
+                setup = Setup(open_shape(None), gpu_named("H100"), gpus=2, slo=SLO, calibration=learnt[shape])
                 predicted = replay(setup, Scenario(*SHAPES[shape]), trace).results
                 row[shape] = {
-                    "ttft_ms": 1e3 * measured[case].ttft_s.mean,
+                    "ttft_ms": 1e3 * found.ttft_s.mean,
                     "predicted_ttft_ms": 1e3 * predicted.ttft_s.mean,
-                    "itl_ms": 1e3 * measured[case].itl_s.mean,
+                    "itl_ms": 1e3 * found.itl_s.mean,
                     "predicted_itl_ms": 1e3 * predicted.itl_s.mean,
                 }
-            row["winner"] = _winner(*(row[shape]["ttft_ms"] for shape in SHAPES))
+            row["winner"] = _shown(*(folder / f"{shape}-{case}.log" for shape in SHAPES))
             row["predicted_winner"] = _winner(*(row[shape]["predicted_ttft_ms"] for shape in SHAPES))
             figures[case] = row
             console.print(case, json.dumps(row))
-        return {
-            "cases": figures,
-            "calibrations": {shape: found.model_dump(mode="json") for shape, (found, _) in live.items()},
-        }
+        calibrations = {shape: found.model_dump(mode="json") for shape, found in learnt.items()}
+        return {"cases": figures, "calibrations": calibrations}
 
 
 def bars_of(figures: dict[str, Any]) -> list[Bar]:
-    """Return the bars; a winner that is even by measurement or prediction counts as right with either."""
+    """Return the bars; winners are predicted of the pairs that have one."""
     cases = figures["cases"].values()
-    right = [
-        row["winner"] == row["predicted_winner"] or "even" in (row["winner"], row["predicted_winner"]) for row in cases
-    ]
-    bars = [
-        Bar(f"winner of {len(right)} pairs predicted by replay: share right", sum(right) / len(right), MIN_RIGHT, True)
-    ]
+    right = [row["winner"] == row["predicted_winner"] for row in cases if row["winner"] != "even"]
+    bars = []
+    if right:
+        what = (
+            f"winner of {len(right)} pairs of {len(cases)} that differ beyond chance, predicted by replay: share right"
+        )
+        bars.append(Bar(what, sum(right) / len(right), MIN_RIGHT, True))
     for what in ("ttft_ms", "itl_ms"):
         errors = sorted(
             abs(row[shape][f"predicted_{what}"] / row[shape][what] - 1) for row in cases for shape in SHAPES

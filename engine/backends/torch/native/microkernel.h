@@ -5,6 +5,8 @@
 //     float32    [K][64]
 //     bfloat16   [K / 2][64][2]      what one dot-product instruction (vdpbf16ps) takes
 //
+// Where few registers are, a panel in float32 is four strips of 16 columns, one after the other: [4][K][16].
+//
 // Products are accumulated in float32. Where the CPU does not multiply bfloat16 itself, it is widened when panels are
 // packed.
 
@@ -105,7 +107,7 @@ ALWAYS_INLINE void tile(const E* a, long stride, const B* panel, long depth, con
 #else
 
 // sums[M] (+)= a[M][depth] x strip, which holds STRIP columns. A line of `ahead`, memory that will be read soon, is
-// fetched with every fourth step, for the first `lines` of them.
+// fetched with each of the first `lines` steps.
 template <int M, bool ADDS>
 ALWAYS_INLINE void multiply_strip(const float* a, long stride, const float* strip, long depth, float* sums,
                                   long sums_stride, const char* ahead = nullptr, long lines = 0) {
