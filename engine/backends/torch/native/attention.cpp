@@ -40,8 +40,21 @@ inline void transpose16(const uint32_t* from, long from_stride, uint32_t* to, lo
         _mm512_storeu_si512(to + (i + 12) * to_stride, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
     }
 #else
-    for (int i = 0; i < 16; i++)
-        for (int j = 0; j < 16; j++) to[j * to_stride + i] = from[i * from_stride + j];
+    // By blocks of 4 x 4, whose rows fit registers of any CPU.
+    typedef uint32_t Four __attribute__((vector_size(16)));
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 16; j += 4) {
+            Four r[4];
+            for (int k = 0; k < 4; k++) std::memcpy(&r[k], from + (i + k) * from_stride + j, sizeof(Four));
+            const Four low = {0, 4, 1, 5}, high = {2, 6, 3, 7}, first = {0, 1, 4, 5}, second = {2, 3, 6, 7};
+            const Four a = __builtin_shuffle(r[0], r[1], low), b = __builtin_shuffle(r[2], r[3], low);
+            const Four c = __builtin_shuffle(r[0], r[1], high), d = __builtin_shuffle(r[2], r[3], high);
+            r[0] = __builtin_shuffle(a, b, first);
+            r[1] = __builtin_shuffle(a, b, second);
+            r[2] = __builtin_shuffle(c, d, first);
+            r[3] = __builtin_shuffle(c, d, second);
+            for (int k = 0; k < 4; k++) std::memcpy(to + (j + k) * to_stride + i, &r[k], sizeof(Four));
+        }
 #endif
 }
 
@@ -156,8 +169,8 @@ class Attention {
             std::memcpy(to, from, s_.head_dim * sizeof(E));
         } else {
             long d = 0;
-            for (; d + LANES <= s_.head_dim; d += LANES) store(to + d, load(from + d));
-            for (; d < s_.head_dim; d++) to[d] = narrow<E>(widen(from[d]));
+            for (; d + REGISTER_LANES <= s_.head_dim; d += REGISTER_LANES) keep(to + d, widened(from + d));
+            for (; d < s_.head_dim; d++) to[d] = widen(from[d]);
         }
         std::memset(static_cast<void*>(to + s_.head_dim), 0, (depth_ - s_.head_dim) * sizeof(E));
     }
