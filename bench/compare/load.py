@@ -95,8 +95,8 @@ async def measure(machine: Machine, scratch: Path, console: Console, only: Seque
     figures: dict[str, Any] = {"cannot run": {}, "saturation": {}, "runs": {}}
     chosen = [each for each in systems(machine) if not only or any(name in each.name for name in only)]
     best: dict[str, float] = {}
+    found, runs = figures["saturation"], figures["runs"]
     for system in sorted(chosen, key=lambda each: each.name != FASTEST):
-        found, runs = figures["saturation"], figures["runs"]
         try:
             async with system:
                 await saturation(system, scratch, "short-chat", 90)  # warms up

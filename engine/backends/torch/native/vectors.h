@@ -40,6 +40,8 @@ inline Register everywhere(float x) { return Register{x, x, x, x, x, x, x, x}; }
 typedef float Register __attribute__((vector_size(16)));
 inline Register everywhere(float x) { return Register{x, x, x, x}; }
 #endif
+typedef uint32_t BitsRegister __attribute__((vector_size(sizeof(Register))));
+typedef uint16_t HalfRegister __attribute__((vector_size(sizeof(Register) / 2)));
 constexpr int REGISTER_LANES = sizeof(Register) / sizeof(float);
 typedef Register UnalignedRegister __attribute__((aligned(4)));
 inline Register widened(const float* p) { return *reinterpret_cast<const UnalignedRegister*>(p); }
@@ -54,13 +56,23 @@ inline Vec load(const bfloat16* p) {
     return (Vec)(__builtin_convertvector(half, UIntVec) << 16);
 }
 
+inline UIntVec bits_of(Vec x) { return (UIntVec)x; }
+#if !defined(__AVX512F__)
+inline BitsRegister bits_of(Register x) { return (BitsRegister)x; }
+#endif
+
+// Bits whose upper halves are the nearest bfloat16, to even between two, as torch rounds.
+template <typename V>
+inline auto nearest(V x) {
+    const auto bits = bits_of(x);
+    return bits + 0x7fffu + ((bits >> 16) & 1u);
+}
+
 inline void store(bfloat16* p, Vec x) {
 #if defined(__AVX512BF16__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)x));
 #else
-    const UIntVec bits = (UIntVec)x;
-    const UIntVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest even, as torch does
-    *reinterpret_cast<UnalignedHalfVec*>(p) = __builtin_convertvector(rounded, HalfVec);
+    *reinterpret_cast<UnalignedHalfVec*>(p) = __builtin_convertvector(nearest(x) >> 16, HalfVec);
 #endif
 }
 
@@ -73,9 +85,7 @@ inline V rounded(V x) {
 #if defined(__AVX512BF16__)
         return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
 #else
-        typedef decltype(x < x) Integers;
-        const Integers bits = (Integers)x;
-        return (V)((bits + 0x7fff + ((bits >> 16) & 1)) & ~0xffff);
+        return (V)(nearest(x) & 0xffff0000u);
 #endif
     }
 }
@@ -99,8 +109,6 @@ inline void store(int8_t* p, Vec x) {
 inline Register widened(const bfloat16* p) { return load(p); }
 inline Register widened(const int8_t* p) { return load(p); }
 #else
-typedef uint32_t BitsRegister __attribute__((vector_size(sizeof(Register))));
-typedef uint16_t HalfRegister __attribute__((vector_size(sizeof(Register) / 2)));
 typedef int8_t ByteRegister __attribute__((vector_size(sizeof(Register) / 4)));
 
 inline Register widened(const bfloat16* p) {
@@ -115,9 +123,7 @@ inline Register widened(const int8_t* p) {
 }
 
 inline void store(bfloat16* p, Register x) {
-    const BitsRegister bits = (BitsRegister)x;
-    const BitsRegister rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest even, as torch does
-    const HalfRegister halves = __builtin_convertvector(rounded, HalfRegister);
+    const HalfRegister halves = __builtin_convertvector(nearest(x) >> 16, HalfRegister);
     std::memcpy(p, &halves, sizeof halves);
 }
 #endif
