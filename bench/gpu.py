@@ -3,8 +3,10 @@
 An 8 B Llama shape in bfloat16 with random weights. A decode step is held against the time to read its bytes (weights
 and KV) at the bandwidth of a plain copy; a prompt against its floating point operations at the rate of a plain matrix
 product. Steps are timed around `execute`: with what Python does before the GPU starts, sampling, and tokens on the CPU.
+Then two workers share the GPU (`gpu_pair.py`).
 """
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -15,8 +17,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from bench import gpu_pair
 from bench.models import LLAMA_8B, llama_8b
-from bench.report import Bar, conclude
+from bench.report import Bar, Parts, conclude
 from engine.backends.torch.cuda.quantised import gpu_linear
 from engine.backends.torch.quantised import quantise_linears
 from engine.backends.torch.runner import TorchRunner
@@ -126,49 +129,63 @@ def fill(pool: Tensor) -> None:
         block.normal_()
 
 
-def decode_bars(
-    runner: TorchRunner,
-    cases: tuple[tuple[int, int], ...],
-    bandwidth: float,
-    figures: dict[str, Any],
-    of: str,
-    least: float,
-) -> list[Bar]:
-    """Measure decodes as shares of the time to read their bytes; `of` describes all of them."""
-    bars = []
-    for batch, context in cases:
-        seconds = decode(runner, batch, context)
-        figures["decode_ms"][f"{batch}x{context}{of}"] = 1e3 * seconds
-        share = decode_bytes(runner, batch, context) / bandwidth / seconds
-        bars.append(Bar(f"decode {batch} x {context}{of}: share of HBM roofline", share, least, at_least=True))
-    return bars
+class Measurement:
+    """Figures and bars so far, and the two rates that they are held against."""
 
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bandwidth, self.rate = copy_bandwidth(), matrix_rate()
+        self.bars: list[Bar] = []
+        self.decode_ms: dict[str, float] = {}
+        self.prefill_ms: dict[str, float] = {}
 
-def quantised_kv(bandwidth: float, figures: dict[str, Any]) -> list[Bar]:
-    """Measure decodes over fp8 blocks, by Tandem's own kernels."""
-    quantization = QuantizationConfig(kv_dtype="fp8")
-    runner = TorchRunner(llama_8b("cuda"), "bfloat16", 16, kv_bytes=KV_BYTES, device="cuda", quantization=quantization)
-    for block in runner.pool.owner.split(256):  # type: ignore[union-attr]
-        block.random_(0, 64)  # as in `fill`; larger bytes are NaN in float8 or bfloat16
-    return decode_bars(runner, QUANTISED_DECODES, bandwidth, figures, ", fp8 KV", 0.6)
+    def add(self, what: str, measured: float, limit: float, at_least: bool = False) -> None:
+        self.bars.append(Bar(what, measured, limit, at_least))
+        self.console.print(f"{what}: {measured:.2f}", markup=False)
 
+    def decodes(self, runner: TorchRunner, cases: tuple[tuple[int, int], ...], of: str, least: float) -> None:
+        """Measure decodes as shares of the time to read their bytes; `of` describes all of them."""
+        for batch, context in cases:
+            seconds = decode(runner, batch, context)
+            self.decode_ms[f"{batch}x{context}{of}"] = 1e3 * seconds
+            share = decode_bytes(runner, batch, context) / self.bandwidth / seconds
+            self.add(f"decode {batch} x {context}{of}: share of HBM roofline", share, least, at_least=True)
 
-def quantised_weights(figures: dict[str, Any]) -> list[Bar]:
-    """Compare each kind of weights quantised at load with the saved weights: a decode and a prompt."""
-    bars = []
-    for kind, most in QUANTISED_WEIGHTS.items():
+    def as_saved(self) -> None:
+        """Measure decodes and prompts with weights and KV in bfloat16."""
+        runner = TorchRunner(llama_8b("cuda"), "bfloat16", block_tokens=16, kv_bytes=KV_BYTES, device="cuda")
+        fill(runner.pool.owner)  # type: ignore[union-attr]
+        self.console.print(f"backend {runner.backend}, CUDA graphs: {runner.paged.graphs is not None}")
+        self.decodes(runner, DECODES, "", 0.75)
+        for count, before in PREFILLS:
+            seconds = prefill(runner, count, before)
+            self.prefill_ms[f"{count} after {before}"] = 1e3 * seconds
+            share = prefill_operations(count, before) / self.rate / seconds
+            self.add(f"prefill {count} after {before}: share of bf16 peak", share, 0.55, at_least=True)
+        self.decode_ms["32x2048, drawn by top-p"] = 1e3 * decode(runner, 32, 2048, DRAWN)
+        if runner.paged.graphs is not None:
+            runner.paged.graphs = None
+            self.decode_ms["32x2048, no graphs"] = 1e3 * decode(runner, 32, 2048)
+
+    def quantised_kv(self) -> None:
+        """Measure decodes over fp8 blocks, by Tandem's own kernels."""
+        built, kept = llama_8b("cuda"), QuantizationConfig(kv_dtype="fp8")
+        runner = TorchRunner(built, "bfloat16", 16, kv_bytes=KV_BYTES, device="cuda", quantization=kept)
+        for block in runner.pool.owner.split(256):  # type: ignore[union-attr]
+            block.random_(0, 64)  # as in `fill`; larger bytes are NaN in float8 or bfloat16
+        self.decodes(runner, QUANTISED_DECODES, ", fp8 KV", 0.6)
+
+    def quantised_weights(self, kind: Weights, most: float) -> None:
+        """Compare weights quantised at load with the saved weights: a decode and a prompt."""
         built = llama_8b("cuda")
         quantise_linears(built.model, kind, partial(gpu_linear, device=torch.device("cuda")))
         runner = TorchRunner(built, "bfloat16", 16, kv_bytes=KV_BYTES, device="cuda")
-        fill(runner.pool.owner)
+        fill(runner.pool.owner)  # type: ignore[union-attr]
         for batch, context in DECODES[:3]:
-            figures["decode_ms"][f"{batch}x{context}, {kind}"] = 1e3 * decode(runner, batch, context)
-        figures["prefill_ms"][f"2048 after 0, {kind}"] = 1e3 * prefill(runner, 2048, 0)
-        alone = figures["decode_ms"][f"1x512, {kind}"] / figures["decode_ms"]["1x512"]
-        bars.append(Bar(f"decode 1 x 512, {kind} weights / as saved", alone, most))
-        del runner, built
-        torch.cuda.empty_cache()
-    return bars
+            self.decode_ms[f"{batch}x{context}, {kind}"] = 1e3 * decode(runner, batch, context)
+        self.prefill_ms[f"2048 after 0, {kind}"] = 1e3 * prefill(runner, 2048, 0)
+        alone = self.decode_ms[f"1x512, {kind}"] / self.decode_ms["1x512"]
+        self.add(f"decode 1 x 512, {kind} weights / as saved", alone, most)
 
 
 def main() -> None:
@@ -176,33 +193,26 @@ def main() -> None:
     if not torch.cuda.is_available():
         console.print("bench-gpu: skipped, torch sees no CUDA device here; nothing was measured")
         return
-    bandwidth, rate = copy_bandwidth(), matrix_rate()
-    torch.cuda.empty_cache()
+    measured, parts = Measurement(console), Parts(console)
     name = torch.cuda.get_device_name()
-    console.print(f"{name}: copies {bandwidth / 1e9:.0f} GB/s, multiplies bfloat16 at {rate / 1e12:.0f} TFLOP/s")
-    runner = TorchRunner(llama_8b("cuda"), "bfloat16", block_tokens=16, kv_bytes=KV_BYTES, device="cuda")
-    fill(runner.pool.owner)  # type: ignore[union-attr]
-    graphs = runner.paged.graphs is not None
-    console.print(f"backend {runner.backend}, CUDA graphs: {graphs}")
-    figures: dict[str, Any] = {"gpu": name, "bandwidth": bandwidth, "rate": rate}
-    figures |= {"backend": runner.backend, "graphs": graphs, "decode_ms": {}, "prefill_ms": {}}
-    bars = decode_bars(runner, DECODES, bandwidth, figures, "", 0.75)
-    for count, before in PREFILLS:
-        seconds = prefill(runner, count, before)
-        figures["prefill_ms"][f"{count} after {before}"] = 1e3 * seconds
-        share = prefill_operations(count, before) / rate / seconds
-        bars.append(Bar(f"prefill {count} after {before}: share of bf16 peak", share, 0.55, at_least=True))
-    figures["decode_ms"]["32x2048, drawn by top-p"] = 1e3 * decode(runner, 32, 2048, DRAWN)
-    if graphs:
-        runner.paged.graphs = None
-        figures["decode_ms"]["32x2048, no graphs"] = 1e3 * decode(runner, 32, 2048)
-    del runner
-    torch.cuda.empty_cache()
-    bars += quantised_kv(bandwidth, figures)
-    torch.cuda.empty_cache()
-    bars += quantised_weights(figures)
+    rates = f"copies {measured.bandwidth / 1e9:.0f} GB/s, multiplies bfloat16 at {measured.rate / 1e12:.0f} TFLOP/s"
+    console.print(f"{name}: {rates}")
+    measurements: dict[str, Callable[[], None]] = {"as saved": measured.as_saved, "fp8 KV": measured.quantised_kv}
+    for kind, most in QUANTISED_WEIGHTS.items():
+        measurements[f"{kind} weights"] = partial(measured.quantised_weights, kind, most)
+    for part, measure in measurements.items():
+        with parts.guard(part):
+            measure()
+        gc.collect()  # a runner's graphs and layers refer to each other
+        torch.cuda.empty_cache()
+    pair: dict[str, Any] = {}
+    with parts.guard("two workers"):
+        bars, pair = gpu_pair.measure()
+        measured.bars += bars
+    figures = {"gpu": name, "bandwidth": measured.bandwidth, "rate": measured.rate, "two workers": pair}
+    figures |= {"decode_ms": measured.decode_ms, "prefill_ms": measured.prefill_ms}
     console.print(figures)
-    conclude("gpu", bars, figures, console)
+    conclude("gpu", measured.bars, figures, console, parts.failed)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ No benchmark depends on their output.
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.backends.torch.runner import BuiltModel
@@ -89,6 +89,18 @@ def qwen2_half_b(path: Path, num_layers: int | None = None, dtype: str = "bfloat
         model = Qwen2ForCausalLM(Qwen2Config(**shape)).to(getattr(torch, dtype))
     model.save_pretrained(path)
     _word_tokenizer(path, QWEN2_HALF_B["vocab_size"], "w151643")
+    return path
+
+
+def llama(path: Path, shape: dict[str, Any]) -> Path:
+    """Make a Llama of this shape in bfloat16 on the GPU, with a tokenizer of one word per token."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    with torch.device("cuda"):
+        AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.bfloat16).save_pretrained(path)
+    torch.cuda.empty_cache()
+    _word_tokenizer(path, shape["vocab_size"], "w1")
     return path
 
 

@@ -4,7 +4,8 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,14 @@ class Parts:
         """Reasons of parts that failed."""
 
     async def measure(self, part: str, measuring: Awaitable[Any]) -> None:
-        try:
+        with self.guard(part):
             self.figures[part] = await measuring
+
+    @contextmanager
+    def guard(self, part: str) -> Iterator[None]:
+        """Note a failure inside as one of this part."""
+        try:
+            yield
         except Exception as error:  # whatever it is, it is told, and makes the bars of this part short
             self.failed[part] = f"{type(error).__name__}: {error}"
             self._console.print(f"{part} failed: {self.failed[part]}", markup=False)

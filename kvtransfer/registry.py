@@ -14,6 +14,11 @@ NO_HOOKS = "UCX_MEM_MMAP_HOOK_MODE", "none"
 By default UCX rewrites the process's mmap, munmap and others while it loads, 0.4 s of spinning, to learn of
 registered memory that is unmapped. `nixl` registers its memory once and keeps it. With GPUs, and for `ucxx`, whose
 memory UCX registers on demand, the hooks stay as UCX sets them."""
+READ_OVER_CUDA_IPC = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "y"
+"""UCX setting that reads the memory of another process's GPU over CUDA IPC.
+
+Left alone, UCX does so only where it sees NVLink. Between two workers on one GPU, or GPUs on PCIe, KV would then travel
+over TCP, hundreds of times slower."""
 
 
 def open_transport(
@@ -30,6 +35,8 @@ def open_transport(
     demanded lanes, KeyError for an unknown name.
     """
     strict = StrictLanes(strict_lanes)
+    if on_gpu:
+        os.environ.setdefault(*READ_OVER_CUDA_IPC)
     if name == "nixl":
         if not on_gpu:
             os.environ.setdefault(*NO_HOOKS)

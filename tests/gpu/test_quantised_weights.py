@@ -107,9 +107,12 @@ def prompt_logits(path: Path, device: str, backend: str, weights: Weights = "aut
     quantization = QuantizationConfig(weights=weights)
     runner = TorchRunner(path, dtype, 16, 32 << 20, backend=backend, device=device, quantization=quantization)  # type: ignore[arg-type]
     tokens = torch.randint(1, 900, (53,), generator=torch.Generator().manual_seed(0)).tolist()
-    sequence = Sequence("a", tokens, 53, b"", SamplingParams(1), 0, 0, blocks=[0, 2, 4, 6])
-    rows = [runner.logits([Chunk(sequence, 0, 50)]), *(runner.logits([Chunk(sequence, at, 1)]) for at in (50, 51, 52))]
-    return torch.stack([row.float().cpu().clone()[-1] for row in rows])
+    sequence = Sequence("a", tokens[:50], 50, b"", SamplingParams(1), 0, 0, blocks=[0, 2, 4, 6])
+    rows = [runner.logits([Chunk(sequence, 0, 50)])[-1].float().cpu().clone()]
+    for at in (50, 51, 52):
+        sequence.token_ids.append(tokens[at])
+        rows.append(runner.logits([Chunk(sequence, at, 1)])[-1].float().cpu().clone())
+    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
@@ -119,7 +122,8 @@ def test_a_model_computes_what_the_cpu_does(wide_model: Models, family: str, bac
     path = wide_model(family, "bfloat16")
     if weights == "fp8":
         need_float8()
-        truth, allowed = prompt_logits(path, "cpu", "sdpa", dtype="float32"), 0.2
+        # each of 21 products of random weights adds 5 % of noise, and a CPU has no such products to compare with
+        truth, allowed = prompt_logits(path, "cpu", "sdpa", dtype="float32"), 0.3
     else:
         truth, allowed = prompt_logits(path, "cpu", "sdpa", weights, dtype="float32"), 0.05
     assert (prompt_logits(path, "cuda", backend, weights) - truth).norm() < allowed * truth.norm()
@@ -137,7 +141,8 @@ def test_a_packed_checkpoint(wide_model: Models, tmp_path: Path, packing: Packin
 
 @pytest.mark.parametrize(("weights", "share"), [("int8", 0.8), ("int4", 0.65)])
 def test_only_what_weights_become_must_fit(wide_model: Models, weights: Weights, share: float) -> None:
-    """Also while it is loaded."""
+    """Also while it is loaded, but for one layer in float32."""
+    one_layer = 4 * 512 * 1024
     model_dir, room = ModelDir.open(wide_model("llama", "bfloat16")), dict[str, int]()
     for kind in ("auto", weights):
         torch.cuda.empty_cache()
@@ -146,6 +151,6 @@ def test_only_what_weights_become_must_fit(wide_model: Models, weights: Weights,
         model = load_model(model_dir, "bfloat16", GPU, QuantizationConfig(weights=kind))
         room[kind] = torch.cuda.memory_allocated() - before
         if kind != "auto":
-            assert torch.cuda.max_memory_allocated() - before < room["auto"]
+            assert torch.cuda.max_memory_allocated() - before < room["auto"] + one_layer
         del model
     assert room[weights] < share * room["auto"]

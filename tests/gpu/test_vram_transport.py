@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from engine.backends.torch.fingerprint import TensorFingerprints
+from kvtransfer.registry import open_transport
 from kvtransfer.transport import Span, max_blocks_per_read
 
 SCRIPT = Path(__file__).with_name("vram_lender.py")
@@ -50,12 +51,10 @@ def script() -> Any:
 
 def test_blocks_move_between_gpu_memories(lender: bytes) -> None:
     """And what arrives has the fingerprints of what was lent. Prints the bandwidth and the lanes."""
-    from kvtransfer.nixl import NixlTransport
-
     theirs = script().contents(SEED, NUM_BLOCKS, BLOCK_BYTES)
     memory = torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
-    transport = NixlTransport(f"vram-reader-{os.getpid()}")
+    transport = open_transport("nixl", f"vram-reader-{os.getpid()}", on_gpu=True)
     transport.register(script().device_pool(memory))
     peer = transport.connect(lender)
     step = max_blocks_per_read(BLOCK_BYTES)
@@ -70,6 +69,7 @@ def test_blocks_move_between_gpu_memories(lender: bytes) -> None:
         if measured:
             rate = NUM_BLOCKS * BLOCK_BYTES / (time.monotonic() - started_at) / 1e9
             print(f"{rate:.1f} GB/s over {peer.lanes}")
+    assert all("cuda_ipc" in lane for lane in peer.lanes), peer.lanes
     assert torch.equal(memory.cpu(), theirs)
     blocks = list(range(NUM_BLOCKS))
     arrived, lent = TensorFingerprints(memory, 8).of(blocks), TensorFingerprints(theirs, 8).of(blocks)

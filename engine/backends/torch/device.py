@@ -89,7 +89,7 @@ def staged(values: Sequence[int] | Sequence[float] | NDArray[Any], dtype: torch.
     """Return the values as a tensor [len(values)] on the device; a copy to a GPU does not wait for the GPU."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
 
 
 def read_back(tokens: Tensor) -> list[int]:

@@ -319,7 +319,7 @@ class _PackedQuantizer(HfQuantizer):  # type: ignore[misc]
         return False
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode, whose tensors cannot be moved to a GPU and used there
 def load_packed(
     path: Path, config: Any, dtype: Any, scheme: PackedScheme, device: torch.device
 ) -> tuple[nn.Module, dict[str, Any]]:

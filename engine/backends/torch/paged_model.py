@@ -1,5 +1,6 @@
 """Model joined to its paged KV memory: chunks in, logits out."""
 
+import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -53,7 +54,8 @@ class PagedModel:
         # by now the memory that the weights were read from is free: both at once would be a peak
         if device.type == "cpu":
             populate(self.memory.byte_blocks, lambda: self._computing)
-        use_attention(model, self._attention)
+        # transformers keeps what is registered for ever, so it gets no reference that keeps the pool
+        use_attention(model, weakref.proxy(self._attention))
         self.graphs = None
         if ranks == 1:  # a sum over ranks inside a CUDA graph is not supported
             self.graphs = decode_graphs(self._attention, layout, self._forward_all, self.memory, info)
