@@ -20,7 +20,8 @@ from bench.models import qwen2_half_b
 from bench.report import OUT, conclude
 from engine.config import WorkerConfig
 from engine.core_types import SamplingParams
-from engine.messages import FromEngine, Generate, Ready, StartFailed, Token
+from engine.messages.from_engine import FromEngine, Ready, StartFailed, Token
+from engine.messages.to_engine import Generate
 from engine.process.child_engine import ChildEngine
 from engine.process.engine_client import EngineListener
 from engine.process.spec import EngineSpec

@@ -6,7 +6,7 @@ from engine.backends.sim.runner import SimRunner
 from engine.core.engine_core import EngineCore, EngineLimits
 from engine.core_types import SamplingParams, StepBudget
 from engine.kv.layout import KvLayout
-from engine.messages import Generate
+from engine.messages.to_engine import Generate
 from kvtransfer.local import LocalNetwork, LocalTransport
 
 REQUESTS = 200

@@ -26,8 +26,8 @@ from engine.backends.torch.backends import Backend
 from engine.backends.torch.runner import TorchRunner
 from engine.core.engine_core import EngineCore, EngineLimits
 from engine.core_types import Chunk, SamplingParams, Sequence, StepBudget
-from engine.messages import Generate as Ask
-from engine.messages import Rejected
+from engine.messages.from_engine import Rejected
+from engine.messages.to_engine import Generate as Ask
 from engine.model.quantization import AS_SAVED, QuantizationConfig
 from kvtransfer.local import LocalNetwork, LocalTransport
 from protos import inference_pb2 as pb

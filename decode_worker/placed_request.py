@@ -7,7 +7,7 @@ from cluster.errors import InvalidRequest
 from engine.block_keys import token_array
 from engine.core_types import MAX_CHAINS, BeamParams, Pooling, SamplingParams
 from engine.kv.pins import Retention
-from engine.messages import Generate, PlacementMark
+from engine.messages.to_engine import Generate, PlacementMark
 from engine.model.detokenizer import check_token_ids
 from engine.sampling.structured_output import FIELD, read_structured
 from protos import decode_pb2 as pb

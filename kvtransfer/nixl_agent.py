@@ -16,8 +16,9 @@ from kvtransfer.transport import AnyPool, DevicePool
 
 FORMAT = "tandem-nixl-1"
 PROGRESS_DELAY_US = 100_000
-PACKAGES = ("nixl_cu12", "nixl_cu13")
-"""Packages of NIXL, named for the CUDA they were built for; without a GPU either works."""
+PACKAGES = ("nixl_cu13", "nixl_cu12")
+"""Packages of NIXL, named for the CUDA that they were built for; the first that is installed is used. Without a GPU
+either works."""
 _construction = threading.Lock()
 
 MemoryKind = Literal["DRAM", "VRAM"]

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from cluster.errors import Incompatible, InvalidRequest, Overloaded, ServiceError, Unavailable
-from engine import messages
 from engine.block_keys import unpack_tokens
 from engine.lending.fast_path import ADDRESS_BYTES
-from engine.messages import LendClosed, LendReady, LendRefused, LendReleased, LendStarting, PlacementMark
+from engine.messages.from_engine import LendReady, LendRefused, LendStarting
+from engine.messages.to_engine import Lend, LendClosed, LendReleased, PlacementMark
 from engine.model.detokenizer import check_token_ids
 from engine.process.engine_client import EngineMessage
 from engine.worker.lender_streams import Borrowing, LoanChain
@@ -107,7 +107,7 @@ def announcements(message: LendReady) -> Iterator[pb.BlocksReady]:
         )
 
 
-def _lend(context: WorkerContext, loan_id: str, want: pb.Want) -> messages.Lend:
+def _lend(context: WorkerContext, loan_id: str, want: pb.Want) -> Lend:
     if want.lender_incarnation != context.incarnation:
         raise Incompatible("this worker is another one than the one asked", "lender_incarnation")
     if want.may_compute:  # a loan that computes nothing is allowed while draining: blocks stay readable until the end
@@ -121,7 +121,7 @@ def _lend(context: WorkerContext, loan_id: str, want: pb.Want) -> messages.Lend:
     num_blocks = len(tokens) // context.ready.block_tokens
     if want.first_block >= num_blocks:
         raise InvalidRequest("first_block", f"no block wanted in [{want.first_block}, {num_blocks})")
-    return messages.Lend(
+    return Lend(
         loan_id=loan_id,
         token_ids=tokens,
         first_block=want.first_block,

@@ -9,28 +9,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.core_types import Sequence as Chain
-from engine.messages import (
+from engine.messages.from_engine import (
     CacheChanged,
-    Cancel,
     CloseLoan,
     FromEngine,
-    Generate,
     KvAccount,
-    Lend,
-    LendClosed,
     LendReady,
     LendRefused,
-    LendReleased,
     LendStarting,
     Load,
-    LoanBlocks,
-    LoanFailed,
-    LoanStarted,
     OpenLoan,
-    PlacementMark,
     Rejected,
     ReleaseLoan,
     Token,
+)
+from engine.messages.to_engine import (
+    Cancel,
+    Generate,
+    Lend,
+    LendClosed,
+    LendReleased,
+    LoanBlocks,
+    LoanFailed,
+    LoanStarted,
+    PlacementMark,
 )
 from simulator.clock import VirtualClock
 from simulator.transport import PREFIX

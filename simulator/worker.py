@@ -20,7 +20,7 @@ from engine.core_types import Chunk
 from engine.core_types import Sequence as Chain
 from engine.kv.layout import KvLayout
 from engine.kv.store.shared_store import SharedStore
-from engine.messages import FromEngine, Ready
+from engine.messages.from_engine import FromEngine, Ready
 from simulator.clock import ScheduledEvent, VirtualClock
 from simulator.runner import UNLIMITED_CONTEXT, BytelessRunner, token_of
 from simulator.transport import VirtualTransport

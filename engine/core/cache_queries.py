@@ -11,7 +11,8 @@ from itertools import islice
 from engine.block_keys import BlockKey, block_keys, root_key
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.lending.loan import Posted, StoreRemoved
-from engine.messages import CacheDrop, CacheInspected, FromEngine, InspectCache
+from engine.messages.from_engine import CacheInspected, FromEngine
+from engine.messages.to_engine import CacheDrop, InspectCache
 
 MAX_DROPPED = 4096
 """Largest number of blocks that a query for all blocks drops, of the pool and the tiers together."""

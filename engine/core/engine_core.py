@@ -27,12 +27,11 @@ from engine.lending.corruption import Corruption
 from engine.lending.fast_path import FastPath, FastPathLink
 from engine.lending.lender_manager import LenderManager
 from engine.lending.loan import Posted, ReadCompletion, StoreFetched, StoreFound, StoreRemoved
-from engine.messages import (
+from engine.messages.from_engine import Audited, FromEngine, Ready
+from engine.messages.to_engine import (
     Audit,
-    Audited,
     Cancel,
     CorruptReads,
-    FromEngine,
     Generate,
     InspectCache,
     Lend,
@@ -42,7 +41,6 @@ from engine.messages import (
     LoanBlocks,
     LoanFailed,
     LoanStarted,
-    Ready,
     SetBudget,
     TakeSnapshot,
     ToEngine,

@@ -9,7 +9,8 @@ from engine.core_types import Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import PINNED, POOL, REMOTE, STORE
 from engine.lending.lender_manager import LenderManager
-from engine.messages import CacheChanged, FromEngine, KvUse, Load, PlacementMark, TierUse
+from engine.messages.from_engine import CacheChanged, FromEngine, KvUse, Load, TierUse
+from engine.messages.to_engine import PlacementMark
 from engine.speculation.speculator import Speculator
 
 

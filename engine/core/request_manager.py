@@ -30,7 +30,8 @@ from engine.kv.kv_stats import POOL
 from engine.kv.pins import Retention
 from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.loan import BorrowRequest
-from engine.messages import Embedded, Failed, Filled, FromEngine, Generate, KvAccount, PromptScored, Rejected, Token
+from engine.messages.from_engine import Embedded, Failed, Filled, FromEngine, KvAccount, PromptScored, Rejected, Token
+from engine.messages.to_engine import Generate
 from engine.sampling.beam_search import BeamSearch
 from engine.sampling.parallel_sampling import chains_of, is_complete, num_blocks_at_most, search_of, without_tail
 

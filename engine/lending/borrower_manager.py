@@ -38,7 +38,8 @@ from engine.lending.loan import BorrowRequest, Loan, Posted, Quarantined, ReadCo
 from engine.lending.sources import LenderSource, LoanSource, TierSource
 from engine.lending.store_loans import StoreLoans
 from engine.lending.store_source import StoreSource
-from engine.messages import FromEngine, LenderSilent, LoanBlocks, LoanFailed, LoanStarted
+from engine.messages.from_engine import FromEngine
+from engine.messages.to_engine import LenderSilent, LoanBlocks, LoanFailed, LoanStarted
 from kvtransfer.errors import TransferError
 
 BLOCK_READ_BYTES = 64 << 20

@@ -19,7 +19,8 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from hashlib import blake2b
 
-from engine.messages import LendReady, LendStarting, LoanBlocks, LoanStarted
+from engine.messages.from_engine import LendReady, LendStarting
+from engine.messages.to_engine import LoanBlocks, LoanStarted
 
 VERSION = 1
 """Version of the datagram format; engines of different versions do not find each other."""

@@ -24,7 +24,8 @@ from engine.lending.lender import (
     Unhold,
 )
 from engine.lending.loan import BorrowRequest
-from engine.messages import FromEngine, KvAccount, Lend, LendReady, LendRefused, LendStarting
+from engine.messages.from_engine import FromEngine, KvAccount, LendReady, LendRefused, LendStarting
+from engine.messages.to_engine import Lend
 
 
 @dataclass(slots=True)

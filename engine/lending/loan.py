@@ -9,7 +9,7 @@ from engine.kv.store.shared_store import Fetched
 from engine.lending.block_reads import RankRead
 from engine.lending.borrower import Borrower
 from engine.lending.sources import LoanSource
-from engine.messages import CacheInspected, KvAccount
+from engine.messages.from_engine import CacheInspected, KvAccount
 
 
 class LoanOwner(Protocol):

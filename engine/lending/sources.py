@@ -19,7 +19,7 @@ from engine.kv.tiers.tier_jobs import Held
 from engine.kv.tiers.tiers import Tiers
 from engine.lending.block_reads import LocalRank, Peers, Rank, RankRead, ReadProgress, RemoteRank, lanes_of
 from engine.lending.fast_path import Word
-from engine.messages import CloseLoan, FromEngine, OpenLoan, ReleaseLoan
+from engine.messages.from_engine import CloseLoan, FromEngine, OpenLoan, ReleaseLoan
 
 RELEASE_BYTES = 32 << 20
 """Bytes that may be read before the lender is sent a release; a range out of order is sent at once."""

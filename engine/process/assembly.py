@@ -11,7 +11,7 @@ from engine.kv.rows import Allocate, private_rows
 from engine.kv.store.opening import open_store
 from engine.kv.tiers.tiers import TierConfig, Tiers
 from engine.lending.fast_path import FastPathLink
-from engine.messages import FromEngine
+from engine.messages.from_engine import FromEngine
 from engine.model_runner import ModelRunner
 from engine.process.ranks import Ranks
 from engine.process.spec import EngineSpec

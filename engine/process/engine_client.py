@@ -9,27 +9,22 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from cluster.errors import StartError, TandemError, Unavailable
-from engine.messages import (
-    Audit,
+from engine.messages.from_engine import (
     Audited,
     CacheChanged,
-    CacheDrop,
     CacheInspected,
     FromEngine,
-    InspectCache,
     KvUse,
     LendReady,
     LendRefused,
     LendStarting,
-    LendWeights,
     Load,
     Ready,
-    ReturnWeights,
     StartFailed,
-    ToEngine,
     Token,
     WeightsOffered,
 )
+from engine.messages.to_engine import Audit, CacheDrop, InspectCache, LendWeights, ReturnWeights, ToEngine
 
 EngineMessage = FromEngine | None
 

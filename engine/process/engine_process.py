@@ -23,7 +23,7 @@ from engine.core_types import Chunk, SampleResult
 from engine.errors import EngineStartError, RankLost
 from engine.host.core_allocation import LOOK_EVERY_S, CoreAllocation
 from engine.host.memory import belongs_in_file
-from engine.messages import StartFailed
+from engine.messages.from_engine import StartFailed
 from engine.model_runner import ModelRunner
 from engine.process.assembly import IDLE_TURN_S, draft_of, open_core
 from engine.process.fast_path_socket import open_fast_path_socket

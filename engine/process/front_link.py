@@ -2,7 +2,8 @@
 
 import time
 
-from engine.messages import FromEngine, ToEngine
+from engine.messages.from_engine import FromEngine
+from engine.messages.to_engine import ToEngine
 from engine.process.message_socket import MessageSocket, SocketWaiter
 from engine.process.spec import EngineSpec
 

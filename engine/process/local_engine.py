@@ -8,7 +8,8 @@ import asyncio
 from collections.abc import Sequence
 
 from engine.core_types import Chunk
-from engine.messages import FromEngine, ToEngine
+from engine.messages.from_engine import FromEngine
+from engine.messages.to_engine import ToEngine
 from engine.process.assembly import IDLE_TURN_S, open_core
 from engine.process.engine_client import EngineHost, EngineListener
 from engine.process.runners import open_sim_runner

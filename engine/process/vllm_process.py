@@ -23,7 +23,7 @@ from engine.core_types import StepBudget
 from engine.errors import EngineStartError, RankLost
 from engine.kv.rows import Allocate, private_rows
 from engine.kv.store.opening import open_store
-from engine.messages import StartFailed
+from engine.messages.from_engine import StartFailed
 from engine.process.assembly import IDLE_TURN_S
 from engine.process.fast_path_socket import open_fast_path_socket
 from engine.process.front_link import FrontLink, receive_spec

@@ -11,7 +11,8 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from engine.errors import ModelRefused
-from engine.messages import LendWeights, ReturnWeights, ToEngine, WeightsOffered
+from engine.messages.from_engine import WeightsOffered
+from engine.messages.to_engine import LendWeights, ReturnWeights, ToEngine
 from engine.model.model_dir import ModelDir
 from engine.weights.mapped_files import MappedFiles
 from engine.weights.offer import WeightFile

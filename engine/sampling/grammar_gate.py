@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from cluster.errors import InvalidRequest
-from engine.messages import Cancel, Generate, ToEngine
+from engine.messages.to_engine import Cancel, Generate, ToEngine
 
 if TYPE_CHECKING:
     from engine.sampling.grammar import Grammars

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from engine.block_keys import BlockKey
 from engine.core_types import Sequence
 from engine.kv.layout import KvLayout
-from engine.messages import Generate
+from engine.messages.to_engine import Generate
 from engine.sampling.beam_search import BeamSearch
 
 

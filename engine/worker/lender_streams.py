@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cluster.rpc import Channels
 from cluster.tls import TlsIdentity
 from engine.block_keys import pack_tokens
-from engine.messages import CloseLoan, OpenLoan, ReleaseLoan
+from engine.messages.from_engine import CloseLoan, OpenLoan, ReleaseLoan
 from engine.process.engine_client import EngineClient
 from engine.worker.loan_stream import Loan, LoanStream
 from protos import lend_pb2 as pb

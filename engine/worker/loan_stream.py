@@ -15,7 +15,7 @@ from cluster.error_status import from_proto, from_rpc_error
 from cluster.logs import of
 from cluster.rpc import MAX_MESSAGE_BYTES
 from cluster.waker import Waker
-from engine.messages import LenderSilent, LoanBlocks, LoanFailed, LoanStarted, ToEngine
+from engine.messages.to_engine import LenderSilent, LoanBlocks, LoanFailed, LoanStarted, ToEngine
 from engine.process.engine_client import EngineClient
 from engine.worker.heartbeat import Heartbeat
 from protos import lend_pb2 as pb

@@ -16,7 +16,8 @@ from cluster.error_status import from_rpc_error
 from cluster.errors import AlreadyExists, Incompatible, ServiceError, TandemError
 from cluster.rpc import channel
 from cluster.tls import TlsIdentity
-from engine.messages import CacheChanged, Load, TakeSnapshot
+from engine.messages.from_engine import CacheChanged, Load
+from engine.messages.to_engine import TakeSnapshot
 from engine.process.engine_client import EngineClient
 from engine.worker.worker_events import cache_events, load_report, messages_of, parts_of, summary
 from protos import membership_pb2 as pb

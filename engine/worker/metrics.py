@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.kv.kv_stats import REMOTE
-from engine.messages import KvUse, Load, Ready
+from engine.messages.from_engine import KvUse, Load, Ready
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from cluster.errors import Draining, Unavailable
 from cluster.roles import ON_WIRE, Role
 from engine.config import WorkerConfig
 from engine.core_types import StepBudget
-from engine.messages import SetBudget
+from engine.messages.to_engine import SetBudget
 from engine.process.engine_client import EngineClient
 from engine.worker.membership import Memberships
 

@@ -20,7 +20,7 @@ from cluster.roles import ON_WIRE, Role
 from cluster.rpc import Server
 from cluster.tls import MemberIdentity, member_of
 from engine.config import WorkerConfig
-from engine.messages import Ready
+from engine.messages.from_engine import Ready
 from engine.model.model_dir import ModelDir
 from engine.process.child_engine import ChildEngine
 from engine.process.engine_client import EngineClient, EngineHost

@@ -8,7 +8,8 @@ from typing import Any
 from cluster.error_status import to_status
 from cluster.errors import Incompatible, InvalidRequest, NotConfigured, ServiceError
 from cluster.roles import ON_WIRE
-from engine.messages import CacheDrop, Ready
+from engine.messages.from_engine import Ready
+from engine.messages.to_engine import CacheDrop
 from engine.model.detokenizer import check_token_ids
 from engine.process.engine_client import EngineClient
 from engine.worker.faults import Faults

@@ -20,15 +20,14 @@ from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from router.placement.affinity import NO_SESSION, Affinities, Served, SessionKey
 from router.placement.demand import Demand
+from router.placement.finished_streams import FinishedStreams
 from router.placement.in_flight import Transfer, TransfersInFlight
-from router.placement.index import PrefixIndex
-from router.placement.output_lengths import OutputKey, OutputLengths
+from router.placement.index import PrefixIndex, shared_prefix
+from router.placement.output_lengths import OutputKey
 from router.placement.place import Decision, place, place_on, startable
 from router.placement.placement_snapshot import PlacementSnapshot
 from router.placement.prediction_error import LogRatios
-from router.placement.rate_learning import RateLearner, ReceiptTimings
 from router.placement.rates import Ints, Priors, Rates
-from router.placement.receipt_timings import measured
 from router.placement.traffic_counters import TrafficCounters
 from router.placement.worker_records import ActivePlacement, Worker
 from router.placement.worker_table import Hits, WorkerTable, WorkerView
@@ -53,16 +52,12 @@ class Fleet:
         self.router_id = router_id
         self.mark = f"{router_id}/{incarnation}" if incarnation else router_id
         """Mark that workers echo with this router's placements; a restarted router has another one."""
-        self.ttft_scores = LogRatios()
-        """Predicted over actual TTFT of successful streams."""
         self.traffic = TrafficCounters()
         """Traffic counters, updated by the request handler."""
         self._workers: dict[str, Worker] = {}
         self._index = PrefixIndex()
-        self._learner = RateLearner(priors)
-        self._learn_rates = learn_rates
+        self._learned = FinishedStreams(priors, learn_rates)
         self._snapshot = WorkerTable.of(())
-        self._output_lengths = OutputLengths()
         self._affinities = Affinities()
         self._in_flight = TransfersInFlight()
         self._computing: set[ActivePlacement] = set()
@@ -192,7 +187,7 @@ class Fleet:
         placement_snapshot = None
         if self.keeps_snapshots and self._decided is not None and self._decided[0] is demand:
             _, hits, available = self._decided
-            rates = self._learner.rates_as_they_are()
+            rates = self._learned.rates.rates_as_they_are()
             placement_snapshot = PlacementSnapshot.of(demand, self._snapshot, hits, rates, available)
         decode = self._workers[decision.decode_id]
         # None for the shared store too, which workers read by themselves
@@ -259,37 +254,7 @@ class Fleet:
         `ttft_s` counts from the placement; None where the first token was not observed.
         """
         self.started(placed)
-        if ttft_s is not None:
-            self.ttft_scores.add(placed.predicted_ttft_s, ttft_s)
-        kv = finish.receipt.kv
-        # A mismatch from the decode worker's own tiers is no failure of the lender, and sets no loan_failure.
-        if kv.loan_failure and (kv.mismatched_blocks or not kv.moved_blocks):
-            placed.lent = False
-        elif kv.moved_blocks and not kv.loan_failure:
-            placed.lent = True
-        placed.decode.asked_blocks += kv.reused_blocks + kv.store_blocks + kv.moved_blocks + kv.computed_blocks
-        placed.decode.hit_blocks += kv.reused_blocks
-        if placed.lender is not None:
-            placed.lender.asked_blocks += kv.moved_blocks
-            placed.lender.hit_blocks += kv.lender_cached_blocks
-        if not self._learn_rates:
-            return
-        usage = finish.usage
-        if placed.num_streams == 1 and not placed.demand.embeds and usage.completion_tokens:
-            is_cut = finish.reason == public_pb.FINISH_REASON_LENGTH
-            self._output_lengths.observe(placed.demand.output_key, usage.completion_tokens, is_cut)
-        load, running = placed.decode.load, placed.running_before + 1.0
-        if load is not None:
-            running = (running + max(1, load.running)) / 2
-        moved = placed.transfer_from(finish.receipt.placement.lender)
-        seen = measured(finish, *placed.queued_before, running, placed.num_streams, moved)
-        self._learner.observe(seen)
-        if seen.fetch is not None and placed.decode.store_id:
-            num_blocks, seconds = seen.fetch
-            num_bytes = int(num_blocks) * placed.demand.block_bytes
-            moved = placed.transfer_from(placed.decode.store_id)
-            transfer = num_bytes + (moved.shared_bytes(num_bytes) if moved is not None else 0), seconds
-            self._learner.observe(ReceiptTimings(seen.decode_id, placed.decode.store_id, transfer=transfer))
+        self._learned.learn(placed, finish, ttft_s)
 
     def ended(self, placed: ActivePlacement) -> None:
         if not placed.started:
@@ -311,7 +276,12 @@ class Fleet:
     @property
     def rates(self) -> Rates:
         """Speeds of the workers of `snapshot`, by row."""
-        return self._learner.rates
+        return self._learned.rates.rates
+
+    @property
+    def ttft_scores(self) -> LogRatios:
+        """Predicted over actual TTFT of successful streams."""
+        return self._learned.ttft_scores
 
     def failing_lenders(self, borrower: Worker) -> list[str]:
         """Return the present lenders from which the borrower's loans fail."""
@@ -329,22 +299,8 @@ class Fleet:
     def with_expected_output(
         self, demand: Demand, key: OutputKey, num_prompt: int, session: SessionKey = NO_SESSION
     ) -> Demand:
-        """Return the demand of a request of this tenant, task and session, with the output that is expected yet.
-
-        An output that has outgrown the estimate reserves as much as its worker does by itself.
-        """
-        estimate = self._output_lengths.estimate(key)
-        if estimate is None or demand.embeds or not demand.chain_tokens:
-            return replace(demand, output_key=key, session=session)
-        num_emitted = min(demand.chain_tokens) - num_prompt
-        left = min(estimate.num_tokens - num_emitted, demand.max_chain_tokens - min(demand.chain_tokens))
-        return replace(
-            demand,
-            output_key=key,
-            session=session,
-            expected_output_tokens=max(0, left),
-            num_outputs_seen=estimate.num_seen,
-        )
+        """Return the demand of a request of this tenant, task and session, with the output that is expected yet."""
+        return self._learned.with_expected_output(demand, key, num_prompt, session)
 
     def hits(
         self,
@@ -365,10 +321,10 @@ class Fleet:
             lender_id = placed.lender.worker_id
             if self._workers.get(lender_id) is not placed.lender:
                 continue  # the worker is gone, with all it computed
-            shared = _shared_prefix(keys, placed.keys)
+            shared = shared_prefix(keys, placed.keys)
             if not shared and (other_keys or placed.demand.other_keys):
                 chains = [(keys, *other_keys), (placed.keys, *placed.demand.other_keys)]
-                shared = max(itertools.starmap(_shared_prefix, itertools.product(*chains)))
+                shared = max(itertools.starmap(shared_prefix, itertools.product(*chains)))
             if shared:
                 due[lender_id] = max(due.get(lender_id, 0), shared)
         found = Hits.of(self._snapshot, held, due)
@@ -425,7 +381,7 @@ class Fleet:
             rows = self._snapshot.row_of.get(borrower.worker_id), self._snapshot.row_of.get(lender.worker_id)
             if None not in rows:
                 self._snapshot.compatible[rows] = False
-        self._learner.arrange(self._snapshot.ids)
+        self._learned.rates.arrange(self._snapshot.ids)
         self.adapters = adapters_of(worker.hello for worker in there if worker.decodes)
 
     def _stores(self) -> dict[str, bytes]:
@@ -450,20 +406,3 @@ class Fleet:
         for end_id in (transfer.borrower_id, transfer.lender_id):
             if (row := self._snapshot.row_of.get(end_id)) is not None:
                 self._snapshot.set_in_flight(row, self._in_flight.outgoing(end_id), self._in_flight.incoming(end_id))
-
-
-def _shared_prefix(keys: Sequence[BlockKey], others: Sequence[BlockKey]) -> int:
-    """Return the common prefix.
-
-    Keys name whole chains: where two are equal, all before them are.
-    """
-    shared, end = 0, min(len(keys), len(others))
-    if not end or keys[0] != others[0]:
-        return 0
-    while shared < end:
-        middle = (shared + end + 1) // 2
-        if keys[middle - 1] == others[middle - 1]:
-            shared = middle
-        else:
-            end = middle - 1
-    return shared

@@ -198,3 +198,20 @@ def _slots_of(mask: int) -> Iterator[int]:
         lowest = mask & -mask
         yield lowest.bit_length() - 1
         mask ^= lowest
+
+
+def shared_prefix(keys: Sequence[BlockKey], others: Sequence[BlockKey]) -> int:
+    """Return the number of leading blocks that two chains share.
+
+    Keys name whole chains: where two are equal, all before them are.
+    """
+    shared, end = 0, min(len(keys), len(others))
+    if not end or keys[0] != others[0]:
+        return 0
+    while shared < end:
+        middle = (shared + end + 1) // 2
+        if keys[middle - 1] == others[middle - 1]:
+            shared = middle
+        else:
+            end = middle - 1
+    return shared

@@ -18,7 +18,7 @@ from kvtransfer.sysfs import read_host
 from kvtransfer.topology import Host
 
 PACKAGES = {
-    "nixl": ("nixl-cu12", "nixl-cu13"),
+    "nixl": ("nixl-cu13", "nixl-cu12"),
     "ucxx": ("ucxx-cu12", "ucxx-cu13"),
     "ucx of ucxx": ("libucx-cu12", "libucx-cu13"),
     "torch": ("torch",),

@@ -15,7 +15,8 @@ from engine.backends.torch.sampler import sample
 from engine.core.engine_core import EngineCore, EngineLimits
 from engine.core_types import Chunk, SamplingParams, Sequence, StepBudget
 from engine.kv.layout import KvDtype
-from engine.messages import FromEngine, Generate, Token
+from engine.messages.from_engine import FromEngine, Token
+from engine.messages.to_engine import Generate
 from engine.model.quantization import QuantizationConfig
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine.core_types import BeamParams, FinishReason, SamplingParams, StepBudget
-from engine.messages import Token
+from engine.messages.from_engine import Token
 from support.torch_engine import TorchEngine, ids, request
 from support.torch_models import random_prompts, runner_of
 

@@ -3,7 +3,7 @@
 import json
 
 from engine.core_types import SamplingParams, StructuredOutput
-from engine.messages import Cancel, Generate
+from engine.messages.to_engine import Cancel, Generate
 from support.real_engines import RealEngine, engines, greedy
 from tandem.cli.demo import STORYTELLER
 

@@ -15,7 +15,8 @@ import pytest
 from cluster.errors import StartError
 from engine.kv.store.object_format import ObjectFormat
 from engine.kv.tiers.disk_format import DiskFormat
-from engine.messages import Generate, KvAccount, Ready, Token
+from engine.messages.from_engine import KvAccount, Ready, Token
+from engine.messages.to_engine import Generate
 from engine.tensor_parallel.gathering import GATHER_BYTES
 from support.core_engine import account_of
 from support.long_runs import long

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from engine.backends.torch import scoring
 from engine.core_types import SamplingParams, StepBudget, TokenLogprobs
-from engine.messages import Generate, PromptScored, Token
+from engine.messages.from_engine import PromptScored, Token
+from engine.messages.to_engine import Generate
 from support.checked_core import of_kinds
 from support.torch_engine import TorchEngine, ids, request
 from support.torch_models import random_prompts, runner_of

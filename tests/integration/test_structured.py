@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.backends.torch.sampler import sample
 from engine.core_types import FinishReason, SamplingParams, Sequence, StepBudget, StructuredOutput
-from engine.messages import Failed, Token
+from engine.messages.from_engine import Failed, Token
 from engine.model.model_dir import ModelDir
 from engine.sampling.grammar import Grammars
 from engine.speculation.speculator import Speculator

@@ -16,7 +16,8 @@ from cluster.errors import StartError
 from cluster.roles import Role
 from engine.core_types import BeamParams, SamplingParams
 from engine.errors import ModelRefused
-from engine.messages import Generate, Load
+from engine.messages.from_engine import Load
+from engine.messages.to_engine import Generate
 from kvtransfer.ranks import split_endpoint
 from support.core_engine import account_of
 from support.long_runs import long, mostly_long

@@ -9,7 +9,8 @@ from engine.kv.store.shared_store import SharedStore
 from engine.kv.tiers.tiers import Tiers
 from engine.lending.block_reads import RemoteRank
 from engine.lending.fast_path import FastPathLink
-from engine.messages import FromEngine, ToEngine
+from engine.messages.from_engine import FromEngine
+from engine.messages.to_engine import ToEngine
 from engine.model_runner import ModelRunner
 from engine.speculation.speculator import Speculator
 from kvtransfer.transport import Transport

@@ -6,7 +6,8 @@ from engine.backends.sim.runner import SimRunner
 from engine.core.engine_core import EngineLimits
 from engine.core_types import SamplingParams, StepBudget
 from engine.lending.fast_path import FastPathLink
-from engine.messages import Generate, KvAccount, Lend, LendStarting, Token
+from engine.messages.from_engine import KvAccount, LendStarting, Token
+from engine.messages.to_engine import Generate, Lend
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.checked_core import LandingCore

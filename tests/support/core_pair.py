@@ -1,25 +1,19 @@
 """Two engines, with every message carried by hand."""
 
 from engine.core_types import StepBudget
-from engine.messages import (
+from engine.messages.from_engine import (
     CloseLoan,
     Filled,
     KvAccount,
-    Lend,
-    LendClosed,
     LendReady,
     LendRefused,
-    LendReleased,
     LendStarting,
-    LoanBlocks,
-    LoanFailed,
-    LoanStarted,
     OpenLoan,
     Rejected,
     ReleaseLoan,
-    ToEngine,
     Token,
 )
+from engine.messages.to_engine import Lend, LendClosed, LendReleased, LoanBlocks, LoanFailed, LoanStarted, ToEngine
 from kvtransfer.local import LocalNetwork
 from support.checked_core import NOTHING_LEFT, LandingCore
 from support.core_engine import WIDE, Engine, generate, tokens_of

@@ -9,15 +9,8 @@ from engine.backends.sim.states import likeliest
 from engine.core.engine_core import EngineCore, EngineLimits
 from engine.core.scheduler import max_wait_steps
 from engine.core_types import Chunk, FinishReason, SamplingParams, StepBudget
-from engine.messages import (
-    Cancel,
-    FromEngine,
-    Generate,
-    KvAccount,
-    Rejected,
-    ToEngine,
-    Token,
-)
+from engine.messages.from_engine import FromEngine, KvAccount, Rejected, Token
+from engine.messages.to_engine import Cancel, Generate, ToEngine
 from engine.speculation.speculator import Speculator
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.checked_core import NOTHING_LEFT, M, held, of_kinds

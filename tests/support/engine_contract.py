@@ -11,21 +11,17 @@ import pytest
 
 from engine.block_keys import block_keys, root_key
 from engine.kv.block_pool import Removed, Stored
-from engine.messages import (
-    CacheChanged,
+from engine.messages.from_engine import CacheChanged, CacheInspected, Filled, KvAccount, Token
+from engine.messages.to_engine import (
     CacheDrop,
-    CacheInspected,
     Cancel,
-    Filled,
     Generate,
     InspectCache,
-    KvAccount,
     Lend,
     LendClosed,
     LoanBlocks,
     LoanFailed,
     TakeSnapshot,
-    Token,
 )
 from support.real_engines import RealEngine, chosen, greedy
 from support.vllm_engines import BLOCK, flip_a_byte, ids

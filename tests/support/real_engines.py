@@ -12,31 +12,33 @@ from cluster.errors import StartError
 from cluster.roles import Role
 from engine.config import WorkerConfig
 from engine.core_types import SamplingParams, TokenLogprobs
-from engine.messages import (
-    Audit,
+from engine.messages.from_engine import (
     Audited,
     CloseLoan,
     FromEngine,
-    Generate,
-    Lend,
-    LendClosed,
     LendReady,
     LendRefused,
-    LendReleased,
     LendStarting,
-    LendWeights,
-    LoanBlocks,
-    LoanFailed,
-    LoanStarted,
     OpenLoan,
     PromptScored,
     Ready,
     Rejected,
     ReleaseLoan,
     StartFailed,
-    ToEngine,
     Token,
     WeightsOffered,
+)
+from engine.messages.to_engine import (
+    Audit,
+    Generate,
+    Lend,
+    LendClosed,
+    LendReleased,
+    LendWeights,
+    LoanBlocks,
+    LoanFailed,
+    LoanStarted,
+    ToEngine,
 )
 from engine.process.child_engine import ChildEngine
 from engine.process.engine_client import EngineListener

@@ -6,7 +6,8 @@ from typing import Any
 from engine.backends.torch.runner import TorchRunner
 from engine.core.engine_core import EngineLimits
 from engine.core_types import SamplingParams, StepBudget
-from engine.messages import Generate, Token
+from engine.messages.from_engine import Token
+from engine.messages.to_engine import Generate
 from engine.speculation.speculator import Speculator
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.checked_core import NOTHING_LEFT, CheckedCore

@@ -5,7 +5,7 @@ import random
 
 from engine.lending.sources import TierSource
 from engine.lending.store_source import StoreSource
-from engine.messages import Cancel, LendClosed, LenderSilent, LoanFailed
+from engine.messages.to_engine import Cancel, LendClosed, LenderSilent, LoanFailed
 from support.memory_objects import MemoryObjects
 from support.sim_model import VOCAB, WIDTH
 from support.trial_cells import borrower_state, lender_state

@@ -6,24 +6,26 @@ from collections import Counter
 from engine.block_keys import block_keys, root_key
 from engine.core_types import FinishReason
 from engine.kv.pins import Retention
-from engine.messages import (
+from engine.messages.from_engine import (
     CloseLoan,
-    Generate,
-    Lend,
-    LendClosed,
     LendReady,
     LendRefused,
-    LendReleased,
     LendStarting,
-    LoanBlocks,
-    LoanFailed,
-    LoanStarted,
     OpenLoan,
     PromptScored,
     Rejected,
     ReleaseLoan,
-    ToEngine,
     Token,
+)
+from engine.messages.to_engine import (
+    Generate,
+    Lend,
+    LendClosed,
+    LendReleased,
+    LoanBlocks,
+    LoanFailed,
+    LoanStarted,
+    ToEngine,
 )
 from support.sim_model import LAYOUT, WIDTH
 from support.trial_cells import Cells

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.roles import Role
-from engine.messages import Token
+from engine.messages.from_engine import Token
 from kvtransfer.ranks import without_planes
 from support.real_engines import RealEngine
 

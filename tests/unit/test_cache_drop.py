@@ -11,7 +11,8 @@ from engine.core_types import SamplingParams, StepBudget
 from engine.kv.block_pool import Removed, Stored
 from engine.kv.pins import Retention
 from engine.kv.store.bucket import BucketObjects
-from engine.messages import CacheChanged, CacheDrop, CacheInspected, Generate, InspectCache
+from engine.messages.from_engine import CacheChanged, CacheInspected
+from engine.messages.to_engine import CacheDrop, Generate, InspectCache
 from support.memory_objects import MemoryObjects
 from support.sim_model import LAYOUT
 from support.small_tiers import fingerprint_of, tiers_of

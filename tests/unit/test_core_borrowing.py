@@ -7,8 +7,7 @@ from engine.core.engine_core import EngineCore, EngineLimits
 from engine.core_types import StepBudget
 from engine.kv.kv_stats import KvStats
 from engine.kv.tiers.tiers import TierConfig, Tiers
-from engine.messages import (
-    Cancel,
+from engine.messages.from_engine import (
     CloseLoan,
     FromEngine,
     KvAccount,
@@ -16,14 +15,12 @@ from engine.messages import (
     LendReady,
     LendStarting,
     Load,
-    LoanBlocks,
-    LoanFailed,
-    LoanStarted,
     OpenLoan,
     Rejected,
     TierUse,
     Token,
 )
+from engine.messages.to_engine import Cancel, LoanBlocks, LoanFailed, LoanStarted
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.checked_core import NOTHING_LEFT, LandingCore, held
 from support.core_engine import (

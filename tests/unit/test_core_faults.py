@@ -9,20 +9,8 @@ import random
 import pytest
 
 from engine.core_types import SamplingParams, StepBudget
-from engine.messages import (
-    Cancel,
-    CloseLoan,
-    FromEngine,
-    Generate,
-    Lend,
-    LendClosed,
-    LendReady,
-    LoanBlocks,
-    LoanFailed,
-    LoanStarted,
-    Rejected,
-    Token,
-)
+from engine.messages.from_engine import CloseLoan, FromEngine, LendReady, Rejected, Token
+from engine.messages.to_engine import Cancel, Generate, Lend, LendClosed, LoanBlocks, LoanFailed, LoanStarted
 from kvtransfer.transport import Pool
 from support.sim_model import LAYOUT, WIDTH, undisturbed
 from support.trial_cells import empty_cells, table

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv.tiers.disk_format import DiskFormat
-from engine.messages import Cancel, Generate, KvAccount, Rejected, Token
+from engine.messages.from_engine import KvAccount, Rejected, Token
+from engine.messages.to_engine import Cancel, Generate
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.checked_core import NOTHING_LEFT
 from support.core_engine import account_of, generate, tokens_of

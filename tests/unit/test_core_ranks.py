@@ -3,7 +3,8 @@
 import pytest
 
 from engine.core_types import SamplingParams
-from engine.messages import Cancel, LoanFailed, Token
+from engine.messages.from_engine import Token
+from engine.messages.to_engine import Cancel, LoanFailed
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import split_endpoint
 from kvtransfer.transport import Pool

@@ -4,7 +4,8 @@ import pytest
 
 from engine.core_types import SamplingParams, StepBudget
 from engine.kv.block_pool import Removed, Stored
-from engine.messages import CacheChanged, Generate, KvAccount, Lend, LendReady, LendStarting, Token
+from engine.messages.from_engine import CacheChanged, KvAccount, LendReady, LendStarting, Token
+from engine.messages.to_engine import Generate, Lend
 from support.memory_objects import MemoryObjects
 from support.sim_model import undisturbed
 from support.trial_node import Node

@@ -17,7 +17,8 @@ from engine.backends.sim.states import hidden_states, states_of
 from engine.core.engine_core import EngineLimits
 from engine.core_types import Pooling, SamplingParams, StepBudget
 from engine.errors import ModelRefused
-from engine.messages import Embedded, Generate, Rejected, Token
+from engine.messages.from_engine import Embedded, Rejected, Token
+from engine.messages.to_engine import Generate
 from engine.model.embedding import EmbeddingConfig, has_output_layer, read_embedding
 from engine.model.model_dir import ModelDir
 from kvtransfer.local import LocalNetwork, LocalTransport

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.lending.fast_path import ADDRESS_BYTES, MAX_BLOCKS_BYTES, MAX_ENDPOINTS, NAME_BYTES, FastPath
-from engine.messages import LendReady, LendStarting, LoanBlocks, LoanStarted
+from engine.messages.from_engine import LendReady, LendStarting
+from engine.messages.to_engine import LoanBlocks, LoanStarted
 from prefill_worker.loan import announcements
 from support.fast_path_post import Post
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from cluster.errors import Overloaded
 from cluster.rpc import MAX_MESSAGE_BYTES
-from engine.messages import LenderSilent, LendReady, LoanBlocks, LoanFailed, LoanStarted
+from engine.messages.from_engine import LendReady
+from engine.messages.to_engine import LenderSilent, LoanBlocks, LoanFailed, LoanStarted
 from engine.worker.heartbeat import QUIET_AFTER_S
 from engine.worker.loan_stream import TOGETHER_S, Loan
 from prefill_worker.borrower_stream import MAX_FRAME_BYTES

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from cluster.errors import Overloaded
-from engine.messages import KvUse, Load, TierUse
+from engine.messages.from_engine import KvUse, Load, TierUse
 from engine.worker.metrics import EngineCollector, GpuCollector
 from planner.runtime import PlannerMetrics
 from protos import inference_pb2 as pb

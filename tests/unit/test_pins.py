@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from engine.core_types import SamplingParams, StepBudget
 from engine.kv.pins import Retention
-from engine.messages import Generate, KvAccount, Load, Rejected, Token
+from engine.messages.from_engine import KvAccount, Load, Rejected, Token
+from engine.messages.to_engine import Generate
 from support.sim_model import undisturbed
 from support.trial_node import Node
 

@@ -7,18 +7,8 @@ import pytest
 from engine.core.preemption import admits, next_victim, oldest_of, restart_order
 from engine.core_types import SamplingParams, StepBudget
 from engine.core_types import Sequence as Tokens
-from engine.messages import (
-    Cancel,
-    Lend,
-    LendClosed,
-    LendReady,
-    LendRefused,
-    LendStarting,
-    Load,
-    LoanFailed,
-    OpenLoan,
-    Rejected,
-)
+from engine.messages.from_engine import LendReady, LendRefused, LendStarting, Load, OpenLoan, Rejected
+from engine.messages.to_engine import Cancel, Lend, LendClosed, LoanFailed
 from support.crowded_engine import Engine, tokens
 
 # ------------------------------------------------------------------------------------------------ rules

@@ -8,10 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core_types import BeamParams, StepBudget
-from engine.messages import (
-    Cancel,
-    Rejected,
-)
+from engine.messages.from_engine import Rejected
+from engine.messages.to_engine import Cancel
 from support.core_engine import WIDE
 from support.crowded_engine import Engine, tokens
 

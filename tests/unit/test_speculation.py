@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core_types import BeamParams, Chunk, SamplingParams, Sequence, StepBudget
-from engine.messages import Cancel
+from engine.messages.to_engine import Cancel
 from engine.speculation.ngrams import MAX_ADDED, MAX_AGREEING, MAX_PLACES, Match, NgramIndex, continuation
 from engine.speculation.speculation_policy import (
     GAIN,

@@ -8,7 +8,7 @@ import pytest
 from cluster.errors import InvalidRequest
 from decode_worker.output_stream import OutputStream
 from engine.core_types import RequestFailure, StructuredOutput
-from engine.messages import Failed
+from engine.messages.from_engine import Failed
 from engine.model.model_dir import ModelDir
 from engine.sampling.structured_output import MAX_CHARS, MAX_CHOICES, read_structured
 from protos import decode_pb2

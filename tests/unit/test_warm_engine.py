@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from engine.core_types import SamplingParams, StepBudget
 from engine.kv.pins import Retention
 from engine.lending.borrower_manager import HEDGE_UNMEASURED_S
-from engine.messages import Cancel, Filled, Generate, KvAccount, LenderSilent, Rejected, ToEngine, Token
+from engine.messages.from_engine import Filled, KvAccount, Rejected, Token
+from engine.messages.to_engine import Cancel, Generate, LenderSilent, ToEngine
 from kvtransfer.local import LocalNetwork
 from support.checked_core import NOTHING_LEFT
 from support.core_engine import Engine as CoreEngine

@@ -8,7 +8,8 @@ import pytest
 import pytest_asyncio
 
 from engine.core_types import BeamParams, StructuredOutput
-from engine.messages import LoanFailed, Rejected
+from engine.messages.from_engine import Rejected
+from engine.messages.to_engine import LoanFailed
 from support.engine_contract import EngineContract, Pair, account_of, named, numbers, prompt_of
 from support.real_engines import engines, kill
 from support.vllm_engines import ids, need_vllm, vllm_engine

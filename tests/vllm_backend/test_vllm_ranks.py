@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from engine.core_types import SamplingParams
-from engine.messages import Generate
+from engine.messages.to_engine import Generate
 from kvtransfer.ranks import split_endpoint, without_planes
 from support.processes import gone, until
 from support.real_engines import RealEngine, engines, greedy, kill

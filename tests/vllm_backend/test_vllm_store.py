@@ -11,7 +11,8 @@ import pytest_asyncio
 
 from engine.block_keys import block_keys, root_key
 from engine.kv.block_pool import Stored
-from engine.messages import CacheChanged, Cancel, Generate, KvAccount
+from engine.messages.from_engine import CacheChanged, KvAccount
+from engine.messages.to_engine import Cancel, Generate
 from support.engine_contract import account_of, named
 from support.processes import until
 from support.real_engines import RealEngine, engines

@@ -27,11 +27,10 @@ from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.fast_path import FastPath, FastPathLink
 from engine.lending.lender_manager import LenderManager
 from engine.lending.loan import BorrowRequest, Posted, ReadCompletion, StoreFetched, StoreFound, StoreRemoved
-from engine.messages import (
+from engine.messages.from_engine import Audited, FromEngine, Ready
+from engine.messages.to_engine import (
     Audit,
-    Audited,
     Cancel,
-    FromEngine,
     Generate,
     InspectCache,
     Lend,
@@ -41,7 +40,6 @@ from engine.messages import (
     LoanBlocks,
     LoanFailed,
     LoanStarted,
-    Ready,
     SetBudget,
     TakeSnapshot,
 )

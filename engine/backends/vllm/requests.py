@@ -19,7 +19,8 @@ from engine.core_types import FinishReason, RequestFailure, SampleResult, Sequen
 from engine.kv.kv_stats import POOL
 from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.loan import BorrowRequest
-from engine.messages import Failed, Filled, FromEngine, Generate, KvAccount, PromptScored, Rejected, Token
+from engine.messages.from_engine import Failed, Filled, FromEngine, KvAccount, PromptScored, Rejected, Token
+from engine.messages.to_engine import Generate
 from engine.sampling.parallel_sampling import chains_of, is_complete, num_blocks_at_most, without_tail
 
 

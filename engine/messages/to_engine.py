@@ -1,0 +1,206 @@
+"""Messages from a front to its engine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.core_types import SamplingParams, StepBudget
+from engine.kv.pins import Retention
+
+
+class PlacementMark(NamedTuple):
+    """The placement that caused a piece of work, by router and number; echoed in load reports."""
+
+    router_id: str = ""
+    sequence: int = 0
+
+
+class Generate(NamedTuple):
+    """Serve a request: admit it at once or answer Rejected.
+
+    With `borrow`, open a loan for the missing blocks.
+    """
+
+    request_id: str
+    prompt: Sequence[int]
+    emitted: tuple[int, ...]
+    sampling: SamplingParams
+    cache_salt: str
+    priority: int
+    borrow: bool
+    mark: PlacementMark = PlacementMark()
+    lender_computes: bool = True
+    """Whether the lender may compute blocks it lacks; otherwise it lends only what it holds."""
+    emitted_others: tuple[tuple[int, ...], ...] = ()
+    """Emitted tokens of choices 1, 2 and so on, like `emitted`; missing entries are empty."""
+    finished: frozenset[int] = frozenset()
+    """Choices that an earlier attempt finished."""
+    num_scored: int = 0
+    """Prompt tokens whose log probabilities an earlier attempt returned."""
+    adapter: bytes = b""
+    """Fingerprint of the LoRA adapter; empty for none."""
+    retention: Retention | None = None
+    """Time for which the prompt's blocks are pinned; None for none."""
+    reads_store: bool = False
+    """Whether the placement counts on blocks in the shared store."""
+    to_store: bool = False
+    """Whether a request without output, of max_tokens 0, also writes its blocks to the shared store."""
+    reserve_output_tokens: int = 0
+    """Output tokens that each choice is expected to have yet, for which it reserves blocks, as far as the engine's
+    setting goes; 0: unknown."""
+
+    def emitted_of(self, choice: int) -> tuple[int, ...]:
+        """Return the tokens that an earlier attempt emitted of `choice`."""
+        if choice == 0:
+            return self.emitted
+        return self.emitted_others[choice - 1] if choice <= len(self.emitted_others) else ()
+
+
+class Cancel(NamedTuple):
+    """End the request, or one choice of it, and free its blocks.
+
+    No answer.
+    """
+
+    request_id: str
+    choice: int | None = None
+    """Choice to end; None ends all."""
+
+
+class LoanStarted(NamedTuple):
+    request_id: str
+    endpoint: bytes
+    end_block: int
+    cached_end_block: int
+    queued_ms: float
+
+
+class LoanBlocks(NamedTuple):
+    request_id: str
+    first: int
+    block_ids: tuple[int, ...]
+    fingerprints: bytes
+    fetched: bool = False
+
+
+class LenderSilent(NamedTuple):
+    """Nothing was heard from the loan's lender for `silent_s` seconds, heartbeats included; repeated while it lasts."""
+
+    request_id: str
+    silent_s: float
+
+
+class LoanFailed(NamedTuple):
+    """The loan's stream ended before the borrower closed it."""
+
+    request_id: str
+    reason: str
+
+
+class Lend(NamedTuple):
+    """Lend blocks [first_block, len(token_ids) / block_tokens) to a borrower."""
+
+    loan_id: str
+    token_ids: Sequence[int]
+    first_block: int
+    cache_salt: str
+    may_compute: bool
+    priority: int
+    mark: PlacementMark = PlacementMark()
+    borrow: bool = False
+    """Whether a source is named that holds more of the chain: borrow from it before computing."""
+    fast_path: bytes = b""
+    """Address for fast-path announcements, see `engine/lending/fast_path.py`; empty for none."""
+    adapter: bytes = b""
+    """Fingerprint of the LoRA adapter; empty for none."""
+    reads_store: bool = False
+    """Whether the placement counts on blocks that this engine reads from the shared store."""
+
+
+class LendReleased(NamedTuple):
+    loan_id: str
+    first: int
+    num_blocks: int
+
+
+class LendClosed(NamedTuple):
+    loan_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """Send the whole prefix cache as one CacheChanged."""
+
+
+class SetBudget(NamedTuple):
+    """Use another step budget from now on, because the worker's role has changed."""
+
+    budget: StepBudget
+
+
+class CorruptReads(NamedTuple):
+    """Flip a bit in each of the next `num_blocks` blocks that arrive, before they are verified; 0 ends it. For drills.
+
+    Only for engines of one rank whose blocks can be written, which `engine/worker/faults.py` checks.
+    """
+
+    num_blocks: int
+
+
+class CacheDrop(NamedTuple):
+    """Blocks to drop from the pool and the tiers below it, unless they are in use."""
+
+    token_ids: Sequence[int] | None
+    """Prompt whose full blocks are dropped; None: all blocks, a limited number at a time."""
+    cache_salt: str = ""
+    adapter: bytes = b""
+    """Fingerprint of the LoRA adapter; empty for none."""
+    store: bool = False
+    """Whether the prompt's objects in the shared store are removed, too."""
+
+
+class InspectCache(NamedTuple):
+    """Answer CacheInspected, after dropping pins, those of `tenant` or all with None, and then blocks."""
+
+    query_id: int
+    drop_pins: bool = False
+    tenant: str | None = None
+    drop: CacheDrop | None = None
+
+
+class Audit(NamedTuple):
+    """Check the block pool's records against every holder and answer Audited."""
+
+    audit_id: int
+
+
+class LendWeights(NamedTuple):
+    """Make the weight files readable for a borrower, and answer WeightsOffered."""
+
+    borrower: int
+
+
+class ReturnWeights(NamedTuple):
+    """The borrower does not read weights any more."""
+
+    borrower: int
+
+
+ToEngine = (
+    Generate
+    | Cancel
+    | LoanStarted
+    | LoanBlocks
+    | LenderSilent
+    | LoanFailed
+    | Lend
+    | LendReleased
+    | LendClosed
+    | TakeSnapshot
+    | SetBudget
+    | CorruptReads
+    | Audit
+    | InspectCache
+    | LendWeights
+    | ReturnWeights
+)
