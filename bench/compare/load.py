@@ -58,6 +58,8 @@ async def aiperf(system: System, rows: Path, *options: str) -> Figures:
         command += ["--input-file", str(rows), "--custom-dataset-type", "mooncake_trace"]
         command += ["--use-legacy-max-tokens", "--extra-inputs", "ignore_eos:true", "--extra-inputs", "temperature:0"]
         command += ["--goodput", f"time_to_first_token:{SLO_TTFT_MS:g} inter_token_latency:{SLO_ITL_MS:g}"]
+        # its collectors of servers' metrics take the engines' cores, and a run ends with an error when one is starved
+        command += ["--no-server-metrics", "--no-gpu-telemetry"]
         command += ["--ui", "none", "--output-artifact-dir", folder, *options]
         engine_s, other_s = system.cpu_s()
         code, said = await run_tool(command, Path(folder))
@@ -107,19 +109,31 @@ async def measure(machine: Machine, scratch: Path, console: Console, only: Seque
                 console.print(system.name, found[system.name])
                 best = best or found[system.name]
                 runs[system.name] = {}
-                for number, profile in enumerate(PROFILES):
-                    for share in SHARES:
-                        rate = share * best[profile]
-                        asks = list(PROFILES[profile](max(8, round(RUN_S * rate)), 10 * number + int(10 * share)))
-                        rows = scratch / "rows.jsonl"
-                        write_rows(rows, asks, rate, int(100 * share))
-                        run = await aiperf(system, rows, "--fixed-schedule")
-                        runs[system.name][f"{profile} {share:g}"] = asdict(run)
-                        console.print(system.name, profile, share, run)
+                await _run_cases(system, best, scratch, figures, console)
         except (CannotRun, KeyError) as error:
             figures["cannot run"][system.name] = str(error)
             console.print(system.name, error, markup=False)
     return figures
+
+
+async def _run_cases(
+    system: System, best: dict[str, float], scratch: Path, figures: dict[str, Any], console: Console
+) -> None:
+    """Measure a running system at each share of the `best` one's saturation; a case that fails loses only itself."""
+    for number, profile in enumerate(PROFILES):
+        for share in SHARES:
+            rate, case = share * best[profile], f"{profile} {share:g}"
+            asks = list(PROFILES[profile](max(8, round(RUN_S * rate)), 10 * number + int(10 * share)))
+            rows = scratch / "rows.jsonl"
+            write_rows(rows, asks, rate, int(100 * share))
+            try:
+                run = await aiperf(system, rows, "--fixed-schedule")
+            except (CannotRun, KeyError) as error:
+                figures["cannot run"][f"{system.name}, {case}"] = str(error)
+                console.print(system.name, case, error, markup=False)
+                continue
+            figures["runs"][system.name][case] = asdict(run)
+            console.print(system.name, case, run)
 
 
 def bars_of(figures: dict[str, Any]) -> list[Bar]:
