@@ -230,8 +230,9 @@ $(ROUTERS_VENV)/.installed:
 # Tandem beside other systems, each in an environment of its own: docs/compare.md. One that cannot be installed is named,
 # and left out. Parts: `python -m bench.compare faults load routers control scale predicted`.
 compare: $(INSTALLED)
-	@for each in $(VLLM_VENV) $(ROUTERS_VENV) $(LOAD_VENV) $(DYNAMO_VENV); do \
-	  $(MAKE) --no-print-directory $$each/.installed || echo "$$each could not be installed"; done
+	@$(MAKE) --no-print-directory --keep-going --jobs=4 --output-sync \
+	  $(addsuffix /.installed,$(VLLM_VENV) $(ROUTERS_VENV) $(LOAD_VENV) $(DYNAMO_VENV)) \
+	  || echo "not all environments could be installed: systems without theirs are named and left out"
 	@$(BIN)/python -m bench.compare
 
 # Dynamo wants vLLM 0.31. Its worker imports a reader of images, which needs torchvision: bench/compare/no_images.py.

@@ -15,8 +15,8 @@ from bench.compare.workload import PROFILES, write_rows
 from bench.report import Bar
 
 SHARES = (0.3, 0.6, 0.9)
-RUN_S = 12.0
-SATURATING, SATURATING_REQUESTS = 24, 72
+RUN_S = 10.0
+SATURATING, SATURATING_REQUESTS = 24, 48
 SLO_TTFT_MS, SLO_ITL_MS = 1000.0, 60.0
 MIN_GOODPUT, MIN_SHARED = 1.0, 1.15
 OURS = "Tandem on vllm"
