@@ -31,7 +31,7 @@ SEED = 1
 MEMORY = Path("/dev/shm")
 
 
-def pool(model: Path, device: str) -> dict[str, object]:
+def worker_settings(model: Path, device: str) -> dict[str, object]:
     return {"model": model, "device": device, "dtype": "bfloat16", "kv_memory_mib": 12_288 if device == "cuda" else 512}
 
 
@@ -42,7 +42,11 @@ async def serve(
     draw = random.Random(SEED)
     vocabulary = range(5, 4000)
     plan = plan_topology(
-        num_prefill, num_decode, {"model": model, "port": 0}, pool(model, device), sorted(os.sched_getaffinity(0))
+        num_prefill,
+        num_decode,
+        {"model": model, "port": 0},
+        worker_settings(model, device),
+        sorted(os.sched_getaffinity(0)),
     )
     async with LocalCluster(plan) as cluster, Client(cluster.address) as client:
 

@@ -14,10 +14,10 @@ from router.placement.worker_records import ActivePlacement
 
 
 class FinishedStreams:
-    """What the router has learned from streams that ended well."""
+    """Speeds, output lengths and prediction errors learned from streams that ended well."""
 
     def __init__(self, priors: Priors, learn_rates: bool) -> None:
-        self.rates = RateLearner(priors)
+        self.rate_learner = RateLearner(priors)
         self.ttft_scores = LogRatios()
         """Predicted over actual TTFT."""
         self._learn_rates = learn_rates
@@ -75,10 +75,10 @@ class FinishedStreams:
             running = (running + max(1, load.running)) / 2
         moved = placed.transfer_from(finish.receipt.placement.lender)
         seen = measured(finish, *placed.queued_before, running, placed.num_streams, moved)
-        self.rates.observe(seen)
+        self.rate_learner.observe(seen)
         if seen.fetch is not None and placed.decode.store_id:
             num_blocks, seconds = seen.fetch
             num_bytes = int(num_blocks) * placed.demand.block_bytes
             moved = placed.transfer_from(placed.decode.store_id)
             transfer = num_bytes + (moved.shared_bytes(num_bytes) if moved is not None else 0), seconds
-            self.rates.observe(ReceiptTimings(seen.decode_id, placed.decode.store_id, transfer=transfer))
+            self.rate_learner.observe(ReceiptTimings(seen.decode_id, placed.decode.store_id, transfer=transfer))

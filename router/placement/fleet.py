@@ -187,7 +187,7 @@ class Fleet:
         placement_snapshot = None
         if self.keeps_snapshots and self._decided is not None and self._decided[0] is demand:
             _, hits, available = self._decided
-            rates = self._learned.rates.rates_as_they_are()
+            rates = self._learned.rate_learner.rates_as_they_are()
             placement_snapshot = PlacementSnapshot.of(demand, self._snapshot, hits, rates, available)
         decode = self._workers[decision.decode_id]
         # None for the shared store too, which workers read by themselves
@@ -276,7 +276,7 @@ class Fleet:
     @property
     def rates(self) -> Rates:
         """Speeds of the workers of `snapshot`, by row."""
-        return self._learned.rates.rates
+        return self._learned.rate_learner.rates
 
     @property
     def ttft_scores(self) -> LogRatios:
@@ -381,7 +381,7 @@ class Fleet:
             rows = self._snapshot.row_of.get(borrower.worker_id), self._snapshot.row_of.get(lender.worker_id)
             if None not in rows:
                 self._snapshot.compatible[rows] = False
-        self._learned.rates.arrange(self._snapshot.ids)
+        self._learned.rate_learner.arrange(self._snapshot.ids)
         self.adapters = adapters_of(worker.hello for worker in there if worker.decodes)
 
     def _stores(self) -> dict[str, bytes]:
