@@ -15,6 +15,8 @@ from support.real_engines import RealEngine
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+V2 = ROOT / "tests" / "support" / "vllm_v2" / "python"
+"""Interpreter with Model Runner V2 and asynchronous scheduling on the CPU."""
 STORYTELLER = ROOT / "examples" / "storyteller" / "model"
 BLOCK = 32
 need_vllm = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: `make vllm` sets it up")
@@ -22,7 +24,10 @@ OPTIONS = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 16}
 
 
 def vllm_engine(name: str, role: Role = "decode", model: Path = STORYTELLER, **settings: Any) -> RealEngine:
-    """An engine that is not started yet; float32, so that tokens can be compared."""
+    """An engine that is not started yet; float32, so that tokens can be compared.
+
+    With `vllm_python` V2 it runs Model Runner V2, asynchronously unless vllm_options say otherwise.
+    """
     options = OPTIONS | settings.pop("vllm_options", {})
     common = {
         "engine": "vllm",
