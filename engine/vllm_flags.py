@@ -275,7 +275,7 @@ def flags_of(text: str) -> Iterator[Flag]:
     if words and not _is_flag(words[0]):
         raise EngineStartError("vllm_args", f"{words[0]!r} comes before the first flag: the model is the setting model")
     starts = [number for number, word in enumerate(words) if _is_flag(word)]
-    for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
+    for start, end in zip(starts, [*starts, len(words)][1:], strict=True):
         yield _flag(words[start], words[start + 1 : end])
 
 
@@ -339,7 +339,7 @@ def _fault(name: str, value: object) -> str:
     if name not in KEPT:
         return REASONS[name]
     values, reason = KEPT[name]
-    return "" if str(value).lower() in values else f"only {' or '.join(values)} is possible, since {reason}"
+    return "" if str(value).lower() in values else f"only {' or '.join(values)} is possible: {reason}"
 
 
 def _is_passed(name: str, value: object) -> bool:
