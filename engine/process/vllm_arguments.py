@@ -81,12 +81,14 @@ def passed_arguments(config: WorkerConfig) -> dict[str, Any]:
 
     Raises EngineStartError for a value that vLLM refuses, and for one that differs from `vllm_options`.
     """
+    if not config.vllm_args:
+        return {}
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
-            raise EngineStartError("vllm_args", message)
+            raise EngineStartError("vllm_args", " ".join(message.split()))
 
     parser = AsyncEngineArgs.add_cli_args(Parser())
     for action in parser._actions:
@@ -96,8 +98,7 @@ def passed_arguments(config: WorkerConfig) -> dict[str, Any]:
         both = ({name: arguments[name]}, {name: config.vllm_options[name]})
         flag, option = (getattr(AsyncEngineArgs(model=str(config.model), **each), name) for each in both)
         if flag != option:
-            reason = f"{name} is {flag} here and {option} in vllm_options: set it in one of them"
-            raise EngineStartError("vllm_args", reason)
+            raise EngineStartError("vllm_args", f"{name} has another value in vllm_options: set it in one of them")
     return arguments
 
 
