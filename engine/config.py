@@ -63,8 +63,8 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     """Further arguments of vLLM's EngineArgs by name, such as quantization, max_model_len, max_num_seqs, enforce_eager,
     kv_cache_dtype and attention_backend."""
     vllm_args: str = ""
-    """Flags of `vllm serve`, as on its command line: `--max-model-len 8192 --quantization fp8`. A flag that is a setting
-    here, such as --tensor-parallel-size, sets it; a flag that Tandem cannot honour is refused by name."""
+    """Flags of `vllm serve`, as on its command line: `--max-model-len 8192 --quantization fp8`. A flag that is a
+    setting here, such as --tensor-parallel-size, sets it; a flag that Tandem cannot honour is refused by name."""
     sim_step_ms: NonNegativeFloat = 0.0
     """Milliseconds that a step of the sim engine takes; the four terms below are added."""
     sim_prompt_token_us: NonNegativeFloat = 0.0

@@ -13,33 +13,42 @@ from typing import Any, NamedTuple
 
 from engine.errors import EngineStartError
 
-PASSED = frozenset(
-    # model and weights
-    """trust_remote_code seed max_model_len quantization quantization_config allow_deprecated_quantization enforce_eager
-    disable_sliding_window disable_cascade_attn config_format code_revision hf_overrides model_class_overrides
-    model_impl language_model_only limit_mm_per_prompt skip_mm_profiling load_format safetensors_load_strategy
-    safetensors_prefetch_num_threads safetensors_prefetch_block_size model_loader_extra_config use_tqdm_on_load
-    pt_load_map_location max_parallel_loading_workers offload_backend cpu_offload_gb cpu_offload_params
-    offload_group_size offload_num_in_group offload_prefetch_step offload_params engram_config"""
-    # memory and KV
-    """ gpu_memory_utilization num_gpu_blocks_override kv_cache_dtype kv_cache_dtype_skip_layers kv_sharing_fast_prefill
-    swa_bounded_replay prefix_cache_retention_interval disable_hybrid_kv_cache_manager"""
-    # kernels and compilation
-    """ attention_backend attention_config compilation_config cudagraph_capture_sizes max_cudagraph_capture_size
-    optimization_level performance_mode kernel_config ir_op_priority enable_flashinfer_autotune moe_backend
-    linear_backend sparse_indexer_topk_backend disable_custom_all_reduce additional_config"""
-    # recurrent layers
-    """ mamba_backend mamba_config mamba_ssu_algorithm enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds
-    mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode prefix_match_unit
-    enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm gdn_prefill_backend kda_prefill_backend
-    kda_decode_backend"""
-    # scheduling, ranks, adapters, debugging
-    """ max_num_seqs max_num_active_seqs long_prefill_token_threshold long_prefill_token_threshold_adaptive
-    scheduler_reserve_full_isl distributed_timeout_seconds cpu_distributed_timeout_seconds enable_hc_sp max_loras
-    max_lora_rank lora_dtype lora_target_modules fully_sharded_loras specialize_active_lora enable_mixed_moe_lora_format
-    enable_moe_shared_loras enable_layerwise_nvtx_tracing jit_monitor_mode jit_monitor_verbose
-    fail_on_environ_validation""".split()
-)
+_PASSED = {
+    "model and weights": (
+        "trust_remote_code seed max_model_len quantization quantization_config allow_deprecated_quantization"
+        " enforce_eager disable_sliding_window disable_cascade_attn config_format code_revision hf_overrides"
+        " model_class_overrides model_impl language_model_only limit_mm_per_prompt skip_mm_profiling"
+        " load_format safetensors_load_strategy safetensors_prefetch_num_threads"
+        " safetensors_prefetch_block_size model_loader_extra_config use_tqdm_on_load pt_load_map_location"
+        " max_parallel_loading_workers offload_backend cpu_offload_gb cpu_offload_params offload_group_size"
+        " offload_num_in_group offload_prefetch_step offload_params engram_config"
+    ),
+    "memory and KV": (
+        "gpu_memory_utilization num_gpu_blocks_override kv_cache_dtype kv_cache_dtype_skip_layers"
+        " kv_sharing_fast_prefill swa_bounded_replay prefix_cache_retention_interval"
+        " disable_hybrid_kv_cache_manager"
+    ),
+    "kernels and compilation": (
+        "attention_backend attention_config compilation_config cudagraph_capture_sizes"
+        " max_cudagraph_capture_size optimization_level performance_mode kernel_config ir_op_priority"
+        " enable_flashinfer_autotune moe_backend linear_backend sparse_indexer_topk_backend"
+        " disable_custom_all_reduce additional_config"
+    ),
+    "recurrent layers": (
+        "mamba_backend mamba_config mamba_ssu_algorithm enable_mamba_cache_stochastic_rounding"
+        " mamba_cache_philox_rounds mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode"
+        " prefix_match_unit enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm"
+        " gdn_prefill_backend kda_prefill_backend kda_decode_backend"
+    ),
+    "scheduling, ranks, adapters, debugging": (
+        "max_num_seqs max_num_active_seqs long_prefill_token_threshold long_prefill_token_threshold_adaptive"
+        " scheduler_reserve_full_isl distributed_timeout_seconds cpu_distributed_timeout_seconds enable_hc_sp"
+        " max_loras max_lora_rank lora_dtype lora_target_modules fully_sharded_loras specialize_active_lora"
+        " enable_mixed_moe_lora_format enable_moe_shared_loras enable_layerwise_nvtx_tracing jit_monitor_mode"
+        " jit_monitor_verbose fail_on_environ_validation"
+    ),
+}
+PASSED = frozenset(" ".join(_PASSED.values()).split())
 """Arguments that take effect within vLLM's EngineCore, and so under Tandem."""
 
 MAPPED = {
@@ -195,18 +204,42 @@ REASONS = {name: reason for reason, names in REFUSED.items() for name in names.s
 NAMES = frozenset((*PASSED, *MAPPED, *KEPT, *REASONS))
 """All arguments."""
 WITHOUT_FLAG = frozenset(
-    "model_tag model_weights mamba_config enable_mm_processor_stats _api_process_count _api_process_rank".split()
+    (
+        "model_tag",
+        "model_weights",
+        "mamba_config",
+        "enable_mm_processor_stats",
+        "_api_process_count",
+        "_api_process_rank",
+    )
 )
 """Arguments that no flag sets."""
 OTHER_SPELLINGS = {
-    **{"-h": "help", "-q": "quantization", "-n": "nnodes", "-r": "node_rank", "-asc": "api_server_count"},
-    **{"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-ep": "enable_expert_parallel"},
-    **{"-dcp": "decode_context_parallel_size", "-pcp": "prefill_context_parallel_size", "-dp": "data_parallel_size"},
-    **{"-dpn": "data_parallel_rank", "-dpr": "data_parallel_start_rank", "-dpl": "data_parallel_size_local"},
-    **{"-dpa": "data_parallel_address", "-dpp": "data_parallel_rpc_port", "-dpb": "data_parallel_backend"},
-    **{"-dph": "data_parallel_hybrid_lb", "-dpe": "data_parallel_external_lb"},
-    **{"-dpm": "data_parallel_multi_port_external_lb", "--device-memory-utilization": "gpu_memory_utilization"},
-    **{"-sc": "speculative_config", "-dc": "diffusion_config", "-cc": "compilation_config", "-ac": "attention_config"},
+    "-h": "help",
+    "-q": "quantization",
+    "-n": "nnodes",
+    "-r": "node_rank",
+    "-asc": "api_server_count",
+    "-tp": "tensor_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-ep": "enable_expert_parallel",
+    "-dcp": "decode_context_parallel_size",
+    "-pcp": "prefill_context_parallel_size",
+    "-dp": "data_parallel_size",
+    "-dpn": "data_parallel_rank",
+    "-dpr": "data_parallel_start_rank",
+    "-dpl": "data_parallel_size_local",
+    "-dpa": "data_parallel_address",
+    "-dpp": "data_parallel_rpc_port",
+    "-dpb": "data_parallel_backend",
+    "-dph": "data_parallel_hybrid_lb",
+    "-dpe": "data_parallel_external_lb",
+    "-dpm": "data_parallel_multi_port_external_lb",
+    "--device-memory-utilization": "gpu_memory_utilization",
+    "-sc": "speculative_config",
+    "-dc": "diffusion_config",
+    "-cc": "compilation_config",
+    "-ac": "attention_config",
 }
 """Spellings of flags that are not made of the argument's name."""
 FLAGS = {f"--{name.replace('_', '-')}": name for name in NAMES - WITHOUT_FLAG} | OTHER_SPELLINGS
@@ -257,8 +290,8 @@ def with_flags(values: Mapping[str, Any]) -> dict[str, Any]:
         setting = MAPPED[name]
         value = _mapped(flag, settings.get("tensor_parallel", 1))
         if str(settings.get(setting, value)) != str(value):
-            reason = f"{flag.written} {' '.join(flag.values)} and {setting}: {settings[setting]} differ: set one of them"
-            raise EngineStartError("vllm_args", reason)
+            both = f"{flag.written} {' '.join(flag.values)} and {setting}: {settings[setting]}"
+            raise EngineStartError("vllm_args", f"{both} differ: set one of them")
         settings[setting] = value
     return settings | {"vllm_args": shlex.join(passed)}
 

@@ -93,7 +93,7 @@ def passed_arguments(config: WorkerConfig) -> dict[str, Any]:
     parser = AsyncEngineArgs.add_cli_args(Parser())
     for action in parser._actions:
         action.default = SUPPRESS  # arguments that no flag sets keep EngineArgs' own defaults
-    arguments = vars(parser.parse_args(shlex.split(config.vllm_args)))
+    arguments: dict[str, Any] = vars(parser.parse_args(shlex.split(config.vllm_args)))
     for name in sorted(set(arguments) & set(config.vllm_options)):
         both = ({name: arguments[name]}, {name: config.vllm_options[name]})
         flag, option = (getattr(AsyncEngineArgs(model=str(config.model), **each), name) for each in both)

@@ -278,9 +278,7 @@ def test_sizes_that_are_not_known_are_not_guessed(options: dict[str, Any], field
 def test_flags_of_vllm_that_are_settings_count_as_settings() -> None:
     """Also beside a change of these settings, and of `kv_memory_mib` that would be measured."""
     flagged = worker(engine="vllm", gpus=2, vllm_args="-tp 2 --kv-cache-memory-bytes 10G --max-model-len 8k")
-    plain = worker(
-        engine="vllm", gpus=2, tensor_parallel=2, kv_memory_mib=20480, vllm_options={"max_model_len": 8000}
-    )
+    plain = worker(engine="vllm", gpus=2, tensor_parallel=2, kv_memory_mib=20480, vllm_options={"max_model_len": 8000})
     assert need_of(check(flagged.without_flags())) == need_of(check(plain))
     too_large = worker(engine="vllm", vllm_args="--kv-cache-memory-bytes 100G").without_flags()
     found = nearest(too_large)
