@@ -407,4 +407,4 @@ def _mapped(flag: Flag, ranks: object) -> int | str:
         raise EngineStartError("vllm_args", f"{flag.written}: {text!r} is no number")
     if flag.name != "kv_cache_memory_bytes":
         return count
-    return count * (ranks if isinstance(ranks, int) else 1) >> 20  # what is no number of ranks is refused elsewhere
+    return count * int(str(ranks) if str(ranks).isdecimal() else 1) >> 20  # other values are refused as tensor_parallel
