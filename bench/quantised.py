@@ -24,7 +24,8 @@ from bench.models import qwen2_half_b
 from bench.report import OUT, Bar, conclude
 from engine.backends.torch.backends import Backend
 from engine.backends.torch.runner import TorchRunner
-from engine.core.engine_core import EngineCore, EngineLimits
+from engine.core.engine_core import EngineCore
+from engine.core.loan_host import EngineLimits
 from engine.core_types import Chunk, SamplingParams, Sequence, StepBudget
 from engine.messages.from_engine import Rejected
 from engine.messages.to_engine import Generate as Ask

@@ -17,7 +17,7 @@ from bench.traces import CONVERSATION, TICK_S
 from cluster.roles import Role
 from engine.backends.sim.timing import StepTiming
 from engine.block_keys import BlockKey
-from engine.core.engine_core import EngineLimits
+from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget
 from engine.kv.layout import KvLayout
 from protos import membership_pb2 as pb

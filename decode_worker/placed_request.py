@@ -86,6 +86,7 @@ def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             seed=sampling.seed,
+            seed_is_drawn=request.seed_is_drawn,
             stop=tuple(sampling.stop),
             stop_token_ids=frozenset(sampling.stop_token_ids),
             logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,

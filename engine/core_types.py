@@ -55,6 +55,8 @@ class SamplingParams(NamedTuple):
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    seed_is_drawn: bool = False
+    """Whether the router drew the seed, because the client gave none."""
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None

@@ -40,8 +40,9 @@ _PASSED = {
         " prefix_match_unit enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm"
         " gdn_prefill_backend kda_prefill_backend kda_decode_backend"
     ),
-    "scheduling, ranks, adapters, debugging": (
-        "max_num_seqs max_num_active_seqs long_prefill_token_threshold long_prefill_token_threshold_adaptive"
+    "scheduling, sampling, ranks, adapters, debugging": (
+        "max_num_scheduled_tokens async_scheduling use_fp64_gumbel structured_outputs_config"
+        " max_num_seqs max_num_active_seqs long_prefill_token_threshold long_prefill_token_threshold_adaptive"
         " scheduler_reserve_full_isl distributed_timeout_seconds cpu_distributed_timeout_seconds enable_hc_sp"
         " max_loras max_lora_rank lora_dtype lora_target_modules fully_sharded_loras specialize_active_lora"
         " enable_mixed_moe_lora_format enable_moe_shared_loras enable_layerwise_nvtx_tracing jit_monitor_mode"
@@ -63,9 +64,7 @@ MAPPED = {
 KEPT: dict[str, tuple[tuple[str, ...], str]] = {
     "enable_prefix_caching": (("true",), "loans need the prefix cache"),
     "enable_chunked_prefill": (("true",), "max_prefill_tokens cuts prompts in chunks"),
-    "async_scheduling": (("false",), "Tandem's sampler needs the tokens of a step before the next one begins"),
     "scheduling_policy": (("priority",), "requests have priorities"),
-    "skip_tokenizer_init": (("true",), "the router and the worker's front have the tokenizer"),
     "disable_log_stats": (("true",), "metrics are the worker's: set metrics_port"),
     "runner": (("auto", "generate"), "the vllm engine makes no embeddings: take engine: torch"),
     "convert": (("auto", "none"), "the vllm engine makes no embeddings: take engine: torch"),
@@ -85,8 +84,8 @@ REFUSED: dict[str, str] = {
     ),
     "a command line shows it to all users of the machine: set HF_TOKEN in the worker's environment": "hf_token",
     "write the flags themselves into vllm_args": "config help",
-    "the router and the worker's front have the tokenizer, from the model's directory": (
-        "tokenizer tokenizer_mode tokenizer_revision"
+    "the tokenizer is the model's own; vLLM has it for grammars, where there is one": (
+        "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init"
     ),
     "the vllm engine makes no drafts that Tandem would take: leave it out": (
         "speculative_config spec_method spec_model spec_tokens per_request_spec_decode_metrics diffusion_config"
@@ -122,15 +121,12 @@ REFUSED: dict[str, str] = {
         " enable_nccl_comm_suspend"
     ),
     "KV is named after the weights, which may not change: start another worker": "weight_transfer_config",
-    "Tandem sets the tokens of each step: set max_batch_tokens and max_prefill_tokens": (
-        "max_num_scheduled_tokens prefill_schedule_interval"
-    ),
+    "Tandem sets the tokens of each step: set max_batch_tokens and max_prefill_tokens": ("prefill_schedule_interval"),
     "Tandem admits requests: set max_queued of the router, and reserve_output_tokens of the worker": (
         "max_num_queued_reqs max_num_queued_tokens watermark scheduler_cls"
     ),
-    "Tandem samples: options are those of docs/openai.md": (
-        "logits_processors use_fp64_gumbel enable_batch_sharded_sampling watermark_config return_sampling_mask"
-        " enable_trace_replay"
+    "a stream may move between workers, so what it samples depends on its request alone": (
+        "logits_processors enable_batch_sharded_sampling watermark_config return_sampling_mask enable_trace_replay"
     ),
     "log probabilities are the model's own, before all options; their number is limited by the router": (
         "max_logprobs logprobs_mode"
@@ -138,7 +134,6 @@ REFUSED: dict[str, str] = {
     "the router takes defaults from the model's generation_config.json: change it there, or ask in the request": (
         "generation_config override_generation_config"
     ),
-    "grammars are Tandem's (llguidance)": "structured_outputs_config",
     "the router finds reasoning: set models: [{path: ..., reasoning_parser: NAME}] there": (
         "reasoning_parser reasoning_parser_plugin reasoning_config"
     ),
@@ -282,10 +277,10 @@ def with_flags(values: Mapping[str, Any]) -> dict[str, Any]:
     for flag in flags_of(text):
         if flag.name in MAPPED:
             mapped[flag.name] = flag
+        elif reason := _fault(flag.name, " ".join(flag.words) if flag.name in PASSED else _told(flag)):
+            raise EngineStartError("vllm_args", f"{flag.written}: {reason}")
         elif flag.name in PASSED:
             passed += flag.words
-        elif reason := _fault(flag.name, _told(flag)):
-            raise EngineStartError("vllm_args", f"{flag.written}: {reason}")
     for name, flag in sorted(mapped.items(), reverse=True):  # tensor_parallel_size first, which kv_memory_mib needs
         setting = MAPPED[name]
         value = _mapped(flag, settings.get("tensor_parallel", 1))
@@ -368,7 +363,10 @@ def _told(flag: Flag) -> str:
 
 
 def _fault(name: str, value: object) -> str:
-    """Return why a kept argument may not have this value, or why an argument is refused; empty: it may."""
+    """Return why an argument may not have this value, or why it is refused; empty: it may."""
+    if name in PASSED:
+        hides = name == "structured_outputs_config" and "reasoning" in str(value)
+        return REASONS["reasoning_parser"] if hides else ""
     if name not in KEPT:
         return REASONS[name]
     values, reason = KEPT[name]
@@ -380,8 +378,6 @@ def _is_passed(name: str, value: object) -> bool:
 
     Raises EngineStartError.
     """
-    if name in PASSED:
-        return True
     if name in MAPPED:
         raise EngineStartError("vllm_options", f"{name} is set by Tandem: set {MAPPED[name]}")
     if name not in NAMES:
@@ -390,7 +386,7 @@ def _is_passed(name: str, value: object) -> bool:
         raise EngineStartError("vllm_options", f"{name}: vLLM 0.32 has no such argument{meant}")
     if reason := _fault(name, value):
         raise EngineStartError("vllm_options", f"{name}: {reason}")
-    return False
+    return name in PASSED
 
 
 def _mapped(flag: Flag, ranks: object) -> int | str:

@@ -173,6 +173,7 @@ class DecodeRequest(_message.Message):
     EMITTED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     EMITTED_CHARS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    SEED_IS_DRAWN_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     LENDER_FIELD_NUMBER: _builtins.int
@@ -198,6 +199,8 @@ class DecodeRequest(_message.Message):
     worker_incarnation: _builtins.bytes
     """Incarnation of the intended worker; another process at the same address refuses."""
     emitted_chars: _builtins.int
+    seed_is_drawn: _builtins.bool
+    """Whether the router drew `sampling.seed`, because the client gave none."""
     cache_salt: _builtins.str
     priority: _builtins.int
     elapsed_ms: _builtins.float
@@ -278,6 +281,7 @@ class DecodeRequest(_message.Message):
         emitted_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         emitted_chars: _builtins.int = ...,
         sampling: _inference_pb2.Sampling | None = ...,
+        seed_is_drawn: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
         lender: Global___Lender | None = ...,
@@ -302,7 +306,7 @@ class DecodeRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "lender", b"lender", "placement", b"placement", "price", b"price", "sampling", b"sampling", "warm", b"warm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "embedding", b"embedding", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "lender", b"lender", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "placement_sequence", b"placement_sequence", "price", b"price", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reads_store", b"reads_store", "request_id", b"request_id", "reserve_output_tokens", b"reserve_output_tokens", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "tenant", b"tenant", "warm", b"warm", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "embedding", b"embedding", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "lender", b"lender", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "placement_sequence", b"placement_sequence", "price", b"price", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reads_store", b"reads_store", "request_id", b"request_id", "reserve_output_tokens", b"reserve_output_tokens", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "seed_is_drawn", b"seed_is_drawn", "tenant", b"tenant", "warm", b"warm", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ from typing import Literal
 from cluster.roles import Role
 from engine.backends.sim.timing import StepTiming, StepWork
 from engine.config import WorkerConfig
-from engine.core.engine_core import EngineLimits
+from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget
 from engine.kv.layout import KvLayout
 from router.admission.config import AdmissionConfig

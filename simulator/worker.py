@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from cluster.roles import Role
 from engine.backends.sim.timing import StepWork, Timing
-from engine.core.engine_core import EngineCore, EngineLimits, Input
+from engine.core.engine_core import EngineCore
+from engine.core.loan_host import EngineLimits, Input
 from engine.core_types import Chunk
 from engine.core_types import Sequence as Chain
 from engine.kv.layout import KvLayout

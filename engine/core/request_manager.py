@@ -22,35 +22,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.block_keys import root_key
+from engine.block_keys import BlockKey
+from engine.core.request_table import Request, RequestTable, TableParts
 from engine.core.running_set import RunningSet
 from engine.core_types import Chunk, FinishReason, SampleResult, Sequence
-from engine.kv.kv_cache_manager import KVCacheManager
-from engine.kv.kv_stats import POOL
-from engine.kv.pins import Retention
-from engine.lending.borrower_manager import BorrowerManager
-from engine.lending.loan import BorrowRequest
-from engine.messages.from_engine import Embedded, Failed, Filled, FromEngine, KvAccount, PromptScored, Rejected, Token
+from engine.messages.from_engine import Embedded, KvAccount, PromptScored, Token
 from engine.messages.to_engine import Generate
 from engine.sampling.beam_search import BeamSearch
-from engine.sampling.parallel_sampling import chains_of, is_complete, num_blocks_at_most, search_of, without_tail
 
 
 @dataclass(slots=True)
-class _Request:
-    chains: dict[int, Sequence]
-    """Sequences that are not over, by choice."""
-    account: KvAccount
+class _Request(Request):
     num_choices: int
     """Number of choices wanted; of a beam search, the number of beams returned."""
-    search: BeamSearch | None = None
-    retention: Retention | None = None
-    """Time for which the prompt's blocks are pinned."""
+    search: BeamSearch | None
     num_preemptions_over: int = 0
     """Preemptions of sequences that are over."""
     num_recomputed_over: int = 0
-    to_store: bool = False
-    """Whether its blocks are written to the shared store, where it has no output."""
     pooled: NDArray[np.float32] | None = None
     """Sum of the hidden states pooled so far."""
 
@@ -68,96 +56,38 @@ class _Request:
         return self.account.preemptions > before
 
 
-class RequestManager:
+class RequestManager(RequestTable[_Request]):
     """Requests by id, and the loans taken for them."""
 
-    def __init__(
-        self,
-        kv_cache: KVCacheManager,
-        borrower_manager: BorrowerManager,
-        model_fingerprint: bytes,
-        eos_token_ids: frozenset[int],
-        emit: Callable[[FromEngine], None],
-        next_arrival: Callable[[], int],
-        reserve_output_tokens: int,
-        copy_block: Callable[[int, int], None],
-        adapters: frozenset[bytes] = frozenset(),
-    ) -> None:
-        """Create the manager.
+    running_set: RunningSet
 
-        `next_arrival` numbers arrivals and turns. `adapters`: fingerprints of the loaded LoRA adapters.
-
-        `copy_block(source, target)` is called between steps.
-        """
-        self.running_set = RunningSet(kv_cache, reserve_output_tokens, next_arrival, copy_block)
-        self._kv_cache = kv_cache
-        self._borrower_manager = borrower_manager
-        self._model_fingerprint = model_fingerprint
-        self._eos_token_ids = eos_token_ids
-        self._emit = emit
-        self._next_arrival = next_arrival
-        self._adapters = adapters
-        self._requests: dict[str, _Request] = {}
+    def __init__(self, parts: TableParts, copy_block: Callable[[int, int], None]) -> None:
+        """Create the manager; `copy_block(source, target)` is called between steps."""
+        super().__init__(parts)
+        self.running_set = RunningSet(parts.kv_cache, parts.reserve_output_tokens, parts.next_arrival, copy_block)
         self._num_parted = 0
         """Number of requests with forked sequences."""
         self._filling: dict[Sequence, None] = {}
         """Sequences of requests without output."""
 
-    @property
-    def num_requests(self) -> int:
-        return len(self._requests)
-
-    @property
-    def num_sequences(self) -> int:
-        return sum(len(request.chains) for request in self._requests.values())
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        """Sequences of all requests, which hold blocks."""
-        return [chain for request in self._requests.values() for chain in request.chains.values()]
-
-    def admit(self, message: Generate) -> None:
-        """Start a request with blocks reserved for its prompt and some output, or send Rejected."""
-        layout, pool = self._kv_cache.layout, self._kv_cache.pool
-        message = without_tail(message, layout)
-        root = root_key(self._model_fingerprint, message.cache_salt, message.adapter)
-        search = search_of(message, self._eos_token_ids)
-        chains = chains_of(message, root, search, self._next_arrival)
-        if message.request_id in self._requests:
-            self._reject(message.request_id, "a request of this id is running here", permanent=True)
-            return
-        if message.adapter and message.adapter not in self._adapters:
-            self._reject(message.request_id, f"no adapter {message.adapter.hex()} is loaded here", permanent=True)
-            return
-        if not message.prompt or not chains or any(is_complete(chain) for chain in chains):
-            reason = f"nothing to compute: {len(message.prompt)} prompt tokens, {len(message.emitted)} emitted"
-            self._reject(message.request_id, reason, permanent=True)
-            return
-        if (total := num_blocks_at_most(chains, layout)) > pool.num_blocks:
-            tokens = "max_tokens" if len(chains) == 1 else f"{len(chains)} x max_tokens"
-            reason = f"prompt + {tokens} need {total} KV blocks, the pool has {pool.num_blocks}"
-            self._reject(message.request_id, reason, permanent=True)
-            return
-        sequence = chains[0]
-        keys = self._kv_cache.usable_keys(sequence)
-        if not self.running_set.admit(sequence, keys):
-            needed = self.running_set.num_promised_blocks(sequence)
-            reason = f"{needed} KV blocks needed, {pool.num_available} available now"
-            if waiting := len(self.running_set.preempted):
-                reason += f", {waiting} preempted requests wait for some"
-            self._reject(message.request_id, reason, permanent=False)
-            return
-        self._kv_cache.counts.looked(POOL, len(keys), len(sequence.blocks))
-        account = KvAccount(reused_blocks=len(sequence.blocks), times={"admitted": self._kv_cache.clock()})
+    def _request(self, message: Generate, chains: list[Sequence], search: BeamSearch | None) -> _Request:
         by_choice = {chain.choice: chain for chain in chains}
-        request = _Request(by_choice, account, message.sampling.n, search, message.retention, to_store=message.to_store)
-        self._requests[message.request_id] = request
+        retention, num_choices = message.retention, message.sampling.n
+        return _Request(by_choice, KvAccount(), message.to_store, retention, num_choices, search)
+
+    def _start(self, request: _Request, chains: list[Sequence], keys: list[BlockKey]) -> str:
+        if self.running_set.admit(chains[0], keys):
+            return ""
+        needed, available = self.running_set.num_promised_blocks(chains[0]), self._kv_cache.pool.num_available
+        reason = f"{needed} KV blocks needed, {available} available now"
+        if waiting := len(self.running_set.preempted):
+            reason += f", {waiting} preempted requests wait for some"
+        return reason
+
+    def _admitted(self, request: _Request, lead: Sequence) -> None:
         self._num_parted += request.is_parted
-        if sequence.only_fills:
-            self._filling[sequence] = None
-        lender = message.lender_computes if message.borrow else None
-        if not self._borrower_manager.take(BorrowRequest(sequence, keys, lender, account, self, message.reads_store)):
-            self.loan_over(sequence, lost_blocks=False)
+        if lead.only_fills:
+            self._filling[lead] = None
 
     def adopt(self, batch: list[Chunk]) -> bool:
         """Give starting sequences the blocks cached by now, so siblings that arrived together compute once.
@@ -171,22 +101,14 @@ class RequestManager:
                 continue
             account = self._requests[sequence.request_id].account
             if "compute_started" not in account.times:
-                found = self._kv_cache.adopt(sequence)
-                self._kv_cache.counts.found(POOL, found)
-                account.reused_blocks += found
-                account.computed_blocks -= found
-                account.computed_tokens -= found * self._kv_cache.layout.block_tokens
-                adopted += found
+                num_hits = self._kv_cache.adopt(sequence)
+                self._count_hits(account, num_hits)
+                adopted += num_hits
         return adopted > 0
 
     def computing(self, sequence: Sequence, now: float) -> None:
         """Record that a step begins to compute tokens of the request."""
         self._requests[sequence.request_id].account.times.setdefault("compute_started", now)
-
-    def has(self, sequence: Sequence) -> bool:
-        """Return whether the sequence is not over."""
-        request = self._requests.get(sequence.request_id)
-        return request is not None and request.chains.get(sequence.choice) is sequence
 
     def computed(self, sequence: Sequence, sampled: SampleResult, samples: bool) -> None:
         """Process the result of a sequence's chunk.
@@ -223,8 +145,7 @@ class RequestManager:
     def _append(self, sequence: Sequence, sampled: SampleResult, followed_draft: bool = False) -> None:
         """Add the sequence's next token, or a beam's candidates, or end the request with the failure."""
         if sampled.failure is not None:
-            self._emit(Failed(sequence.request_id, sampled.failure))
-            self._finish(sequence.request_id)
+            self._fail(sequence, sampled.failure)
             return
         request = self._requests[sequence.request_id]
         account = request.account
@@ -265,16 +186,8 @@ class RequestManager:
     def _finish_if_filled(self, sequence: Sequence) -> None:
         if not sequence.only_fills or sequence.num_remaining or sequence.hedged or sequence not in self.running_set:
             return
-        request = self._requests[sequence.request_id]
-        account = request.account
-        account.times.setdefault("first_token", self._kv_cache.clock())
-        request.count_preemptions()
-        if request.retention is not None:
-            account.pinned_blocks = self._kv_cache.pin_prompt(sequence, request.retention)
-        if request.to_store:
-            account.stored_blocks = self._kv_cache.store_keys(sequence.keys)
-        self._emit(Filled(sequence.request_id, account))
-        self._finish(sequence.request_id)
+        self._requests[sequence.request_id].count_preemptions()
+        self._fill(sequence)
 
     def part(self) -> None:
         """Fork sequences that have computed all shared tokens, and advance beam searches whose candidates are known.
@@ -290,16 +203,6 @@ class RequestManager:
         searches = [r for r in self._requests.values() if r.search is not None and r.search.ready]
         for request in searches:
             self._advance(request)
-
-    def cancel(self, request_id: str, choice: int | None = None) -> None:
-        """Cancel a request, or one choice that has a token already."""
-        if (request := self._requests.get(request_id)) is None:
-            return
-        if choice is None:
-            self._borrower_manager.cancel(request_id)
-            self._finish(request_id)
-        elif (chain := request.chains.get(choice)) is not None:
-            self._end(request, chain)
 
     def _advance(self, request: _Request) -> None:
         """Advance a search whose candidates are all known: decide which beams continue."""
@@ -365,9 +268,7 @@ class RequestManager:
         """Compute the blocks that the loan did not bring."""
         was_hedged, sequence.hedged, sequence.held_at = sequence.hedged, False, None
         if lost_blocks:
-            self._finish(sequence.request_id)
-            reason = "blocks are quarantined for a silent lender and no others are available"
-            self._reject(sequence.request_id, reason, permanent=False)
+            self._lost(sequence)
         elif not was_hedged:
             self._run(sequence)
         else:
@@ -376,32 +277,14 @@ class RequestManager:
     def _run(self, sequence: Sequence) -> None:
         """Compute the sequence from now on, and count what is left to compute."""
         self.running_set.run(sequence)
-        account = self._requests[sequence.request_id].account
-        total = self._kv_cache.layout.blocks_for(sequence.num_prompt)
-        brought = account.restored_blocks + account.store_blocks + account.moved_blocks
-        account.computed_blocks = total - account.reused_blocks - brought
-        account.computed_tokens = sequence.num_prompt - sequence.num_computed
+        self._count_left(sequence)
         self._finish_if_filled(sequence)
 
-    def _finish(self, request_id: str) -> None:
-        request = self._requests.pop(request_id)
+    def _over(self, request: _Request) -> None:
         self._num_parted -= request.is_parted
-        for chain in request.chains.values():
-            self._filling.pop(chain, None)
-            self.running_set.drop(chain)
-            self._kv_cache.finish(chain)
 
-    def _end(self, request: _Request, chain: Sequence) -> None:
-        """End this choice, and the request with its last choice."""
-        assert not chain.siblings
-        if len(request.chains) == 1:
-            self._finish(chain.request_id)
-            return
-        del request.chains[chain.choice]
+    def _leaves(self, request: _Request, chain: Sequence) -> None:
+        self._filling.pop(chain, None)
         request.num_preemptions_over += chain.num_preemptions
         request.num_recomputed_over += chain.num_recomputed
         self.running_set.drop(chain)
-        self._kv_cache.finish(chain)
-
-    def _reject(self, request_id: str, reason: str, permanent: bool) -> None:
-        self._emit(Rejected(request_id, reason, permanent))

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.config import WorkerConfig
-from engine.core.engine_core import EngineCore, EngineLimits
+from engine.core.engine_core import EngineCore
+from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget
 from engine.kv.layout import KvLayout
 from engine.kv.rows import Allocate, private_rows

@@ -129,7 +129,7 @@ def _open_runner(spec: RankSpec) -> FollowerRunner:
     if spec.config.engine != "vllm":
         return _TorchFollower(spec)
     started = start_vllm(spec.config, spec.engine.role, spec)
-    from engine.backends.vllm.rank_executor import VllmFollower
+    from engine.backends.vllm.batch_runner import VllmFollower
 
     return VllmFollower(started.engine.model_executor, started.memory)
 

@@ -1,5 +1,6 @@
 """Start of vLLM in this process, as the only rank of an engine or as one of several."""
 
+import importlib.util
 import logging
 import os
 import sys
@@ -19,6 +20,12 @@ from engine.process.spec import RankSpec
 from engine.process.vllm_arguments import check_version, engine_arguments, passed_arguments
 from engine.sampling.grammar import Grammars
 
+log = logging.getLogger(__name__)
+
+LEAST_GPU_SHARE = 0.01
+SPARE_GPU_SHARE = 0.02
+"""Share of a GPU's memory that stays free beside other programs, whose use changes a little."""
+
 
 @dataclass(slots=True)
 class StartedVllm:
@@ -30,7 +37,12 @@ class StartedVllm:
     """`VllmKvMemory` of this rank."""
     block_pool: Any
     info: ModelInfo
-    grammars: Grammars
+    sampling: Any
+    """`Sampling` of its requests."""
+    grammars: Grammars | None
+    """Grammars of structured outputs; None where vLLM compiles them."""
+    num_batches: int
+    """Largest number of batches in flight."""
     lora: dict[bytes, Any]
     """vLLM's LoRARequest of each adapter, by the adapter's fingerprint."""
 
@@ -41,6 +53,8 @@ def prepare_vllm(config: WorkerConfig) -> None:
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # its log lines are Tandem's
     os.environ["TQDM_DISABLE"] = "1"
+    if importlib.util.find_spec("flashinfer") is None:  # vLLM's sampler takes it for installed
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     warnings.simplefilter("ignore")  # Python's warnings about vLLM's own code
     logging.getLogger("vllm").setLevel(logging.ERROR)
     if config.cores:
@@ -49,39 +63,64 @@ def prepare_vllm(config: WorkerConfig) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of a worker share a host
 
 
+def computes_at_launch() -> bool:
+    """Return whether vLLM's executor computes a batch in the call that launches it, as on CPUs.
+
+    Raises EngineStartError where vLLM cannot be imported.
+    """
+    try:
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise EngineStartError("vllm_python", f"{sys.executable} cannot import vLLM: {error}") from None
+    return bool(current_platform.is_cpu())
+
+
 def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -> StartedVllm:
-    """Load the model in vLLM, on the calling thread, which must be the one that executes batches.
+    """Load the model in vLLM, on the calling thread, which must be the one that launches batches.
 
     With `rank` it waits for the other ranks. Raises EngineStartError.
     """
     model_dir = ModelDir.open(config.model)
     arguments = engine_arguments(config)  # first: importing vLLM takes seconds
     adapters = read_adapters(config.adapters)
-    try:
-        import vllm
-    except ImportError as error:
-        raise EngineStartError("vllm_python", f"{sys.executable} cannot import vLLM: {error}") from None
+    on_cpu = computes_at_launch()
+    import vllm
+
     check_version(vllm.__version__)
     arguments |= passed_arguments(config)
-    from vllm.platforms import current_platform
-
-    if config.kv_bytes is None and current_platform.is_cpu():  # there vLLM would take a share of the whole host
+    if config.kv_bytes is None and on_cpu:  # there vLLM would take a share of the whole host
         arguments["kv_cache_memory_bytes"] = UNMEASURED_KV_BYTES // config.tensor_parallel
+    if not on_cpu:
+        arguments.setdefault("gpu_memory_utilization", _gpu_share(config))
+    arguments["skip_tokenizer_init"] = not model_dir.has_tokenizer
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
+    from engine.backends.vllm.batch_runner import rank_executor
     from engine.backends.vllm.connector import offered
     from engine.backends.vllm.kv_memory import VllmKvMemory
-    from engine.backends.vllm.rank_executor import rank_executor
-    from engine.backends.vllm.sampling import sampling
 
     offered.in_file = belongs_in_file(role)
-    sampling.eos_token_ids = model_dir.eos_token_ids
-    grammars = sampling.grammars = Grammars(model_dir)
     vllm_config = _engine_config(config, arguments, adapters)
+    sampling: Any = None
+    grammars = None
+    if is_native := bool(vllm_config.use_v2_model_runner):
+        os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
+    else:
+        from engine.backends.vllm.keyed_sampling import TandemSampling, keyed_sampling
+
+        vllm_config.model_config.logits_processors = [TandemSampling]
+        sampling, sampling.eos_token_ids = keyed_sampling, model_dir.eos_token_ids
+        grammars = sampling.grammars = Grammars(model_dir)
+    if not is_native or config.tensor_parallel > 1:
+        vllm_config.scheduler_config.async_scheduling = False
     executor = Executor.get_class(vllm_config) if rank is None else rank_executor(rank.rank, rank.meeting)
     engine = EngineCore(vllm_config, executor, log_stats=False)
+    if is_native:
+        from engine.backends.vllm.native_sampling import NativeSampling
+
+        sampling = NativeSampling(engine, model_dir.eos_token_ids, always_seeded=config.tensor_parallel > 1)
     block_tokens = _block_tokens(engine, config)
     backends = sorted({type(layer.impl).__name__ for layer in _attention_layers(vllm_config)})
     about = f"{vllm.__version__},{'+'.join(backends)},{vllm_config.cache_config.cache_dtype}"
@@ -101,7 +140,40 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
         adapters=tuple((each.name, each.fingerprint) for each in adapters),
     )
     lora = {each.fingerprint: request for each, request in zip(adapters, requests, strict=True)}
-    return StartedVllm(engine, memory, offered.block_pool, info, grammars, lora)
+    num_batches = int(engine.batch_queue_size)
+    log.info(
+        "vLLM %s: model runner %s, %d batches in flight, KV layout %s",
+        vllm.__version__,
+        "V2" if is_native else "V1",
+        num_batches,
+        vllm_config.cache_config.kv_cache_layout,
+    )
+    return StartedVllm(engine, memory, offered.block_pool, info, sampling, grammars, num_batches, lora)
+
+
+def _gpu_share(config: WorkerConfig) -> float:
+    """Return vLLM's `gpu_memory_utilization`: the share of the GPU's memory that it demands to be free.
+
+    vLLM demands it also where the size of the KV pool is a number. Then almost nothing is demanded, so that several
+    programs can share a GPU. Otherwise it is vLLM's own default, or less where other programs use the GPU.
+    """
+    if config.kv_bytes is not None:
+        return LEAST_GPU_SHARE
+    import torch
+    from vllm.config import CacheConfig
+
+    free, total = torch.cuda.mem_get_info()
+    default = float(CacheConfig.gpu_memory_utilization)
+    return max(LEAST_GPU_SHARE, min(default, free / total - SPARE_GPU_SHARE))
+
+
+def why_not_started(error: BaseException) -> EngineStartError:
+    """Return the error of a start that failed within vLLM; it names what to set."""
+    cause = last_cause(error)
+    if "GPU memory utilization" in cause or "gpu_memory_utilization" in cause or "out of memory" in cause:
+        hint = "set kv_memory_mib to a number that fits beside the weights and the GPU's other programs"
+        return EngineStartError("kv_memory_mib", f"vLLM did not start: {cause}; {hint}")
+    return EngineStartError("engine", f"vLLM did not start: {cause}")
 
 
 def last_cause(error: BaseException) -> str:
@@ -121,7 +193,6 @@ def _engine_config(config: WorkerConfig, arguments: dict[str, Any], adapters: li
     from vllm.platforms import current_platform
 
     from engine.backends.vllm.connector import TandemConnector
-    from engine.backends.vllm.sampling import TandemSampling
 
     if adapters and current_platform.is_cpu():
         if config.vllm_option("max_loras") is not None:
@@ -134,7 +205,7 @@ def _engine_config(config: WorkerConfig, arguments: dict[str, Any], adapters: li
         kv_role="kv_both",
     )
     try:
-        options = EngineArgs(kv_transfer_config=transfer, logits_processors=[TandemSampling], **arguments)
+        options = EngineArgs(kv_transfer_config=transfer, **arguments)
     except TypeError as error:
         raise EngineStartError("vllm_options", str(error)) from None
     if (ranks := config.tensor_parallel) > 1:

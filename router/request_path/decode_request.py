@@ -40,6 +40,7 @@ def decode_request(
         finished_choices=[index for index, choice in enumerate(emitted.choices) if choice.finished],
         emitted_prompt_logprobs=emitted.num_prompt_logprobs,
         sampling=prepared.sampling,
+        seed_is_drawn=not prepared.request.sampling.HasField("seed"),
         cache_salt=prepared.cache_salt,
         adapter=model.adapter,
         reads_store=decision.lender_id is not None and placed.lender is None,

@@ -4,7 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from engine.core.engine_core import EngineCore, EngineLimits
+from engine.core.engine_core import EngineCore
+from engine.core.loan_host import EngineLimits
 from engine.kv.store.shared_store import SharedStore
 from engine.kv.tiers.tiers import Tiers
 from engine.lending.block_reads import RemoteRank

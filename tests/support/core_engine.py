@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from engine.backends.sim.runner import SimRunner
-from engine.core.engine_core import EngineLimits
+from engine.core.loan_host import EngineLimits
 from engine.core_types import SamplingParams, StepBudget
 from engine.lending.fast_path import FastPathLink
 from engine.messages.from_engine import KvAccount, LendStarting, Token

@@ -6,7 +6,8 @@ from typing import Any
 
 from engine.backends.sim.runner import SimRunner
 from engine.backends.sim.states import likeliest
-from engine.core.engine_core import EngineCore, EngineLimits
+from engine.core.engine_core import EngineCore
+from engine.core.loan_host import EngineLimits
 from engine.core.scheduler import max_wait_steps
 from engine.core_types import Chunk, FinishReason, SamplingParams, StepBudget
 from engine.messages.from_engine import FromEngine, KvAccount, Rejected, Token

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.backends.torch.runner import TorchRunner
-from engine.core.engine_core import EngineLimits
+from engine.core.loan_host import EngineLimits
 from engine.core_types import SamplingParams, StepBudget
 from engine.messages.from_engine import Token
 from engine.messages.to_engine import Generate

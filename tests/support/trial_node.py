@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.sim.runner import SimRunner
-from engine.core.engine_core import EngineCore, EngineLimits
+from engine.core.engine_core import EngineCore
+from engine.core.loan_host import EngineLimits
 from engine.core_types import BeamParams, Chunk, SampleResult, SamplingParams, StepBudget
 from engine.kv.store.object_format import ObjectFormat
 from engine.kv.tiers.tiers import TierConfig, Tiers

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cluster.roles import Role
 from engine.backends.sim.timing import StepTiming
-from engine.core.engine_core import EngineLimits
+from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget
 from engine.kv.layout import KvLayout
 from router.placement.rates import Priors

@@ -3,7 +3,8 @@
 import pytest
 
 from engine.backends.sim.runner import SimRunner
-from engine.core.engine_core import EngineCore, EngineLimits
+from engine.core.engine_core import EngineCore
+from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget
 from engine.kv.kv_stats import KvStats
 from engine.kv.tiers.tiers import TierConfig, Tiers

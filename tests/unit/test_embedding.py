@@ -14,7 +14,7 @@ from cluster.errors import ServiceError
 from decode_worker.embedding import finished_embedding
 from engine.backends.sim.runner import SimRunner
 from engine.backends.sim.states import hidden_states, states_of
-from engine.core.engine_core import EngineLimits
+from engine.core.loan_host import EngineLimits
 from engine.core_types import Pooling, SamplingParams, StepBudget
 from engine.errors import ModelRefused
 from engine.messages.from_engine import Embedded, Rejected, Token

@@ -105,6 +105,11 @@ def test_what_is_for_vllms_parser_reaches_it_as_it_was_written(flags: str) -> No
         ("--no-enable-prefix-caching", {}, "--no-enable-prefix-caching: only true is possible: loans need"),
         ("-dp 2", {}, "-dp: only 1 is possible: start more workers"),
         ("-sc.method ngram", {}, "-sc: the vllm engine makes no drafts"),
+        (
+            "--structured-outputs-config.reasoning_parser x",
+            {},
+            "--structured-outputs-config: the router finds reasoning",
+        ),
         ("--api-key secret", {}, "--api-key: the HTTP API is the router's: set api_keys_file there"),
     ],
 )
@@ -122,6 +127,7 @@ def test_flags_that_cannot_be_honoured(flags: str, settings: dict[str, Any], rea
         ({"max_model_lem": 2}, "max_model_lem: vLLM 0.32 has no such argument; did you mean max_model_len?"),
         ({"speculative_config": {}}, "speculative_config: the vllm engine makes no drafts"),
         ({"scheduling_policy": "fcfs"}, "scheduling_policy: only priority is possible"),
+        ({"structured_outputs_config": {"reasoning_parser": "x"}}, "structured_outputs_config: the router finds"),
         ({"enable_prefix_caching": False}, "enable_prefix_caching: only true is possible"),
     ],
 )

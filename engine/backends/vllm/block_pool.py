@@ -82,9 +82,13 @@ class VllmBlockPool(BlockPool):
             blocks.append(block)
         return blocks
 
+    def has_name(self, parent: BlockKey, key: BlockKey, block: int) -> bool:
+        """Return whether `block` is known to hold the KV of `key`."""
+        return self._name_of.get(block) == (parent, key)
+
     def filled(self, parent: BlockKey, key: BlockKey, block: int) -> bool:
         """Record that `block` holds the KV of `key`; return False when it was known already."""
-        if self._name_of.get(block) == (parent, key):
+        if self.has_name(parent, key, block):
             return False
         present = self._block_of.get(key)
         if present is not None and self._is_named(present, key):

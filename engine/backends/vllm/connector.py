@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.platforms import current_platform
 
 from engine.backends.vllm.kv_memory import pool_allocation
 from kvtransfer.transport import Pool
@@ -37,6 +38,14 @@ class TandemConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Return the layout in which a block is one span, on GPUs.
+
+        vLLM takes another where a backend does not have it, and then a block is one span for each layer.
+        """
+        return None if current_platform.is_cpu() else "BHLNC"
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -1,51 +1,39 @@
 """Core of a vLLM engine: vLLM's EngineCore between Tandem's loans and Tandem's messages.
 
-One thread drives it by `handle`, `handle_posted`, and the two halves of a step; only `post` may be called from other
-threads. Between the halves vLLM's executor computes on a thread of its own while messages are still handled. vLLM's
-scheduler and block pool are used by the driving thread alone, and no request is taken from them during a step.
+One thread drives it; only `post` and `unblock` may be called from other threads. `schedule` gives the next batch, also
+while earlier ones are computed, and `end_step` takes the results in the same order. vLLM's scheduler and block pool are
+used by the driving thread alone.
+
+A batch in flight does not delay messages: loans land, requests come and go. What a step still writes is not reused
+meanwhile, because vLLM defers freeing it (with several batches in flight) or Tandem ends requests after the step.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
-from queue import SimpleQueue
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.backends.vllm.kv_cache import VllmKVCache
 from engine.backends.vllm.kv_memory import VllmKvMemory
-from engine.backends.vllm.rank_executor import Batch
 from engine.backends.vllm.requests import VllmRequests
-from engine.backends.vllm.submitted import Submissions, Submitted
-from engine.core.cache_queries import CacheQueries
-from engine.core.engine_core import EngineLimits, Input
-from engine.core.load_reports import LoadReporter, ReportSchedule
+from engine.backends.vllm.sampling import Sampling
+from engine.backends.vllm.submitted import Full, Submissions, Submitted
+from engine.core.loan_host import EngineParts, Input, LoanHost
 from engine.core_types import Sequence
+from engine.kv.block_pool import NamedPlace
 from engine.kv.store.shared_store import SharedStore
-from engine.lending.block_reads import LocalRank, RemoteRank
+from engine.lending.block_reads import LocalRank
 from engine.lending.borrower_manager import BorrowerManager
-from engine.lending.fast_path import FastPath, FastPathLink
-from engine.lending.lender_manager import LenderManager
-from engine.lending.loan import BorrowRequest, Posted, ReadCompletion, StoreFetched, StoreFound, StoreRemoved
-from engine.messages.from_engine import Audited, FromEngine, Ready
-from engine.messages.to_engine import (
-    Audit,
-    Cancel,
-    Generate,
-    InspectCache,
-    Lend,
-    LendClosed,
-    LenderSilent,
-    LendReleased,
-    LoanBlocks,
-    LoanFailed,
-    LoanStarted,
-    SetBudget,
-    TakeSnapshot,
-)
+from engine.lending.loan import BorrowRequest
 from engine.model_runner import ModelInfo
 from kvtransfer.ranks import join_endpoints, with_planes
-from kvtransfer.transport import Transport
+
+Fingerprint = Callable[[Seq[int]], NDArray[np.uint64]]
+FingerprintLater = Callable[[Any, Callable[[], NDArray[np.uint64]]], None]
+"""Callable later(tag, compute) that computes fingerprints on another thread; `VllmCore.name` takes tag and result."""
 
 
 class _HardeningBorrower(BorrowerManager):
@@ -60,133 +48,87 @@ class _HardeningBorrower(BorrowerManager):
         return True
 
 
-class VllmCore:
+class _Filled:
+    """Blocks that one step filled, held until they are named."""
+
+    def __init__(self, full: Seq[Full], places: Seq[NamedPlace]) -> None:
+        self.full, self.places = full, places
+        self.blocks = [each.block for each in places]
+
+
+class VllmCore(LoanHost):
     """The engine without threads and sockets."""
+
+    _requests: VllmRequests
+    _kv_cache: VllmKVCache
 
     def __init__(
         self,
+        parts: EngineParts,
         engine: Any,
         memory: VllmKvMemory,
         block_pool: Any,
         info: ModelInfo,
+        sampling: Sampling,
         lora: Mapping[bytes, Any],
-        transport: Transport,
-        limits: EngineLimits,
-        emit: Callable[[FromEngine], None],
-        wake: Callable[[], None] = lambda: None,
-        fast_path: FastPathLink | None = None,
-        others: Seq[RemoteRank] = (),
         store: SharedStore | None = None,
+        fingerprint_later: FingerprintLater | None = None,
     ) -> None:
         """Create the core.
 
         `engine` is vLLM's EngineCore and `block_pool` its BlockPool. `lora` has vLLM's LoRARequest of each adapter, by
-        the adapter's fingerprint. The other arguments are as for `engine/core/engine_core.py`.
+        the adapter's fingerprint. Without `fingerprint_later` the loop computes fingerprints itself, between steps.
         """
         self._engine = engine
         self._scheduler = engine.scheduler
         self._memory = memory
-        self._info = info
-        self._transport = transport
-        self._limits = limits
-        self._emit = emit
-        self._wake = wake
-        self._posted: SimpleQueue[Posted] = SimpleQueue()
-        self._arrivals = 0
+        self._own_budget = engine.scheduler.max_num_scheduled_tokens
+        self._fingerprint_later = fingerprint_later
+        self._unnamed: dict[_Filled, None] = {}
+        """Blocks of steps whose fingerprints are being computed, in order."""
         self._blocked = False
         """Whether the last schedule was empty, and nothing has happened since."""
-        self._model_fingerprint = memory.layout.fingerprint(info.weights_fingerprint)
-        self._kv_cache = VllmKVCache(memory, block_pool, time.monotonic, self._finished, store)
-        own = LocalRank(transport, memory.part, memory.part_fingerprints)
-        self._others = others
-        self._fast_path = FastPath(fast_path)
-        self._borrower_manager = _HardeningBorrower(
-            self._kv_cache,
-            transport.name,
-            emit,
-            self.post,
-            own,
-            self._fast_path,
-            others,
-            read_silence_s=limits.read_silence_s,
-        )
-        self._lender_manager = LenderManager(
-            self._kv_cache,
-            self._borrower_manager,
-            self._model_fingerprint,
-            emit,
-            self._fast_path,
-            limits.max_queued_loans,
-            self._next_arrival,
-            info.adapter_fingerprints,
-        )
-        self._submissions = Submissions(
-            self._scheduler, self._kv_cache, info.eos_token_ids, lora, self._on_scheduled, self._on_filled
-        )
-        self._requests = VllmRequests(
-            self._kv_cache,
-            self._borrower_manager,
-            self._submissions,
-            self._model_fingerprint,
-            info.eos_token_ids,
-            emit,
-            self._next_arrival,
-            limits.reserve_output_tokens,
-            info.adapter_fingerprints,
-        )
-        times = ReportSchedule(limits.report_interval_s, limits.min_report_interval_s, limits.max_step_s)
-        self._reports = LoadReporter(self._kv_cache, self._requests, self._lender_manager, times, emit)
-        self._cache_queries = CacheQueries(self._kv_cache, self._model_fingerprint, emit, self.post)
+        self._is_unblocked = False
+        """Whether vLLM could schedule more than before; set on any thread."""
+        kv_cache = VllmKVCache(memory, block_pool, time.monotonic, self._finished, store)
+        own = LocalRank(parts.transport, memory.part, memory.part_fingerprints)
+        super().__init__(parts, info, memory.pool, own, kv_cache, memory, _HardeningBorrower)
+        self._submissions = Submissions(self._scheduler, kv_cache, sampling, lora, self._on_scheduled, self.unblock)
+        self._serve(VllmRequests(self._table_parts(), self._submissions, sampling))
 
-    def start(self) -> Ready:
-        """Register the pool and return the facts that the front announces."""
-        part = self._memory.part
-        ranks = [self._transport.register(self._memory.pool), *(rank.endpoint for rank in self._others)]
-        endpoint = with_planes(join_endpoints(ranks), part.planes, part.num_blocks)
-        self._fast_path.lends_from(endpoint)
-        layout = self._memory.layout
-        return Ready(
-            endpoint=endpoint,
-            transport=self._transport.name,
-            model_fingerprint=self._model_fingerprint,
-            block_tokens=layout.block_tokens,
-            block_bytes=layout.block_bytes,
-            kv_heads=layout.kv_heads,
-            num_blocks=self._kv_cache.pool.num_blocks,
-            vocab_size=self._info.vocab_size,
-            max_context_tokens=self._info.max_context_tokens,
-            adapters=self._info.adapters,
-            store=self._kv_cache.store.identity if self._kv_cache.store is not None else "",
-        )
-
-    def post(self, message: Posted) -> None:
-        """Hand a message to the loop.
+    def unblock(self) -> None:
+        """Schedule again although no message came.
 
         From any thread.
         """
-        self._posted.put(message)
-        self._wake()
+        self._is_unblocked = True
+        self._parts.wake()
 
     def handle_posted(self) -> None:
-        """Handle messages that other threads posted, and fast-path announcements from other engines."""
-        self._borrower_manager.handle_fast_path()
-        while not self._posted.empty():  # only this method takes from it
-            self.handle(self._posted.get_nowait())
+        if self._is_unblocked:
+            self._is_unblocked = self._blocked = False
+        super().handle_posted()
 
-    @property
-    def busy(self) -> bool:
-        """Whether a step may begin now, so the loop should not wait for messages."""
-        return not self._kv_cache.stepping and not self._blocked and bool(self._scheduler.has_requests())
+    def handle(self, message: Input) -> None:
+        self._blocked = False
+        super().handle(message)
 
     def close(self) -> None:
-        """Stop all transfers, then vLLM."""
-        self._transport.close()
-        if self._kv_cache.store is not None:
-            self._kv_cache.store.close()
+        super().close()
         self._engine.shutdown()
 
-    def begin_step(self) -> Batch | None:
-        """Return vLLM's next batch, which may be empty but for requests to forget; None when there is nothing to do."""
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def may_schedule(self) -> bool:
+        """Whether `schedule` could return a batch."""
+        return not self._blocked and bool(self._scheduler.has_requests())
+
+    def schedule(self) -> Any:
+        """Return vLLM's next SchedulerOutput; None when there is nothing to do.
+
+        It may be empty but for requests to forget. vLLM must see the outcome of each, also of an empty one.
+        """
         if not self._lender_manager.num_loans and not self._scheduler.has_requests():
             return None
         self._start_loans()
@@ -194,30 +136,42 @@ class VllmCore:
         if self._blocked or not self._scheduler.has_requests():
             return None
         budget = self._limits.budget
-        most = budget.max_prefill_tokens + self._submissions.num_decoding
-        self._scheduler.max_num_scheduled_tokens = min(budget.max_tokens, most)
+        most = budget.max_prefill_tokens + len(self._scheduler.running)
+        self._scheduler.max_num_scheduled_tokens = min(self._own_budget, budget.max_tokens, most)
         output = self._scheduler.schedule()
         self._submissions.after_schedule(output)
         self._blocked = not output.total_num_scheduled_tokens and not output.finished_req_ids
-        if self._blocked:  # vLLM must see the outcome of each schedule, also of an empty one
+        if self._blocked:
             self._reports.changed = True
-        self._reports.step_began(self._kv_cache.clock())
-        self._kv_cache.stepping = True
-        return Batch(output, self._submissions.filled_by(output) if self._others else [])
+        if not self._kv_cache.in_step:
+            self._reports.step_began(self._kv_cache.clock())
+        self._kv_cache.num_steps += 1
+        return output
 
-    def end_step(self, batch: Batch, computed: Any) -> None:
-        """Process the executor's result of the batch from `begin_step`."""
-        output = batch.output
+    def grammar_of(self, output: Any) -> Any:
+        """Return vLLM's GrammarOutput for a batch, whose sequences' tokens are all known; None without any grammar."""
+        return self._scheduler.get_grammar_bitmask(output)
+
+    def will_fill(self, output: Any) -> list[int]:
+        """Return the blocks that a scheduled step will fill, for ranks that fingerprint their parts in the step."""
+        return self._submissions.filled_by(output)
+
+    def end_step(self, output: Any, computed: Any) -> None:
+        """Process the executor's result of the oldest batch in flight."""
         seconds = self._reports.step_ended()
         num_requests = self._requests.num_requests
         prompt_tokens = sum(count for count in output.num_scheduled_tokens.values() if count > 1)
         if prompt_tokens:
             self._reports.changed = True
             self._kv_cache.rates.computed(prompt_tokens, seconds)
-        self._submissions.after_step(output)
         self._submissions.abort_removed()
         outputs = self._scheduler.update_from_output(output, computed)
-        self._kv_cache.stepping = False
+        self._kv_cache.num_steps -= 1
+        if self._kv_cache.in_step:
+            self._reports.step_began(self._kv_cache.clock())
+        if output.total_num_scheduled_tokens:
+            self._blocked = False
+        self._take_full(self._submissions.filled(output))
         for of_client in outputs.values():
             for each in of_client.outputs:
                 submitted = self._submissions.get(each.request_id)
@@ -227,94 +181,53 @@ class VllmCore:
         self._start_loans()
         self._submit_jobs()
 
-    def report(self) -> None:
-        """Report changes and load.
-
-        A step that hangs silences the reports.
-        """
-        self._borrower_manager.give_up_stuck()
-        self._kv_cache.write_behind()
-        self._reports.report()
-
-    def handle(self, message: Input) -> None:
-        """Handle one message from the front or from the transport's thread."""
-        self._reports.changed = True
+    def name(self, filled: _Filled, fingerprints: NDArray[np.uint64]) -> None:
+        """Name the blocks that a step filled, lend them, and let them go."""
+        del self._unnamed[filled]
+        self._named(filled, fingerprints)
+        self._kv_cache.pool.release(filled.blocks)
         self._blocked = False
-        match message:
-            case Generate():
-                self._reports.saw(message.mark)
-                self._requests.admit(message)
-            case Cancel(request_id, choice):
-                self._requests.cancel(request_id, choice)
-            case LoanStarted():
-                self._borrower_manager.started(message)
-            case LoanBlocks():
-                self._borrower_manager.announced(message)
-            case LenderSilent():
-                self._borrower_manager.silent(message)
-            case LoanFailed():
-                self._borrower_manager.failed(message)
-            case ReadCompletion():
-                self._borrower_manager.read_completed(message)
-            case StoreFound():
-                self._borrower_manager.store.found(message)
-            case StoreFetched():
-                self._borrower_manager.store.fetched(message)
-            case Lend():
-                self._reports.saw(message.mark)
-                self._lender_manager.open(message)
-                self._start_loans()
-            case LendReleased(loan_id, first, count):
-                self._lender_manager.release(loan_id, first, count)
-            case LendClosed(loan_id):
-                self._lender_manager.close(loan_id)
-            case TakeSnapshot():
-                self._reports.send_snapshot()
-            case SetBudget(budget):
-                self._limits = replace(self._limits, budget=budget)
-            case StoreRemoved():
-                self._cache_queries.removed(message)
-            case InspectCache():
-                self._cache_queries.answer(message)
-            case Audit(audit_id):
-                self._emit(self.audit(audit_id))
-
-    def audit(self, audit_id: int = 0) -> Audited:
-        """Check vLLM's block pool against every holder of a block: Tandem's, and vLLM's own requests."""
-        pool, fault = self._kv_cache.pool, ""
-        claims = [sequence.blocks for sequence in self._requests.sequences]
-        claims += self._kv_cache.hardened + self._submissions.holdings() + self._lender_manager.holdings()
-        try:
-            pool.check_integrity(claims)
-            reserving = [*self._requests.sequences, *self._lender_manager.started_jobs()]
-            promised = sum(sequence.num_reserved for sequence in reserving) + self._requests.num_reserved
-            assert promised == pool.num_reserved, f"{pool.num_reserved} blocks are promised, {promised} expected"
-        except AssertionError as error:
-            fault = str(error) or "an invariant of the pool does not hold"
-        return Audited(
-            audit_id=audit_id,
-            fault=fault,
-            held_blocks=pool.num_held,
-            reserved_blocks=pool.num_reserved,
-            quarantined_blocks=pool.num_quarantined,
-            sequences=self._requests.num_requests,
-            loans=self._lender_manager.num_loans,
-        )
 
     # ------------------------------------------------------------------ parts
 
-    def _start_loans(self) -> None:
-        """Start queued loans, or refuse those that would wait while this engine itself waits.
+    def _endpoint(self, ranks: Seq[bytes]) -> bytes:
+        part = self._memory.part
+        return with_planes(join_endpoints(ranks), part.planes, part.num_blocks)
 
-        Otherwise two engines whose requests wait for each other's loans would wait for ever.
+    def _own_claims(self) -> list[Seq[int]]:
+        """Return the blocks that vLLM's requests hold, those of hardened reservations, and those not named yet."""
+        unnamed = [filled.blocks for filled in self._unnamed]
+        return [*self._submissions.holdings(), *self._kv_cache.hardened, *unnamed]
+
+    def _take_full(self, full: Seq[Full]) -> None:
+        """Name the blocks that a step filled, once their fingerprints are known.
+
+        Steps do not wait for fingerprints that another thread computes: the blocks are held meanwhile.
         """
-        if not self._lender_manager.num_waiting:
+        if not full:
             return
-        short = self._requests.short
-        if not short:
-            self._lender_manager.start_queued()
-        if self._lender_manager.num_waiting and (short or self._borrower_manager.waits_for_room):
-            self._lender_manager.refuse_queued("no room now, and requests of this worker wait for room themselves")
+        places = [place for each in full for place in self._kv_cache.unnamed(each.parent, each.keys, each.blocks)]
+        filled = _Filled(full, places)
+        if self._fingerprint_later is None or not places:
+            none = np.empty((0, 0), np.uint64)
+            self._named(filled, self._kv_cache.compute_fingerprints(filled.blocks) if places else none)
+            return
+        self._kv_cache.pool.acquire(filled.blocks)
+        self._unnamed[filled] = None
+        self._fingerprint_later(filled, lambda: self._kv_cache.compute_fingerprints(filled.blocks))
+
+    def _named(self, filled: _Filled, fingerprints: NDArray[np.uint64]) -> None:
+        self._kv_cache.name(filled.places, fingerprints)
+        for each in filled.full:
+            sequence = each.submitted.sequence
+            known, end = len(sequence.keys), each.first + len(each.keys)
+            if end <= known or self._submissions.get(each.submitted.request_id) is not each.submitted:
+                continue
+            sequence.keys += each.keys[known - each.first :]
+            if sequence.sampling is None:
+                self._lender_manager.computed(sequence, each.blocks[known - each.first :])
+            else:
+                self._requests.fill_if_complete(sequence)
 
     def _submit_jobs(self) -> None:
         """Let vLLM compute what loans lack."""
@@ -327,16 +240,6 @@ class VllmCore:
         if submitted.sequence.sampling is not None:
             self._requests.scheduled(submitted, num_hits)
 
-    def _on_filled(self, submitted: Submitted, known: int) -> None:
-        """Lend the blocks of a job that became full."""
-        job = submitted.sequence
-        if job.sampling is None and len(job.keys) > known:
-            self._lender_manager.computed(job, submitted.blocks[known : len(job.keys)])
-
     def _finished(self, sequence: Sequence) -> None:
         self._blocked = False
         self._submissions.remove(sequence)
-
-    def _next_arrival(self) -> int:
-        self._arrivals += 1
-        return self._arrivals

@@ -14,6 +14,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.backends.vllm.block_pool import VllmBlockPool
 from engine.backends.vllm.kv_memory import VllmKvMemory
 from engine.block_keys import BlockKey
@@ -45,13 +48,13 @@ class VllmKVCache(KVCacheManager):
         self._on_finish = on_finish
         self._hardened: dict[Sequence, list[int]] = {}
         """Blocks taken for a reservation and not used yet."""
-        self.stepping = False
-        """Whether vLLM computes a step."""
+        self.num_steps = 0
+        """Number of steps in flight."""
 
     @property
     def in_step(self) -> bool:
         """Whether a step is writing into blocks."""
-        return self.stepping
+        return self.num_steps > 0
 
     @property
     def hardened(self) -> list[list[int]]:
@@ -96,15 +99,19 @@ class VllmKVCache(KVCacheManager):
         super().finish(sequence)
         self._on_finish(sequence)
 
-    def filled(self, parent: BlockKey, keys: Seq[BlockKey], blocks: Seq[int]) -> None:
-        """Name and fingerprint blocks that a step filled; `keys` are a chain that follows `parent`."""
+    def unnamed(self, parent: BlockKey, keys: Seq[BlockKey], blocks: Seq[int]) -> list[NamedPlace]:
+        """Return the blocks among these that have no such name yet; `keys` are a chain that follows `parent`."""
         places = [NamedPlace(*each) for each in zip(blocks, [parent, *keys[:-1]], keys, strict=True)]
-        new = [each for each in places if self.pool.filled(each.parent, each.key, each.block)]
-        if not new:
-            return
-        numbers = [each.block for each in new]
-        self._fingerprints[numbers] = self.compute_fingerprints(numbers)
-        if self.store is not None and self.store.writes_at_once:
+        return [each for each in places if not self.pool.has_name(each.parent, each.key, each.block)]
+
+    def name(self, places: Seq[NamedPlace], fingerprints: NDArray[np.uint64]) -> None:
+        """Name held blocks that a step filled; the fingerprints are [places, KV heads]."""
+        new = []
+        for each, fingerprint in zip(places, fingerprints, strict=True):
+            if self.pool.filled(each.parent, each.key, each.block):
+                self._fingerprints[each.block] = fingerprint
+                new.append(each)
+        if new and self.store is not None and self.store.writes_at_once:
             self._store_blocks(new)
 
     def _publish(self, sequence: Sequence, keys: Seq[BlockKey]) -> None:

@@ -1,149 +1,61 @@
-"""Sampling of a vLLM engine: Tandem's own, as a logits processor.
+"""Sampling of a vLLM engine: from Tandem's sequences to vLLM's requests, and from vLLM's outputs to results.
 
-Tandem's sampler is keyed by (seed, choice, position) and derives grammars and penalties from the tokens themselves. So
-a stream that continues on another worker draws the same tokens, of whichever engine. The processor leaves one possible
-token in each row that it samples, and vLLM, asked for the likeliest token, takes it. Rows of requests that want the
-likeliest token, with no option that changes it, are left to vLLM, and only checked for logits that are no numbers.
+Model Runner V2 draws by (seed, position) itself, so `native_sampling.py` leaves all of it to vLLM. Model Runner V1
+keeps a random generator for each request, which cannot continue elsewhere; there `keyed_sampling.py` draws.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
-import torch
-from torch import Tensor
 from vllm import SamplingParams as VllmParams
-from vllm.distributed.parallel_state import get_tp_group
-from vllm.v1.sample.logits_processor.interface import LogitsProcessor, MoveDirectionality
+from vllm.v1.request import Request
 
-from engine.backends.torch.sampler import NO_NUMBERS, is_plain, sample
 from engine.core_types import SampleResult, Sequence
-from engine.sampling.grammar import Grammars
+from engine.messages.to_engine import Generate
 
-ARGUMENT = "tandem"
-"""Name of vLLM's extra argument with a request's id in `Sampling.sequences`."""
-
-
-class Sampling:
-    """Sequences that this process samples, and the samples of the last step.
-
-    Written by the main thread between steps, and by the compute thread during one.
-    """
-
-    def __init__(self) -> None:
-        self.sequences: dict[str, Sequence] = {}
-        """Sequences by vLLM's request id."""
-        self.results: dict[str, SampleResult] = {}
-        self.eos_token_ids: frozenset[int] = frozenset()
-        self.grammars: Grammars | None = None
+FILLS = VllmParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+"""Parameters of a sequence without output: vLLM ends it with a token that nobody reads."""
 
 
-sampling = Sampling()
-"""State shared within this process, since vLLM constructs the processor itself."""
+class Sampling(ABC):
+    """Way in which a vLLM engine samples."""
+
+    def refusal(self, message: Generate) -> str:
+        """Return why a request cannot be sampled here, naming the field; empty where it can."""
+        return ""
+
+    @abstractmethod
+    def request(
+        self, sequence: Sequence, request_id: str, arguments: dict[str, Any], wake: Callable[[], None]
+    ) -> Request:
+        """Return vLLM's request for a sequence.
+
+        `arguments` are those of vLLM's Request that do not depend on sampling. `wake` is called, on any thread, when
+        vLLM can schedule a request that it could not schedule before.
+        """
+
+    @abstractmethod
+    def results(self, sequence: Sequence, request: Request, output: Any) -> Seq[SampleResult]:
+        """Return the samples in vLLM's EngineCoreOutput of a request, in order; one with a failure is the last."""
+
+    def forget(self, request_id: str) -> None:  # noqa: B027 - only one of them keeps anything
+        """Forget a request that is over."""
 
 
-def vllm_params(sequence: Sequence, request_id: str, eos_token_ids: frozenset[int]) -> VllmParams:
-    """Return vLLM's parameters for a sequence: its length and its ends; all else is `TandemSampling`'s."""
+def ends_of(sequence: Sequence, eos_token_ids: frozenset[int]) -> list[int]:
+    """Return the tokens after which a sequence ends."""
     wanted = sequence.sampling
-    if wanted is None or sequence.only_fills:  # vLLM ends it with a token that nobody reads
-        return VllmParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    assert wanted is not None
     ends = wanted.stop_token_ids
     if not wanted.ignore_eos or wanted.structured is not None:
         ends |= eos_token_ids
-    num_to_score = sequence.num_to_score - sequence.num_scored
-    return VllmParams(
-        temperature=0.0,
-        max_tokens=wanted.max_tokens - sequence.num_sampled,
-        stop_token_ids=sorted(ends),
-        ignore_eos=True,
-        detokenize=False,
-        prompt_logprobs=wanted.prompt_logprobs if num_to_score > 0 else None,
-        extra_args={ARGUMENT: request_id},
-    )
+    return sorted(ends)
 
 
-class TandemSampling(LogitsProcessor):
-    """Processor of one model runner's batch."""
-
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._rows: dict[int, str] = {}
-        """Request id by row of the batch."""
-
-    @classmethod
-    def validate_params(cls, sampling_params: VllmParams) -> None: ...
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def update_state(self, batch_update: Any) -> None:
-        if batch_update is None:
-            return
-        for row in batch_update.removed:
-            self._rows.pop(row, None)
-        for row, params, _, _ in batch_update.added:
-            request_id = (params.extra_args or {}).get(ARGUMENT)
-            if request_id is None:
-                self._rows.pop(row, None)
-            else:
-                self._rows[row] = request_id
-        for source, target, direction in batch_update.moved:
-            moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
-            if moved is not None:
-                self._rows[target] = moved
-            if replaced is not None and direction == MoveDirectionality.SWAP:
-                self._rows[source] = replaced
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """Leave one possible token in each row that Tandem samples.
-
-        Rank 0 has the sequences and draws; every rank must go on with the same tokens, so it sends them to the others.
-        """
-        if (ranks := get_tp_group()).world_size == 1:
-            return self._draw(logits)[0]
-        if ranks.rank_in_group == 0:
-            logits, drawn = self._draw(logits)
-            ranks.broadcast(drawn, src=0)
-            return logits
-        drawn = ranks.broadcast(torch.empty(len(logits), dtype=torch.int64, device=logits.device), src=0)
-        return _only(logits, drawn)
-
-    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits, and the token drawn for each row: int64 [rows], -1 where vLLM takes the likeliest."""
-        rows, places, plain = list[int](), list[Sequence](), list[int]()
-        for row, request_id in self._rows.items():
-            sequence = sampling.sequences.get(request_id)
-            if sequence is None or row >= len(logits):
-                continue
-            if is_plain(sequence):
-                plain.append(row)
-            else:
-                rows.append(row)
-                places.append(sequence)
-        drawn = torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
-        if plain:
-            self._check(logits, plain)
-        if not rows:
-            return logits, drawn
-        at = torch.tensor(rows, device=logits.device)
-        found = sample(logits[at], places, sampling.eos_token_ids, sampling.grammars)
-        for row, result in zip(rows, found, strict=True):
-            assert result is not None  # only a place after a draft token has none
-            sampling.results[self._rows[row]] = result
-        drawn[at] = torch.tensor([max(0, result.token_id) for result in found if result], device=logits.device)
-        return _only(logits, drawn), drawn
-
-    def _check(self, logits: Tensor, plain: list[int]) -> None:
-        """Fail the requests whose likeliest logit is no finite number: vLLM would take the token of a NaN."""
-        rows = logits if len(plain) == len(logits) else logits[torch.tensor(plain, device=logits.device)]
-        finite = rows.amax(-1).isfinite().tolist()
-        if not all(finite):
-            order = range(len(logits)) if len(plain) == len(logits) else plain
-            for row, is_finite in zip(order, finite, strict=True):
-                if not is_finite:
-                    sampling.results[self._rows[row]] = SampleResult(-1, failure=NO_NUMBERS)
-
-
-def _only(logits: Tensor, drawn: Tensor) -> Tensor:
-    """Leave only the drawn token possible in each row that has one."""
-    at = (drawn >= 0).nonzero().squeeze(1)
-    logits[at] = float("-inf")
-    logits[at, drawn[at]] = 0.0
-    return logits
+def scores_wanted(sequence: Sequence) -> int | None:
+    """Return vLLM's `prompt_logprobs`: None where no score of the prompt is still to be returned."""
+    wanted = sequence.sampling
+    assert wanted is not None
+    return wanted.prompt_logprobs if sequence.num_to_score > sequence.num_scored else None

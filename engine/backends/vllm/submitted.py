@@ -1,4 +1,10 @@
-"""Sequences that vLLM schedules: requests, and the jobs of loans."""
+"""Sequences that vLLM schedules: requests, and the jobs of loans.
+
+vLLM may schedule a step before the outcome of the one before it is known. A block is *full* once a step that has ended
+wrote its last token: `num_computed_tokens` counts the steps in flight, and draft tokens, and is corrected when vLLM
+processes a step's output. So blocks are named afterwards. Their bytes stay, although vLLM may have freed them by then:
+it gives none of them to another owner before it is asked for the next step, by the same thread.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -6,11 +12,11 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from engine.backends.vllm.kv_cache import VllmKVCache
-from engine.backends.vllm.sampling import sampling, vllm_params
-from engine.block_keys import block_keys
+from engine.backends.vllm.sampling import Sampling
+from engine.block_keys import BlockKey, block_keys
 from engine.core_types import Sequence
 
 
@@ -38,30 +44,43 @@ class Submitted:
         return bool(self.request.status == RequestStatus.PREEMPTED)
 
 
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Blocks of a sequence that a step filled, chain indices `first` and up."""
+
+    submitted: Submitted
+    first: int
+    parent: BlockKey
+    keys: list[BlockKey]
+    blocks: list[int]
+
+
 class Submissions:
-    """Sequences in vLLM's scheduler. No sequence is removed from it while a step computes."""
+    """Sequences in vLLM's scheduler.
+
+    Where vLLM does not defer freeing, no sequence is removed from it while a step computes.
+    """
 
     def __init__(
         self,
         scheduler: Any,
         kv_cache: VllmKVCache,
-        eos_token_ids: frozenset[int],
+        sampling: Sampling,
         lora: Mapping[bytes, Any],
         on_scheduled: Callable[[Submitted, int], None],
-        on_filled: Callable[[Submitted, int], None],
+        unblock: Callable[[], None],
     ) -> None:
         """Create it.
 
         `lora` has vLLM's LoRARequest of each adapter. `on_scheduled` is called with the blocks found in the cache when
-        vLLM starts to compute a sequence, `on_filled` with the number of full blocks that the sequence had before a
-        step filled more.
+        vLLM starts to compute a sequence, `unblock` on any thread when it could schedule more than before.
         """
         self._scheduler = scheduler
         self._kv_cache = kv_cache
-        self._eos_token_ids = eos_token_ids
+        self._sampling = sampling
         self._lora = lora
         self._on_scheduled = on_scheduled
-        self._on_filled = on_filled
+        self._unblock = unblock
         self._by_id: dict[str, Submitted] = {}
         self._of_sequence: dict[Sequence, Submitted] = {}
         self._to_abort: list[str] = []
@@ -71,17 +90,14 @@ class Submissions:
     def of_requests(self) -> Iterable[Submitted]:
         return (each for each in self._by_id.values() if each.sequence.sampling is not None)
 
-    @property
-    def num_decoding(self) -> int:
-        return sum(each.sequence.decoding for each in self.of_requests)
-
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._of_sequence
 
     def holdings(self) -> list[list[int]]:
-        """Return the block lists that vLLM holds, aborted requests included whose step has not ended."""
+        """Return the block lists that vLLM holds, including those that it frees when a step in flight has ended."""
         manager = self._scheduler.kv_cache_manager
-        return [list(manager.get_block_ids(request_id)[0]) for request_id in self._scheduler.requests]
+        held = [list(manager.get_block_ids(request_id)[0]) for request_id in self._scheduler.requests]
+        return held + [[block.block_id for block in blocks] for _, blocks in self._scheduler.deferred_frees]
 
     def get(self, request_id: str) -> Submitted | None:
         return self._by_id.get(request_id)
@@ -91,31 +107,29 @@ class Submissions:
         self._kv_cache.soften(sequence)
         self._count += 1
         request_id = str(self._count)
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=list(sequence.token_ids),
-            sampling_params=vllm_params(sequence, request_id, self._eos_token_ids),
-            pooling_params=None,
-            arrival_time=float(sequence.arrival),
-            priority=-sequence.priority,
-            lora_request=self._lora[sequence.adapter] if sequence.adapter else None,
-            block_hasher=_hasher(sequence, self._kv_cache.layout.block_tokens),
-        )
+        arguments = {
+            "pooling_params": None,
+            "arrival_time": float(sequence.arrival),
+            "priority": -sequence.priority,
+            "lora_request": self._lora[sequence.adapter] if sequence.adapter else None,
+            "block_hasher": _hasher(sequence, self._kv_cache.layout.block_tokens),
+        }
+        request = self._sampling.request(sequence, request_id, arguments, self._unblock)
         submitted = Submitted(sequence, request, promised)
         self._by_id[request_id] = self._of_sequence[sequence] = submitted
-        if sequence.sampling is not None:
-            sampling.sequences[request_id] = sequence
         self._scheduler.add_request(request)
 
     def remove(self, sequence: Sequence) -> None:
-        """End the vLLM request of a sequence that is over, if it has one; after the step, if one computes."""
+        """End the vLLM request of a sequence that is over, if it has one.
+
+        While a step computes that might write its blocks, vLLM defers freeing them, or the request ends after the step.
+        """
         if (submitted := self._of_sequence.pop(sequence, None)) is None:
             return
         del self._by_id[submitted.request_id]
-        sampling.sequences.pop(submitted.request_id, None)
-        sampling.results.pop(submitted.request_id, None)
+        self._sampling.forget(submitted.request_id)
         self._to_abort.append(submitted.request_id)
-        if not self._kv_cache.stepping:
+        if not self._kv_cache.in_step or self._scheduler.defer_block_free:
             self.abort_removed()
 
     def abort_removed(self) -> None:
@@ -154,22 +168,22 @@ class Submissions:
             for block in each.blocks[each.num_filled : each.request.num_computed_tokens // width]
         ]
 
-    def after_step(self, output: SchedulerOutput) -> None:
-        """Name and fingerprint the blocks that the step filled; called before vLLM frees any of them."""
-        width = self._kv_cache.layout.block_tokens
+    def filled(self, output: SchedulerOutput) -> list[Full]:
+        """Return the blocks that the ended step filled; called after vLLM has processed its output."""
+        width, found = self._kv_cache.layout.block_tokens, list[Full]()
         for request_id in output.num_scheduled_tokens:
             if (submitted := self._by_id.get(request_id)) is None:
                 continue  # cancelled meanwhile
-            sequence, request = submitted.sequence, submitted.request
-            sequence.num_computed = request.num_computed_tokens
-            first, end = submitted.num_filled, request.num_computed_tokens // width
+            request = submitted.request
+            computed = request.num_computed_tokens - request.num_in_flight_tokens
+            submitted.sequence.num_computed = computed
+            first, end = submitted.num_filled, min(computed, request.num_tokens) // width
             if end > first:
-                parent = request.block_hashes[first - 1] if first else sequence.root
-                self._kv_cache.filled(parent, request.block_hashes[first:end], submitted.blocks[first:end])
+                hashes = request.block_hashes
+                parent = hashes[first - 1] if first else submitted.sequence.root
+                found.append(Full(submitted, first, parent, hashes[first:end], submitted.blocks[first:end]))
                 submitted.num_filled = end
-                known = len(sequence.keys)
-                sequence.keys += request.block_hashes[known:end]
-                self._on_filled(submitted, known)
+        return found
 
     def _started(self, submitted: Submitted, num_hits: int) -> None:
         self._kv_cache.hand_over(submitted.sequence)
@@ -185,6 +199,8 @@ def _hasher(sequence: Sequence, width: int) -> Callable[[Any], list[BlockHash]]:
 
     def keys(request: Any) -> list[BlockHash]:
         known = request.block_hashes
+        if request.num_tokens - len(known) * width < width:  # the common case
+            return []
         parent = known[-1] if known else sequence.root
         tokens = request.all_token_ids[len(known) * width :]
         return [BlockHash(key) for key in block_keys(parent, tokens, width)]

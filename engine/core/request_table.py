@@ -1,0 +1,245 @@
+"""Requests of an engine by id, as far as they do not depend on how the engine steps.
+
+`engine/core/request_manager.py` (Tandem's own scheduler) and `engine/backends/vllm/requests.py` (vLLM's) are its
+subclasses: one set of refusals, of ends, and of what an account says.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from engine.block_keys import BlockKey, root_key
+from engine.core.load_reports import RunningSequences
+from engine.core_types import RequestFailure, Sequence
+from engine.kv.kv_cache_manager import KVCacheManager
+from engine.kv.kv_stats import POOL
+from engine.kv.pins import Retention
+from engine.lending.borrower_manager import BorrowerManager
+from engine.lending.loan import BorrowRequest
+from engine.messages.from_engine import Failed, Filled, FromEngine, KvAccount, Rejected
+from engine.messages.to_engine import Generate
+from engine.model_runner import ModelInfo
+from engine.sampling.beam_search import BeamSearch
+from engine.sampling.parallel_sampling import chains_of, is_complete, num_blocks_at_most, search_of, without_tail
+
+
+@dataclass(slots=True)
+class Request:
+    """One request that is not over."""
+
+    chains: dict[int, Sequence]
+    """Sequences that are not over, by choice."""
+    account: KvAccount
+    to_store: bool
+    """Whether its blocks are written to the shared store, where it has no output."""
+    retention: Retention | None
+    """Time for which the prompt's blocks are pinned."""
+
+
+R = TypeVar("R", bound=Request)
+
+
+@dataclass(frozen=True, slots=True)
+class TableParts:
+    """Parts of an engine core that its requests use."""
+
+    kv_cache: KVCacheManager
+    borrower_manager: BorrowerManager
+    model_fingerprint: bytes
+    info: ModelInfo
+    emit: Callable[[FromEngine], None]
+    next_arrival: Callable[[], int]
+    """Function that numbers arrivals and turns."""
+    reserve_output_tokens: int
+
+
+class RequestTable(ABC, Generic[R]):
+    """Requests that are not over, and the loans taken for them."""
+
+    running_set: RunningSequences
+
+    def __init__(self, parts: TableParts) -> None:
+        self._kv_cache = parts.kv_cache
+        self._borrower_manager = parts.borrower_manager
+        self._model_fingerprint = parts.model_fingerprint
+        self._eos_token_ids = parts.info.eos_token_ids
+        self._adapters = parts.info.adapter_fingerprints
+        self._emit = parts.emit
+        self._next_arrival = parts.next_arrival
+        self._reserve_output_tokens = parts.reserve_output_tokens
+        self._requests: dict[str, R] = {}
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(len(request.chains) for request in self._requests.values())
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Sequences of all requests, which hold blocks."""
+        return [chain for request in self._requests.values() for chain in request.chains.values()]
+
+    @property
+    def num_reserved(self) -> int:
+        """Number of reserved blocks that no sequence counts as its own."""
+        return 0
+
+    def has(self, sequence: Sequence) -> bool:
+        """Return whether the sequence is not over."""
+        request = self._requests.get(sequence.request_id)
+        return request is not None and request.chains.get(sequence.choice) is sequence
+
+    # ------------------------------------------------------------------ from the front
+
+    def admit(self, message: Generate) -> None:
+        """Start a request with blocks reserved for its prompt and some output, or send Rejected."""
+        message = without_tail(message, self._kv_cache.layout)
+        root = root_key(self._model_fingerprint, message.cache_salt, message.adapter)
+        search = search_of(message, self._eos_token_ids)
+        chains = chains_of(message, root, search, self._next_arrival)
+        if refusal := self._unsupported(message) or self._impossible(message, chains):
+            self._reject(message.request_id, refusal, permanent=True)
+            return
+        lead = chains[0]
+        keys = self._kv_cache.usable_keys(lead)
+        request = self._request(message, chains, search)
+        if lack := self._start(request, chains, keys):
+            self._reject(message.request_id, lack, permanent=False)
+            return
+        self._kv_cache.counts.looked(POOL, len(keys), len(lead.blocks))
+        account = request.account
+        account.reused_blocks, account.times["admitted"] = len(lead.blocks), self._kv_cache.clock()
+        self._requests[message.request_id] = request
+        self._admitted(request, lead)
+        lender = message.lender_computes if message.borrow else None
+        if not self._borrower_manager.take(BorrowRequest(lead, keys, lender, account, self, message.reads_store)):
+            self.loan_over(lead, lost_blocks=False)
+
+    def cancel(self, request_id: str, choice: int | None = None) -> None:
+        """Cancel a request, or one choice that has a token already."""
+        if (request := self._requests.get(request_id)) is None:
+            return
+        if choice is None:
+            self._borrower_manager.cancel(request_id)
+            self._finish(request_id)
+        elif (chain := request.chains.get(choice)) is not None and self._has_begun(request, chain):
+            self._end(request, chain)
+
+    def _impossible(self, message: Generate, chains: list[Sequence]) -> str:
+        """Return why a request can never be served here; empty where it can."""
+        pool = self._kv_cache.pool
+        if message.request_id in self._requests:
+            return "a request of this id is running here"
+        if message.adapter and message.adapter not in self._adapters:
+            return f"no adapter {message.adapter.hex()} is loaded here"
+        if not message.prompt or not chains or any(is_complete(chain) for chain in chains):
+            return f"nothing to compute: {len(message.prompt)} prompt tokens, {len(message.emitted)} emitted"
+        if (total := num_blocks_at_most(chains, self._kv_cache.layout)) > pool.num_blocks:
+            tokens = "max_tokens" if len(chains) == 1 else f"{len(chains)} x max_tokens"
+            return f"prompt + {tokens} need {total} KV blocks, the pool has {pool.num_blocks}"
+        return ""
+
+    # ------------------------------------------------------------------ the loan's owner
+
+    def loan_bound(self, sequence: Sequence, first: int) -> None:
+        """Process blocks from index `first` that a loan has bound, while the request is computed meanwhile."""
+
+    def loan_hedged(self, sequence: Sequence) -> bool:
+        """Return whether the request is computed although its loan is open, because the lender is silent."""
+        return False
+
+    @abstractmethod
+    def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
+        """Compute the blocks that the loan did not bring."""
+
+    def _lost(self, sequence: Sequence) -> None:
+        """End a request whose blocks a posted read may still write, for lack of others."""
+        self._finish(sequence.request_id)
+        reason = "blocks are quarantined for a silent lender and no others are available"
+        self._reject(sequence.request_id, reason, permanent=False)
+
+    def _count_left(self, sequence: Sequence) -> None:
+        """Count the blocks and tokens that are left to compute."""
+        account = self._requests[sequence.request_id].account
+        total = self._kv_cache.layout.blocks_for(sequence.num_prompt)
+        brought = account.restored_blocks + account.store_blocks + account.moved_blocks
+        account.computed_blocks = total - account.reused_blocks - brought
+        account.computed_tokens = sequence.num_prompt - sequence.num_computed
+
+    def _count_hits(self, account: KvAccount, num_blocks: int) -> None:
+        """Count blocks that others computed since the request was admitted as reused instead of computed."""
+        self._kv_cache.counts.found(POOL, num_blocks)
+        account.reused_blocks += num_blocks
+        account.computed_blocks -= num_blocks
+        account.computed_tokens -= num_blocks * self._kv_cache.layout.block_tokens
+
+    # ------------------------------------------------------------------ what a subclass says
+
+    def _unsupported(self, message: Generate) -> str:
+        """Return why this engine cannot serve such a request, naming the field; empty where it can."""
+        return ""
+
+    @abstractmethod
+    def _request(self, message: Generate, chains: list[Sequence], search: BeamSearch | None) -> R:
+        """Return the record of a request, which has nothing yet."""
+
+    @abstractmethod
+    def _start(self, request: R, chains: list[Sequence], keys: list[BlockKey]) -> str:
+        """Give the first sequence its cached blocks of `keys`, and reserve the rest for all of them.
+
+        Returns the reason where they do not fit now; empty where they do.
+        """
+
+    def _admitted(self, request: R, lead: Sequence) -> None:
+        """Process that a request has its blocks and is in the table."""
+
+    def _has_begun(self, request: R, chain: Sequence) -> bool:
+        """Return whether a choice may be ended by itself."""
+        return True
+
+    def _leaves(self, request: R, chain: Sequence) -> None:
+        """Process that a sequence is over, before it gives its blocks back."""
+
+    def _over(self, request: R) -> None:
+        """Process that a request is over, before its sequences are."""
+
+    # ------------------------------------------------------------------ ends
+
+    def _fill(self, sequence: Sequence) -> None:
+        """End a request without output, whose blocks are all there."""
+        request = self._requests[sequence.request_id]
+        account = request.account
+        account.times.setdefault("first_token", self._kv_cache.clock())
+        if request.retention is not None:
+            account.pinned_blocks = self._kv_cache.pin_prompt(sequence, request.retention)
+        if request.to_store:
+            account.stored_blocks = self._kv_cache.store_keys(sequence.keys)
+        self._emit(Filled(sequence.request_id, account))
+        self._finish(sequence.request_id)
+
+    def _fail(self, sequence: Sequence, failure: RequestFailure) -> None:
+        self._emit(Failed(sequence.request_id, failure))
+        self._finish(sequence.request_id)
+
+    def _finish(self, request_id: str) -> None:
+        request = self._requests.pop(request_id)
+        self._over(request)
+        for chain in request.chains.values():
+            self._leaves(request, chain)
+            self._kv_cache.finish(chain)
+
+    def _end(self, request: R, chain: Sequence) -> None:
+        """End this choice, and the request with its last choice."""
+        if len(request.chains) == 1:
+            self._finish(chain.request_id)
+            return
+        del request.chains[chain.choice]
+        self._leaves(request, chain)
+        self._kv_cache.finish(chain)
+
+    def _reject(self, request_id: str, reason: str, permanent: bool) -> None:
+        self._emit(Rejected(request_id, reason, permanent))

@@ -1,0 +1,124 @@
+"""The loop of every engine process, whatever computes in it.
+
+One loop on the main thread handles messages, collects results, starts the next steps and sends answers. It never waits
+for a slow front (see `message_socket.py`) and never for a step. The process ends with its front: by the closed socket,
+or at once by the kernel when the front is killed. With several tensor-parallel ranks this is rank 0; the others are its
+children, see `engine/process/ranks.py`.
+"""
+
+import os
+import socket
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from cluster.garbage_collection import spare_the_started
+from cluster.logs import set_up
+from engine.core.loan_host import LoanHost
+from engine.errors import EngineStartError, RankLost
+from engine.messages.from_engine import Ready, StartFailed
+from engine.process.assembly import IDLE_TURN_S
+from engine.process.front_link import FrontLink, receive_spec
+from engine.process.message_socket import MessageSocket
+from engine.process.ranks import Ranks, leave, serve, start_failure
+from engine.process.spec import EngineSpec
+from engine.process.start_up import become_child, prepare
+from engine.process.weights_lender import WeightsLender
+from engine.sampling.grammar_gate import GrammarGate
+from kvtransfer.errors import TransportUnavailable
+
+
+class Steps(ABC):
+    """Steps of an engine, computed beside its loop."""
+
+    @property
+    @abstractmethod
+    def may_begin(self) -> bool:
+        """Whether a step could begin now, so that the loop should not wait for messages."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin as many steps as may be in flight; do nothing when there is nothing to compute."""
+
+    @abstractmethod
+    def end(self) -> bool:
+        """Process the results of steps that have ended; return whether there were any.
+
+        Raises what computing raised.
+        """
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Stop computing, after what is in flight if that ends soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedEngine:
+    """An engine that is ready to serve."""
+
+    core: LoanHost
+    steps: Steps
+    ready: Ready
+    grammars: GrammarGate
+    weights: WeightsLender | None = None
+    """Lender of its weights, where it lends any."""
+
+
+OpenEngine = Callable[[EngineSpec, FrontLink, Ranks | None], OpenedEngine]
+"""Function that loads a model and makes its engine.
+
+Raises EngineStartError, TransportUnavailable or RankLost."""
+
+
+def run_engine(open_engine: OpenEngine) -> None:
+    """Serve the front at the other end of the socket whose descriptor is the program's argument."""
+    become_child()
+    link = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
+    spec = receive_spec(link)
+    front = FrontLink(link)
+    ranks: Ranks | None = None
+    set_up(spec.role, f"{spec.worker_id}/engine", spec.config)
+    try:
+        spec.config.refuse_parallel(spec.role)
+        if spec.config.tensor_parallel > 1:
+            ranks = Ranks(spec, front.wake)  # started before this process lowers its priority, which they would inherit
+        prepare(spec.config.of_rank(0))
+        engine = open_engine(spec, front, ranks)
+    except (EngineStartError, TransportUnavailable, RankLost) as error:
+        front.send(StartFailed(str(error) if isinstance(error, EngineStartError) else start_failure(error)))
+        front.finish()
+        if ranks is not None:
+            ranks.close()
+        os._exit(0)  # threads of a half-started engine may hang
+    front.send(engine.ready)
+    front.flush()
+    spare_the_started()
+    serve(partial(_loop, engine, front, ranks), ranks)
+    if engine.weights is not None:
+        engine.weights.close()
+    engine.steps.stop()
+    engine.core.close()
+    leave(ranks)
+
+
+def _loop(engine: OpenedEngine, front: FrontLink, ranks: Ranks | None) -> None:
+    core, steps, weights = engine.core, engine.steps, engine.weights
+    while True:
+        if ranks is not None:
+            ranks.check()
+        for message in front.listen(0.0 if steps.may_begin else IDLE_TURN_S):
+            if engine.grammars.passes(message) and (weights is None or weights.passes(message)):
+                core.handle(message)
+        for offered in weights.answers() if weights is not None else ():
+            front.send(offered)
+        for released in engine.grammars.released():
+            core.handle(released)
+        core.handle_posted()
+        if not steps.end():  # its messages wait until the next step has begun
+            front.flush()  # a caller waits for an answer
+        steps.begin()
+        if ranks is None or not ranks.silent:
+            core.report()
+        front.flush()
