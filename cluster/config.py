@@ -7,6 +7,7 @@ that names the key.
 import argparse
 import inspect
 import json
+import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -97,14 +98,15 @@ def read_file(path: Path | None) -> dict[str, Any]:
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
     """Parse `key=value` pairs.
 
-    Values are YAML, so numbers and lists need no quoting.
+    Values are YAML, so numbers and lists need no quoting. A value that begins with a flag is a text as it stands,
+    although YAML might read a mapping or a comment in it.
     """
     values: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise StartError("set", f"expected KEY=VALUE, got {pair!r}")
-        values[key] = yaml.safe_load(value)
+        values[key] = value if re.match("--?[A-Za-z]", value) else yaml.safe_load(value)
     return values
 
 

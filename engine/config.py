@@ -28,6 +28,7 @@ from engine.kv.store.settings import StoreSettings
 from engine.model.hub import ModelPath
 from engine.model.quantization import QuantizationConfig, Weights
 from engine.speculation.speculator import MAX_GUESSES, NGRAM
+from engine.vllm_flags import value_of, with_flags
 from kvtransfer.ranks import MAX_RANKS
 
 VLLM_BLOCK_TOKENS = 32
@@ -61,6 +62,9 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     vllm_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs by name, such as quantization, max_model_len, max_num_seqs, enforce_eager,
     kv_cache_dtype and attention_backend."""
+    vllm_args: str = ""
+    """Flags of `vllm serve`, as on its command line: `--max-model-len 8192 --quantization fp8`. A flag that is a
+    setting here, such as --tensor-parallel-size, sets it; a flag that Tandem cannot honour is refused by name."""
     sim_step_ms: NonNegativeFloat = 0.0
     """Milliseconds that a step of the sim engine takes; the four terms below are added."""
     sim_prompt_token_us: NonNegativeFloat = 0.0
@@ -203,11 +207,20 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
             kv_token_s=self.sim_kv_token_ns * 1e-9,
         )
 
+    def vllm_option(self, name: str) -> Any:
+        """Return the value of an argument of vLLM's that is set, None for others; a flag's as it is written."""
+        return self.vllm_options.get(name, value_of(self.vllm_args, name))
+
     @model_validator(mode="before")
     @classmethod
-    def _blocks_of_vllm(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("engine") == "vllm":
-            return {"block_tokens": VLLM_BLOCK_TOKENS} | values
+    def _settings_of_vllm(cls, values: Any) -> Any:
+        """Raise EngineStartError for arguments of vLLM that Tandem refuses."""
+        if not isinstance(values, dict):
+            return values
+        if values.get("engine") == "vllm":
+            return {"block_tokens": VLLM_BLOCK_TOKENS} | with_flags(values)
+        if values.get("vllm_args"):
+            raise EngineStartError("vllm_args", "flags of vLLM need engine: vllm")
         return values
 
     @field_validator("routers")

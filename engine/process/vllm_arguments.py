@@ -1,9 +1,11 @@
 """vLLM's interpreter, and arguments of vLLM's EngineArgs, from a worker's settings."""
 
 import importlib.util
+import shlex
 import sys
+from argparse import SUPPRESS
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
@@ -11,29 +13,11 @@ from engine.model.adapters import read_adapters
 
 VERSION = "0.32"
 """The minor version of vLLM whose scheduler and connector interface this backend uses."""
-OWN = (
-    "model",
-    "block_size",
-    "dtype",
-    "kv_cache_memory_bytes",
-    "max_num_batched_tokens",
-    "tensor_parallel_size",
-    "distributed_executor_backend",
-    "kv_transfer_config",
-    "logits_processors",
-    "enable_prefix_caching",
-    "scheduling_policy",
-    "skip_tokenizer_init",
-    "disable_log_stats",
-    "enable_lora",
-    "max_cpu_loras",
-)
-"""Arguments that Tandem sets itself."""
 NO_TIERS = "the vllm engine has no tiers below its pool: set kv_store"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of max_lora_rank that vLLM takes on every device."""
 MAX_ACTIVE_ADAPTERS = 8
-"""Adapters of one step, unless vllm_options.max_loras says otherwise."""
+"""Adapters of one step, unless vLLM's max_loras says otherwise."""
 
 
 def vllm_python(config: WorkerConfig) -> Path:
@@ -57,9 +41,9 @@ def check_version(version: str) -> None:
 
 
 def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
-    """Return the arguments.
+    """Return the arguments, without those of `vllm_args`.
 
-    Raises EngineStartError for settings that this engine does not have, and for options that Tandem sets itself.
+    Raises EngineStartError for settings that this engine does not have.
     """
     others = {
         "weights": (config.weights != "auto", "set vllm_options.quantization"),
@@ -73,11 +57,6 @@ def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
     for name, (is_set, reason) in others.items():
         if is_set:
             raise EngineStartError(name, reason)
-    if "kv_offloading_size" in config.vllm_options:
-        reason = "kv_offloading_size would replace Tandem's connector by vLLM's: set kv_store"
-        raise EngineStartError("vllm_options", reason)
-    if reserved := sorted(set(OWN) & set(config.vllm_options)):
-        raise EngineStartError("vllm_options", f"{reserved[0]} is set by Tandem")
     ranks = config.tensor_parallel
     return {
         "model": str(config.model),
@@ -93,6 +72,32 @@ def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
         **_lora_arguments(config),
         **config.vllm_options,
     }
+
+
+def passed_arguments(config: WorkerConfig) -> dict[str, Any]:
+    """Return the arguments of `vllm_args`, parsed by vLLM, in whose environment this runs.
+
+    Raises EngineStartError for a value that vLLM refuses, and for one that differs from `vllm_options`.
+    """
+    if not config.vllm_args:
+        return {}
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise EngineStartError("vllm_args", " ".join(message.split()))
+
+    parser = AsyncEngineArgs.add_cli_args(Parser())
+    for action in parser._actions:
+        action.default = SUPPRESS  # arguments that no flag sets keep EngineArgs' own defaults
+    arguments: dict[str, Any] = vars(parser.parse_args(shlex.split(config.vllm_args)))
+    for name in sorted(set(arguments) & set(config.vllm_options)):
+        both = ({name: arguments[name]}, {name: config.vllm_options[name]})
+        flag, option = (getattr(AsyncEngineArgs(model=str(config.model), **each), name) for each in both)
+        if flag != option:
+            raise EngineStartError("vllm_args", f"{name} has another value in vllm_options: set it in one of them")
+    return arguments
 
 
 def _lora_arguments(config: WorkerConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from engine.model.adapters import Adapter, read_adapters
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelInfo
 from engine.process.spec import RankSpec
-from engine.process.vllm_arguments import check_version, engine_arguments
+from engine.process.vllm_arguments import check_version, engine_arguments, passed_arguments
 from engine.sampling.grammar import Grammars
 
 log = logging.getLogger(__name__)
@@ -87,6 +87,7 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
     import vllm
 
     check_version(vllm.__version__)
+    arguments |= passed_arguments(config)
     if config.kv_bytes is None and on_cpu:  # there vLLM would take a share of the whole host
         arguments["kv_cache_memory_bytes"] = UNMEASURED_KV_BYTES // config.tensor_parallel
     if not on_cpu:
@@ -194,8 +195,8 @@ def _engine_config(config: WorkerConfig, arguments: dict[str, Any], adapters: li
     from engine.backends.vllm.connector import TandemConnector
 
     if adapters and current_platform.is_cpu():
-        if "max_loras" in config.vllm_options:
-            raise EngineStartError("vllm_options", "max_loras is set by Tandem on CPUs")
+        if config.vllm_option("max_loras") is not None:
+            raise EngineStartError("adapters", "vLLM's max_loras is set by Tandem on CPUs: leave it out")
         # vLLM's CPU kernels give tokens without an adapter index -1, the last slot: it stays empty, so all zeros.
         arguments["max_loras"] = arguments["max_cpu_loras"] = len(adapters) + 1
     transfer = KVTransferConfig(

@@ -31,6 +31,7 @@ from engine.host.memory import UNMEASURED_KV_BYTES
 from engine.kv.layout import DTYPE_BYTES, KvLayout
 from engine.process.vllm_arguments import engine_arguments
 from engine.speculation.speculator import NGRAM
+from engine.vllm_flags import count_of, with_flags
 from simulator.errors import BadSetup, shown
 from simulator.model_shape import ModelShape
 
@@ -96,6 +97,15 @@ class Worker:
         """
         stand_in = 1 if self.kv_auto else UNMEASURED_KV_BYTES // MIB
         return WorkerConfig.parse({**self.settings, **({"kv_memory_mib": stand_in} if self._is_auto else {})})
+
+    def without_flags(self) -> "Worker":
+        """Return the worker with flags of `vllm_args` that are settings as settings; unchanged if a flag is bad."""
+        if self.settings.get("engine") != "vllm":
+            return self
+        try:
+            return replace(self, settings=with_flags(self.settings))
+        except StartError:
+            return self  # `check` reports the flag
 
     def with_settings(self, **changes: Any) -> "Worker":
         return replace(self, settings={**self.settings, **changes})
@@ -174,8 +184,8 @@ def weight_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
         return 0.0
     saved = shape.weight_bytes if shape.layer_bits else shape.params * _dtype_bytes(shape, config)
     bits = _BITS.get(config.weights)
-    if config.engine == "vllm" and (method := config.vllm_options.get("quantization")) is not None:
-        bits = None if shape.layer_bits else _vllm_bits("quantization", method)
+    if config.engine == "vllm" and (method := config.vllm_option("quantization")) is not None:
+        bits = None if shape.layer_bits else _vllm_bits(config, "quantization", method)
     if bits is None or shape.layer_bits:
         return float(saved)
     embeddings = shape.embedding_params * _dtype_bytes(shape, config)
@@ -187,9 +197,9 @@ def block_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
     if shape is None or config.engine == "sim":
         return float(config.sim_block_kib << 10) * config.block_tokens / 16
     layout = _layout(shape, config)
-    if config.engine != "vllm" or (dtype := config.vllm_options.get("kv_cache_dtype", AUTO)) == AUTO:
+    if config.engine != "vllm" or (dtype := config.vllm_option("kv_cache_dtype") or AUTO) == AUTO:
         return float(layout.block_bytes)
-    bits = 16.0 if dtype in ("bfloat16", "float16") else _vllm_bits("kv_cache_dtype", dtype)
+    bits = 16.0 if dtype in ("bfloat16", "float16") else _vllm_bits(config, "kv_cache_dtype", dtype)
     return layout.block_bytes * bits / (8 * DTYPE_BYTES[layout.dtype])
 
 
@@ -302,16 +312,24 @@ def _dtype_bytes(shape: ModelShape, config: WorkerConfig) -> int:
 
 
 def _context_tokens(shape: ModelShape, config: WorkerConfig) -> int:
-    chosen = config.vllm_options.get("max_model_len") if config.engine == "vllm" else None
+    name = "max_model_len"
+    chosen = config.vllm_option(name) if config.engine == "vllm" else None
     if chosen is None:
         return shape.max_context_tokens or config.max_batch_tokens
+    if name not in config.vllm_options:
+        chosen = count_of(chosen) or chosen
     if isinstance(chosen, bool) or not isinstance(chosen, int) or chosen < 1:
-        raise Unchecked("vllm_options.max_model_len", f"{shown(chosen)} is no number of tokens")
+        raise Unchecked(_written(config, name), f"{shown(chosen)} is no number of tokens")
     return chosen
 
 
-def _vllm_bits(option: str, value: object) -> float:
+def _written(config: WorkerConfig, option: str) -> str:
+    """Return where a worker's settings have an argument of vLLM."""
+    return f"vllm_options.{option}" if option in config.vllm_options else f"vllm_args --{option.replace('_', '-')}"
+
+
+def _vllm_bits(config: WorkerConfig, option: str, value: object) -> float:
     if isinstance(value, str) and value in _VLLM_DTYPE_BITS:
         return _VLLM_DTYPE_BITS[value]
     known = ", ".join(_VLLM_DTYPE_BITS)
-    raise Unchecked(f"vllm_options.{option}", f"the size of {shown(value)} is not known, only that of {known}")
+    raise Unchecked(_written(config, option), f"the size of {shown(value)} is not known, only that of {known}")

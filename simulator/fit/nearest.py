@@ -139,8 +139,9 @@ def _narrower(worker: Worker) -> Iterator[Change]:
         return
     if worker.settings.get("engine") == "vllm":
         options = worker.settings.get("vllm_options") or {}
-        if worker.device.has_float8 and isinstance(options, dict) and "quantization" not in options:
-            yield Change({"vllm_options": {**options, "quantization": "fp8"}})
+        with contextlib.suppress(StartError):  # settings that `check` reports
+            if worker.device.has_float8 and worker.config().vllm_option("quantization") is None:
+                yield Change({"vllm_options": {**options, "quantization": "fp8"}})
     elif worker.settings.get("weights", AUTO) == AUTO:
         yield Change({"weights": "int8"})
         if worker.device.has_float8:

@@ -68,7 +68,7 @@ def _verdict(pool: ValuesPool, shapes: Shapes, gpu: str) -> Verdict:
         device = pool.device(gpu)
         if shape is None and not pool.is_sim:
             raise Unchecked("shape", f"{pool.model!r} is none of {', '.join(NAMES)}: say --shape {pool.model}=DIR")
-        worker = Worker(pool.role, pool.settings, device, shape, pool.gpus)
+        worker = Worker(pool.role, pool.settings, device, shape, pool.gpus).without_flags()
         fit = check(worker)
     except Unchecked as error:
         return Verdict(pool, unknown=(str(error),))

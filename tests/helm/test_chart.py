@@ -170,7 +170,19 @@ def test_vllm_workers_have_their_image_and_settings() -> None:
     assert images["demo-router"] == "tandem-router:0.1.0"
     for role in ("prefill", "decode"):
         config = WorkerConfig.parse(config_of(manifests, f"demo-llama-3-1-8b-{role}", "worker"))
-        assert (config.engine, config.block_tokens, config.vllm_options) == ("vllm", 32, {"max_model_len": 32768})
+        assert (config.engine, config.block_tokens, config.vllm_args) == ("vllm", 32, "--max-model-len 32768")
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size 2", "--tensor_parallel_size=2", "-tp 2", "-tp=2"])
+def test_ranks_in_vllms_flags_have_a_gpu_each(flag: str) -> None:
+    flags = f"""--hf-overrides '{{"a": "b: c"}}'\n{flag} --max-model-len 8192"""
+    config = {"engine": "vllm", "vllm_args": flags}
+    models = [keeping(0) | {"decode": {"replicas": 1}}]
+    rendered = config_of(render({"models": models, "worker": {"gpus": 2, "config": config}}), "demo-a-decode", "worker")
+    assert rendered["vllm_args"] == flags
+    assert WorkerConfig.parse(rendered).tensor_parallel == 2
+    refused = template({"models": models, "worker": {"gpus": 1, "config": config}})
+    assert "gpus: 1 is not config.tensor_parallel, 2" in refused.stderr
 
 
 def test_models_of_the_hub_are_fetched_into_a_cache_with_a_token() -> None:

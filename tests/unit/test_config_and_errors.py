@@ -7,7 +7,7 @@ import grpc
 import pytest
 from google.rpc import status_pb2
 
-from cluster.config import read_file, to_overrides
+from cluster.config import parse_overrides, read_file, to_overrides
 from cluster.error_status import MAX_RETRY_AFTER_S, from_proto, from_rpc_error, to_proto, to_status
 from cluster.errors import InvalidRequest, Overloaded, StartError, Unavailable
 from cluster.roles import Role
@@ -128,6 +128,15 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     file.write_text("model: a\nblock_tokens: 8\nrouters: [x:1]\n")
     config = WorkerConfig.from_command_line("w", ["--config", str(file), "--set", "block_tokens=4"])
     assert (config.block_tokens, config.routers) == (4, ("x:1",))
+
+
+def test_flags_are_texts_whatever_yaml_would_make_of_them() -> None:
+    flags = """--hf-overrides '{"a": 1}' --quantization fp8 # 8 bits"""
+    assert parse_overrides([f"vllm_args={flags}", "threads=-1", "x=-tp 2"]) == {
+        "vllm_args": flags,
+        "threads": -1,
+        "x": "-tp 2",
+    }
 
 
 def test_a_configuration_survives_the_command_line() -> None:

@@ -94,6 +94,8 @@ def test_a_containers_memory_holds_all_ranks_and_tiers() -> None:
         ({"weights": "int4"}, 2 * 1_050_673_152 + 6_979_321_856 * 4.5 / 8),
         ({"dtype": "float32"}, 4 * 8_029_995_008),
         ({"engine": "vllm", "vllm_options": {"quantization": "fp8"}}, 2 * 1_050_673_152 + 6_979_321_856),
+        ({"engine": "vllm", "vllm_args": "-q fp8"}, 2 * 1_050_673_152 + 6_979_321_856),
+        ({"engine": "vllm", "vllm_args": "--dtype=float"}, 4 * 8_029_995_008),
     ],
 )
 def test_weights_in_other_formats(others: dict[str, Any], size: float) -> None:
@@ -120,6 +122,7 @@ def test_auto_is_what_the_other_terms_leave() -> None:
         ({"kv_dtype": "int8"}, 2 * 32 * 8 * (128 + 2), 131072),
         ({"engine": "vllm", "vllm_options": {"max_model_len": 1000}}, 131072, 1024),
         ({"engine": "vllm", "vllm_options": {"kv_cache_dtype": "fp8"}}, 65536, 131072),
+        ({"engine": "vllm", "vllm_args": "--max-model-len 1k --kv_cache_dtype fp8"}, 65536, 1024),
     ],
 )
 def test_a_full_context(others: dict[str, Any], token_bytes: int, tokens: int) -> None:
@@ -260,14 +263,31 @@ def test_what_is_not_counted_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"quantization": "bitsandbytes"}, "vllm_options.quantization"),
-        ({"kv_cache_dtype": "nvfp4"}, "vllm_options.kv_cache_dtype"),
-        ({"max_model_len": "32k"}, "vllm_options.max_model_len"),
+        ({"vllm_options": {"quantization": "bitsandbytes"}}, "vllm_options.quantization"),
+        ({"vllm_options": {"kv_cache_dtype": "nvfp4"}}, "vllm_options.kv_cache_dtype"),
+        ({"vllm_options": {"max_model_len": "32k"}}, "vllm_options.max_model_len"),
+        ({"vllm_args": "--max-model-len auto"}, "vllm_args --max-model-len"),
+        ({"vllm_args": "-q bitsandbytes"}, "vllm_args --quantization"),
     ],
 )
 def test_sizes_that_are_not_known_are_not_guessed(options: dict[str, Any], field: str) -> None:
     with pytest.raises(Unchecked, match=field):
-        check(worker(engine="vllm", vllm_options=options))
+        check(worker(engine="vllm", **options))
+
+
+def test_flags_of_vllm_that_are_settings_count_as_settings() -> None:
+    """Also beside a change of these settings, and of `kv_memory_mib` that would be measured."""
+    flagged = worker(engine="vllm", gpus=2, vllm_args="-tp 2 --kv-cache-memory-bytes 10G --max-model-len 8k")
+    plain = worker(engine="vllm", gpus=2, tensor_parallel=2, kv_memory_mib=20480, vllm_options={"max_model_len": 8000})
+    assert need_of(check(flagged.without_flags())) == need_of(check(plain))
+    too_large = worker(engine="vllm", vllm_args="--kv-cache-memory-bytes 100G").without_flags()
+    found = nearest(too_large)
+    assert found is not None
+    assert found.in_words().startswith("kv_memory_mib: ")
+    unknown = worker(engine="vllm", vllm_args="--max-model-length 8").without_flags()
+    assert check(unknown).refusals == (
+        "vllm_args: --max-model-length: vLLM 0.32 has no such flag; did you mean --max-model-len?",
+    )
 
 
 gpus = st.sampled_from([Device(gpu.name, gpu.memory_bytes) for gpu in GPUS.values()])

@@ -67,8 +67,8 @@ def test_unlike_layouts_share_no_fingerprint() -> None:
     [
         ({"kv_host_memory_mib": 64}, "kv_host_memory_mib", "set kv_store"),
         ({"kv_disk_dir": "d", "kv_host_memory_mib": 64}, "kv_host_memory_mib", "set kv_store"),
-        ({"vllm_options": {"kv_offloading_size": 1.0}}, "vllm_options", "kv_offloading_size would replace"),
-        ({"vllm_options": {"block_size": 16}}, "vllm_options", "block_size is set by Tandem"),
+        ({"vllm_options": {"kv_offloading_size": 1.0}}, "vllm_options", "kv_offloading_size: it would replace"),
+        ({"vllm_options": {"block_size": 16}}, "vllm_options", "block_size is set by Tandem: set block_tokens"),
     ],
 )
 def test_what_the_engine_cannot_do_is_refused_by_name(settings: dict[str, object], field: str, reason: str) -> None:

@@ -87,7 +87,6 @@ async def test_what_an_engine_cannot_do_is_refused_at_start_by_name(tmp_path: Pa
         ("kv_store", {"kv_store": "/proc/none/store"}),
         ("speculation", {"speculation": "ngram"}),
         ("lora", {"lora": tmp_path}),
-        ("vllm_options", {"vllm_options": {"block_size": 16}}),
     ]
     for field, settings in refused:
         engine = vllm_engine("refused", **settings)  # type: ignore[arg-type]
