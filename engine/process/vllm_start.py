@@ -128,8 +128,10 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
     for request in requests:
         engine.add_lora(request)
     num_blocks = int(vllm_config.cache_config.num_gpu_blocks)
+    pools = offered.pools if on_cpu else None
+    rank_number = rank.rank if rank is not None else 0
     memory = VllmKvMemory(
-        offered.caches, num_blocks, block_tokens, about, offered.pools, config.tensor_parallel, rank.rank if rank else 0
+        offered.caches, num_blocks, block_tokens, about, pools, config.tensor_parallel, rank_number
     )
     weights = model_dir.weights_fingerprint() + f"{vllm_config.model_config.quantization}".encode()
     info = ModelInfo(

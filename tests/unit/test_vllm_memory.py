@@ -12,29 +12,36 @@ from engine.process.vllm_arguments import engine_arguments
 from kvtransfer.transport import Pool
 
 LAYERS, HEADS, TOKENS, ELEMENTS = 3, 2, 4, 8
-LAYOUTS = ("LBHNC", "BHLNC")
+LAYOUTS = ("LBHNC", "LBNHC", "BHLNC", "BLHNC", "BLNHC")
+WHOLE_HEADS = ("LBHNC", "BHLNC")
+"""Layouts in which the bytes of a head lie together."""
 
 
 class Allocated:
-    """Random KV memory of three layers, allocated as vLLM does on a CPU."""
+    """Random KV memory of three layers, allocated as vLLM does on a CPU, or taken for a device's memory."""
 
-    def __init__(self, layout: str, num_blocks: int, seed: int) -> None:
+    def __init__(self, layout: str, num_blocks: int, seed: int, on_device: bool = False, ranks: int = 1) -> None:
         pools: list[Pool] = []
         with pool_allocation(False, pools):
             raw = torch.zeros(num_blocks * LAYERS * HEADS * TOKENS * ELEMENTS * 4, dtype=torch.int8)
         sizes = {"L": LAYERS, "B": num_blocks, "H": HEADS, "N": TOKENS, "C": ELEMENTS}
         whole = raw.view(torch.float32).view([sizes[letter] for letter in layout])
         whole.copy_(torch.randn(whole.shape, generator=torch.Generator().manual_seed(seed)))
-        self.layers: list[Tensor] = list(whole.unbind(layout.index("L")))
+        # vLLM's view of a layer is [blocks, heads, tokens, elements], whatever lies where
+        whole = whole.permute([layout.index(letter) for letter in "LBHNC"])
+        self.layers: list[Tensor] = list(whole.unbind(0))
         caches = {f"layer {number}": layer for number, layer in enumerate(self.layers)}
-        self.memory = VllmKvMemory(caches, num_blocks, TOKENS, "backend", pools)
+        self.memory = VllmKvMemory(caches, num_blocks, TOKENS, "backend", None if on_device else pools, ranks)
+        self.pools = pools
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_block_read_from_one_memory_is_written_into_another(layout: str) -> None:
+def test_a_block_read_from_one_memory_is_written_into_another(layout: str, on_device: bool) -> None:
     """The pools are of unlike sizes, so that spans of a block lie at unlike distances."""
-    source, target = Allocated(layout, 5, 1), Allocated(layout, 7, 2)
-    assert source.memory.layout.planes == (LAYERS if layout == "LBHNC" else 1)
+    source, target = Allocated(layout, 5, 1), Allocated(layout, 7, 2, on_device)
+    found = source.memory.layout
+    assert (found.planes, found.kv_heads) == (LAYERS if layout[0] == "L" else 1, HEADS if layout in WHOLE_HEADS else 1)
     before = [layer.clone() for layer in target.layers]
     contents = source.memory.read_blocks([4, 1])
     assert [content.shape for content in contents] == 2 * [(source.memory.layout.block_bytes,)]
@@ -53,13 +60,40 @@ def test_the_bytes_of_a_block_have_one_order(layout: str) -> None:
     """One span as it lies in memory; several in the order of the layers."""
     allocated = Allocated(layout, 5, 3)
     (content,) = allocated.memory.read_blocks([3])
-    layers = torch.stack([layer[3] for layer in allocated.layers], dim=layout.replace("B", "").index("L"))
-    assert content.tobytes() == layers.numpy().tobytes()
+    layers = torch.stack([layer[3] for layer in allocated.layers])  # [layers, heads, tokens, elements]
+    in_order = layers.permute(["LHNC".index(letter) for letter in layout.replace("B", "")])
+    assert content.tobytes() == in_order.contiguous().numpy().tobytes()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_spans_of_a_device_are_those_of_main_memory(layout: str) -> None:
+    """What only runs on a GPU reads the same bytes, and finds the same fingerprints."""
+    host, device = Allocated(layout, 5, 3), Allocated(layout, 5, 3, on_device=True)
+    for ours, others in zip(device.memory.read_blocks([3, 1]), host.memory.read_blocks([3, 1]), strict=True):
+        assert ours.tobytes() == others.tobytes()
+    assert np.array_equal(device.memory.fingerprints([0, 3, 4]), host.memory.fingerprints([0, 3, 4]))
+    assert device.memory.pool.num_bytes == host.memory.pool.num_bytes
+    assert device.memory.part == host.memory.part
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_need_heads_that_lie_together(layout: str) -> None:
+    if layout in WHOLE_HEADS:
+        assert Allocated(layout, 5, 1, ranks=2).memory.layout.kv_heads == 2 * HEADS
+        return
+    with pytest.raises(EngineStartError, match="attention_backend") as refused:
+        Allocated(layout, 5, 1, ranks=2)
+    assert refused.value.field == "tensor_parallel"
+
+
+def test_a_layout_whose_blocks_lie_in_more_spans_is_refused() -> None:
+    with pytest.raises(EngineStartError, match="VLLM_KV_CACHE_LAYOUT"):
+        Allocated("LHBNC", 5, 1)
 
 
 def test_unlike_layouts_share_no_fingerprint() -> None:
-    first, second = (Allocated(layout, 5, 3).memory.layout.fingerprint(b"weights") for layout in LAYOUTS)
-    assert first != second
+    found = {Allocated(layout, 5, 3).memory.layout.fingerprint(b"weights") for layout in WHOLE_HEADS}
+    assert len(found) == len(WHOLE_HEADS)
 
 
 @pytest.mark.parametrize(

@@ -17,23 +17,28 @@ class BlockBytes:
     wait for the running step.
     """
 
-    def __init__(self, blocks: Tensor) -> None:
-        """`blocks` is uint8 [num_blocks, block_bytes]."""
-        self._blocks = blocks
-        self._stream = torch.cuda.Stream(blocks.device) if blocks.is_cuda else None  # type: ignore[no-untyped-call]
+    def __init__(self, pool: Tensor, planes: int = 1) -> None:
+        """Create it for a contiguous uint8 pool [num_blocks, block_bytes].
+
+        With `planes` above 1 the pool is [planes, num_blocks, span_bytes]; a block's bytes are its spans in that order.
+        """
+        self._spans = pool if planes > 1 else pool[None]
+        self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def read(self, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
         """Return copies of the blocks, [block_bytes] each, in main memory."""
         with self._own_stream():
-            rows: NDArray[np.uint8] = self._blocks[list(blocks)].cpu().numpy()  # waits for this stream alone
+            spans = self._spans[:, list(blocks)].transpose(0, 1)  # [blocks, planes, span_bytes]
+            rows: NDArray[np.uint8] = spans.reshape(len(blocks), -1).cpu().numpy()  # waits for this stream alone
         return list(rows)
 
     @torch.inference_mode()
     def write(self, block: int, content: NDArray[np.uint8]) -> None:
         """Write the block's bytes and return when they are there."""
         with self._own_stream():
-            self._blocks[block].copy_(torch.from_numpy(np.ascontiguousarray(content)))
+            spans = torch.from_numpy(np.ascontiguousarray(content).reshape(len(self._spans), -1))
+            self._spans[:, block].copy_(spans)
         if self._stream is not None:
             self._stream.synchronize()
 

@@ -27,12 +27,18 @@ from kvtransfer.transport import AnyPool, DevicePool, Pool
 class VllmLayout(KvLayout):
     """Layout of a block in vLLM's memory, all tensor-parallel ranks together.
 
-    A block is one span per plane. Each span is [kv_heads, block_tokens, elements], with keys and values as vLLM's
-    attention packs them.
+    A block is one span per plane, with keys and values as vLLM's attention packs them. `kv_heads` is 1 where the bytes
+    of a head do not lie together: then a head has no fingerprint of its own, and ranks cannot share blocks.
+
+        layout of vLLM   planes   span                        kv_heads
+        BHLNC            1        [heads, layers, tokens, c]  heads
+        BLHNC, BLNHC     1        a block of all layers       1
+        LBHNC            layers   [heads, tokens, c]          heads
+        LBNHC            layers   [tokens, heads, c]          1
     """
 
     planes: int = 1
-    """Spans per block: 1 where all layers of a block lie together (`BHLNC`), or the number of layers (`LBHNC`)."""
+    """Spans per block: 1 where all layers of a block lie together, or the number of layers."""
     span_bytes: int = 0
     backend: str = ""
     """Attention backend and vLLM version, which decide how keys and values are packed."""
@@ -118,15 +124,17 @@ class VllmKvMemory:
         num_blocks: int,
         block_tokens: int,
         backend: str,
-        pools: Sequence[Pool],
+        pools: Sequence[Pool] | None,
         ranks: int = 1,
         rank: int = 0,
     ) -> None:
         """Read the layout off the tensors that vLLM gives its attention layers, [num_blocks, ...] each.
 
-        This process is `rank` of `ranks`.
+        `pools` is the main memory that vLLM was given for them; None: they are in a device's memory. This process is
+        `rank` of `ranks`.
 
-        Raises EngineStartError for a layout in which a block is not one span per layer, or one span in all.
+        Raises EngineStartError for a layout in which a block is not one span per layer, or one span in all, and for
+        several ranks with a layout in which a head's bytes do not lie together.
         """
         tensors = list({tensor.data_ptr(): tensor for tensor in caches.values()}.values())
         first = tensors[0]
@@ -141,8 +149,15 @@ class VllmKvMemory:
         offsets = sorted(tensor.storage_offset() * first.element_size() for tensor in tensors)
         apart = all(offset == plane * step * num_blocks for plane, offset in enumerate(offsets))
         if planes * step * num_blocks != total or planes > MAX_PLANES or not (planes == 1 or apart):
-            raise EngineStartError("model", f"an unknown layout of KV memory: {tuple(first.shape)}, {first.stride()}")
+            reason = f"vLLM's KV memory has an unknown layout: {tuple(first.shape)}, {first.stride()}; "
+            raise EngineStartError("model", reason + "unset VLLM_KV_CACHE_LAYOUT if it is set")
         kv_heads = first.shape[1] if first.dim() == 4 else 1  # MLA: [blocks, block_tokens, elements]
+        if first.stride(1) * first.shape[1] != first.stride(0):
+            if ranks > 1:
+                reason = f"{ranks} needs a KV layout in which a head's bytes lie together, BHLNC or LBHNC; vLLM chose "
+                reason += "another for this model: set vllm_options.attention_backend"
+                raise EngineStartError("tensor_parallel", reason)
+            kv_heads = 1
         self.layout = VllmLayout(
             layers=len(tensors),
             kv_heads=kv_heads * ranks,
@@ -174,16 +189,15 @@ class VllmKvMemory:
             return self.part_fingerprints(blocks)
         return np.array([self.filled[block] for block in blocks], np.uint64).reshape(-1, self.layout.kv_heads)
 
-    def _pool_of(self, tensor: Tensor, num_bytes: int, pools: Sequence[Pool], heads: int) -> AnyPool:
+    def _pool_of(self, tensor: Tensor, num_bytes: int, pools: Sequence[Pool] | None, heads: int) -> AnyPool:
         planes = self.layout.planes
         address, block_bytes = tensor.untyped_storage().data_ptr(), self.part.num_bytes
-        if tensor.device.type != "cpu":
-            if planes > 1:
-                raise EngineStartError("model", "on a GPU a block must be one span (BHLNC)")
+        if pools is None:
             raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            raw.set_(tensor.untyped_storage(), 0, (self.num_blocks, block_bytes))  # type: ignore[call-overload]
-            self.part_fingerprints = TensorFingerprints(raw, heads).of
-            self._bytes = BlockBytes(raw)
+            shape = (self.num_blocks, block_bytes) if planes == 1 else (planes, self.num_blocks, block_bytes // planes)
+            raw.set_(tensor.untyped_storage(), 0, shape)  # type: ignore[call-overload]
+            self.part_fingerprints = TensorFingerprints(raw, heads, planes, self.num_blocks).of
+            self._bytes = BlockBytes(raw, planes)
             return DevicePool(address, self.num_blocks, block_bytes, tensor.device.index or 0, owner=tensor)
         if len(pools) != 1 or pools[0].memory.ctypes.data != address or pools[0].num_bytes != num_bytes:
             raise EngineStartError("model", f"vLLM allocated KV memory in {len(pools)} parts; Tandem needs one")
