@@ -2,8 +2,8 @@
 
 One thread posts and polls, because posting a shared-memory read blocks until the bytes are copied, and because NIXL
 serialises calls anyway. While that thread is idle, the caller posts a small read itself, which takes no longer than
-waking the thread. At most MAX_POSTED_BYTES are posted per peer, so a silent peer delays only its own queue. NIXL cannot
-abort a posted read: it is quiet when it is done, failed, or the agent is destroyed.
+waking the thread. At most `max_posted_bytes` are posted per peer, so a silent peer delays only its own queue. NIXL
+cannot abort a posted read: it is quiet when it is done, failed, or the agent is destroyed.
 
 Between main memories of one host `cross_memory.py` reads without NIXL; such a read is over when it is posted, and NIXL
 never hears of the peer.
@@ -24,8 +24,8 @@ from kvtransfer.nixl_agent import Endpoint, Memory, make_agent, module, parse_en
 from kvtransfer.nixl_lane import Drop, Job, Lane, NixlPeer, Posted
 from kvtransfer.strict_lanes import StrictLanes
 from kvtransfer.transport import (
-    MAX_POSTED_BYTES,
     AnyPool,
+    DevicePool,
     Peer,
     Pool,
     Read,
@@ -91,13 +91,14 @@ class NixlTransport(Transport):
     def blocks_per_read(self, block_bytes: int, peer: Peer | None = None) -> int:
         if isinstance(peer, NixlPeer) and peer.attached is not None:
             # these bytes are verified while they arrive and need no room in the cache
-            return max_blocks_per_read(block_bytes)
+            return max_blocks_per_read(block_bytes, self.max_posted_bytes)
         return super().blocks_per_read(block_bytes)
 
     def register(self, pool: AnyPool) -> bytes:
         """Register a pool in main memory or, where UCX has its CUDA modules, on a GPU."""
         assert self._pool is None
         self._pool = pool
+        self.on_gpu = isinstance(pool, DevicePool)
         memory = self._memory = Memory.of(pool)
         try:
             self._registration = self._agent.register_memory(
@@ -156,7 +157,7 @@ class NixlTransport(Transport):
         assert isinstance(peer, NixlPeer)
         assert self._pool is not None
         local, remote = self._memory, peer.memory
-        check_spans(spans, local.num_bytes, remote.num_bytes)
+        check_spans(spans, local.num_bytes, remote.num_bytes, self.max_posted_bytes)
         absolute = tuple(Span(local.base + s.local_offset, remote.base + s.remote_offset, s.length) for s in spans)
         job = Job(peer, absolute, sum(span.length for span in spans), flow, folding, Read())
         with self._closing:
@@ -227,7 +228,7 @@ class NixlTransport(Transport):
                 for job in tuple(lane.posted):
                     self._poll(lane, job)
                 begun = 0  # a shared-memory read is done when it is posted: other peers get their turn in between
-                while begun < MAX_POSTED_BYTES and lane.has_room:
+                while begun < self.max_posted_bytes and lane.has_room:
                     begun += self._post(lane)
             for name in [name for name, lane in lanes.items() if lane.dropped and lane.idle]:
                 self._forget_remote(name)
@@ -256,7 +257,7 @@ class NixlTransport(Transport):
             self._asleep = False
             if item is None:
                 return False
-            lane = lanes.setdefault(item.peer.name, Lane())
+            lane = lanes.setdefault(item.peer.name, Lane(self.max_posted_bytes))
             if isinstance(item, Drop):
                 lane.dropped = True
                 lane.withdraw(item.peer)

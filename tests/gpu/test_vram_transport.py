@@ -15,7 +15,7 @@ import torch
 
 from engine.backends.torch.fingerprint import TensorFingerprints
 from kvtransfer.registry import open_transport
-from kvtransfer.transport import Span, max_blocks_per_read
+from kvtransfer.transport import Span
 
 SCRIPT = Path(__file__).with_name("vram_lender.py")
 NUM_BLOCKS, BLOCK_BYTES, SEED = 64, 2 << 20, 5
@@ -57,7 +57,7 @@ def test_blocks_move_between_gpu_memories(lender: bytes) -> None:
     transport = open_transport("nixl", f"vram-reader-{os.getpid()}", on_gpu=True)
     transport.register(script().device_pool(memory))
     peer = transport.connect(lender)
-    step = max_blocks_per_read(BLOCK_BYTES)
+    step = transport.blocks_per_read(BLOCK_BYTES)
     for measured in (False, True):  # the first reads set the connection up
         started_at = time.monotonic()
         reads = [
