@@ -187,7 +187,7 @@ def _start(
     if (fast_path := open_fast_path_socket()) is not None:
         front.watch(fast_path.fileno())
     core = open_core(spec, runner, transport, front.send, front.wake, ranks, fast_path)
-    front.send(core.start()._replace(weights_from_peer=from_peer))
+    front.send(core.start()._replace(gpu=runner.gpu, weights_from_peer=from_peer))
     front.flush()
     return core, computer, GrammarGate(runner.grammars, front.wake), open_lender(spec, runner.info, front.wake)
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from cluster.garbage_collection import spare_the_started
 from cluster.logs import set_up
+from engine.config import step_budget
 from engine.core.engine_core import EngineLimits
-from engine.core_types import StepBudget
 from engine.errors import EngineStartError, RankLost
 from engine.kv.rows import Allocate, private_rows
 from engine.kv.store.opening import open_store
@@ -67,7 +67,7 @@ def main() -> None:
         os._exit(0)  # threads of a half-started vLLM may hang
     if fast_path is not None:
         front.watch(fast_path.fileno())
-    front.send(core.start())
+    front.send(core.start()._replace(gpu=started.gpu))
     front.flush()
     spare_the_started()
     serve(partial(_loop, core, computer, gate, front, ranks), ranks)
@@ -153,7 +153,7 @@ def _open_core(
 
     config = spec.config
     limits = EngineLimits(
-        StepBudget(config.max_batch_tokens, config.prefill_chunk(spec.role)),
+        step_budget(config, spec.role, started.gpu),
         max_queued_loans=config.max_queued_loans,
         reserve_output_tokens=config.reserve_output_tokens,
         read_silence_s=config.peer_silence_s,

@@ -9,7 +9,8 @@ from hashlib import blake2b
 from typing import Any
 
 from cluster.roles import Role
-from engine.config import WorkerConfig
+from engine.config import WorkerConfig, max_step_tokens
+from engine.core_types import GpuDevice
 from engine.errors import EngineStartError
 from engine.host.memory import UNMEASURED_KV_BYTES, belongs_in_file
 from engine.model.adapters import Adapter, read_adapters
@@ -29,6 +30,8 @@ class StartedVllm:
     memory: Any
     """`VllmKvMemory` of this rank."""
     block_pool: Any
+    gpu: GpuDevice | None
+    """GPU that vLLM computes on; None on a CPU."""
     info: ModelInfo
     grammars: Grammars
     lora: dict[bytes, Any]
@@ -64,6 +67,10 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
     check_version(vllm.__version__)
     from vllm.platforms import current_platform
 
+    gpu = None
+    if not current_platform.is_cpu():
+        gpu = GpuDevice(current_platform.get_device_name(), current_platform.get_device_total_memory())
+    arguments["max_num_batched_tokens"] = max_step_tokens(config, gpu)
     if config.kv_bytes is None and current_platform.is_cpu():  # there vLLM would take a share of the whole host
         arguments["kv_cache_memory_bytes"] = UNMEASURED_KV_BYTES // config.tensor_parallel
     from vllm.lora.request import LoRARequest
@@ -100,7 +107,7 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
         adapters=tuple((each.name, each.fingerprint) for each in adapters),
     )
     lora = {each.fingerprint: request for each, request in zip(adapters, requests, strict=True)}
-    return StartedVllm(engine, memory, offered.block_pool, info, grammars, lora)
+    return StartedVllm(engine, memory, offered.block_pool, gpu, info, grammars, lora)
 
 
 def last_cause(error: BaseException) -> str:
