@@ -158,8 +158,9 @@ class NixlTransport(Transport):
         assert self._pool is not None
         local, remote = self._memory, peer.memory
         check_spans(spans, local.num_bytes, remote.num_bytes, self.max_posted_bytes)
-        absolute = tuple(Span(local.base + s.local_offset, remote.base + s.remote_offset, s.length) for s in spans)
-        job = Job(peer, absolute, sum(span.length for span in spans), flow, folding, Read())
+        if peer.attached is not None:
+            spans = [Span(local.base + s.local_offset, remote.base + s.remote_offset, s.length) for s in spans]
+        job = Job(peer, tuple(spans), sum(span.length for span in spans), flow, folding, Read())
         with self._closing:
             if self._closed:
                 job.future.set_exception(TransferError(CLOSED))
@@ -285,19 +286,18 @@ class NixlTransport(Transport):
                 return error if isinstance(error, TransferError) else TransferError(f"{job.peer.name}: {error}")
             return "DONE"
         try:
+            own, theirs = self._memory, job.peer.memory
+            to = [(own.base + span.local_offset, span.length, own.device) for span in job.spans]
+            at = [(theirs.base + span.remote_offset, span.length, theirs.device) for span in job.spans]
             with self._lock:
-                local = self._descriptors(self._memory, [(span.local_offset, span.length) for span in job.spans])
-                remote = self._descriptors(job.peer.memory, [(span.remote_offset, span.length) for span in job.spans])
+                local = self._agent.get_xfer_descs(to, own.kind)
+                remote = self._agent.get_xfer_descs(at, theirs.kind)
                 job.handle = self._agent.initialize_xfer("READ", local, remote, job.peer.name)
                 state: str = self._agent.transfer(job.handle)
         except Exception as error:
             return PeerGone(f"{job.peer.name}: {error}")
         job.posted_at = time.monotonic()
         return state
-
-    def _descriptors(self, memory: Memory, pieces: list[tuple[int, int]]) -> Any:
-        """Return NIXL's descriptor list of (address, length) pieces."""
-        return self._agent.get_xfer_descs([(*piece, memory.device) for piece in pieces], memory.kind)
 
     def _poll(self, lane: Lane, job: Job) -> None:
         try:

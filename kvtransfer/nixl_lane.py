@@ -39,7 +39,7 @@ class NixlPeer(Peer):
 class Job:
     peer: NixlPeer
     spans: tuple[Span, ...]
-    """Spans whose offsets are addresses."""
+    """Spans, whose offsets are addresses where the peer is attached."""
     num_bytes: int
     flow: Hashable
     folding: Folding | None
