@@ -20,6 +20,7 @@ from cluster.config import Config
 from cluster.roles import Role
 from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings
 from engine.backends.sim.timing import StepTiming
+from engine.core_types import GpuDevice, StepBudget
 from engine.errors import EngineStartError
 from engine.host.cpu_affinity import num_available
 from engine.kv.layout import KvDtype
@@ -31,6 +32,11 @@ from engine.speculation.speculator import MAX_GUESSES, NGRAM
 from engine.vllm_flags import value_of, with_flags
 from kvtransfer.ranks import MAX_RANKS
 
+BATCH_TOKENS_ON_CPU = 2048
+"""Default of `max_batch_tokens` on a CPU."""
+PREFILL_TOKENS_ON_GPU = 8192
+"""Default chunk of prefill workers on any GPU, whose kernels are busy only from thousands of tokens on. No stream waits
+for their steps, so they need not keep to vLLM's smaller defaults."""
 VLLM_BLOCK_TOKENS = 32
 """Tokens of a KV block of the vllm engine, where none are set."""
 
@@ -129,11 +135,14 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     also workers of different models. A file left by another model a week ago is removed at start."""
     kv_disk_mib: PositiveInt = 4096
     """Size of this worker's file in `kv_disk_dir`, in MiB."""
-    max_batch_tokens: PositiveInt = 2048
-    """Largest number of tokens in one step, decodes and prompts together."""
+    max_batch_tokens: PositiveInt | None = None
+    """Largest number of tokens in one step, decodes and prompts together. Default: 2048 on a CPU; 8192 on a GPU, 16384
+    on one of at least 160 GiB."""
     max_prefill_tokens: PositiveInt | None = None
-    """Largest number of prompt tokens in one step, the chunk of chunked prefill. Default: 512 for prefill workers; 128
-    for decode workers, whose running streams wait for every step."""
+    """Largest number of prompt tokens in one step, the chunk of chunked prefill. Default on a CPU: 512 for prefill
+    workers; 128 for decode workers, whose running streams wait for every step. On a GPU: `max_batch_tokens` for prefill
+    workers; for decode workers what `vllm serve` takes, which is 2048, from 70 GiB on (except A100) 8192, from 160 GiB
+    on 16384."""
     threads: PositiveInt | None = None
     """Number of compute threads. Default: the number of `cores`, or of the machine's cores within the container's CPU
     limit."""
@@ -304,10 +313,28 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     def id_for(self, role: Role) -> str:
         return self.worker_id or f"{role}-{socket.gethostname()}-{os.getpid()}"
 
-    def prefill_chunk(self, role: Role) -> int:
-        """Return the largest number of prompt tokens in one step."""
-        chosen = self.max_prefill_tokens or (512 if role == "prefill" else 128)
-        return min(chosen, self.max_batch_tokens)
+
+def step_budget(config: WorkerConfig, role: Role, gpu: GpuDevice | None) -> StepBudget:
+    """Return the limits of a step of an engine in `role`, on a GPU or a CPU (None)."""
+    max_tokens = max_step_tokens(config, gpu)
+    if gpu is None:
+        chunk = 512 if role == "prefill" else 128
+    else:
+        chunk = max_tokens if role == "prefill" else _vllm_tokens(gpu)
+    return StepBudget(max_tokens, min(config.max_prefill_tokens or chunk, max_tokens))
+
+
+def max_step_tokens(config: WorkerConfig, gpu: GpuDevice | None) -> int:
+    """Return the largest number of tokens in one step, equal for both roles, which a worker may change."""
+    default = BATCH_TOKENS_ON_CPU if gpu is None else max(PREFILL_TOKENS_ON_GPU, _vllm_tokens(gpu))
+    return config.max_batch_tokens or default
+
+
+def _vllm_tokens(gpu: GpuDevice) -> int:
+    """Return the default of max_num_batched_tokens of `vllm serve` (EngineArgs.get_batch_defaults of vLLM 0.32)."""
+    if gpu.num_bytes >= 160 << 30:
+        return 16384
+    return 8192 if gpu.num_bytes >= 70 << 30 and "a100" not in gpu.name.lower() else 2048
 
 
 def finds_own_cores(config: WorkerConfig) -> bool:

@@ -366,6 +366,15 @@ def verified(draft_tokens: tuple[int, ...], answers: Iterable[SampleResult | Non
 
 
 @dataclass(frozen=True, slots=True)
+class GpuDevice:
+    """GPU that an engine, or a rank of it, computes on."""
+
+    name: str
+    num_bytes: int
+    """Size of its memory."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepBudget:
     """Limits of one step, in tokens."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core_types import Chunk, SampleResult
+from engine.core_types import Chunk, GpuDevice, SampleResult
 from engine.kv.layout import KvLayout
 from kvtransfer.fingerprint import Fingerprints, Folding
 from kvtransfer.transport import AnyPool, Pool
@@ -45,6 +45,8 @@ class ModelRunner(ABC):
     pool: AnyPool
     """KV memory, uint8 [num_blocks, block_bytes]: `execute` writes it, transports move it, fingerprints cover it. With
     several ranks it is this rank's part of each block."""
+    gpu: GpuDevice | None = None
+    """GPU that it computes on; None on a CPU."""
     grammars: "Grammars | None" = None
     """Grammars of structured outputs; None where the runner samples no text."""
     _fingerprints: Fingerprints | None = None

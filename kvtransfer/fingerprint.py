@@ -57,6 +57,11 @@ def constants(num_words: int) -> Constants:
     return Constants(page, chunks, multipliers, zero)
 
 
+def plane_multipliers(planes: int) -> NDArray[np.uint64]:
+    """Return the odd multiplier of each plane's fingerprints, [planes]."""
+    return _random(np.random.Generator(np.random.PCG64(0x51A9E5)), planes) | np.uint64(1)
+
+
 def _random(rng: np.random.Generator, count: int) -> NDArray[np.uint64]:
     return rng.integers(0, np.iinfo(np.uint64).max, count, np.uint64, endpoint=True)
 
@@ -114,8 +119,7 @@ class PlaneFingerprints:
     def __init__(self, pool: NDArray[np.uint8], num_blocks: int, planes: int, kv_heads: int) -> None:
         """Create it for a contiguous uint8 pool [planes, num_blocks, span_bytes] of any shape."""
         flat = pool.reshape(planes, num_blocks, -1)
-        rng = np.random.Generator(np.random.PCG64(0x51A9E5))
-        self._multipliers = _random(rng, planes) | np.uint64(1)
+        self._multipliers = plane_multipliers(planes)
         self._kv_heads = kv_heads
         self._planes = [Fingerprints(plane, kv_heads) for plane in flat]
 

@@ -74,7 +74,7 @@ class LocalTransport(Transport):
     def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None, folding: Folding | None = None) -> Read:
         assert isinstance(peer, LocalPeer)
         assert self.pool is not None
-        check_spans(spans, self.pool.num_bytes, peer.num_bytes)
+        check_spans(spans, self.pool.num_bytes, peer.num_bytes, self.max_posted_bytes)
         future = Read()
         with self._closing:
             if self._closed:

@@ -2,8 +2,8 @@
 
 One thread posts and polls, because posting a shared-memory read blocks until the bytes are copied, and because NIXL
 serialises calls anyway. While that thread is idle, the caller posts a small read itself, which takes no longer than
-waking the thread. At most MAX_POSTED_BYTES are posted per peer, so a silent peer delays only its own queue. NIXL cannot
-abort a posted read: it is quiet when it is done, failed, or the agent is destroyed.
+waking the thread. At most `max_posted_bytes` are posted per peer, so a silent peer delays only its own queue. NIXL
+cannot abort a posted read: it is quiet when it is done, failed, or the agent is destroyed.
 
 Between main memories of one host `cross_memory.py` reads without NIXL; such a read is over when it is posted, and NIXL
 never hears of the peer.
@@ -24,8 +24,8 @@ from kvtransfer.nixl_agent import Endpoint, Memory, make_agent, module, parse_en
 from kvtransfer.nixl_lane import Drop, Job, Lane, NixlPeer, Posted
 from kvtransfer.strict_lanes import StrictLanes
 from kvtransfer.transport import (
-    MAX_POSTED_BYTES,
     AnyPool,
+    DevicePool,
     Peer,
     Pool,
     Read,
@@ -91,13 +91,14 @@ class NixlTransport(Transport):
     def blocks_per_read(self, block_bytes: int, peer: Peer | None = None) -> int:
         if isinstance(peer, NixlPeer) and peer.attached is not None:
             # these bytes are verified while they arrive and need no room in the cache
-            return max_blocks_per_read(block_bytes)
+            return max_blocks_per_read(block_bytes, self.max_posted_bytes)
         return super().blocks_per_read(block_bytes)
 
     def register(self, pool: AnyPool) -> bytes:
         """Register a pool in main memory or, where UCX has its CUDA modules, on a GPU."""
         assert self._pool is None
         self._pool = pool
+        self.on_gpu = isinstance(pool, DevicePool)
         memory = self._memory = Memory.of(pool)
         try:
             self._registration = self._agent.register_memory(
@@ -156,9 +157,10 @@ class NixlTransport(Transport):
         assert isinstance(peer, NixlPeer)
         assert self._pool is not None
         local, remote = self._memory, peer.memory
-        check_spans(spans, local.num_bytes, remote.num_bytes)
-        absolute = tuple(Span(local.base + s.local_offset, remote.base + s.remote_offset, s.length) for s in spans)
-        job = Job(peer, absolute, sum(span.length for span in spans), flow, folding, Read())
+        check_spans(spans, local.num_bytes, remote.num_bytes, self.max_posted_bytes)
+        if peer.attached is not None:
+            spans = [Span(local.base + s.local_offset, remote.base + s.remote_offset, s.length) for s in spans]
+        job = Job(peer, tuple(spans), sum(span.length for span in spans), flow, folding, Read())
         with self._closing:
             if self._closed:
                 job.future.set_exception(TransferError(CLOSED))
@@ -227,7 +229,7 @@ class NixlTransport(Transport):
                 for job in tuple(lane.posted):
                     self._poll(lane, job)
                 begun = 0  # a shared-memory read is done when it is posted: other peers get their turn in between
-                while begun < MAX_POSTED_BYTES and lane.has_room:
+                while begun < self.max_posted_bytes and lane.has_room:
                     begun += self._post(lane)
             for name in [name for name, lane in lanes.items() if lane.dropped and lane.idle]:
                 self._forget_remote(name)
@@ -256,7 +258,7 @@ class NixlTransport(Transport):
             self._asleep = False
             if item is None:
                 return False
-            lane = lanes.setdefault(item.peer.name, Lane())
+            lane = lanes.setdefault(item.peer.name, Lane(self.max_posted_bytes))
             if isinstance(item, Drop):
                 lane.dropped = True
                 lane.withdraw(item.peer)
@@ -284,19 +286,18 @@ class NixlTransport(Transport):
                 return error if isinstance(error, TransferError) else TransferError(f"{job.peer.name}: {error}")
             return "DONE"
         try:
+            own, theirs = self._memory, job.peer.memory
+            to = [(own.base + span.local_offset, span.length, own.device) for span in job.spans]
+            at = [(theirs.base + span.remote_offset, span.length, theirs.device) for span in job.spans]
             with self._lock:
-                local = self._descriptors(self._memory, [(span.local_offset, span.length) for span in job.spans])
-                remote = self._descriptors(job.peer.memory, [(span.remote_offset, span.length) for span in job.spans])
+                local = self._agent.get_xfer_descs(to, own.kind)
+                remote = self._agent.get_xfer_descs(at, theirs.kind)
                 job.handle = self._agent.initialize_xfer("READ", local, remote, job.peer.name)
                 state: str = self._agent.transfer(job.handle)
         except Exception as error:
             return PeerGone(f"{job.peer.name}: {error}")
         job.posted_at = time.monotonic()
         return state
-
-    def _descriptors(self, memory: Memory, pieces: list[tuple[int, int]]) -> Any:
-        """Return NIXL's descriptor list of (address, length) pieces."""
-        return self._agent.get_xfer_descs([(*piece, memory.device) for piece in pieces], memory.kind)
 
     def _poll(self, lane: Lane, job: Job) -> None:
         try:

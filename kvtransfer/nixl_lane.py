@@ -11,7 +11,7 @@ from kvtransfer.cross_memory import Attached
 from kvtransfer.fair_queue import FairQueue
 from kvtransfer.fingerprint import Folding
 from kvtransfer.nixl_agent import Memory
-from kvtransfer.transport import MAX_POSTED_BYTES, Found, Peer, Read, Span
+from kvtransfer.transport import Found, Peer, Read, Span
 from kvtransfer.ucx_lanes import LaneLog
 
 
@@ -39,7 +39,7 @@ class NixlPeer(Peer):
 class Job:
     peer: NixlPeer
     spans: tuple[Span, ...]
-    """Spans whose offsets are addresses."""
+    """Spans, whose offsets are addresses where the peer is attached."""
     num_bytes: int
     flow: Hashable
     folding: Folding | None
@@ -67,8 +67,9 @@ class Posted:
 
 @dataclass(slots=True)
 class Lane:
-    """Queue of one peer, and its posted reads: MAX_POSTED_BYTES at most."""
+    """Queue of one peer, and its posted reads."""
 
+    max_posted_bytes: int
     queued: FairQueue[Job] = field(default_factory=FairQueue)
     posted: list[Job] = field(default_factory=list)
     posted_bytes: int = 0
@@ -86,7 +87,7 @@ class Lane:
         """Whether the next queued read fits beside the posted ones."""
         if not self.queued:
             return False
-        return self.posted_bytes + self.queued.peek().num_bytes <= MAX_POSTED_BYTES
+        return self.posted_bytes + self.queued.peek().num_bytes <= self.max_posted_bytes
 
     def add(self, job: Job) -> None:
         """Count a job as posted."""

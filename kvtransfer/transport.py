@@ -21,11 +21,18 @@ Found = NDArray[np.uint64] | None
 Read = Future[Found]
 
 MAX_POSTED_BYTES = 8 << 20
-"""Largest amount posted per peer at a time, and largest read. No transport can abort a posted read, so this much memory
-at most stays untouchable when a peer falls silent."""
+"""Largest amount posted per peer at a time into main memory, and largest read. No transport can abort a posted read, so
+this much memory at most stays untouchable when a peer falls silent."""
 READ_BYTES = 2 << 20
-"""Recommended size of a read: its bytes are still in the CPU's cache when they are verified, and over a network several
-reads are posted at a time."""
+"""Recommended size of a read into main memory: its bytes are still in the CPU's cache when they are verified, and over
+a network several reads are posted at a time."""
+READ_BYTES_ON_GPU = 32 << 20
+"""Recommended size of a read into a GPU's memory. A read of one block takes 0.2 ms on an H100, in which a link of 40 to
+100 GB/s moves 8 to 20 MiB: larger reads hide that. Much larger ones would delay the verification of the first bytes
+and the turns of other flows."""
+MAX_POSTED_BYTES_ON_GPU = 64 << 20
+"""MAX_POSTED_BYTES for a GPU's memory: while one read ends and the next is posted, another keeps the link busy. A GPU's
+pool has tens of GiB, of which a silent peer keeps a fraction of a percent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +105,21 @@ class Transport(ABC):
     """
 
     name: str
+    on_gpu = False
+    """Whether the own pool is in a GPU's memory; `register` sets it."""
+
+    @property
+    def max_posted_bytes(self) -> int:
+        """Largest amount posted per peer at a time, and largest read: by the memory that reads write into."""
+        return MAX_POSTED_BYTES_ON_GPU if self.on_gpu else MAX_POSTED_BYTES
 
     def blocks_per_read(self, block_bytes: int, peer: Peer | None = None) -> int:
-        """Return the best number of blocks per read of `peer`.
+        """Return the best number of blocks per read of `peer`, once the pool is registered.
 
         Raises ValueError for blocks larger than a read.
         """
-        return max(1, min(READ_BYTES // block_bytes, max_blocks_per_read(block_bytes)))
+        read_bytes = READ_BYTES_ON_GPU if self.on_gpu else READ_BYTES
+        return max(1, min(read_bytes // block_bytes, max_blocks_per_read(block_bytes, self.max_posted_bytes)))
 
     @abstractmethod
     def register(self, pool: AnyPool) -> bytes:
@@ -125,7 +140,7 @@ class Transport(ABC):
 
     @abstractmethod
     def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None, folding: Folding | None = None) -> Read:
-        """Queue one read of at most MAX_POSTED_BYTES; no more is posted per peer at a time.
+        """Queue one read of at most `max_posted_bytes`; no more is posted per peer at a time.
 
         Reads of one `flow`, such as a request, are posted in order. Flows of one peer take turns, one read each, so no
         flow waits for all of another's; a new flow comes after the present ones.
@@ -158,8 +173,8 @@ class Transport(ABC):
         """
 
 
-def check_spans(spans: Sequence[Span], local_bytes: int, remote_bytes: int) -> None:
-    """Raise ValueError for spans outside either pool, or for more than one read may carry."""
+def check_spans(spans: Sequence[Span], local_bytes: int, remote_bytes: int, max_bytes: int) -> None:
+    """Raise ValueError for spans outside either pool, or for more than `max_bytes` together."""
     for span in spans:
         if span.length <= 0 or span.local_offset < 0 or span.remote_offset < 0:
             raise ValueError(f"bad span {span}")
@@ -168,12 +183,15 @@ def check_spans(spans: Sequence[Span], local_bytes: int, remote_bytes: int) -> N
         if span.remote_offset + span.length > remote_bytes:
             raise ValueError(f"{span} ends beyond the peer's pool of {remote_bytes} bytes")
     total = sum(span.length for span in spans)
-    if not 0 < total <= MAX_POSTED_BYTES:
-        raise ValueError(f"a read carries 1 to {MAX_POSTED_BYTES} bytes, not {total}")
+    if not 0 < total <= max_bytes:
+        raise ValueError(f"a read carries 1 to {max_bytes} bytes, not {total}")
 
 
-def max_blocks_per_read(block_bytes: int) -> int:
-    """Return how many whole blocks one read may carry."""
-    if block_bytes > MAX_POSTED_BYTES:
-        raise ValueError(f"a block of {block_bytes} bytes is larger than one read, {MAX_POSTED_BYTES}")
-    return MAX_POSTED_BYTES // block_bytes
+def max_blocks_per_read(block_bytes: int, max_bytes: int) -> int:
+    """Return how many whole blocks a read of at most `max_bytes` may carry.
+
+    Raises ValueError when one block is larger.
+    """
+    if block_bytes > max_bytes:
+        raise ValueError(f"a block of {block_bytes} bytes is larger than one read, {max_bytes}")
+    return max_bytes // block_bytes

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from kvtransfer.errors import PeerGone, TransferError, TransportUnavailable
 from kvtransfer.fingerprint import Folding
 from kvtransfer.strict_lanes import StrictLanes
-from kvtransfer.transport import AnyPool, Peer, Read, Span, Transport, check_spans
+from kvtransfer.transport import AnyPool, DevicePool, Peer, Read, Span, Transport, check_spans
 from kvtransfer.ucx_lanes import process_lane_log
 from kvtransfer.ucxx_control import Control, open_listener
 from kvtransfer.ucxx_end import Memory, Ucx
@@ -71,6 +71,7 @@ class UcxxTransport(Transport):
         assert self._pool is None
         self._memory = Memory(self._ucx, pool)
         self._pool = pool
+        self.on_gpu = isinstance(pool, DevicePool)
         try:
             self._listener = open_listener(_bind_address(self._address))
         except OSError as error:
@@ -100,7 +101,7 @@ class UcxxTransport(Transport):
         """
         assert isinstance(peer, UcxxPeer)
         assert self._pool is not None
-        check_spans(spans, self._pool.num_bytes, peer.endpoint.num_bytes)
+        check_spans(spans, self._pool.num_bytes, peer.endpoint.num_bytes, self.max_posted_bytes)
         if len(spans) > MAX_SPANS:
             raise ValueError(f"a read of ucxx carries at most {MAX_SPANS} spans, not {len(spans)}")
         job = Job(peer, tuple(spans), flow, Future())

@@ -21,7 +21,7 @@ from enum import IntEnum
 from typing import Any
 
 from kvtransfer.errors import EndpointMismatch, TransferError
-from kvtransfer.transport import MAX_POSTED_BYTES
+from kvtransfer.transport import MAX_POSTED_BYTES_ON_GPU
 
 FORMAT = "tandem-ucxx-1"
 HEADER = struct.Struct("!IB")
@@ -174,8 +174,8 @@ class ReadRequest:
             if length == 0 or offset + length > pool_bytes:
                 raise Malformed(f"{length} bytes at {offset} of a pool of {pool_bytes}")
         total = sum(length for _, length in pieces)
-        if total > MAX_POSTED_BYTES:
-            raise Malformed(f"a read of {total} bytes; {MAX_POSTED_BYTES} is the limit")
+        if total > MAX_POSTED_BYTES_ON_GPU:  # of a borrower with any kind of memory
+            raise Malformed(f"a read of {total} bytes; {MAX_POSTED_BYTES_ON_GPU} is the limit")
         if number >> (64 - INDEX_BITS):
             raise Malformed(f"read number {number}")
         return cls(number, pieces)

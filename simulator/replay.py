@@ -8,7 +8,7 @@ from typing import Literal
 
 from cluster.roles import Role
 from engine.backends.sim.timing import StepTiming, StepWork
-from engine.config import WorkerConfig
+from engine.config import BATCH_TOKENS_ON_CPU
 from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget
 from engine.kv.layout import KvLayout
@@ -374,7 +374,7 @@ def spec_of(setup: Setup, role: Role, apart: bool) -> WorkerSpec:
 
 def _measured_spec(measured: Calibration, role: Role) -> WorkerSpec:
     chunk = measured.chunk(role)
-    limits = EngineLimits(StepBudget(max(WorkerConfig.model_fields["max_batch_tokens"].default, chunk), chunk))
+    limits = EngineLimits(StepBudget(max(BATCH_TOKENS_ON_CPU, chunk), chunk))
     return WorkerSpec(
         role,
         measured.layout(),

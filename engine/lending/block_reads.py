@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Executor, Future
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from engine.kv.rows import Place
 from engine.lending.corruption import Corruption
+from engine.lending.verification import Arrival, BatchVerifier, Entries, entries_of
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.fingerprint import Folding
 from kvtransfer.ranks import BlockPart, part_spans, parts_of, split_endpoint, without_planes
@@ -86,28 +88,24 @@ class ReadProgress:
 class BlockRead:
     """Several reads reported to the loop as one message, to wake it once.
 
-    The bytes of each read are fingerprinted when they arrive, unless the transport did that on the way; `borrower.py`
-    compares. Reads
-    end on any thread; the last one to be quiet calls `on_quiet`, once.
+    The bytes of each read are fingerprinted once they have arrived, unless the transport did that on the way;
+    `borrower.py` compares. Reads end on any thread; the last one to be verified calls `on_quiet`, once.
     """
 
-    def __init__(
-        self,
-        fingerprints_of: Callable[[Seq[int]], tuple[bytes, ...]],
-        on_quiet: OnQuiet,
-        origins: Seq[ReadProgress] = (),
-    ) -> None:
+    def __init__(self, verify: Callable[[Arrival], None], on_quiet: OnQuiet, origins: Seq[ReadProgress] = ()) -> None:
         """Create the read.
 
-        `fingerprints_of` blocks returns one entry per block; `origins` are all sources read from.
+        `verify` reports the fingerprints of an arrival, at once or later. `origins` are all sources read from.
         """
-        self._fingerprints_of = fingerprints_of
+        self._verify = verify
         self._origins = origins
         self._on_quiet = on_quiet
         self._pieces: list[_Piece] = []
         self._lock = threading.Lock()
         self._num_reading = 0
         self._peer_gone = False
+        self.withdrawn = False
+        """Whether the blocks may be in use by others, as far as no read writes them."""
 
     def follow(self, pieces: Seq[tuple[Seq[int], Seq[TransferRead]]]) -> None:
         """Follow runs of blocks and the reads that fill each.
@@ -129,6 +127,7 @@ class BlockRead:
         return 0.0 if self.is_quiet else max((origin.stuck_s() for origin in self._origins), default=0.0)
 
     def withdraw(self) -> list[int]:
+        self.withdrawn = True
         writing = list[int]()
         for piece in self._pieces:
             # cancel every read, even after one that cannot be cancelled
@@ -147,18 +146,27 @@ class BlockRead:
             if piece.num_reading:
                 return
             piece.reads.clear()  # reads refer to this object through their callbacks: a reference cycle otherwise
-        if not piece.failed:
-            if piece.found is not None:
-                piece.arrived = entries(piece.found.reshape(len(piece.blocks), -1))
-            else:
-                piece.arrived = self._fingerprints_of(piece.blocks)  # now, while the bytes are in this core's cache
+        if piece.failed:
+            self.over(piece, None)
+        elif piece.found is not None:
+            self.over(piece, entries_of(piece.found.reshape(len(piece.blocks), -1)))
+        else:
+            self._verify(_ArrivedPiece(self, piece))
+
+    def over(self, piece: "_Piece", arrived: Entries | None) -> None:
+        """Count a piece as over, with the fingerprints of its blocks or None."""
+        piece.arrived = arrived
         with self._lock:
             self._num_reading -= 1
             if self._num_reading:
                 return
-        whole = not any(piece.failed for piece in self._pieces)
-        arrived = tuple(entry for piece in self._pieces for entry in piece.arrived)
-        self._on_quiet(arrived if whole else None, self._peer_gone)
+        found = list[bytes]()
+        for each in self._pieces:
+            if each.arrived is None:
+                self._on_quiet(None, self._peer_gone)
+                return
+            found += each.arrived
+        self._on_quiet(tuple(found), self._peer_gone)
 
 
 class _Piece:
@@ -171,7 +179,26 @@ class _Piece:
         self.failed = False
         self.found: Found = None
         """Fingerprints computed by the single read that brought the run, if any."""
-        self.arrived: tuple[bytes, ...] = ()
+        self.arrived: Entries | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _ArrivedPiece:
+    """A piece that no read writes any more, as its verifier sees it."""
+
+    read: BlockRead
+    piece: _Piece
+
+    @property
+    def blocks(self) -> Seq[int]:
+        return self.piece.blocks
+
+    @property
+    def withdrawn(self) -> bool:
+        return self.read.withdrawn
+
+    def verified(self, entries: Entries | None) -> None:
+        self.read.over(self.piece, entries)
 
 
 class Rank(ABC):
@@ -219,18 +246,19 @@ class LocalRank(Rank):
         fingerprints: Callable[[Seq[int]], NDArray[np.uint64]],
         folding: Folding | None = None,
         clock: Callable[[], float] = time.monotonic,
+        executor: Executor | None = None,
     ) -> None:
         """Create the rank; its pool must be registered before the first read.
 
         `fingerprints` of blocks are [blocks, this rank's KV heads]; with `folding` the transport may compute them.
-        `clock` returns seconds.
+        `clock` returns seconds. `executor` replaces the thread that verifies blocks in a GPU's memory.
         """
         self._clock = clock
         self._transport = transport
         self._part = part
         self._fingerprints = fingerprints
         self._folding = folding
-        self._read_blocks = transport.blocks_per_read(part.num_bytes)
+        self._batch_verifier = BatchVerifier(fingerprints, executor)
         self._peers: OrderedDict[bytes, Peers] = OrderedDict()
         """Peers by endpoint, most recently used last."""
         self.corruption: Corruption | None = None
@@ -247,6 +275,10 @@ class LocalRank(Rank):
         planes, num_blocks, ranks = without_planes(endpoint)
         if planes != self._part.planes:
             raise EndpointMismatch(f"the lender's blocks lie in {planes} planes, the borrower's in {self._part.planes}")
+        try:
+            self._transport.blocks_per_read(self._part.num_bytes)
+        except ValueError as error:
+            raise TransferError(str(error)) from error
         endpoints = split_endpoint(ranks)
         theirs = parts_of(self._part.block_bytes, len(endpoints), planes, num_blocks)
         peers = self._peers[endpoint] = [
@@ -287,8 +319,8 @@ class LocalRank(Rank):
 
         `read` registers its reads with `origins`.
         """
-        block_read = BlockRead(self._fingerprints_of, on_quiet, origins)
-        step = run_blocks or self._read_blocks
+        block_read = BlockRead(self._verify, on_quiet, origins)
+        step = run_blocks or self._blocks_per_read()
         runs = [slice(at, at + step) for at in range(0, len(blocks), step)]
         block_read.follow([(blocks[run], read(block_ids[run], blocks[run])) for run in runs])
         return block_read
@@ -301,8 +333,11 @@ class LocalRank(Rank):
         reads: list[Read] = []
         # with several peers or planes a read brings only pieces of blocks
         folding = self._folding if len(peers) == self._part.planes == 1 and not self._is_corrupting else None
+        pairs = list(zip(blocks, block_ids, strict=True))
+        if self._transport.on_gpu:
+            pairs.sort()  # allocators hand blocks out in falling order, too; rising neighbours become one span
         for theirs, peer, progress in peers:
-            spans = part_spans(self._part, theirs, zip(blocks, block_ids, strict=True))
+            spans = part_spans(self._part, theirs, pairs)
             try:
                 read = self._transport.read(peer, spans, flow, folding)
                 progress.follow(read)
@@ -311,21 +346,25 @@ class LocalRank(Rank):
                 reads.append(failed_read(TransferError("announced blocks lie outside the lender's pool")))
         return reads
 
-    def _fingerprints_of(self, blocks: Seq[int]) -> tuple[bytes, ...]:
+    def _blocks_per_read(self) -> int:
+        try:
+            return self._transport.blocks_per_read(self._part.num_bytes)
+        except ValueError:  # larger than any read of a peer, which `connect` refuses; tiers copy a block at a time
+            return 1
+
+    def _verify(self, arrival: Arrival) -> None:
+        """Verify blocks that arrived: in main memory now, while they are in this core's cache."""
         if self.corruption is not None:
-            self.corruption.strike(blocks)
-        return entries(self._fingerprints(blocks))
+            self.corruption.strike(arrival.blocks)
+        if self._transport.on_gpu:
+            self._batch_verifier.add(arrival)
+        else:
+            arrival.verified(entries_of(self._fingerprints(arrival.blocks)))
 
     @property
     def _is_corrupting(self) -> bool:
         """Whether arriving blocks will be changed, so that what a transport found of them on the way would be wrong."""
         return self.corruption is not None and self.corruption.active
-
-
-def entries(fingerprints: NDArray[np.uint64]) -> tuple[bytes, ...]:
-    """Convert [blocks, KV heads] to one bytes entry per block."""
-    joined, width = fingerprints.tobytes(), fingerprints.shape[1] * fingerprints.itemsize
-    return tuple(joined[at : at + width] for at in range(0, len(joined), width))
 
 
 def lanes_of(peers: Peers) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.core_types import FinishReason, RequestFailure, TokenLogprobs
+from engine.core_types import FinishReason, GpuDevice, RequestFailure, TokenLogprobs
 from engine.kv.block_pool import CacheEvent
 from engine.weights.offer import WeightFile
 
@@ -24,6 +24,8 @@ class Ready(NamedTuple):
     """Names and fingerprints of the loaded LoRA adapters."""
     store: str = ""
     """Identity of the shared store; empty without one."""
+    gpu: GpuDevice | None = None
+    """GPU that the engine computes on; None on a CPU."""
     weights_from_peer: bool = False
     """Whether the weights came from the peer that the start parameters offer."""
 

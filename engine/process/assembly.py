@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.config import WorkerConfig
+from engine.config import WorkerConfig, step_budget
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
-from engine.core_types import StepBudget
 from engine.kv.layout import KvLayout
 from engine.kv.rows import Allocate, private_rows
 from engine.kv.store.opening import open_store
@@ -40,7 +39,7 @@ def open_core(
     """
     config = spec.config
     limits = EngineLimits(
-        StepBudget(config.max_batch_tokens, config.prefill_chunk(spec.role)),
+        step_budget(config, spec.role, runner.gpu),
         max_queued_loans=config.max_queued_loans,
         reserve_output_tokens=config.reserve_output_tokens,
         read_silence_s=config.peer_silence_s,

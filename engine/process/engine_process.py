@@ -102,7 +102,7 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngi
     return OpenedEngine(
         core,
         _Steps(core, runner, thread),
-        core.start()._replace(weights_from_peer=maker.from_peer),
+        core.start()._replace(gpu=runner.gpu, weights_from_peer=maker.from_peer),
         GrammarGate(runner.grammars, front.wake),
         open_lender(spec, runner.info, front.wake),
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from cluster.roles import Role
 from engine.backends.sim.runner import SimRunner, sim_runner
-from engine.config import WorkerConfig, finds_own_cores
+from engine.config import WorkerConfig, finds_own_cores, max_step_tokens
 from engine.errors import EngineStartError
 from engine.host.core_allocation import CoreAllocation
 from engine.host.core_sharing import CoreShare
@@ -75,6 +75,7 @@ def open_torch_runner(
     As one of several ranks it waits for the others and takes its share of `config`. Raises EngineStartError.
     """
     with _needing_torch():
+        from engine.backends.torch.device import choose_device, gpu_of
         from engine.backends.torch.kv_room import KvRoom
         from engine.backends.torch.ranks import RankInfo
         from engine.backends.torch.runner import TorchRunner, set_threads
@@ -85,6 +86,7 @@ def open_torch_runner(
     if core_allocation is not None and (found := core_allocation.settle()) is not None:
         share, threads = found, len(found.own)
     set_threads(threads)
+    gpu = gpu_of(choose_device(config.device, rank.rank if rank is not None else None))
     runner = TorchRunner(
         config.model,
         config.dtype,
@@ -96,7 +98,7 @@ def open_torch_runner(
         config.quantization(),
         RankInfo(rank.rank, rank.ranks, rank.meeting) if rank is not None else None,
         belongs_in_file(role),
-        KvRoom(config.max_batch_tokens, config.host_kv_bytes),
+        KvRoom(max_step_tokens(config, gpu), config.host_kv_bytes),
         fetch,
     )
     if threads == len(share.own):

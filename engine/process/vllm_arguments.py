@@ -41,7 +41,7 @@ def check_version(version: str) -> None:
 
 
 def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
-    """Return the arguments, without those of `vllm_args`.
+    """Return the arguments, but for those of `vllm_args` and those that depend on the device.
 
     Raises EngineStartError for settings that this engine does not have.
     """
@@ -63,7 +63,6 @@ def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
         "block_size": config.block_tokens,
         "dtype": config.dtype,
         "kv_cache_memory_bytes": None if config.kv_bytes is None else config.kv_bytes // ranks,
-        "max_num_batched_tokens": config.max_batch_tokens,
         "tensor_parallel_size": ranks,
         "distributed_executor_backend": "external_launcher" if ranks > 1 else None,
         "enable_prefix_caching": True,

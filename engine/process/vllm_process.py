@@ -10,8 +10,8 @@ import logging
 from functools import partial
 from typing import Any
 
+from engine.config import step_budget
 from engine.core.loan_host import EngineLimits, EngineParts
-from engine.core_types import StepBudget
 from engine.errors import EngineStartError
 from engine.kv.rows import Allocate, private_rows
 from engine.kv.store.opening import open_store
@@ -103,7 +103,7 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngi
         allocate = ranks.memory.take
         memory.gathered = GatheredBlocks(memory.part, memory.read_parts, followers, allocate)
     limits = EngineLimits(
-        StepBudget(config.max_batch_tokens, config.prefill_chunk(spec.role)),
+        step_budget(config, spec.role, started.gpu),
         max_queued_loans=config.max_queued_loans,
         reserve_output_tokens=config.reserve_output_tokens,
         read_silence_s=config.peer_silence_s,
@@ -126,7 +126,9 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngi
     launches_here = ranks is None and not computes_at_launch()
     runner = BatchRunner(started.engine.model_executor, memory, followers, thread, launches_here, core.will_fill)
     grammars = GrammarGate(started.grammars, front.wake)
-    return OpenedEngine(core, _Steps(core, runner, thread, depth, hashes), core.start(), grammars)
+    return OpenedEngine(
+        core, _Steps(core, runner, thread, depth, hashes), core.start()._replace(gpu=started.gpu), grammars
+    )
 
 
 def _start(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> tuple[StartedVllm, ComputeThread[Any]]:

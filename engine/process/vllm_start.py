@@ -10,7 +10,8 @@ from hashlib import blake2b
 from typing import Any
 
 from cluster.roles import Role
-from engine.config import WorkerConfig
+from engine.config import WorkerConfig, max_step_tokens
+from engine.core_types import GpuDevice
 from engine.errors import EngineStartError
 from engine.host.memory import UNMEASURED_KV_BYTES, belongs_in_file
 from engine.model.adapters import Adapter, read_adapters
@@ -36,6 +37,8 @@ class StartedVllm:
     memory: Any
     """`VllmKvMemory` of this rank."""
     block_pool: Any
+    gpu: GpuDevice | None
+    """GPU that vLLM computes on; None on a CPU."""
     info: ModelInfo
     sampling: Any
     """`Sampling` of its requests."""
@@ -85,8 +88,13 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
     adapters = read_adapters(config.adapters)
     on_cpu = computes_at_launch()
     import vllm
+    from vllm.platforms import current_platform
 
     check_version(vllm.__version__)
+    gpu = None
+    if not on_cpu:
+        gpu = GpuDevice(current_platform.get_device_name(), current_platform.get_device_total_memory())
+    arguments["max_num_batched_tokens"] = max_step_tokens(config, gpu)
     arguments |= passed_arguments(config)
     if config.kv_bytes is None and on_cpu:  # there vLLM would take a share of the whole host
         arguments["kv_cache_memory_bytes"] = UNMEASURED_KV_BYTES // config.tensor_parallel
@@ -130,9 +138,7 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
     num_blocks = int(vllm_config.cache_config.num_gpu_blocks)
     pools = offered.pools if on_cpu else None
     rank_number = rank.rank if rank is not None else 0
-    memory = VllmKvMemory(
-        offered.caches, num_blocks, block_tokens, about, pools, config.tensor_parallel, rank_number
-    )
+    memory = VllmKvMemory(offered.caches, num_blocks, block_tokens, about, pools, config.tensor_parallel, rank_number)
     weights = model_dir.weights_fingerprint() + f"{vllm_config.model_config.quantization}".encode()
     info = ModelInfo(
         weights_fingerprint=blake2b(weights, digest_size=32).digest(),
@@ -150,7 +156,7 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
         num_batches,
         vllm_config.cache_config.kv_cache_layout,
     )
-    return StartedVllm(engine, memory, offered.block_pool, info, sampling, grammars, num_batches, lora)
+    return StartedVllm(engine, memory, offered.block_pool, gpu, info, sampling, grammars, num_batches, lora)
 
 
 def _gpu_share(config: WorkerConfig) -> float:

@@ -52,6 +52,7 @@ class ParallelRunner(ModelRunner):
         map.
         """
         self.layout, self.info, self.pool, self.grammars = own.layout, own.info, own.pool, own.grammars
+        self.gpu = own.gpu
         self._own = own
         self._followers = followers
         self._writer = StepWriter()

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 
 from cluster.errors import Draining, Unavailable
 from cluster.roles import ON_WIRE, Role
-from engine.config import WorkerConfig
-from engine.core_types import StepBudget
+from engine.config import WorkerConfig, step_budget
+from engine.core_types import GpuDevice
 from engine.messages.to_engine import SetBudget
 from engine.process.engine_client import EngineClient
 from engine.worker.membership import Memberships
@@ -28,12 +28,18 @@ class RoleSwitch:
     """Role and role switch of one worker."""
 
     def __init__(
-        self, role: Role, config: WorkerConfig, engine: EngineClient, on_role: Callable[[Role], object]
+        self,
+        role: Role,
+        config: WorkerConfig,
+        engine: EngineClient,
+        gpu: GpuDevice | None,
+        on_role: Callable[[Role], object],
     ) -> None:
-        """Create it; `on_role` is called with each new role."""
+        """Create it; `gpu` is the engine's, and `on_role` is called with each new role."""
         self.role: Role = role
         self._config = config
         self._engine = engine
+        self._gpu = gpu
         self._on_role = on_role
         self._lock = asyncio.Lock()
         self._memberships: Memberships | None = None
@@ -67,8 +73,7 @@ class RoleSwitch:
                 for load in self.before_decode:
                     await asyncio.to_thread(load)
             handed_over = await self._empty()
-            config = self._config
-            self._engine.send(SetBudget(StepBudget(config.max_batch_tokens, config.prefill_chunk(role))))
+            self._engine.send(SetBudget(step_budget(self._config, role, self._gpu)))
             if not self._resume():
                 raise Draining("this worker was told to stop")
             log.info("a %s worker from now on; %d requests handed over", role, handed_over)

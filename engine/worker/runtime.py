@@ -262,7 +262,7 @@ async def start_worker(
         say_role = register(
             registry, worker_id, role, model_dir.name, ready, lambda: engine.last_load, lambda: engine.last_kv
         )
-        roles = RoleSwitch(role, config, engine, say_role)
+        roles = RoleSwitch(role, config, engine, ready.gpu, say_role)
         faults = Faults(config, worker_id, engine, lenders)
         context = WorkerContext(
             config, roles, worker_id, incarnation, model_dir, engine, ready, start, lenders, requests, loans, faults

@@ -26,7 +26,8 @@ from typing import Any, Final
 
 from cluster.errors import StartError
 from cluster.roles import Role
-from engine.config import WorkerConfig
+from engine.config import BATCH_TOKENS_ON_CPU, WorkerConfig, max_step_tokens
+from engine.core_types import GpuDevice
 from engine.host.memory import UNMEASURED_KV_BYTES
 from engine.kv.layout import DTYPE_BYTES, KvLayout
 from engine.process.vllm_arguments import engine_arguments
@@ -206,21 +207,22 @@ def block_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
 def full_context_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
     """Return the KV of one context as long as the worker takes it.
 
-    Where the context's length is not known, that is the KV of a step's tokens; of the sim engine, one block.
+    Where the context's length is not known, that is the KV of a CPU's step; of the sim engine, one block.
     """
     if shape is None or config.engine == "sim":
         return block_bytes(shape, config)
     return _layout(shape, config).blocks_for(_context_tokens(shape, config)) * block_bytes(shape, config)
 
 
-def step_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
+def step_bytes(shape: ModelShape | None, config: WorkerConfig, device: Device) -> float:
     """Return the memory of a step on each rank, as the module says."""
     if shape is None or config.engine == "sim":
         return 0.0
     dtype, ranks = DTYPE_BYTES[_layout(shape, config).dtype], config.tensor_parallel
     sharded = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim + 3 * shape.inner
-    layer = config.max_batch_tokens * dtype * (4 * shape.hidden + sharded / ranks)
-    return layer + min(config.max_batch_tokens, MAX_ROWS) * shape.vocab * (dtype + 8)
+    tokens = max_step_tokens(config, GpuDevice(device.name, int(device.memory_bytes)) if device.is_gpu else None)
+    layer = tokens * dtype * (4 * shape.hidden + sharded / ranks)
+    return layer + min(tokens, MAX_ROWS) * shape.vocab * (dtype + 8)
 
 
 def _need(worker: Worker, config: WorkerConfig) -> tuple[Need, int]:
@@ -233,7 +235,7 @@ def _need(worker: Worker, config: WorkerConfig) -> tuple[Need, int]:
     need = Need(
         weights=weight_bytes(worker.shape, config) * share,
         kv=tiers,
-        step=step_bytes(worker.shape, config) * here,
+        step=step_bytes(worker.shape, config, device) * here,
         reserve=reserve * here,
     )
     left = max(device.memory_bytes - need.total, 0.0)
@@ -315,7 +317,7 @@ def _context_tokens(shape: ModelShape, config: WorkerConfig) -> int:
     name = "max_model_len"
     chosen = config.vllm_option(name) if config.engine == "vllm" else None
     if chosen is None:
-        return shape.max_context_tokens or config.max_batch_tokens
+        return shape.max_context_tokens or config.max_batch_tokens or BATCH_TOKENS_ON_CPU
     if name not in config.vllm_options:
         chosen = count_of(chosen) or chosen
     if isinstance(chosen, bool) or not isinstance(chosen, int) or chosen < 1:

@@ -15,7 +15,7 @@ import torch
 
 from engine.backends.torch.fingerprint import TensorFingerprints
 from kvtransfer.registry import open_transport
-from kvtransfer.transport import Span, max_blocks_per_read
+from kvtransfer.transport import Span
 
 SCRIPT = Path(__file__).with_name("vram_lender.py")
 NUM_BLOCKS, BLOCK_BYTES, SEED = 64, 2 << 20, 5
@@ -57,7 +57,7 @@ def test_blocks_move_between_gpu_memories(lender: bytes) -> None:
     transport = open_transport("nixl", f"vram-reader-{os.getpid()}", on_gpu=True)
     transport.register(script().device_pool(memory))
     peer = transport.connect(lender)
-    step = max_blocks_per_read(BLOCK_BYTES)
+    step = transport.blocks_per_read(BLOCK_BYTES)
     for measured in (False, True):  # the first reads set the connection up
         started_at = time.monotonic()
         reads = [
@@ -91,3 +91,34 @@ def test_main_memory_reads_from_gpu_memory(lender: bytes) -> None:
     transport.read(peer, [Span(0, BLOCK_BYTES, BLOCK_BYTES)]).result(TIMEOUT_S)
     assert memory[0].tobytes() == script().contents(SEED, NUM_BLOCKS, BLOCK_BYTES)[1].numpy().tobytes()
     transport.close()
+
+
+@pytest.mark.parametrize("planes", [1, 4])
+def test_fingerprints_wait_for_the_step_that_writes_the_blocks(planes: int) -> None:
+    """On the GPU, not in the caller; those of blocks that arrived do not wait for it."""
+    import numpy as np
+
+    from kvtransfer.fingerprint import PlaneFingerprints, fingerprint_blocks
+
+    contents = torch.from_numpy(np.random.default_rng(3).integers(0, 256, (planes, 64, 1 << 18), np.uint8))
+    computed = contents.cuda()
+    memory = torch.zeros_like(computed)
+    memory[:, :32] = computed[:, :32]
+    step = torch.randn(8192, 8192, device="cuda")
+    prints = TensorFingerprints(memory, 8, planes, num_blocks=64)
+    torch.cuda.synchronize()
+    for _ in range(20):
+        step = step @ step
+    memory.copy_(computed)
+    written = torch.cuda.Event()
+    written.record()
+    pending = prints.begin(range(32, 64), after=written)
+    early = prints.of(range(32))
+    pool = contents.numpy()
+    if planes == 1:
+        wanted = fingerprint_blocks(pool[0], range(64), 8)
+    else:
+        wanted = PlaneFingerprints(pool, 64, planes, 8).of(range(64))
+    assert (early == wanted[:32]).all()
+    assert (pending.result() == wanted[32:]).all()
+    assert pending.ready

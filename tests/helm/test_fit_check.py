@@ -52,9 +52,9 @@ OLD_RDMA: dict[str, Any] = {
 }
 """What helm/examples/gpu-rdma.yaml was: 141 GB of weights on a GPU of 80 GB."""
 RDMA_REFUSED = [
-    "weights 141.1 GB + KV 42.9 GB + step 1.9 GB + reserve 2.0 GB = 187.9 GB, 107.9 GB more than the 80.0 GB of H100",
+    "weights 141.1 GB + KV 42.9 GB + step 3.6 GB + reserve 2.0 GB = 189.6 GB, 109.6 GB more than the 80.0 GB of H100",
     "fits with tensor_parallel: 4, gpus: 4"
-    " (weights 35.3 GB + KV 10.7 GB + step 1.6 GB + reserve 2.0 GB = 49.6 GB of 80.0 GB)",
+    " (weights 35.3 GB + KV 10.7 GB + step 2.3 GB + reserve 2.0 GB = 50.3 GB of 80.0 GB)",
 ]
 
 

@@ -3,13 +3,16 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from engine.backends.torch import fingerprint
 from engine.backends.torch.attention import use_attention
 from engine.backends.torch.block_bytes import BlockBytes
 from engine.backends.torch.cuda.flashinfer_attention import FlashInferPagedAttention
@@ -18,7 +21,7 @@ from engine.backends.torch.cuda.library import load_flashinfer
 from engine.backends.torch.cuda.modules import FusedRotary, fuse
 from engine.backends.torch.cuda.tables import Sections, StepTables
 from engine.backends.torch.device import choose_device, read_back, staged
-from engine.backends.torch.fingerprint import BLOCKS_AT_ONCE, TensorFingerprints
+from engine.backends.torch.fingerprint import TensorFingerprints
 from engine.backends.torch.loader import kv_layout, load_model
 from engine.backends.torch.runner import BuiltModel, TorchRunner
 from engine.backends.torch.sdpa import SdpaPagedAttention
@@ -27,7 +30,7 @@ from engine.errors import EngineStartError, KernelsUnavailable
 from engine.kv.layout import KvLayout
 from engine.model.model_dir import ModelDir
 from kvtransfer.errors import EndpointMismatch, TransportUnavailable
-from kvtransfer.fingerprint import fingerprint_blocks
+from kvtransfer.fingerprint import PlaneFingerprints, fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.nixl_agent import FORMAT, Endpoint, Memory, parse_endpoint
 from kvtransfer.transport import DevicePool, Pool
@@ -228,16 +231,66 @@ def test_the_fused_rotary_embedding(make_model) -> None:  # type: ignore[no-unty
 # ---------------------------------------------------------------------------- fingerprints, devices
 
 
+def words(seed: int, *shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    content = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+    content.reshape(-1)[: shape[-1]] = 255  # as far as the sums can wrap
+    return content
+
+
 @pytest.mark.parametrize(("kv_heads", "block_bytes"), [(1, 64), (2, 64), (8, 4096)])
-def test_fingerprints_by_torch_are_those_by_numpy(kv_heads: int, block_bytes: int) -> None:
-    count = 2 * BLOCKS_AT_ONCE + 3
-    pool = np.random.default_rng(3).integers(0, 256, (count, block_bytes), np.uint8)
-    pool[0] = 255  # as far as the sums can wrap
-    blocks = [*range(count - 1, -1, -1), 0]
-    got = TensorFingerprints(torch.from_numpy(pool), kv_heads).of(blocks)
+def test_fingerprints_by_torch_are_those_by_numpy(
+    kv_heads: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several parts, the last of them smaller."""
+    monkeypatch.setattr(fingerprint, "WORK_BYTES", 4 * block_bytes)
+    pool = words(3, 11, block_bytes)
+    blocks = [*range(10, -1, -1), 0, 7]
+    prints = TensorFingerprints(torch.from_numpy(pool), kv_heads)
+    got = prints.of(blocks)
     assert got.dtype == np.uint64
     assert np.array_equal(got, fingerprint_blocks(pool, blocks, kv_heads))
-    assert TensorFingerprints(torch.from_numpy(pool), kv_heads).of([]).shape == (0, kv_heads)
+    assert prints.of([]).shape == (0, kv_heads)
+    assert np.array_equal(prints.of([5]), got[5:6]), "calls do not see each other's copies"
+
+
+@pytest.mark.parametrize("work_blocks", [1, 3, 100])
+@pytest.mark.parametrize(("kv_heads", "planes", "span_bytes"), [(1, 2, 16), (2, 3, 64), (8, 5, 1024)])
+def test_fingerprints_of_planes_by_torch_are_those_by_numpy(
+    kv_heads: int, planes: int, span_bytes: int, work_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "WORK_BYTES", work_blocks * planes * span_bytes)
+    pool = words(4, planes, 7, span_bytes)
+    blocks = [6, 0, 3, 3, 1]
+    wanted = PlaneFingerprints(pool, 7, planes, kv_heads).of(blocks)
+    for shape in ((planes, 7, span_bytes), (7, planes * span_bytes), (-1,)):
+        prints = TensorFingerprints(torch.from_numpy(pool).view(shape), kv_heads, planes, num_blocks=7)
+        assert np.array_equal(prints.of(blocks), wanted)
+        pending = prints.begin(blocks, after=cast(torch.cuda.Event, None))
+        assert pending.ready
+        assert np.array_equal(pending.result(), wanted)
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations, each of which is at most one kernel on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("planes", [1, 4])
+def test_the_operations_of_a_verification_do_not_grow_with_its_blocks(planes: int) -> None:
+    pool = torch.from_numpy(words(5, 64, 256))
+    prints = TensorFingerprints(pool, 2, planes, num_blocks=64)
+
+    def operations(blocks: list[int]) -> int:
+        with Operations() as counted:
+            prints.of(blocks)
+        return counted.count
+
+    assert operations([7]) == operations(list(range(64))) <= 20
 
 
 def test_blocks_are_copied_out_and_written_back() -> None:

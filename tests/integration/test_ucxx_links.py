@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.errors import PeerGone, TransferError
-from kvtransfer.transport import MAX_POSTED_BYTES, Pool, Span
+from kvtransfer.transport import MAX_POSTED_BYTES, MAX_POSTED_BYTES_ON_GPU, Pool, Span
 from kvtransfer.ucxx import UcxxTransport
 from kvtransfer.ucxx_end import Ucx, UcxEnd
 from kvtransfer.ucxx_wire import (
@@ -126,7 +126,7 @@ def test_an_address_that_nobody_signed_never_reaches_ucx(lender: tuple[UcxxTrans
         (request((0, POOL_BYTES + 1)), "of a pool of"),
         (request((0, 8), ((1 << 64) - 8, 8)), "of a pool of"),
         (request((0, 0)), "of a pool of"),
-        (request(*[(0, POOL_BYTES)] * (MAX_POSTED_BYTES // POOL_BYTES + 1)), "is the limit"),
+        (request(*[(0, POOL_BYTES)] * (MAX_POSTED_BYTES_ON_GPU // POOL_BYTES + 1)), "is the limit"),
         (request((0, 8), number=2), "read 2 where 1 should come"),
         (pack_frame(Kind.READ, b"12345"), "a read request of 5 bytes"),
         (pack_frame(Kind.HELLO), "HELLO is not what comes now"),

@@ -74,7 +74,7 @@ class SlowTransport(Transport):
     def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None, folding: Folding | None = None) -> Read:
         assert isinstance(peer, SlowPeer)
         assert self.pool is not None
-        check_spans(spans, self.pool.num_bytes, peer.num_bytes)
+        check_spans(spans, self.pool.num_bytes, peer.num_bytes, self.max_posted_bytes)
         read = SlowRead(peer, tuple(spans), Read(), flow, folding)
         self.queued.setdefault(peer.name, deque()).append(read)
         return read.future

@@ -43,6 +43,7 @@ class Cluster(Faults):
         self, seed: int, num_nodes: int = 3, faults: bool = True, crowded: bool = False, reserve: int = 256
     ) -> None:
         super().__init__(seed, crowded)
+        self.seed = seed
         self.reserve = reserve
         """Output tokens that admission promises blocks for; a small one makes engines preempt."""
         self.max_tokens = 6 if reserve > 6 else 12
@@ -87,6 +88,7 @@ class Cluster(Faults):
             lambda: float(self.now),
             TrialLink(self.links) if self.links is not None else None,
             self.objects,
+            on_gpu=(self.seed + self.num_started) % 3 == 0,
         )
         node.runner.interrupted = lambda: self.in_mid_restore(node)
         return node
@@ -128,6 +130,8 @@ class Cluster(Faults):
         kinds += ["submit"] * bool(new) + ["restore"] * bool(tiers) + 4 * ["store"] * bool(stores)
         borrowing = [node for node in awake if node.core._borrower_manager.num_loans]
         kinds += ["quiet"] * bool(self.faults and borrowing and rng.random() < 0.1)
+        arrived = [node for node in awake if node.verifying.waiting]
+        kinds += ["verify"] * bool(arrived)
         kinds += ["silence", "wake"] * bool(stopped) + ["notice end"] * bool(unaware)
         match rng.choice(kinds):
             case "step":
@@ -142,6 +146,8 @@ class Cluster(Faults):
                 self.restore(rng.choice(tiers))
             case "store":
                 self.use_store(rng.choice(stores))
+            case "verify":
+                self.verify(rng.choice(arrived))
             case "silence":
                 self.notice_silence()
             case "wake":
@@ -206,6 +212,13 @@ class Cluster(Faults):
         worked = node.store.step()
         self.restoring.remove(node)
         return worked
+
+    def verify(self, node: Node) -> None:
+        """All blocks that arrived in its GPU's memory are verified."""
+        verifier = node.core._own._batch_verifier
+        self.seen["verified together"] += len(verifier._waiting) > 1
+        self.seen["withdrawn before verified"] += any(arrival.withdrawn for arrival in verifier._waiting)
+        node.verifying.step()
 
     def in_mid_restore(self, node: Node) -> None:
         """Half of a block has been written. Its engine's loop turns meanwhile, and so does everybody else's."""
@@ -273,6 +286,9 @@ class Cluster(Faults):
                 self.transfer(node, self.rng, faults=False, now=self.now)
                 moved = True
             while node.tiers is not None and self.restore(node):
+                moved = True
+            while node.verifying.waiting:
+                self.verify(node)
                 moved = True
             while node.store is not None and self.use_store(node):
                 moved = True

@@ -4,7 +4,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,12 +17,13 @@ from engine.core_types import BeamParams, Chunk, SampleResult, SamplingParams, S
 from engine.kv.store.object_format import ObjectFormat
 from engine.kv.tiers.tiers import TierConfig, Tiers
 from engine.lending.fast_path import KEY_BYTES, NAME_BYTES, SECRET_BYTES, FastPathLink
+from engine.lending.verification import BatchVerifier
 from engine.messages.from_engine import FromEngine, Token
 from engine.messages.to_engine import Generate, ToEngine
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.transport import Pool
 from support.checked_core import NOTHING_LEFT, held
-from support.memory_objects import MemoryObjects, StepStore
+from support.memory_objects import MemoryObjects, StepExecutor, StepStore
 from support.sim_model import LAYOUT, VOCAB, WIDTH
 from support.slow_transport import SlowTransport
 
@@ -89,9 +90,11 @@ class Node:
         clock: Callable[[], float] = time.monotonic,
         link: TrialLink | None = None,
         objects: MemoryObjects | None = None,
+        on_gpu: bool = False,
     ) -> None:
         """`objects`: of the store that it shares. `tier_blocks`: how many blocks its host memory holds, none
-        with 0. `link`: what lenders say early comes by it.
+        with 0. `link`: what lenders say early comes by it. `on_gpu`: blocks that arrive are verified later, as if its
+        pool were in a GPU's memory.
         """
         self.name = name
         self.link = link
@@ -123,6 +126,12 @@ class Node:
             clock=clock,
             fast_path=link,
         )
+        self.transport.on_gpu = on_gpu
+        self.verifying = StepExecutor()
+        """Performs the passes over blocks that arrived in a GPU's memory."""
+        self.core._own._batch_verifier = BatchVerifier(self._fingerprints, self.verifying)
+        self.verified_too_early: list[int] = []
+        """Blocks that were verified while a read might still write them."""
         self.endpoint = self.core.start().endpoint
         self.batch: list[Chunk] = []
         """Being computed: `end_step` is still to come."""
@@ -140,6 +149,11 @@ class Node:
             self.core.handle(self.inbox.popleft())
         self.core.handle_posted()
 
+    def _fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
+        written = {block for read in self.transport.posted.values() for block in read.blocks()}
+        self.verified_too_early += [block for block in blocks if block in written or block == self.runner.writing]
+        return self.runner.part_fingerprints(blocks)
+
     def serves(self, request_id: str) -> bool:
         """A request, or a loan given, of this id is not over here."""
         return request_id in self.core._requests._requests or request_id in self.core._lender_manager._loans
@@ -148,6 +162,7 @@ class Node:
         """The accounting balances, and nothing is anybody's that a read may still write into."""
         audited = self.core.audit()
         assert audited.fault == "", f"{self.name}: {audited.fault}"
+        assert not self.verified_too_early, f"{self.name}: blocks are verified while they are written"
         if self.tiers is not None:
             self.tiers.check_integrity()
         for read in self.transport.posted.values():
@@ -188,6 +203,7 @@ class Node:
         """Nothing is held for anybody, in the pool or below it."""
         left = held(self.core)
         assert left == NOTHING_LEFT, f"{self.name} holds {left} at rest"
+        assert not self.verifying.waiting, f"{self.name}: blocks wait to be verified at rest"
         assert self.core._borrower_manager.num_loans == 0, f"{self.name} borrows at rest"
         if self.tiers is not None:
             assert not any(self.tiers._host.slots._refs), f"{self.name}: a slot of the host tier is held at rest"

@@ -24,8 +24,10 @@ def run_trial(seed: int) -> Cluster:
     block_read = LAYOUT.block_bytes * (1, 3, 64)[seed // 12 % 3]
     with (
         patch("kvtransfer.transport.MAX_POSTED_BYTES", window),
+        patch("kvtransfer.transport.MAX_POSTED_BYTES_ON_GPU", window),
         patch("engine.lending.sources.RELEASE_BYTES", release),
         patch("kvtransfer.transport.READ_BYTES", read),
+        patch("kvtransfer.transport.READ_BYTES_ON_GPU", read),
         patch("engine.lending.borrower_manager.BLOCK_READ_BYTES", block_read),
         patch("engine.lending.store_loans.STORE_SILENCE_S", 25.0),
     ):

@@ -11,7 +11,8 @@ from cluster.config import parse_overrides, read_file, to_overrides
 from cluster.error_status import MAX_RETRY_AFTER_S, from_proto, from_rpc_error, to_proto, to_status
 from cluster.errors import InvalidRequest, Overloaded, StartError, Unavailable
 from cluster.roles import Role
-from engine.config import WorkerConfig
+from engine.config import WorkerConfig, max_step_tokens, step_budget
+from engine.core_types import GpuDevice, StepBudget
 from engine.errors import ModelRefused
 from engine.model.model_dir import ModelDir
 from router.admission.refusals import Reason, over_limit
@@ -37,6 +38,40 @@ def test_a_bad_setting_is_named(values: dict[str, object], field: str) -> None:
     with pytest.raises(StartError) as caught:
         WorkerConfig.parse(values)
     assert caught.value.field == field
+
+
+H100 = GpuDevice("NVIDIA H100 80GB HBM3", 85_029_158_912)
+A100 = GpuDevice("NVIDIA A100-SXM4-80GB", 85_029_158_912)
+B200 = GpuDevice("NVIDIA B200", 192 << 30)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "prefill", "decode"),
+    [
+        (None, (2048, 512), (2048, 128)),
+        (GpuDevice("NVIDIA L4", 24 << 30), (8192, 8192), (8192, 2048)),
+        (A100, (8192, 8192), (8192, 2048)),
+        (H100, (8192, 8192), (8192, 8192)),
+        (B200, (16384, 16384), (16384, 16384)),
+    ],
+)
+def test_the_step_budget_goes_by_device_and_role(
+    gpu: GpuDevice | None, prefill: tuple[int, int], decode: tuple[int, int]
+) -> None:
+    config = WorkerConfig.parse({"model": "m"})
+    assert step_budget(config, "prefill", gpu) == StepBudget(*prefill)
+    assert step_budget(config, "decode", gpu) == StepBudget(*decode)
+    assert max_step_tokens(config, gpu) == prefill[0]
+
+
+@pytest.mark.parametrize("gpu", [None, H100])
+def test_a_step_budget_that_is_set_holds_on_any_device(gpu: GpuDevice | None) -> None:
+    chosen = WorkerConfig.parse({"model": "m", "max_batch_tokens": 1024, "max_prefill_tokens": 256})
+    small = WorkerConfig.parse({"model": "m", "max_batch_tokens": 100})
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    for role in roles:
+        assert step_budget(chosen, role, gpu) == StepBudget(1024, 256)
+        assert step_budget(small, role, gpu) == StepBudget(100, 100)
 
 
 def test_an_unknown_key_names_the_known_ones() -> None:

@@ -239,6 +239,7 @@ REACHED = {
     "hedged": 30,
     "hedged and reading": 5,
     "expired": 30,
+    "withdrawn before verified": 3,
 }
 """How often each must happen in 100 trials, at the least, for the trials to mean anything."""
 

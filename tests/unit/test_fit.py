@@ -56,15 +56,15 @@ def test_8b_in_bfloat16_on_one_h100() -> None:
     """32 layers of 218.1 M parameters and 1,050.7 M of embeddings and output layer: 16.06 GB."""
     fit = check(worker(kv_memory_mib=49152))
     weights = 2 * (32 * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336) + 2 * 128256 * 4096)
-    layer = 2048 * 2 * (4 * 4096 + (2 * 32 + 2 * 8) * 128 + 3 * 14336)
+    layer = 8192 * 2 * (4 * 4096 + (2 * 32 + 2 * 8) * 128 + 3 * 14336)
     logits = 1024 * 128256 * (2 + 8)
     assert weights == 16_059_990_016
-    assert (layer, logits) == (285_212_672, 1_313_341_440)
+    assert (layer, logits) == (1_140_850_688, 1_313_341_440)
     assert need_of(fit) == (weights, 51_539_607_552, layer + logits, GPU_RESERVE)
-    assert fit.left == 80e9 - 71_198_151_680
+    assert fit.left == 80e9 - 72_053_789_696
     assert fit.fits
     assert fit.need is not None
-    assert fit.need.in_words() == "weights 16.1 GB + KV 51.5 GB + step 1.6 GB + reserve 2.0 GB = 71.2 GB"
+    assert fit.need.in_words() == "weights 16.1 GB + KV 51.5 GB + step 2.5 GB + reserve 2.0 GB = 72.1 GB"
 
 
 def test_ranks_have_a_part_of_the_weights_and_of_the_pool() -> None:
@@ -72,7 +72,7 @@ def test_ranks_have_a_part_of_the_weights_and_of_the_pool() -> None:
     weights, kv, step, _ = need_of(check(worker(shape=LLAMA_70B, tensor_parallel=4, kv_memory_mib=40960)))
     assert weights == LLAMA_70B.weight_bytes / 4 == pytest.approx(35.28e9, rel=1e-3)
     assert kv == 10240 * MIB
-    assert step == 2048 * 2 * (4 * 8192 + (144 * 128 + 3 * 28672) / 4) + 1024 * 128256 * 10
+    assert step == 8192 * 2 * (4 * 8192 + (144 * 128 + 3 * 28672) / 4) + 1024 * 128256 * 10
 
 
 def test_a_containers_memory_holds_all_ranks_and_tiers() -> None:
@@ -104,12 +104,12 @@ def test_weights_in_other_formats(others: dict[str, Any], size: float) -> None:
 
 def test_auto_is_what_the_other_terms_leave() -> None:
     fit = check(worker(kv_memory_mib="auto"))
-    assert fit.kv_mib == 57546  # 80 GB less 16.06, 1.60 and 2.00
+    assert fit.kv_mib == 56730  # 80 GB less 16.06, 2.45 and 2.00
     assert fit.fits
     assert 0 <= fit.left < MIB
     small = check(worker(Device("24 GB", 24e9), kv_memory_mib="auto"))
     assert small.refusals == (
-        "kv_memory_mib: weights 16.1 GB + KV 4.3 GB + step 1.6 GB + reserve 2.0 GB = 24.0 GB leaves 4.3 GB of 24.0 GB"
+        "kv_memory_mib: weights 16.1 GB + KV 3.5 GB + step 2.5 GB + reserve 2.0 GB = 24.0 GB leaves 3.5 GB of 24.0 GB"
         " for KV, and one full context of llama-3.1-8b takes 17.2 GB",
     )
 
@@ -172,21 +172,21 @@ def test_70b_on_one_h100() -> None:
     old = Worker("decode", {"model": "/m"} | OLD_RDMA, H100, LLAMA_70B, 1)
     fit = check(old)
     assert fit.refusals == (
-        "weights 141.1 GB + KV 42.9 GB + step 1.9 GB + reserve 2.0 GB = 187.9 GB, 107.9 GB more than the 80.0 GB"
+        "weights 141.1 GB + KV 42.9 GB + step 3.6 GB + reserve 2.0 GB = 189.6 GB, 109.6 GB more than the 80.0 GB"
         " of H100",
     )
     found = nearest(old)
     assert found is not None
     assert found.change.settings == {"tensor_parallel": 4}
     assert found.in_words() == (
-        "tensor_parallel: 4, gpus: 4 (weights 35.3 GB + KV 10.7 GB + step 1.6 GB + reserve 2.0 GB = 49.6 GB of 80.0 GB)"
+        "tensor_parallel: 4, gpus: 4 (weights 35.3 GB + KV 10.7 GB + step 2.3 GB + reserve 2.0 GB = 50.3 GB of 80.0 GB)"
     )
 
 
 @pytest.mark.parametrize(
     ("refused", "words"),
     [
-        (worker(kv_memory_mib=70000), "kv_memory_mib: 57546"),
+        (worker(kv_memory_mib=70000), "kv_memory_mib: 56730"),
         (worker(shape=LLAMA_70B, kv_memory_mib=40960), "tensor_parallel: 4, gpus: 4"),
         (worker(shape=LLAMA_70B, kv_memory_mib=140000), "tensor_parallel: 4, gpus: 4"),
         (worker(Device("L4", 24e9), kv_memory_mib=8192, speculation="draft"), "weights: int8"),
@@ -195,7 +195,7 @@ def test_70b_on_one_h100() -> None:
             worker(Device("L40S", 48e9), shape_named("llama-3.1-70b-fp8"), kv_memory_mib=4096, lora="x"),
             "H200 (141.0 GB)",
         ),
-        (worker(engine="vllm", kv_memory_mib=1024), "kv_memory_mib: 57546"),
+        (worker(engine="vllm", kv_memory_mib=1024), "kv_memory_mib: 56730"),
         (worker(engine="vllm", kv_memory_mib=20480, kv_disk_dir="/d"), "kv_disk_dir: null"),
         (worker(tensor_parallel=3, kv_memory_mib=1024), "tensor_parallel: 4, gpus: 4"),
         (worker(Device("limits", 40e9, False), gpus=0, kv_memory_mib=40000), "kv_memory_mib: 20562"),

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.errors import EndpointMismatch
-from kvtransfer.transport import MAX_POSTED_BYTES
+from kvtransfer.transport import MAX_POSTED_BYTES_ON_GPU
 from kvtransfer.ucxx_wire import (
     HEADER,
     MAX_ADDRESS_BYTES,
@@ -110,10 +110,10 @@ def test_bad_read_requests(body: bytes) -> None:
 
 
 def test_a_read_of_more_than_may_be_posted() -> None:
-    half = MAX_POSTED_BYTES // 2
-    assert ReadRequest.unpack(read((0, half), (0, half)), MAX_POSTED_BYTES).number == 1
+    half = MAX_POSTED_BYTES_ON_GPU // 2
+    assert ReadRequest.unpack(read((0, half), (0, half)), MAX_POSTED_BYTES_ON_GPU).number == 1
     with pytest.raises(Malformed, match="limit"):
-        ReadRequest.unpack(read((0, half), (0, half), (0, 1)), MAX_POSTED_BYTES)
+        ReadRequest.unpack(read((0, half), (0, half), (0, 1)), MAX_POSTED_BYTES_ON_GPU)
 
 
 @given(st.binary(max_size=100), st.integers(1, 1 << 20))

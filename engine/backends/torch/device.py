@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.core_types import GpuDevice
 from engine.errors import EngineStartError
 from engine.host.memory import pool_memory
 from engine.kv.layout import KvLayout
@@ -36,6 +37,14 @@ def choose_device(wanted: Device, rank: int | None = None) -> torch.device:
         raise EngineStartError("tensor_parallel", f"rank {rank} finds {torch.cuda.device_count()} GPUs")
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
+
+
+def gpu_of(device: torch.device) -> GpuDevice | None:
+    """Return the GPU that a device is, or None for the CPU."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return GpuDevice(properties.name, properties.total_memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from engine.backends.torch.backends import Backend
 from engine.backends.torch.block_bytes import BlockBytes
-from engine.backends.torch.device import Device, choose_device
+from engine.backends.torch.device import Device, choose_device, gpu_of
 from engine.backends.torch.draft import DraftModel
 from engine.backends.torch.fingerprint import TensorFingerprints
 from engine.backends.torch.kv_room import DEFAULT_ROOM, KvRoom, automatic_kv_bytes
@@ -70,6 +70,7 @@ class TorchRunner(ModelRunner):
         Raises EngineStartError, or ModelRefused, for a model that cannot be served.
         """
         self.device = choose_device(device, place.rank if place is not None else None)
+        self.gpu = gpu_of(self.device)
         group = RankGroup(place, self.device) if place is not None else None
         self.grammars: Grammars | None = None
         model_dir: ModelDir | None = None

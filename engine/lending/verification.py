@@ -1,0 +1,109 @@
+"""Verification of blocks that arrived in a GPU's memory: one pass for all reads that are complete.
+
+A pass is a few kernels and one wait, however many blocks it covers, and each read of its own would pay for them. While
+a pass runs, further reads complete; they share the next one. Passes have a thread of their own: neither the transport,
+which posts the next reads, nor the engine's loop waits for the GPU.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
+
+Entries = tuple[bytes, ...]
+"""Fingerprints of blocks, one entry per block."""
+
+
+class Arrival(Protocol):
+    """Blocks that no read writes any more."""
+
+    @property
+    def blocks(self) -> Sequence[int]: ...
+
+    @property
+    def withdrawn(self) -> bool:
+        """Whether nobody needs the fingerprints: the blocks may be in use by others."""
+
+    def verified(self, entries: Entries | None) -> None:
+        """Take the fingerprints; None where there are none. Called once, on any thread."""
+
+
+class BatchVerifier:
+    """Fingerprints of arrivals, computed for all that wait in one pass.
+
+    At most one pass runs at a time. From any thread.
+    """
+
+    def __init__(
+        self, fingerprints: Callable[[Sequence[int]], NDArray[np.uint64]], executor: Executor | None = None
+    ) -> None:
+        """Create it; `fingerprints` of blocks are [blocks, KV heads]. `executor` replaces the thread of the passes."""
+        self._fingerprints = fingerprints
+        self._executor = executor or ThreadPoolExecutor(1, "verify-blocks")  # starts its thread when it is needed
+        self._lock = threading.Lock()
+        self._waiting: list[Arrival] = []
+        self._running = False
+        self.num_passes = 0
+
+    def add(self, arrival: Arrival) -> None:
+        """Verify an arrival in the next pass."""
+        with self._lock:
+            self._waiting.append(arrival)
+            if self._running:
+                return
+            self._running = True
+        self._executor.submit(self._run)
+
+    def _run(self) -> None:
+        while arrivals := self._take():
+            self._pass(arrivals)
+
+    def _take(self) -> list[Arrival]:
+        """Return all that wait; when nothing does, the next arrival starts the passes again."""
+        with self._lock:
+            arrivals, self._waiting = self._waiting, []
+            self._running = bool(arrivals)
+        return arrivals
+
+    def _pass(self, arrivals: list[Arrival]) -> None:
+        wanted, unwanted = list[Arrival](), list[Arrival]()
+        for arrival in arrivals:
+            (unwanted if arrival.withdrawn else wanted).append(arrival)
+        found, at = self._look(wanted), 0
+        for arrival in wanted:
+            end = at + len(arrival.blocks)
+            _report(arrival, None if found is None else found[at:end])
+            at = end
+        for arrival in unwanted:
+            _report(arrival, None)
+
+    def _look(self, arrivals: Sequence[Arrival]) -> Entries | None:
+        """Return the fingerprints of all blocks in order; None where they could not be computed."""
+        blocks = [block for arrival in arrivals for block in arrival.blocks]
+        if not blocks:
+            return ()
+        self.num_passes += 1
+        try:
+            return entries_of(self._fingerprints(blocks))
+        except Exception:  # the reads fail, and their blocks are computed here
+            log.exception("%d blocks that arrived could not be verified", len(blocks))
+            return None
+
+
+def _report(arrival: Arrival, entries: Entries | None) -> None:
+    try:
+        arrival.verified(entries)
+    except Exception:  # the others of this pass must hear of their blocks
+        log.exception("the end of a block read could not be reported")
+
+
+def entries_of(fingerprints: NDArray[np.uint64]) -> Entries:
+    """Convert [blocks, KV heads] to one bytes entry per block."""
+    joined, width = fingerprints.tobytes(), fingerprints.shape[1] * fingerprints.itemsize
+    return tuple(joined[at : at + width] for at in range(0, len(joined), width))
