@@ -4,15 +4,18 @@ A test module subclasses `EngineContract` and offers a `pair` of its engines, th
 """
 
 import asyncio
+import os
 import random
+from collections import Counter
 from itertools import count
 
 import pytest
 
 from engine.block_keys import block_keys, root_key
 from engine.kv.block_pool import Removed, Stored
-from engine.messages.from_engine import CacheChanged, CacheInspected, Filled, KvAccount, Token
+from engine.messages.from_engine import Audited, CacheChanged, CacheInspected, Filled, KvAccount, Rejected, Token
 from engine.messages.to_engine import (
+    Audit,
     CacheDrop,
     Cancel,
     Generate,
@@ -27,6 +30,7 @@ from support.real_engines import RealEngine, chosen, greedy
 from support.vllm_engines import BLOCK, flip_a_byte, ids
 
 VOCAB = 2048
+NUM_STORM_REQUESTS = int(os.environ.get("TANDEM_STORM_REQUESTS", "40"))
 numbers = count()
 
 
@@ -37,6 +41,10 @@ def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
 
 def account_of(tokens: list[Token]) -> KvAccount:
     return next(token.account for token in tokens if token.account is not None)
+
+
+def audits_of(engine: RealEngine) -> list[Audited]:
+    return [message for message in engine.said if isinstance(message, Audited)]
 
 
 class Pair:
@@ -161,6 +169,54 @@ class EngineContract:
             pair.borrower.send(LoanFailed(request.request_id, "the lender is gone"))
             await pair.borrower.until(lambda request=request: pair.borrower.over(request))  # type: ignore[misc]
             await pair.settled()
+
+    async def test_a_storm_leaves_no_wrong_token_and_no_block(self, pair: Pair) -> None:
+        """Requests that borrow in both directions, cancels, loans that end early, and audits, at random."""
+        dice, engines = random.Random(61), (pair.lender, pair.borrower)
+        shared = prompt_of(150, 61)
+        prompts = [shared[: dice.randrange(20, 150)] + prompt_of(dice.randrange(1, 120), 62 + i) for i in range(6)]
+        alone = [ids(await pair.lender.answer(named(prompt, 16, ignore_eos=True))) for prompt in prompts]
+        running: list[tuple[RealEngine, Generate, list[int]]] = []
+        begun, cancelled, ended_early, num_audits = 0, set[str](), 0, Counter[RealEngine]()
+        while begun < NUM_STORM_REQUESTS or running:
+            running = [each for each in running if not each[0].over(each[1]) and each[1].request_id not in cancelled]
+            if begun < NUM_STORM_REQUESTS and len(running) < 8:
+                begun += 1
+                number, (engine, other) = dice.randrange(len(prompts)), dice.sample(engines, 2)
+                salt = dice.choice(["", "", f"salt {begun}"])
+                request = named(prompts[number], dice.randrange(1, 17), ignore_eos=True)._replace(cache_salt=salt)
+                if borrows := dice.random() < 0.7:
+                    engine.lent[request.request_id] = other, request
+                engine.send(request._replace(borrow=borrows))
+                running.append((engine, request, alone[number]))
+            if dice.random() < 0.3:
+                engine = dice.choice(engines)
+                engine.send(Audit(1))
+                num_audits[engine] += 1
+            if running and dice.random() < 0.2:
+                engine, request, _ = dice.choice(running)
+                cancelled.add(request.request_id)
+                engine.send(Cancel(request.request_id))
+            elif running and dice.random() < 0.2:
+                engine, request, _ = dice.choice(running)
+                if request.request_id in engine.lent:
+                    ended_early += 1
+                    engine.lent[request.request_id][0].send(LendClosed(request.request_id))
+                    engine.send(LoanFailed(request.request_id, "ended by the storm"))
+            for engine, request, expected in running:
+                got = ids(engine.tokens.get(request.request_id, ()))
+                assert got == expected[: len(got)]
+            assert not any(isinstance(m, Rejected) and m.permanent for engine in engines for m in engine.said)
+            retried = {m.request_id for engine in engines for m in engine.said if isinstance(m, Rejected)}
+            cancelled |= retried  # no room just then: a router would place them again
+            await asyncio.sleep(dice.choice([0, 0.001, 0.005, 0.02, 0.05]))
+        assert cancelled
+        assert ended_early
+        for engine in engines:
+            await engine.until(lambda engine=engine: len(audits_of(engine)) == num_audits[engine])  # type: ignore[misc]
+            assert not [audit.fault for audit in audits_of(engine) if audit.fault]
+            engine.said.clear()
+        await pair.settled()
 
     async def test_several_choices_are_as_if_each_were_asked_alone(self, pair: Pair) -> None:
         prompt = prompt_of(100, 31)

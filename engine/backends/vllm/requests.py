@@ -27,8 +27,6 @@ class _Request(Request):
     """Choices to submit with the first choice's first token."""
     reserved: int = 0
     """Blocks reserved for `waiting`."""
-    num_preemptions: int = 0
-    """Preemptions that the account knows."""
 
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -153,18 +151,17 @@ class VllmRequests(RequestTable[_Request]):
     def _append(self, submitted: Submitted, result: SampleResult, finish: FinishReason | None) -> None:
         sequence = submitted.sequence
         request = self._requests[sequence.request_id]
-        account = request.account
-        first = len(sequence.token_ids) == sequence.num_prompt
-        if first:
+        account: KvAccount | None = None
+        if len(sequence.token_ids) == sequence.num_prompt:
+            account = request.account
             account.times.setdefault("first_token", self._kv_cache.clock())
-        sequence.num_preemptions = submitted.request.num_preemptions
-        preempted = sum(chain.num_preemptions for chain in request.chains.values())
-        told = account if first or preempted > request.num_preemptions else None
-        if preempted > request.num_preemptions:
-            self.num_preemptions += preempted - request.num_preemptions
-            request.num_preemptions = account.preemptions = preempted
+        if (new := submitted.request.num_preemptions - sequence.num_preemptions) > 0:
+            account = request.account
+            sequence.num_preemptions += new
+            account.preemptions += new
+            self.num_preemptions += new
         sequence.token_ids.append(result.token_id)
-        self._emit(Token(sequence.request_id, result.token_id, result.logprobs, told, finish, sequence.choice))
+        self._emit(Token(sequence.request_id, result.token_id, result.logprobs, account, finish, sequence.choice))
         if request.waiting:
             self._submit_waiting(request)
         if finish is not None:

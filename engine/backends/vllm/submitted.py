@@ -141,9 +141,9 @@ class Submissions:
     def after_schedule(self, output: SchedulerOutput) -> None:
         """Record which blocks vLLM gave to the sequences of a step, and lower their reservations by these."""
         width = self._kv_cache.layout.block_tokens
-        for new in output.scheduled_new_reqs:
+        for new in output.scheduled_new_reqs:  # on V2 also those that resume after a preemption
             submitted = self._by_id[new.req_id]
-            submitted.blocks = list(new.block_ids[0])
+            submitted.blocks, submitted.num_filled = list(new.block_ids[0]), 0
             self._started(submitted, new.num_computed_tokens // width)
         cached = output.scheduled_cached_reqs
         for request_id, block_ids, computed in zip(
@@ -175,7 +175,8 @@ class Submissions:
             if (submitted := self._by_id.get(request_id)) is None:
                 continue  # cancelled meanwhile
             request = submitted.request
-            computed = request.num_computed_tokens - request.num_in_flight_tokens
+            # below zero when a request was preempted while a step of it was in flight
+            computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
             submitted.sequence.num_computed = computed
             first, end = submitted.num_filled, min(computed, request.num_tokens) // width
             if end > first:
