@@ -13,7 +13,7 @@ from cluster.errors import InvalidRequest
 from engine.config import WorkerConfig
 from protos import inference_pb2 as pb
 from support.processes import LENDER_ALWAYS, Stream, engine_of, finished, kill_engine, running
-from support.vllm_engines import BLOCK, OPTIONS, PYTHON, STORYTELLER, need_vllm
+from support.vllm_engines import BLOCK, OPTIONS, PYTHON, STORYTELLER, V2, need_vllm
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
@@ -36,17 +36,18 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
 class Site:
     """A cluster of one prefill and two decode workers, and a client of it."""
 
-    def __init__(self, cluster: LocalCluster, client: Client) -> None:
-        self.cluster, self.client = cluster, client
+    def __init__(self, cluster: LocalCluster, client: Client, num_tokens: int) -> None:
+        self.cluster, self.client, self.num_tokens = cluster, client, num_tokens
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def site() -> AsyncIterator[Site]:
-    settings = {"model": STORYTELLER} | VLLM
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.long)])
+async def site(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
+    settings = {"model": STORYTELLER} | VLLM | ({"vllm_python": V2} if request.param == "V2" else {})
     router = {"model": STORYTELLER, "port": 0} | LENDER_ALWAYS
     topology = plan_topology(1, 2, router, settings, [0, 1], 1)
     async with running(LocalCluster(topology)) as (cluster, client):
-        yield Site(cluster, client)
+        # the interpreter of V2's kernels takes a tenth of a second for a step
+        yield Site(cluster, client, 120 if request.param == "V1" else 24)
 
 
 async def test_kv_moves_and_is_found_again(site: Site, ask, audit) -> None:  # type: ignore[no-untyped-def]
@@ -83,7 +84,7 @@ async def test_text_stops_and_structure_follow_the_request(site: Site, ask) -> N
 
 async def test_streams_survive_a_decode_engine_and_a_decode_worker(site: Site) -> None:
     """The last test of this cluster: afterwards only one worker of each kind is left."""
-    shapes = [(number, 60 + 41 * number, 120) for number in range(4)]
+    shapes = [(number, 60 + 41 * number, site.num_tokens) for number in range(4)]
     whole = [Stream(site.client, prompt_of(seed, size), count, cache_salt="w") for seed, size, count in shapes]
     undisturbed = [stream.token_ids for stream in await finished(whole)]
     streams = [Stream(site.client, prompt_of(seed, size), count, cache_salt="d") for seed, size, count in shapes]
