@@ -946,6 +946,7 @@ class Receipt(_message.Message):
     IGNORED_FIELDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     seed: _builtins.int
+    """Seed of the request: the client's, or the router's. Without a client's seed vLLM's Model Runner V2 uses its own."""
     model: _builtins.str
     """Name of the model used, and the reason for its choice."""
     model_reason: _builtins.str

@@ -1,6 +1,7 @@
 """Start of vLLM in this process, as the only rank of an engine or as one of several."""
 
 import importlib.util
+import json
 import logging
 import os
 import sys
@@ -139,7 +140,7 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
     pools = offered.pools if on_cpu else None
     rank_number = rank.rank if rank is not None else 0
     memory = VllmKvMemory(offered.caches, num_blocks, block_tokens, about, pools, config.tensor_parallel, rank_number)
-    weights = model_dir.weights_fingerprint() + f"{vllm_config.model_config.quantization}".encode()
+    weights = model_dir.weights_fingerprint() + _digest_of(vllm_config.model_config)
     info = ModelInfo(
         weights_fingerprint=blake2b(weights, digest_size=32).digest(),
         vocab_size=model_dir.vocab_size,
@@ -157,6 +158,14 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
         vllm_config.cache_config.kv_cache_layout,
     )
     return StartedVllm(engine, memory, offered.block_pool, gpu, info, sampling, grammars, num_batches, lora)
+
+
+def _digest_of(model_config: Any) -> bytes:
+    """Return a digest of what decides the KV of given weights: the configuration after overrides, and quantisation."""
+    facts = model_config.hf_config.to_dict() | {"quantization": model_config.quantization}
+    for of_the_host in ("_name_or_path", "transformers_version"):
+        facts.pop(of_the_host, None)
+    return blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=32).digest()
 
 
 def _gpu_share(config: WorkerConfig) -> float:
