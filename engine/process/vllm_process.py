@@ -34,7 +34,7 @@ def main() -> None:
     run_engine(_open)
 
 
-class _Steps(Steps):
+class VllmSteps(Steps):
     """Steps of vLLM's scheduler, as many in flight as vLLM wants."""
 
     def __init__(
@@ -127,7 +127,7 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngi
     runner = BatchRunner(started.engine.model_executor, memory, followers, thread, launches_here, core.will_fill)
     grammars = GrammarGate(started.grammars, front.wake)
     return OpenedEngine(
-        core, _Steps(core, runner, thread, depth, hashes), core.start()._replace(gpu=started.gpu), grammars
+        core, VllmSteps(core, runner, thread, depth, hashes), core.start()._replace(gpu=started.gpu), grammars
     )
 
 

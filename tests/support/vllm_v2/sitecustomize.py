@@ -72,11 +72,17 @@ def keep_asynchronous(module: Any) -> None:
     module.CpuPlatform.check_and_update_config = classmethod(check)
 
 
+def launch_as_on_a_gpu(module: Any) -> None:
+    """Let Tandem's loop launch batches, and another thread wait for them, as where a launch returns at once."""
+    module.computes_at_launch = lambda: False
+
+
 BEFORE = {"vllm.triton_utils.importing": offer_a_driver}
 AFTER = {
     "vllm.v1.sample.ops.topk_topp_sampler": filter_by_torch,
     "vllm.v1.worker.gpu.metrics.logits": count_nans_by_torch,
     "vllm.platforms.cpu": keep_asynchronous,
+    "engine.process.vllm_process": launch_as_on_a_gpu,
 }
 NOTHING: Callable[[ModuleType], None] = lambda _: None  # noqa: E731
 
