@@ -16,9 +16,9 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.vllm.compared import VLLM
 from bench.report import Bar, Parts, conclude
 from bench.serving import Sample, stream
+from bench.vllm.compared import VLLM
 from protos import inference_pb2 as pb
 from tandem.cli.demo import STORYTELLER
 from tandem.client import Client

@@ -39,12 +39,6 @@ def open_core(
     `fast_path` links to other engines.
     """
     config = spec.config
-    limits = EngineLimits(
-        StepBudget(config.max_batch_tokens, config.prefill_chunk(spec.role)),
-        max_queued_loans=config.max_queued_loans,
-        reserve_output_tokens=config.reserve_output_tokens,
-        read_silence_s=config.peer_silence_s,
-    )
     fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
     allocate = private_rows if ranks is None else ranks.memory.take
     tiers = _open_tiers(config, runner.layout, fingerprint, allocate)
@@ -54,8 +48,34 @@ def open_core(
         for follower in others:
             follower.open_disk(tiers.disk_path)
     speculator = _open_speculator(spec, runner)
+    limits = limits_of(spec)
     return EngineCore(
         runner, transport, limits, emit, wake, tiers, store, speculator=speculator, others=others, fast_path=fast_path
+    )
+
+
+def open_bare_core(
+    spec: EngineSpec,
+    runner: ModelRunner,
+    transport: Transport,
+    emit: Callable[[FromEngine], None],
+    wake: Callable[[], None],
+    ranks: Ranks | None,
+) -> EngineCore:
+    """Create an engine core whose blocks never leave the pool, for a warm-up."""
+    others = () if ranks is None else ranks.followers
+    speculator = _open_speculator(spec, runner)
+    return EngineCore(runner, transport, limits_of(spec), emit, wake, speculator=speculator, others=others)
+
+
+def limits_of(spec: EngineSpec) -> EngineLimits:
+    """Return the limits that a worker's settings set."""
+    config = spec.config
+    return EngineLimits(
+        StepBudget(config.max_batch_tokens, config.prefill_chunk(spec.role)),
+        max_queued_loans=config.max_queued_loans,
+        reserve_output_tokens=config.reserve_output_tokens,
+        read_silence_s=config.peer_silence_s,
     )
 
 

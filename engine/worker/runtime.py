@@ -54,11 +54,15 @@ class Start:
 
     seconds: float
     """Seconds from its settings to a loaded model."""
+    warm_up_s: float
+    """Seconds of the engine's warm-up, which came after it."""
     weights_source: str
     """Source of its weights: disk, page cache, or peer and its id; empty for an engine without weights."""
 
     def __str__(self) -> str:
-        return f"{self.seconds:.1f} s" + (f", weights from {self.weights_source}" if self.weights_source else "")
+        warmed = f", warmed in {self.warm_up_s:.1f} s" if self.warm_up_s else ""
+        weights = f", weights from {self.weights_source}" if self.weights_source else ""
+        return f"{self.seconds:.1f} s{warmed}{weights}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +259,7 @@ async def start_worker(
         weights = source.own
         if ready.weights_from_peer and source.offer is not None:
             weights = f"peer {source.offer.worker_id}"
-        start = Start(time.monotonic() - began_at, weights)
+        start = Start(time.monotonic() - began_at - ready.warm_up_s, ready.warm_up_s, weights)
         log.info("started in %s", start)
         lenders = LenderStreams(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s, member)
         requests, loans = Drain(), Drain()
@@ -305,6 +309,6 @@ def _hello(context: WorkerContext, address: str) -> pb.Hello:
         traffic_share=context.config.traffic_share or 0.0,
         adapters=[pb.Adapter(name=name, fingerprint=fingerprint) for name, fingerprint in ready.adapters],
         store=ready.store,
-        start_seconds=context.start.seconds,
+        start_seconds=context.start.seconds + context.start.warm_up_s,
         weights_source=context.start.weights_source,
     )
