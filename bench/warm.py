@@ -27,7 +27,7 @@ from tandem.topology import plan_topology
 
 ROUNDS = int(os.environ.get("R", "5"))
 REQUESTS = 10
-PROMPT_TOKENS = 64
+PROMPT_TOKENS = 256
 MAX_RATIO = 1.5
 STARTS = ("fresh cluster", "prefill worker started again", "decode worker that joins later")
 ENGINES: dict[str, dict[str, Any]] = {
@@ -57,27 +57,27 @@ async def _round(settings: dict[str, Any], number: int) -> dict[str, list[Sample
     cores = sorted(os.sched_getaffinity(0))
     worker = {"model": STORYTELLER, "strict_lanes": ("tcp",)} | settings
     found: dict[str, list[Sample]] = {}
-    async with LocalCluster(plan_topology(1, 1, {"model": STORYTELLER, "port": 0}, worker, cores)) as cluster:
-        async with Client(cluster.address) as client:
-            await client.cluster_status()  # the client's own connection
-            found[STARTS[0]] = await _ask(client, f"{number} fresh")
-            prefill, decode = cluster.prefill.pop(), cluster.decode.pop()
-            (_, of_decode), (module, of_prefill) = plan_topology(1, 1, {"model": STORYTELLER}, worker, cores).workers()
-            await stop_process(prefill.process)
-            await cluster.add_worker(module, of_prefill)
-            await client.wait_for_workers(1, 1, READY_S)
-            found[STARTS[1]] = await _ask(client, f"{number} again")
-            await cluster.add_worker("decode_worker", of_decode.model_copy(update={"worker_id": "decode-later"}))
-            await client.wait_for_workers(1, 2, READY_S)
-            await _leaves(decode, client)
-            found[STARTS[2]] = await _ask(client, f"{number} later")
+    plan = plan_topology(1, 1, {"model": STORYTELLER, "port": 0}, worker, cores)
+    async with LocalCluster(plan) as cluster, Client(cluster.address) as client:
+        await client.cluster_status()  # the client's own connection
+        found[STARTS[0]] = await _ask(client, f"{number} fresh")
+        prefill, decode = cluster.prefill.pop(), cluster.decode.pop()
+        await stop_process(prefill.process)
+        await cluster.add_worker("prefill_worker", plan.prefill[0])
+        await client.wait_for_workers(1, 1, READY_S)
+        found[STARTS[1]] = await _ask(client, f"{number} again")
+        later = plan.decode[0].model_copy(update={"worker_id": "decode-later"})
+        await cluster.add_worker("decode_worker", later)
+        await client.wait_for_workers(1, 2, READY_S)
+        await _leaves(decode, client)
+        found[STARTS[2]] = await _ask(client, f"{number} later")
     return found
 
 
 async def _leaves(worker: RoleProcess, client: Client) -> None:
     """Stop a worker, and wait until the router places nothing on it."""
     await stop_process(worker.process)
-    while any(each.worker_id == worker.name for each in (await client.cluster_status()).models[0].workers):
+    while worker.name in {each.worker_id for each in (await client.cluster_status()).models[0].workers}:
         await asyncio.sleep(0.02)
 
 

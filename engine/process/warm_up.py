@@ -104,9 +104,9 @@ class WarmUp:
             if not steps.end() and not steps.may_begin:
                 turn()
             steps.begin()
-            told, self._told = self._told, []
-            for message in told:
-                self._process(core, message)
+            said, self._told = self._told, []
+            for told in said:
+                self._process(core, told)
 
     def _process(self, core: LoanHost, told: FromEngine) -> None:
         match told:
