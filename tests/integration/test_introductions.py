@@ -46,7 +46,7 @@ class Told:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(30):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - other processes write it
                 await asyncio.sleep(0.02)
 
 
