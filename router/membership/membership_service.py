@@ -158,6 +158,8 @@ class MembershipService(pb_grpc.MembershipServicer):
                 await asyncio.sleep(0)  # let streams run
             in_step = worker.next_cache_sequence is not None
         if message.HasField("load"):
+            if worker.load is None and worker.decodes:
+                model.links.to(worker)  # connects before the first request
             model.fleet.reported(worker, message.load)
             model.on_worker_report()
         model.dispatcher.kick()
