@@ -16,7 +16,7 @@ FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm e2e ray gpu bench bench-engine bench-avx2 bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-tiers bench-router bench-gpu bench-simulator bench-advice bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches compare dynamo protos check-protos install clean
+.PHONY: demo test agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm e2e ray gpu bench bench-engine bench-avx2 bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-tiers bench-router bench-gpu bench-simulator bench-advice bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches bench-warm compare dynamo protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -200,6 +200,10 @@ bench-api: $(INSTALLED)
 
 bench-batches: $(INSTALLED)
 	@$(BIN)/python -m bench.batches
+
+# Parts: `python -m bench.warm torch vllm`.
+bench-warm: $(INSTALLED) $(VLLM_VENV)/.installed
+	@$(BIN)/python -m bench.warm
 
 bench-gpu: $(INSTALLED)
 	@$(BIN)/python -m bench.gpu

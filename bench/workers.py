@@ -15,6 +15,8 @@ from engine.block_keys import pack_tokens
 from engine.config import WorkerConfig
 from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
+from router.placement.introductions import peers_of
+from router.placement.worker_records import Worker
 from tandem.local.local_cluster import RoleProcess, start_role, stop_process
 
 REQUEST_TIMEOUT_S = 900.0
@@ -22,10 +24,13 @@ REQUEST_TIMEOUT_S = 900.0
 
 
 class _Listener(membership_pb2_grpc.MembershipServicer):
-    """Membership service that records joins and nothing else."""
+    """Membership service that names workers to each other as a router does, and places nothing."""
 
     def __init__(self) -> None:
         self.hellos: dict[str, membership_pb2.Hello] = {}
+        """Workers that have joined."""
+        self.reported: set[str] = set()
+        """Workers that have sent a load report, which makes them ready."""
         self.changed = asyncio.Event()
 
     async def Join(  # noqa: N802
@@ -33,10 +38,14 @@ class _Listener(membership_pb2_grpc.MembershipServicer):
     ) -> AsyncIterator[membership_pb2.RouterMessage]:
         async for message in request_iterator:
             if message.HasField("hello"):
-                self.hellos[message.hello.worker_id] = message.hello
+                hello = message.hello
+                self.hellos[hello.worker_id] = hello
+                peers = peers_of(hello, map(Worker, self.hellos.values()))
+                welcome = membership_pb2.Welcome(router_id="bench", incarnation=b"bench", peers=peers)
+                yield membership_pb2.RouterMessage(welcome=welcome)
+            elif message.HasField("load"):
+                self.reported.add(hello.worker_id)
                 self.changed.set()
-        return
-        yield
 
 
 class Workers:
@@ -58,16 +67,27 @@ class Workers:
     async def __aenter__(self) -> Self:
         self._listener, self._server = _Listener(), Server()
         membership_pb2_grpc.add_MembershipServicer_to_server(self._listener, self._server.grpc)
-        port = await self._server.start("0.0.0.0" if self._namespaces else "127.0.0.1", 0, [])
-        self._roles += await asyncio.gather(
-            *(self._start(name, settings, port) for name, settings in self._settings.items())
-        )
-        while len(self._listener.hellos) < len(self._settings):
-            self._listener.changed.clear()
-            await asyncio.wait_for(self._listener.changed.wait(), 30)
+        self._port = await self._server.start("0.0.0.0" if self._namespaces else "127.0.0.1", 0, [])
+        await asyncio.gather(*(self.start(name, settings) for name, settings in self._settings.items()))
         return self
 
-    async def _start(self, name: str, settings: dict[str, Any], port: int) -> RoleProcess:
+    async def start(self, name: str, settings: dict[str, Any]) -> None:
+        """Start a worker, and wait until it is ready."""
+        self._roles.append(await self._start(name, settings))
+        while name not in self._listener.reported:
+            self._listener.changed.clear()
+            await asyncio.wait_for(self._listener.changed.wait(), 30)
+
+    async def stop(self, name: str) -> None:
+        """Stop a worker."""
+        role = self.role(name)
+        self._roles.remove(role)
+        await stop_process(role.process)
+        del self._listener.hellos[name]
+        self._listener.reported.discard(name)
+
+    async def _start(self, name: str, settings: dict[str, Any]) -> RoleProcess:
+        port = self._port
         module, namespace = f"{name.split('_')[0]}_worker", self._namespaces.get(name)
         if namespace is None:
             config = WorkerConfig.parse({"worker_id": name, "routers": (f"127.0.0.1:{port}",)} | settings)
@@ -156,6 +176,10 @@ class Workers:
         while await call.read() is not grpc.aio.EOF:
             pass  # a heartbeat may have been in flight
         return seconds
+
+    async def reach(self, name: str) -> None:
+        """Connect to a worker, so that no measured request does."""
+        await self._link(name).channel_ready()
 
     def _link(self, name: str) -> grpc.aio.Channel:
         address = self.hello(name).address

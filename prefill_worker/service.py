@@ -45,6 +45,13 @@ class LendService(pb_grpc.LendServicer):
             reading.cancel()
             connection.end()
 
+    async def Meet(self, request: pb.MeetRequest, context: Any) -> pb.MeetReply:
+        try:
+            return await self._context.introductions.answer(request)
+        except ServiceError as error:
+            await context.abort_with_status(to_status(error))
+            raise
+
     def _begin(self, want: pb.Want, on_news: Callable[[], object]) -> Loan:
         return Loan(self._context, f"loan-{next(self._numbers)}", want, on_news)
 

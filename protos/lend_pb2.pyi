@@ -29,6 +29,59 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class MeetRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLER_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    endpoint: _builtins.bytes
+    """The caller's endpoint, as in Starting."""
+    incarnation: _builtins.bytes
+    """Of the called worker, as in Want."""
+    model_fingerprint: _builtins.bytes
+    @_builtins.property
+    def caller(self) -> Global___Holder:
+        """The caller."""
+
+    def __init__(
+        self,
+        *,
+        caller: Global___Holder | None = ...,
+        endpoint: _builtins.bytes = ...,
+        incarnation: _builtins.bytes = ...,
+        model_fingerprint: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "endpoint", b"endpoint", "incarnation", b"incarnation", "model_fingerprint", b"model_fingerprint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeetRequest: _TypeAlias = MeetRequest  # noqa: Y015
+
+@_typing.final
+class MeetReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    endpoint: _builtins.bytes
+    """Endpoint of the called worker, as in Starting."""
+    def __init__(
+        self,
+        *,
+        endpoint: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeetReply: _TypeAlias = MeetReply  # noqa: Y015
+
+@_typing.final
 class BorrowerFrame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -39,6 +39,11 @@ class LendStub:
                 request_serializer=protos_dot_lend__pb2.BorrowerFrame.SerializeToString,
                 response_deserializer=protos_dot_lend__pb2.LenderFrame.FromString,
                 _registered_method=True)
+        self.Meet = channel.unary_unary(
+                '/tandem.internal.v1.Lend/Meet',
+                request_serializer=protos_dot_lend__pb2.MeetRequest.SerializeToString,
+                response_deserializer=protos_dot_lend__pb2.MeetReply.FromString,
+                _registered_method=True)
 
 
 class LendServicer:
@@ -51,6 +56,14 @@ class LendServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Meet(self, request, context):
+        """Connect two workers before their first loan. The called worker connects to the caller's KV memory, answers with its
+        own endpoint, and keeps a Lend stream to the caller open. No block is held or named for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LendServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +71,11 @@ def add_LendServicer_to_server(servicer, server):
                     servicer.Lend,
                     request_deserializer=protos_dot_lend__pb2.BorrowerFrame.FromString,
                     response_serializer=protos_dot_lend__pb2.LenderFrame.SerializeToString,
+            ),
+            'Meet': grpc.unary_unary_rpc_method_handler(
+                    servicer.Meet,
+                    request_deserializer=protos_dot_lend__pb2.MeetRequest.FromString,
+                    response_serializer=protos_dot_lend__pb2.MeetReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +105,33 @@ class Lend:
             '/tandem.internal.v1.Lend/Lend',
             protos_dot_lend__pb2.BorrowerFrame.SerializeToString,
             protos_dot_lend__pb2.LenderFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Meet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.internal.v1.Lend/Meet',
+            protos_dot_lend__pb2.MeetRequest.SerializeToString,
+            protos_dot_lend__pb2.MeetReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,6 +26,10 @@ class LendStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Lend: _aio.StreamStreamMultiCallable[_lend_pb2.BorrowerFrame, _lend_pb2.LenderFrame]
     """Carry all loans between one borrower and this lender. Messages of several loans share a frame."""
+    Meet: _aio.UnaryUnaryMultiCallable[_lend_pb2.MeetRequest, _lend_pb2.MeetReply]
+    """Connect two workers before their first loan. The called worker connects to the caller's KV memory, answers with its
+    own endpoint, and keeps a Lend stream to the caller open. No block is held or named for it.
+    """
 
 class LendServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -35,5 +39,15 @@ class LendServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_abc.AsyncIterator[_lend_pb2.BorrowerFrame], _abc.AsyncIterator[_lend_pb2.LenderFrame]],
     ) -> _abc.AsyncIterator[_lend_pb2.LenderFrame]:
         """Carry all loans between one borrower and this lender. Messages of several loans share a frame."""
+
+    @_abc_1.abstractmethod
+    def Meet(
+        self,
+        request: _lend_pb2.MeetRequest,
+        context: _aio.ServicerContext[_lend_pb2.MeetRequest, _abc.Awaitable[_lend_pb2.MeetReply]],
+    ) -> _abc.Awaitable[_lend_pb2.MeetReply]:
+        """Connect two workers before their first loan. The called worker connects to the caller's KV memory, answers with its
+        own endpoint, and keeps a Lend stream to the caller open. No block is held or named for it.
+        """
 
 def add_LendServicer_to_server(servicer: LendServicer, server: _aio.Server) -> None: ...

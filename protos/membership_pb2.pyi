@@ -11,6 +11,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from protos import inference_pb2 as _inference_pb2
+from protos import lend_pb2 as _lend_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -1008,17 +1009,25 @@ class Welcome(_message.Message):
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     incarnation: _builtins.bytes
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[_lend_pb2.Holder]:
+        """Workers with which it will likely exchange blocks, the likeliest first. It connects to them before its first report,
+        and so before a request is placed on it.
+        """
+
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
         incarnation: _builtins.bytes = ...,
+        peers: _abc.Iterable[_lend_pb2.Holder] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "peers", b"peers", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

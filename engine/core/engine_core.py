@@ -72,6 +72,10 @@ class EngineCore(LoanHost):
         """Whether there is something to compute and no step runs, so the loop should not wait for messages."""
         return not self._kv_cache.in_step and bool(self._runnable() or self._requests.running_set.forkable)
 
+    @property
+    def idle(self) -> bool:
+        return not (self._kv_cache.in_step or self._requests.num_requests or self._lender_manager.num_loans)
+
     def step(self) -> bool:
         """Compute one batch and report.
 

@@ -19,14 +19,16 @@ from engine.core_types import StepBudget
 from engine.kv.kv_cache_manager import BlockMemory, KVCacheManager
 from engine.lending.block_reads import LocalRank, RemoteRank
 from engine.lending.borrower_manager import BorrowerManager
+from engine.lending.connections import Connections
 from engine.lending.corruption import Corruption
 from engine.lending.fast_path import FastPath, FastPathLink
 from engine.lending.lender_manager import LenderManager
-from engine.lending.loan import Posted, ReadCompletion, StoreFetched, StoreFound, StoreRemoved
+from engine.lending.loan import ConnectionRead, Posted, ReadCompletion, StoreFetched, StoreFound, StoreRemoved
 from engine.messages.from_engine import Audited, FromEngine, Ready
 from engine.messages.to_engine import (
     Audit,
     Cancel,
+    Connect,
     CorruptReads,
     Generate,
     InspectCache,
@@ -128,6 +130,7 @@ class LoanHost(ABC):
             self._next_arrival,
             info.adapter_fingerprints,
         )
+        self._connections = Connections(kv_cache.pool, self._emit, self.post, own, parts.others)
         self._cache_queries = CacheQueries(kv_cache, self._model_fingerprint, self._emit, self.post)
 
     def _table_parts(self) -> TableParts:
@@ -244,6 +247,11 @@ class LoanHost(ABC):
                 self._cache_queries.removed(message)
             case InspectCache():
                 self._cache_queries.answer(message)
+            case Connect():
+                self._fast_path.met(message.endpoint)
+                self._connections.open(message)
+            case ConnectionRead():
+                self._connections.read_ended(message)
             case Audit(audit_id):
                 self._emit(self.audit(audit_id))
 
@@ -269,6 +277,16 @@ class LoanHost(ABC):
             sequences=self._requests.num_requests,
             loans=self._lender_manager.num_loans,
         )
+
+    @property
+    @abstractmethod
+    def idle(self) -> bool:
+        """Whether no request and no loan is left, and no step runs."""
+
+    def drop_cache(self) -> None:
+        """Forget every cached block that nobody holds."""
+        pool = self._kv_cache.pool
+        pool.drop_idle(pool.idle_keys(pool.num_ids))
 
     # ------------------------------------------------------------------ parts
 

@@ -105,5 +105,14 @@ class StoreRemoved:
     """Why not all were removed; empty when all were."""
 
 
-Posted = ReadCompletion | StoreFound | StoreFetched | StoreRemoved
+@dataclass(frozen=True, slots=True)
+class ConnectionRead:
+    """Message from another thread: a read that opens a connection is quiet on one rank."""
+
+    query_id: int
+    arrived: bool
+    peer_gone: bool
+
+
+Posted = ReadCompletion | ConnectionRead | StoreFound | StoreFetched | StoreRemoved
 """Messages that other threads post to the engine's loop."""

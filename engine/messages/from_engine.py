@@ -28,6 +28,8 @@ class Ready(NamedTuple):
     """GPU that the engine computes on; None on a CPU."""
     weights_from_peer: bool = False
     """Whether the weights came from the peer that the start parameters offer."""
+    warm_up_s: float = 0.0
+    """Seconds that the warm-up took."""
 
 
 class StartFailed(NamedTuple):
@@ -281,6 +283,14 @@ class CacheInspected(NamedTuple):
     """Why not all objects were removed."""
 
 
+class Connected(NamedTuple):
+    """Result of Connect."""
+
+    query_id: int
+    failure: str = ""
+    """Why there is no connection; empty where there is one."""
+
+
 class WeightsOffered(NamedTuple):
     """Weight files that a borrower may read until it returns them, or why not."""
 
@@ -310,5 +320,6 @@ FromEngine = (
     | Load
     | Audited
     | CacheInspected
+    | Connected
     | WeightsOffered
 )

@@ -174,6 +174,13 @@ class Audit(NamedTuple):
     audit_id: int
 
 
+class Connect(NamedTuple):
+    """Connect to another worker's KV memory, by a read of one block that is thrown away, and answer Connected."""
+
+    query_id: int
+    endpoint: bytes
+
+
 class LendWeights(NamedTuple):
     """Make the weight files readable for a borrower, and answer WeightsOffered."""
 
@@ -201,6 +208,7 @@ ToEngine = (
     | CorruptReads
     | Audit
     | InspectCache
+    | Connect
     | LendWeights
     | ReturnWeights
 )

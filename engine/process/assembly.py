@@ -6,6 +6,7 @@ from pathlib import Path
 from engine.config import WorkerConfig, step_budget
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
+from engine.core_types import GpuDevice
 from engine.kv.layout import KvLayout
 from engine.kv.rows import Allocate, private_rows
 from engine.kv.store.opening import open_store
@@ -38,12 +39,6 @@ def open_core(
     `fast_path` links to other engines.
     """
     config = spec.config
-    limits = EngineLimits(
-        step_budget(config, spec.role, runner.gpu),
-        max_queued_loans=config.max_queued_loans,
-        reserve_output_tokens=config.reserve_output_tokens,
-        read_silence_s=config.peer_silence_s,
-    )
     fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
     allocate = private_rows if ranks is None else ranks.memory.take
     tiers = _open_tiers(config, runner.layout, fingerprint, allocate)
@@ -53,8 +48,34 @@ def open_core(
         for follower in others:
             follower.open_disk(tiers.disk_path)
     speculator = _open_speculator(spec, runner)
+    limits = limits_of(spec, runner.gpu)
     return EngineCore(
         runner, transport, limits, emit, wake, tiers, store, speculator=speculator, others=others, fast_path=fast_path
+    )
+
+
+def open_bare_core(
+    spec: EngineSpec,
+    runner: ModelRunner,
+    transport: Transport,
+    emit: Callable[[FromEngine], None],
+    wake: Callable[[], None],
+    ranks: Ranks | None,
+) -> EngineCore:
+    """Create an engine core whose blocks never leave the pool, for a warm-up."""
+    others = () if ranks is None else ranks.followers
+    speculator = _open_speculator(spec, runner)
+    return EngineCore(runner, transport, limits_of(spec, runner.gpu), emit, wake, speculator=speculator, others=others)
+
+
+def limits_of(spec: EngineSpec, gpu: GpuDevice | None) -> EngineLimits:
+    """Return the limits that a worker's settings set, or else its device."""
+    config = spec.config
+    return EngineLimits(
+        step_budget(config, spec.role, gpu),
+        max_queued_loans=config.max_queued_loans,
+        reserve_output_tokens=config.reserve_output_tokens,
+        read_silence_s=config.peer_silence_s,
     )
 
 

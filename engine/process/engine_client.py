@@ -13,6 +13,7 @@ from engine.messages.from_engine import (
     Audited,
     CacheChanged,
     CacheInspected,
+    Connected,
     FromEngine,
     KvUse,
     LendReady,
@@ -24,7 +25,7 @@ from engine.messages.from_engine import (
     Token,
     WeightsOffered,
 )
-from engine.messages.to_engine import Audit, CacheDrop, InspectCache, LendWeights, ReturnWeights, ToEngine
+from engine.messages.to_engine import Audit, CacheDrop, Connect, InspectCache, LendWeights, ReturnWeights, ToEngine
 
 EngineMessage = FromEngine | None
 
@@ -149,6 +150,14 @@ class EngineClient(EngineListener):
         inspected: CacheInspected = await self._ask(lambda number: InspectCache(number, drop_pins, tenant, drop))
         return inspected
 
+    async def connect(self, endpoint: bytes) -> str:
+        """Connect to the KV memory of another worker; return why there is no connection, or nothing.
+
+        Raises Unavailable when the engine is gone.
+        """
+        connected: Connected = await self._ask(lambda number: Connect(number, endpoint))
+        return connected.failure
+
     async def _ask(self, question: Callable[[int], ToEngine]) -> Any:
         """Return the answer to a question, which has the number it is given."""
         if self._dead:
@@ -202,7 +211,7 @@ class EngineClient(EngineListener):
                     field, _, text = reason.partition(": ")
                     if not self._ready.done():
                         self._ready.set_exception(StartError(field, text) if text else StartError("engine", field))
-                case Audited(number) | CacheInspected(number):
+                case Audited(number) | CacheInspected(number) | Connected(number):
                     if not (answer := self._answers.pop(number)).done():
                         answer.set_result(message)
                 case WeightsOffered(borrower):

@@ -9,8 +9,9 @@ from functools import partial
 from engine.core.engine_core import EngineCore
 from engine.host.core_allocation import LOOK_EVERY_S, CoreAllocation
 from engine.host.memory import belongs_in_file
+from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelRunner
-from engine.process.assembly import draft_of, open_core
+from engine.process.assembly import draft_of, open_bare_core, open_core
 from engine.process.compute_thread import ComputeThread
 from engine.process.engine_loop import OpenedEngine, Steps, run_engine
 from engine.process.fast_path_socket import open_fast_path_socket
@@ -19,10 +20,12 @@ from engine.process.ranks import Ranks
 from engine.process.runners import open_core_allocation, open_sim_runner, open_torch_runner
 from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import own_transport
+from engine.process.warm_up import WarmUp, turn_of
 from engine.process.weights import open_fetch, open_lender
 from engine.sampling.grammar_gate import GrammarGate
 from engine.tensor_parallel.runner import ParallelRunner
 from engine.weights.fetch import WeightsFetch
+from kvtransfer.transport import Transport
 
 
 def main() -> None:
@@ -96,13 +99,34 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngi
     maker = _Maker(spec, ranks, open_fetch(spec))
     thread = ComputeThread(maker.make, front.wake, maker.settle, LOOK_EVERY_S)
     runner = thread.made(ranks)
+    warm_up_s = _warm_up(spec, front, ranks, runner, thread, transport)
     if (fast_path := open_fast_path_socket()) is not None:
         front.watch(fast_path.fileno())
     core = open_core(spec, runner, transport, front.send, front.wake, ranks, fast_path)
     return OpenedEngine(
         core,
         _Steps(core, runner, thread),
-        core.start()._replace(gpu=runner.gpu, weights_from_peer=maker.from_peer),
+        core.start()._replace(gpu=runner.gpu, weights_from_peer=maker.from_peer, warm_up_s=warm_up_s),
         GrammarGate(runner.grammars, front.wake),
         open_lender(spec, runner.info, front.wake),
     )
+
+
+def _warm_up(
+    spec: EngineSpec,
+    front: FrontLink,
+    ranks: Ranks | None,
+    runner: ModelRunner,
+    thread: ComputeThread[ModelRunner],
+    transport: Transport,
+) -> float:
+    """Warm up the runner and its thread; return the seconds that it took.
+
+    Nothing of a sim engine is slow at first. Raises EngineStartError or RankLost.
+    """
+    if spec.config.engine == "sim":
+        return 0.0
+    has_tokenizer = ModelDir.open(spec.config.model).has_tokenizer
+    warming = WarmUp(runner.info, runner.layout.block_tokens, runner.pool.num_blocks, has_tokenizer)
+    core = open_bare_core(spec, runner, transport, warming.emit, front.wake, ranks)
+    return warming.run(core, _Steps(core, runner, thread), turn_of(front, ranks))

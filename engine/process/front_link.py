@@ -35,6 +35,10 @@ class FrontLink:
             self._waiter.wait(timeout_s)
         return [message for batch in self._link.receive() for message in batch]
 
+    def pause(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` for a message, or for `wake`; messages stay where they are."""
+        self._waiter.wait(timeout_s)
+
     def finish(self, timeout_s: float = 5.0) -> None:
         """Send the remaining messages, for as long as the front reads."""
         self.flush()

@@ -7,14 +7,19 @@ waits for the results. On a CPU a launch computes at once, so the second thread 
 """
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from engine.config import step_budget
-from engine.core.loan_host import EngineLimits, EngineParts
+from engine.core.loan_host import EngineParts
 from engine.errors import EngineStartError
 from engine.kv.rows import Allocate, private_rows
 from engine.kv.store.opening import open_store
+from engine.kv.store.shared_store import SharedStore
+from engine.lending.fast_path import FastPathLink
+from engine.messages.from_engine import FromEngine
+from engine.model.model_dir import ModelDir
+from engine.process.assembly import limits_of
 from engine.process.compute_thread import ComputeThread
 from engine.process.engine_loop import OpenedEngine, Steps, run_engine
 from engine.process.fast_path_socket import open_fast_path_socket
@@ -23,6 +28,7 @@ from engine.process.ranks import Ranks
 from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import own_transport
 from engine.process.vllm_start import StartedVllm, computes_at_launch, prepare_vllm, start_vllm, why_not_started
+from engine.process.warm_up import WarmUp, turn_of
 from engine.sampling.grammar_gate import GrammarGate
 from engine.tensor_parallel.gathering import GatheredBlocks
 
@@ -102,33 +108,41 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngi
     if ranks is not None:
         allocate = ranks.memory.take
         memory.gathered = GatheredBlocks(memory.part, memory.read_parts, followers, allocate)
-    limits = EngineLimits(
-        step_budget(config, spec.role, started.gpu),
-        max_queued_loans=config.max_queued_loans,
-        reserve_output_tokens=config.reserve_output_tokens,
-        read_silence_s=config.peer_silence_s,
-    )
+    hashes, depth = ComputeThread(lambda: None, front.wake), started.num_batches
+    launches_here = ranks is None and not computes_at_launch()
+
+    def core_of(emit: Callable[[FromEngine], None], fast_path: FastPathLink | None, store: SharedStore | None) -> Any:
+        return VllmCore(
+            EngineParts(transport, limits_of(spec, started.gpu), emit, front.wake, fast_path, followers),
+            started.engine,
+            memory,
+            started.block_pool,
+            started.info,
+            started.sampling,
+            started.lora,
+            store,
+            hashes.submit if depth > 1 else None,
+        )
+
+    def steps_of(core: Any) -> Steps:
+        executor = started.engine.model_executor
+        runner = BatchRunner(executor, memory, followers, thread, launches_here, core.will_fill)
+        return VllmSteps(core, runner, thread, depth, hashes)
+
+    num_blocks = memory.pool.num_blocks - 1  # without vLLM's null block
+    warming = WarmUp(started.info, layout.block_tokens, num_blocks, ModelDir.open(config.model).has_tokenizer)
+    bare = core_of(warming.emit, None, None)
+    warm_up_s = warming.run(bare, steps_of(bare), turn_of(front, ranks))
     if (fast_path := open_fast_path_socket()) is not None:
         front.watch(fast_path.fileno())
-    hashes = ComputeThread(lambda: None, front.wake)
-    depth = started.num_batches
-    core = VllmCore(
-        EngineParts(transport, limits, front.send, front.wake, fast_path, followers),
-        started.engine,
-        memory,
-        started.block_pool,
-        started.info,
-        started.sampling,
-        started.lora,
+    core = core_of(
+        front.send,
+        fast_path,
         open_store(config, layout, layout.fingerprint(started.info.weights_fingerprint), allocate),
-        hashes.submit if depth > 1 else None,
     )
-    launches_here = ranks is None and not computes_at_launch()
-    runner = BatchRunner(started.engine.model_executor, memory, followers, thread, launches_here, core.will_fill)
     grammars = GrammarGate(started.grammars, front.wake)
-    return OpenedEngine(
-        core, VllmSteps(core, runner, thread, depth, hashes), core.start()._replace(gpu=started.gpu), grammars
-    )
+    ready = core.start()._replace(gpu=started.gpu, warm_up_s=warm_up_s)
+    return OpenedEngine(core, steps_of(core), ready, grammars)
 
 
 def _start(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> tuple[StartedVllm, ComputeThread[Any]]:

@@ -3,8 +3,10 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+
+import grpc
 
 from cluster.rpc import Channels
 from cluster.tls import TlsIdentity
@@ -75,7 +77,7 @@ class Borrowing:
 
 
 class LenderStreams:
-    """Streams to lenders, each opened with the first loan from there."""
+    """Streams to lenders, each opened with the first loan from there, or before it."""
 
     def __init__(
         self,
@@ -113,6 +115,23 @@ class LenderStreams:
             fast_path=wanted.fast_path,
         )
         return self._link(holder).open(engine_id, want)
+
+    @property
+    def num_streams(self) -> int:
+        return sum(not link.broken for link in self._links.values())
+
+    def knows(self, holder: pb.Holder) -> bool:
+        """Return whether there is a stream to a lender."""
+        link = self._links.get((holder.address, holder.incarnation))
+        return link is not None and not link.broken
+
+    def connect(self, holder: pb.Holder) -> None:
+        """Open the stream to a lender before its first loan."""
+        self._link(holder)
+
+    def channel(self, holder: pb.Holder) -> AbstractContextManager[grpc.aio.Channel]:
+        """Return the channel to a worker, which stays open within the block."""
+        return self._channels.using(holder.address)
 
     def cut_off(self, worker_id: str, seconds: float) -> None:
         """Break the streams to a lender and fail all new loans from there for `seconds`, for a drill."""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -22,8 +22,11 @@ from engine.process.engine_client import EngineClient
 from engine.worker.worker_events import cache_events, load_report, messages_of, parts_of, summary
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
+from protos.lend_pb2 import Holder
 
 log = logging.getLogger(__name__)
+
+Meet = Callable[[Sequence[Holder]], Awaitable[None]]
 
 RETRY_S = 0.2
 REFUSED_RETRY_S = 5.0
@@ -76,7 +79,9 @@ class Memberships:
         draining: Callable[[], bool],
         name_taken_s: float = NAME_TAKEN_S,
         trust: TlsIdentity | None = None,
+        meet: Meet | None = None,
     ) -> None:
+        """Create them; `meet` connects to workers that a router names, before it gets the first report."""
         self._hello = hello
         self._engine = engine
         self._pinned = frozenset(pinned)
@@ -84,6 +89,7 @@ class Memberships:
         self._draining = draining
         self._name_taken_s = name_taken_s
         self._trust = trust
+        self._meet = meet
         self._roster = Roster(pinned)
         self._routers: dict[str, _Router] = {}
         self._last_load: Load | None = None
@@ -273,6 +279,8 @@ class Memberships:
             try:
                 async for answer in call:
                     if answer.HasField("welcome"):
+                        if self._meet is not None:
+                            await self._meet(answer.welcome.peers)
                         self._welcome(router, answer.welcome)
                         welcomed.set()
                     elif answer.HasField("resync"):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.discovery import Discovery
 from cluster.drain import Drain
@@ -26,6 +27,7 @@ from engine.process.child_engine import ChildEngine
 from engine.process.engine_client import EngineClient, EngineHost
 from engine.process.spec import EngineSpec
 from engine.worker.faults import Faults
+from engine.worker.introductions import Introductions
 from engine.worker.lender_streams import LenderStreams
 from engine.worker.membership import NAME_TAKEN_S, Memberships
 from engine.worker.metrics import register
@@ -35,6 +37,7 @@ from engine.worker.weights_peer import WeightsSource, lends_weights
 from engine.worker.worker_service import WorkerService
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
+from protos.lend_pb2 import Holder
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +57,15 @@ class Start:
 
     seconds: float
     """Seconds from its settings to a loaded model."""
+    warm_up_s: float
+    """Seconds of the engine's warm-up, which came after it."""
     weights_source: str
     """Source of its weights: disk, page cache, or peer and its id; empty for an engine without weights."""
 
     def __str__(self) -> str:
-        return f"{self.seconds:.1f} s" + (f", weights from {self.weights_source}" if self.weights_source else "")
+        warmed = f", warmed in {self.warm_up_s:.1f} s" if self.warm_up_s else ""
+        weights = f", weights from {self.weights_source}" if self.weights_source else ""
+        return f"{self.seconds:.1f} s{warmed}{weights}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,7 @@ class WorkerContext:
     ready: Ready
     start: Start
     lenders: LenderStreams
+    introductions: Introductions
     requests: Drain
     """Decode requests in flight."""
     loans: Drain
@@ -114,6 +122,7 @@ class Worker:
         config = context.config
         if not config.routers and not config.redis_url:
             log.warning("neither routers nor redis_url is set: this worker joins no router")
+        me = Holder(worker_id=context.worker_id, address=address, incarnation=context.incarnation)
         self._memberships = Memberships(
             _hello(context, address),
             context.engine,
@@ -122,6 +131,7 @@ class Worker:
             lambda: context.requests.draining,
             name_taken_s=config.drain_s + NAME_TAKEN_S,
             trust=member,
+            meet=partial(context.introductions.meet, me),
         )
         self._memberships.start()
 
@@ -200,6 +210,7 @@ class Worker:
 
     async def stop(self) -> None:
         await self._memberships.leave()
+        await self._context.introductions.close()
         await self._discovery.close()
         await self._server.stop(grace_s=0.5)
         await self._metrics.close()
@@ -255,9 +266,10 @@ async def start_worker(
         weights = source.own
         if ready.weights_from_peer and source.offer is not None:
             weights = f"peer {source.offer.worker_id}"
-        start = Start(time.monotonic() - began_at, weights)
+        start = Start(time.monotonic() - began_at - ready.warm_up_s, ready.warm_up_s, weights)
         log.info("started in %s", start)
         lenders = LenderStreams(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s, member)
+        introductions = Introductions(engine, lenders, ready, incarnation)
         requests, loans = Drain(), Drain()
         say_role = register(
             registry, worker_id, role, model_dir.name, ready, lambda: engine.last_load, lambda: engine.last_kv
@@ -265,7 +277,19 @@ async def start_worker(
         roles = RoleSwitch(role, config, engine, ready.gpu, say_role)
         faults = Faults(config, worker_id, engine, lenders)
         context = WorkerContext(
-            config, roles, worker_id, incarnation, model_dir, engine, ready, start, lenders, requests, loans, faults
+            config,
+            roles,
+            worker_id,
+            incarnation,
+            model_dir,
+            engine,
+            ready,
+            start,
+            lenders,
+            introductions,
+            requests,
+            loans,
+            faults,
         )
         leaving = StopRequest(requests, loans)
         server = Server(member.credentials if member else None)  # all services of a worker are internal
@@ -305,6 +329,6 @@ def _hello(context: WorkerContext, address: str) -> pb.Hello:
         traffic_share=context.config.traffic_share or 0.0,
         adapters=[pb.Adapter(name=name, fingerprint=fingerprint) for name, fingerprint in ready.adapters],
         store=ready.store,
-        start_seconds=context.start.seconds,
+        start_seconds=context.start.seconds + context.start.warm_up_s,
         weights_source=context.start.weights_source,
     )

@@ -29,7 +29,7 @@ MARGIN_BYTES = 1 << 10
 
 
 class DecodeStream:
-    """Stream to one worker, opened with the first request.
+    """Stream to one worker.
 
     Any failure ends it and all its requests.
     """

@@ -1,4 +1,4 @@
-"""Streams to all decode workers, each opened with the first request for its worker."""
+"""Streams to all decode workers, each opened with the first report of its worker."""
 
 import asyncio
 import functools

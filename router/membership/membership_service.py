@@ -16,6 +16,7 @@ from protos import membership_pb2_grpc as pb_grpc
 from router.membership.status import load_status
 from router.models.config import AUTO
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
+from router.placement.introductions import peers_of
 from router.placement.worker_records import Worker
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,9 @@ class MembershipService(pb_grpc.MembershipServicer):
         try:
             first = await anext(request_iterator, None)
             member = model, worker = self._admit(first)
-            yield pb.RouterMessage(welcome=pb.Welcome(router_id=self._router_id, incarnation=self._incarnation))
+            peers = peers_of(worker.hello, model.fleet.workers)
+            welcome = pb.Welcome(router_id=self._router_id, incarnation=self._incarnation, peers=peers)
+            yield pb.RouterMessage(welcome=welcome)
             messages = aiter(request_iterator)
             while (message := await self._next(model, worker, messages)) is not None:
                 if not await self._absorb(model, worker, message):
@@ -155,6 +158,8 @@ class MembershipService(pb_grpc.MembershipServicer):
                 await asyncio.sleep(0)  # let streams run
             in_step = worker.next_cache_sequence is not None
         if message.HasField("load"):
+            if worker.load is None and worker.decodes:
+                model.links.to(worker)  # connects before the first request
             model.fleet.reported(worker, message.load)
             model.on_worker_report()
         model.dispatcher.kick()

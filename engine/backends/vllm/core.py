@@ -120,6 +120,12 @@ class VllmCore(LoanHost):
     # ------------------------------------------------------------------ steps
 
     @property
+    def idle(self) -> bool:
+        if self._kv_cache.in_step or self._unnamed or self._scheduler.has_requests():
+            return False
+        return not (self._requests.num_requests or self._lender_manager.num_loans)
+
+    @property
     def may_schedule(self) -> bool:
         """Whether `schedule` could return a batch."""
         return not self._blocked and bool(self._scheduler.has_requests())

@@ -1,0 +1,130 @@
+"""The warm-up of an engine: what a first request needs is loaded, compiled and captured before the engine is ready.
+
+It computes requests of nobody, in a core of its own over the same model and the same block memory. The core that serves
+is made afterwards, so the warm-up leaves nothing in its cache, counters, rates and messages. It has neither tiers nor a
+store, so no block leaves the pool.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from engine.core.loan_host import LoanHost
+from engine.core_types import SamplingParams, StructuredOutput
+from engine.errors import EngineStartError, RankLost
+from engine.messages.from_engine import Failed, FromEngine, LendReady, LendRefused, Rejected
+from engine.messages.to_engine import Generate, Lend, LendClosed, ToEngine
+from engine.model_runner import ModelInfo
+from engine.process.engine_loop import Steps
+from engine.process.front_link import FrontLink
+from engine.process.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+FULL_BLOCKS = 4
+"""Full blocks of each prompt."""
+TAIL_TOKENS = 3
+"""Tokens of each prompt after its full blocks."""
+OUTPUT_TOKENS = 2
+"""One by the prompt's step, one by a decode step."""
+SALT = "tandem warm-up"
+"""Cache salt of all of it; another one would do, since no name outlives the warm-up."""
+GRAMMAR = StructuredOutput("regex", ("[a-z]+",), SALT)
+TURN_S = 0.05
+"""Longest pause between looks at the ranks, in seconds."""
+
+
+class WarmUp:
+    """The warm-up of one engine."""
+
+    def __init__(self, info: ModelInfo, block_tokens: int, num_blocks: int, grammars: bool = False) -> None:
+        """Create it for a pool of `num_blocks`; short contexts and small pools get shorter prompts.
+
+        `grammars`: whether requests may have one.
+        """
+        most = min(info.max_context_tokens, num_blocks * block_tokens) - OUTPUT_TOKENS
+        self._num_tokens = min(FULL_BLOCKS * block_tokens + TAIL_TOKENS, most)
+        self._block_tokens = block_tokens
+        self._vocab_size = info.vocab_size
+        self._grammars = grammars
+        self._told: list[FromEngine] = []
+
+    def emit(self, message: FromEngine) -> None:
+        """Take a message of the core that is warmed up."""
+        self._told.append(message)
+
+    def run(self, core: LoanHost, steps: Steps, turn: Callable[[], None]) -> float:
+        """Compute a loan and several requests; return the seconds that it took.
+
+        `core` emits to `emit`, and is thrown away afterwards. `turn` waits until there may be more to do, and raises
+        RankLost. Raises EngineStartError for an error of the engine.
+        """
+        began_at = time.monotonic()
+        try:
+            for messages in self._work():
+                self._compute(core, steps, turn, messages)
+        except (EngineStartError, RankLost):
+            raise
+        except Exception as error:
+            log.exception("the warm-up failed")
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            raise EngineStartError("engine", f"it cannot compute: {cause}") from error
+        core.drop_cache()
+        return time.monotonic() - began_at
+
+    def _work(self) -> list[list[ToEngine]]:
+        """Return messages by turn: those of one turn are computed beside each other."""
+        if self._num_tokens < 1:
+            return []
+        work: list[list[ToEngine]] = []
+        if self._num_tokens >= self._block_tokens:
+            work.append([Lend("loan", self._prompt(0), 0, SALT, may_compute=True, priority=0)])
+        greedy = SamplingParams(OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+        drawn = SamplingParams(OUTPUT_TOKENS, temperature=0.8, seed=1, ignore_eos=True)
+        cut = drawn._replace(top_p=0.9, top_k=20)
+        work.append([self._request("greedy", 0, greedy)])  # finds the blocks of the loan
+        work.append([self._request("drawn", 1, drawn)])
+        work.append([self._request("beside", 2, greedy), self._request("each other", 3, cut)])
+        if self._grammars:
+            work.append([self._request("structured", 4, drawn._replace(structured=GRAMMAR))])
+        return work
+
+    def _prompt(self, number: int) -> tuple[int, ...]:
+        return tuple((1 + number + 7 * place) % self._vocab_size for place in range(self._num_tokens))
+
+    def _request(self, name: str, number: int, sampling: SamplingParams) -> Generate:
+        return Generate(name, self._prompt(number), (), sampling, SALT, 0, borrow=False)
+
+    def _compute(self, core: LoanHost, steps: Steps, turn: Callable[[], None], messages: Seq[ToEngine]) -> None:
+        for message in messages:
+            core.handle(message)
+        while not core.idle:
+            core.handle_posted()
+            if not steps.end() and not steps.may_begin:
+                turn()
+            steps.begin()
+            said, self._told = self._told, []
+            for told in said:
+                self._process(core, told)
+
+    def _process(self, core: LoanHost, told: FromEngine) -> None:
+        match told:
+            case LendReady(loan_id, first, block_ids):
+                if first + len(block_ids) == self._num_tokens // self._block_tokens:
+                    core.handle(LendClosed(loan_id))
+            case Failed(name, failure):
+                log.warning("request %r of the warm-up failed: %s: %s", name, failure.field, failure.reason)
+            case LendRefused(name, reason) | Rejected(name, reason):
+                log.info("%r of the warm-up did not fit: %s", name, reason)
+
+
+def turn_of(front: FrontLink, ranks: Ranks | None) -> Callable[[], None]:
+    """Return the function that waits for more to do in an engine process."""
+
+    def turn() -> None:
+        if ranks is not None:
+            ranks.check()
+        front.pause(TURN_S)
+
+    return turn
