@@ -214,13 +214,19 @@ class VllmCore(LoanHost):
             return
         places = [place for each in full for place in self._kv_cache.unnamed(each.parent, each.keys, each.blocks)]
         filled = _Filled(full, places)
-        if self._fingerprint_later is None or not places:
-            none = np.empty((0, 0), np.uint64)
-            self._named(filled, self._kv_cache.compute_fingerprints(filled.blocks) if places else none)
+        if self._fingerprint_later is None or not (places or self._unnamed):
+            self._named(filled, self._fingerprints_of(filled))
             return
         self._kv_cache.pool.acquire(filled.blocks)
         self._unnamed[filled] = None
-        self._fingerprint_later(filled, lambda: self._kv_cache.compute_fingerprints(filled.blocks))
+        self._fingerprint_later(filled, lambda: self._fingerprints_of(filled))
+
+    def _fingerprints_of(self, filled: _Filled) -> NDArray[np.uint64]:
+        """Return fingerprints of the blocks that have no name, [blocks, KV heads].
+
+        From any thread.
+        """
+        return self._kv_cache.compute_fingerprints(filled.blocks) if filled.blocks else np.empty((0, 0), np.uint64)
 
     def _named(self, filled: _Filled, fingerprints: NDArray[np.uint64]) -> None:
         self._kv_cache.name(filled.places, fingerprints)
@@ -231,6 +237,7 @@ class VllmCore(LoanHost):
                 continue
             sequence.keys += each.keys[known - each.first :]
             if sequence.sampling is None:
+                sequence.num_computed = end * self._kv_cache.layout.block_tokens
                 self._lender_manager.computed(sequence, each.blocks[known - each.first :])
             else:
                 self._requests.fill_if_complete(sequence)

@@ -177,7 +177,8 @@ class Submissions:
             request = submitted.request
             # below zero when a request was preempted while a step of it was in flight
             computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
-            submitted.sequence.num_computed = computed
+            if submitted.sequence.sampling is not None:  # a loan's job has computed what is named, and no more
+                submitted.sequence.num_computed = computed
             first, end = submitted.num_filled, min(computed, request.num_tokens) // width
             if end > first:
                 hashes = request.block_hashes
