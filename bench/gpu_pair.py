@@ -68,6 +68,7 @@ async def serve(client: Client, requests: int, prompt_tokens: int) -> dict[str, 
         "verified_blocks": sum(kv.verified_blocks for kv in receipts),
         "mismatched_blocks": sum(kv.mismatched_blocks for kv in receipts),
         "failed_loans": sum(bool(kv.loan_failure) for kv in receipts),
+        "failures": sorted({kv.loan_failure for kv in receipts if kv.loan_failure}),
         "lanes": Counter(lane for kv in receipts for lane in kv.ucx_transports),
     }
 

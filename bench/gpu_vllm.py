@@ -3,11 +3,11 @@
 Parts, each for every model of `--models`:
 
 - alone: one aggregated worker of Tandem (router, front and gRPC clients included) beside vLLM's AsyncLLM, in turns;
-- pair: 1 prefill + 1 decode beside 2 aggregated workers on this GPU, and how much of a loan is left after its last chunk.
+- pair: 1 prefill + 1 decode beside 2 aggregated workers on this GPU, and what is left of a loan after its last chunk.
 
 Both sides get the same arguments. Models have random weights and are made in .bench/. Each part has a time limit, and
-.bench/gpu-vllm.json is written after each. torch.compile takes minutes at vLLM's first start: where there is little time,
-give both sides CUDA graphs without it, by --options.
+.bench/gpu-vllm.json is written after each. torch.compile takes minutes at vLLM's first start: where there is little
+time, give both sides CUDA graphs without it, by --options.
 
 `--rehearse` runs everything with a small model on the CPU, to try the program itself: its bars mean nothing.
 """
@@ -31,7 +31,7 @@ from rich.console import Console
 from bench import gpu_pair
 from bench.models import LLAMAS, kv_bytes_per_token, weight_bytes
 from bench.report import OUT, Bar, Parts, conclude, save
-from bench.vllm.sides import Limits, Loads, Setting, aggregated, bars_of, clients_of, compare, plain
+from bench.vllm.sides import Limits, Loads, Setting, bars_of, compare
 from bench.vllm.streams import Load
 from bench.vllm.transfer import timed_loans
 from engine.config import WorkerConfig
@@ -107,7 +107,7 @@ def setting_of(run: Run, name: str) -> Setting:
     cores = sorted(os.sched_getaffinity(0))
     small = {"max_num_seqs": 16, "enforce_eager": True}
     return replace(
-        setting, kv_mib=256, step_tokens=2048, options=options | small | run.options, cores=cores[:1], other_cores=cores
+        setting, kv_mib=256, step_tokens=2048, options=options | small | run.options, cores=cores, other_cores=cores
     )
 
 
@@ -148,10 +148,10 @@ def all_bars(run: Run, figures: dict[str, Any]) -> list[Bar]:
         if "loans" in kept:
             what = f"{model}, loan of {run.sizes.loan_tokens:,} tokens: after its last chunk / computing the prompt"
             bars.append(Bar(what, kept["loans"]["left"], LEFT_LIMIT))
-        if set(gpu_pair.POOLS) <= set(kept):
-            bars += gpu_pair.bars_of(
-                f"{model}, two workers on this GPU", kept, "memory" if run.rehearses else "cuda_ipc"
-            )
+        pools = {name: kept[name] for name in gpu_pair.POOLS if name in kept}
+        if len(pools) == len(gpu_pair.POOLS):
+            lane = "memory" if run.rehearses else "cuda_ipc"
+            bars += gpu_pair.bars_of(f"{model}, two workers on this GPU", pools, lane)
     return bars
 
 
@@ -181,14 +181,6 @@ def gpu_of(python: Path) -> dict[str, Any]:
     found = subprocess.run([str(python), "-c", look], capture_output=True, text=True, check=True)
     gpu: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
     return gpu
-
-
-async def cached_tokens(setting: Setting, load: Load) -> list[int]:
-    """Return plain vLLM's greedy tokens of a prompt that it has cached."""
-    with tempfile.TemporaryDirectory() as scratch:
-        async with plain(setting, Path(scratch)) as vllm:
-            await vllm.offer(load)
-            return (await vllm.offer(replace(load, keeps_tokens=True))).token_ids[0]
 
 
 def main() -> None:

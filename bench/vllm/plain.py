@@ -1,10 +1,9 @@
 """vLLM alone, as a process that answers loads: `python -m bench.vllm.plain JSON`, in vLLM's environment.
 
-JSON has `arguments` of vLLM's AsyncEngineArgs and, on CPUs, the `cores` that its engine computes on and the `other_cores`
-for its front, which is this process.
+JSON has `arguments` of vLLM's AsyncEngineArgs and, on CPUs, the `cores` that its engine computes on and the
+`other_cores` for its front, which is this process.
 """
 
-import asyncio
 import contextlib
 import importlib.util
 import json

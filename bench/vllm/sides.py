@@ -100,10 +100,10 @@ class Clients:
         self._command, self._count, self._variables = command, count, variables or {}
         self._processes: list[asyncio.subprocess.Process] = []
         self.about: dict[str, Any] = {}
-        """Facts that the first process printed."""
+        """Facts that the processes print when they have started; equal for all."""
 
     async def __aenter__(self) -> Self:
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by _stop
         environment = os.environ | {"PYTHONPATH": str(ROOT)} | self._variables
         try:
             for _ in range(self._count):
@@ -117,7 +117,8 @@ class Clients:
                     start_new_session=True,
                 )
                 self._processes.append(process)
-            self.about = [await self._line(process) for process in self._processes][0]
+            for process in self._processes:
+                self.about = await self._line(process)
         except BaseException:
             await self._stop()
             raise

@@ -42,7 +42,7 @@ async def timed_loans(client: Client, prompts: Iterable[Sequence[int]]) -> list[
         sampling = pb.Sampling(max_tokens=2, temperature=0, ignore_eos=True)
         async for message in client.generate(token_ids=token_ids, sampling=sampling):
             first_at = first_at or time.monotonic()
-        receipt = message.finish.receipt
+            receipt = message.finish.receipt
         if receipt.kv.lender_computed_blocks != (len(token_ids) - 1) // BLOCK:
             raise RuntimeError(f"the prompt was not computed for a loan: {receipt}")
         stages = {stage.name: stage.duration_ms for stage in receipt.stages}
