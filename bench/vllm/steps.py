@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from rich.console import Console
 
-from bench.report import Bar, of_rounds
+from bench.report import Bar, of_rounds, percentile
 from bench.vllm.compared import BLOCK, VLLM
 from bench.vllm.step_engine import FIRST_TOKEN, Gaps, RunPlain, TakeGaps
 from cluster.roles import Role
@@ -52,7 +52,7 @@ from engine.process.spec import EngineSpec
 
 MODEL = Path("examples/storyteller/model").absolute()
 V2 = Path("tests/support/vllm_v2/python").absolute()
-STREAMS, PROMPT, OUTPUT = 8, 64, 96
+STREAMS, PROMPT, OUTPUT = 8, 64, 48
 LOAN_PROMPT = 321
 """Tokens of a lent prompt: ten blocks and one token."""
 ROUNDS = 5
@@ -208,6 +208,8 @@ def measure_steps(cores: Sequence[int], console: Console) -> dict[str, Any]:
         for number in range(ROUNDS + 1):
             plain = engines.take_gaps(RunPlain(STREAMS, PROMPT, OUTPUT, engines.measured.ready.vocab_size, number))
             tandem = _run_tandem(engines)
+            medians = [round(percentile(gaps, 0.5), 3) for gaps in (plain, tandem)]
+            console.print(f"round {number}, median ms between steps: vLLM's loop, Tandem's:", medians)
             if number:  # the first round compiles
                 sides["vllm"].append(plain)
                 sides["tandem"].append(tandem)
