@@ -31,7 +31,7 @@ from rich.console import Console
 from bench import gpu_pair
 from bench.models import LLAMAS, kv_bytes_per_token, weight_bytes
 from bench.report import OUT, Bar, Parts, conclude, save
-from bench.vllm.sides import Limits, Loads, Setting, bars_of, compare
+from bench.vllm.sides import Limits, Loads, Setting, bars_of, compare, end_on_sigterm
 from bench.vllm.streams import Load
 from bench.vllm.transfer import timed_loans
 from engine.config import WorkerConfig
@@ -156,6 +156,7 @@ def all_bars(run: Run, figures: dict[str, Any]) -> list[Bar]:
 
 
 async def measure(run: Run, gpu: dict[str, Any], console: Console) -> None:
+    end_on_sigterm()
     parts = Parts(console)
     for name in run.models:
         with parts.guard(f"model {name}"):

@@ -20,6 +20,7 @@ from bench.report import OUT, Bar, Parts, conclude, save
 from bench.vllm.aggregated import aggregated_bars, compare_aggregated
 from bench.vllm.compared import VLLM, compare_alone, compare_beside, compare_pairs
 from bench.vllm.faults import fault_bars, measure_faults
+from bench.vllm.sides import end_on_sigterm
 from bench.vllm.steps import measure_steps, step_bars
 from bench.vllm.transfer import measure_transfer
 
@@ -64,6 +65,7 @@ def make_model() -> Path:
 
 
 async def main(parts: list[str]) -> None:
+    end_on_sigterm()
     console = Console(width=160)
     if not (VLLM / "bin" / "vllm").exists():
         sys.exit(f"error: {VLLM} holds no vllm; run this by `make bench-vllm`")

@@ -93,6 +93,13 @@ class Setting:
         return plan_topology(num_prefill, num_decode, settings, self.worker(), cores, finds_cores=lambda _: True)
 
 
+def end_on_sigterm() -> None:
+    """Let SIGTERM, as `timeout` sends it, cancel the running task, so that no process of a benchmark is left."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
 class Clients:
     """Async context manager of processes that answer loads, see `streams.py`."""
 
