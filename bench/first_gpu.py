@@ -11,15 +11,19 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.report import OUT
+from bench.vllm.sides import Setting, plain
+from bench.vllm.streams import Load
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
 from engine.process.vllm_arguments import vllm_python
@@ -28,7 +32,7 @@ from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
 
-MODEL = Path("examples/storyteller/model")
+MODEL = Path("examples/storyteller/model").absolute()
 PROMPT = list(range(5, 325))
 """Token ids of a prompt of 20 blocks."""
 MAX_TOKENS = 32
@@ -82,8 +86,8 @@ class Stages:
             ("machine", self.machine),
             ("kernels against references", self.kernels),
             ("KV between GPU memories", self.transport),
-            ("one worker", lambda: asyncio.run(self.serve(0, "torch"))),
-            ("1 prefill + 1 decode", lambda: asyncio.run(self.serve(1, "torch"))),
+            ("one worker", lambda: asyncio.run(self.serve(0))),
+            ("1 prefill + 1 decode", lambda: asyncio.run(self.serve(1))),
             ("1 prefill + 1 decode, engine: vllm", self.vllm),
             ("bench-gpu", self.bench),
         ]
@@ -107,29 +111,48 @@ class Stages:
         self._need_gpu()
         return run(*PYTEST, "tests/gpu/test_vram_transport.py", TRITON_INTERPRET="0")
 
-    async def serve(self, num_prefill: int, engine: str) -> str:
+    async def serve(self, num_prefill: int) -> str:
         """Serve a prompt on a cluster, and check that its tokens are those of a CPU in float32."""
-        settings = {"model": MODEL, "engine": engine, "kv_memory_mib": GPU_BYTES_MIB}
-        settings |= {"device": self._device, "dtype": "float32"} if engine == "torch" else {"dtype": "float32"}
+        settings = {"model": MODEL, "kv_memory_mib": GPU_BYTES_MIB, "device": self._device, "dtype": "float32"}
         if self._expected is None:
-            self._expected = await answer(0, {"model": MODEL, "device": "cpu", "dtype": "float32"})
-        expected = self._expected
-        found = await answer(num_prefill, settings)
-        if found.token_ids != expected.token_ids:
-            pairs = enumerate(zip(found.token_ids, expected.token_ids, strict=True))
+            self._expected = await answer(PROMPT, 0, {"model": MODEL, "device": "cpu", "dtype": "float32"})
+        found = await answer(PROMPT, num_prefill, settings)
+        return self._checked(found, self._expected.token_ids, "a CPU's", bool(num_prefill))
+
+    async def serve_vllm(self, python: Path) -> str:
+        """Serve a prompt by vLLM engines, and check that its tokens are plain vLLM's when it has the prompt cached.
+
+        In bfloat16 vLLM's own tokens of a cached and of an uncached prompt differ.
+        """
+        cores = sorted(os.sched_getaffinity(0)) if self._device == "cpu" else []
+        vocabulary = json.loads((MODEL / "config.json").read_text())["vocab_size"]
+        options = {"max_model_len": 1024, "enforce_eager": True}
+        setting = Setting(MODEL, vocabulary, "bfloat16", GPU_BYTES_MIB, 2048, options, python, cores, other_cores=cores)
+        load = Load(1, len(PROMPT), MAX_TOKENS, vocabulary)
+        with tempfile.TemporaryDirectory() as scratch:
+            async with plain(setting, Path(scratch)) as vllm:
+                await vllm.offer(load)
+                expected = await vllm.offer(replace(load, keeps_tokens=True))
+        found = await answer(load.prompt(0), 1, setting.worker())
+        return self._checked(found, expected.token_ids[0], "plain vLLM's with its prompt cached", moves=True)
+
+    def _checked(self, found: Answer, expected: list[int], whose: str, moves: bool) -> str:
+        """Return what is right about an answer. Raises RuntimeError for other tokens, and for KV that moved wrongly."""
+        if found.token_ids != expected:
+            pairs = enumerate(zip(found.token_ids, expected, strict=True))
             equal = next(number for number, (one, other) in pairs if one != other)
-            raise RuntimeError(f"the tokens differ from those of a CPU after {equal} of {MAX_TOKENS}")
+            raise RuntimeError(f"the tokens differ from {whose} after {equal} of {MAX_TOKENS}")
         kv = found.receipt.kv
-        if not num_prefill:
-            return f"{MAX_TOKENS} tokens as on a CPU"
+        if not moves:
+            return f"{MAX_TOKENS} tokens equal {whose}"
         if kv.mismatched_blocks or kv.loan_failure or not kv.verified_blocks:
             raise RuntimeError(
                 f"{kv.verified_blocks} blocks were verified, {kv.mismatched_blocks} differed; {kv.loan_failure}"
             )
         lanes = ", ".join(kv.ucx_transports)
-        if self._device != "cpu" and engine == "torch" and "cuda_ipc" not in lanes:
+        if self._device != "cpu" and "cuda_ipc" not in lanes:
             raise RuntimeError(f"KV moved over {lanes}, not over CUDA IPC")
-        return f"{MAX_TOKENS} tokens as on a CPU; {kv.verified_blocks} blocks verified, over {lanes}"
+        return f"{MAX_TOKENS} tokens equal {whose}; {kv.verified_blocks} blocks verified, over {lanes}"
 
     def vllm(self) -> str:
         try:
@@ -140,7 +163,7 @@ class Stages:
             sees = "import torch; print(torch.cuda.is_available())"
             if run(str(python), "-c", sees) != "True":
                 raise Skipped(f"the torch of {python} sees no GPU: install vLLM's CUDA build there")
-        return asyncio.run(self.serve(1, "vllm"))
+        return asyncio.run(self.serve_vllm(python))
 
     def bench(self) -> str:
         self._need_gpu()
@@ -151,8 +174,8 @@ class Stages:
             raise Skipped("it needs a GPU")
 
 
-async def answer(num_prefill: int, settings: dict[str, object]) -> Answer:
-    """Serve the prompt greedily on a cluster of one decode worker and `num_prefill` prefill workers."""
+async def answer(prompt: list[int], num_prefill: int, settings: dict[str, Any]) -> Answer:
+    """Serve a prompt greedily on a cluster of one decode worker and `num_prefill` prefill workers."""
     token_ids: list[int] = []
     router = {"model": MODEL, "port": 0}
     async with (
@@ -160,7 +183,7 @@ async def answer(num_prefill: int, settings: dict[str, object]) -> Answer:
         Client(cluster.address) as client,
     ):
         sampling = pb.Sampling(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
-        async for message in client.generate(token_ids=PROMPT, sampling=sampling, timeout_s=120):
+        async for message in client.generate(token_ids=prompt, sampling=sampling, timeout_s=120):
             token_ids += message.token_ids
     return Answer(token_ids, message.finish.receipt)
 

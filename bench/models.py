@@ -1,10 +1,11 @@
 """Models of known shapes with random weights, made on the spot.
 
-No benchmark depends on their output.
+No benchmark depends on their output. `python -m bench.models NAME FOLDER DTYPE` makes one of `LLAMAS`.
 """
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,29 @@ LLAMA_8B = {
     "bos_token_id": 128_000,
 }
 
+LLAMA_1B = LLAMA_8B | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+
+LLAMA_170M = LLAMA_8B | {
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+"""A shape of 174 million parameters, whose steps take tens of milliseconds on one core."""
+
+LLAMAS = {"small": SMALL_LLAMA, "170m": LLAMA_170M, "1b": LLAMA_1B, "8b": LLAMA_8B}
+
 
 def llama_8b(device: str) -> "BuiltModel":
     """Make the shape of Llama 3 8 B in bfloat16 on the device: 16 GB, and no file."""
@@ -92,32 +116,34 @@ def qwen2_half_b(path: Path, num_layers: int | None = None, dtype: str = "bfloat
     return path
 
 
-def llama(path: Path, shape: dict[str, Any]) -> Path:
-    """Make a Llama of this shape in bfloat16 on the GPU, with a tokenizer of one word per token."""
+def llama(path: Path, shape: dict[str, Any], dtype: str = "bfloat16", device: str = "cpu") -> Path:
+    """Make a Llama of this shape once, on the device, with a tokenizer of one word per token."""
+    if (path / "tokenizer.json").exists():
+        return path
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    with torch.device("cuda"):
-        AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.bfloat16).save_pretrained(path)
-    torch.cuda.empty_cache()
+    shutil.rmtree(path, ignore_errors=True)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=getattr(torch, dtype))
+    model.save_pretrained(path)
+    del model
+    if device == "cuda":
+        torch.cuda.empty_cache()
     _word_tokenizer(path, shape["vocab_size"], "w1")
     return path
 
 
-def small_llama(path: Path, dtype: str) -> Path:
-    """Make the shape of SMALL_LLAMA once, with a tokenizer of one word per token."""
-    if (path / "tokenizer.json").exists():
-        return path
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+def cpu_dtype() -> str:
+    """Return the precision in which this machine's CPU multiplies fast."""
+    return "bfloat16" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else "float32"
 
-    shutil.rmtree(path, ignore_errors=True)
-    torch.manual_seed(0)
-    with torch.device("cpu"):
-        model = LlamaForCausalLM(LlamaConfig(**SMALL_LLAMA)).to(getattr(torch, dtype))
-    model.save_pretrained(path)
-    _word_tokenizer(path, SMALL_LLAMA["vocab_size"], "w1")
-    return path
+
+def kv_bytes_per_token(shape: dict[str, Any]) -> int:
+    """Return the bytes of one token's keys and values in bfloat16."""
+    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    return int(shape["num_hidden_layers"] * shape["num_key_value_heads"] * head_dim * 2 * 2)
 
 
 def _word_tokenizer(path: Path, vocab_size: int, eos_token: str) -> None:
@@ -158,3 +184,15 @@ def linear_shapes(path: Path) -> list[tuple[int, int, int]]:
         (hidden, inner, layers),
         (config["vocab_size"], hidden, 1),
     ]
+
+
+def main() -> None:
+    """Make the model that the command line names; in vLLM's environment, too."""
+    import torch
+
+    name, path, dtype = sys.argv[1:]
+    llama(Path(path), LLAMAS[name], dtype, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+if __name__ == "__main__":
+    main()

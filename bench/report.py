@@ -91,6 +91,11 @@ def conclude(
         table.add_row(part, "", "failed", "short")
     console.print(table)
     console.print(f"bars: {sum(bar.met for bar in bars)} of {len(bars) + len(failed)} met")
+    save(name, bars, figures, failed)
+
+
+def save(name: str, bars: Sequence[Bar], figures: Mapping[str, Any], failed: Mapping[str, str]) -> None:
+    """Write .bench/<name>.json; also after each part, where a machine may go away before the last one."""
     OUT.mkdir(exist_ok=True)
     machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
     content = {

@@ -20,6 +20,20 @@ START_TIMEOUT_S = 600.0
 KV_GIB = 4
 
 
+def cpu_variables(environment: Path, cores: Sequence[int], cache: Path) -> dict[str, str]:
+    """Return the variables of vLLM on these cores, with the libraries to preload of its manual."""
+    libraries = [*environment.rglob("libiomp5.so"), *environment.rglob("libtcmalloc*.so*")]
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CACHE_ROOT": str(cache),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "LD_PRELOAD": ":".join(map(str, libraries)),
+    }
+
+
 class VllmServer:
     """Async context manager of a server; `pause` stops its processes while another system is measured."""
 
@@ -36,7 +50,7 @@ class VllmServer:
     ) -> None:
         self._environment = environment
         self._port = port
-        self._more_variables = variables or {}
+        self._more_variables = dict(variables or {})
         self._model = model
         self._cores = cores
         self._cache = cache
@@ -113,17 +127,7 @@ class VllmServer:
                     yield time.monotonic()
 
     def _variables(self) -> dict[str, str]:
-        libraries = [*self._environment.rglob("libiomp5.so"), *self._environment.rglob("libtcmalloc*.so*")]
-        return os.environ | {
-            "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, self._cores)),
-            "VLLM_CACHE_ROOT": str(self._cache),
-            "TORCHINDUCTOR_CACHE_DIR": str(self._cache / "inductor"),
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "LD_PRELOAD": ":".join(map(str, libraries)),
-            **self._more_variables,
-        }
+        return os.environ | cpu_variables(self._environment, self._cores, self._cache) | self._more_variables
 
     async def _await_ready(self) -> None:
         give_up_at = time.monotonic() + START_TIMEOUT_S

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from bench.compare import control_plane, load, partition, predicted, routers, scale
 from bench.compare.systems import MODEL_NAME, Machine
-from bench.models import small_llama
+from bench.models import SMALL_LLAMA, cpu_dtype, llama
 from bench.report import OUT, Bar, Parts, conclude
 from bench.vllm.faults import fault_bars, measure_faults
 
@@ -23,8 +23,8 @@ PARTS = ("faults", "partition", "load", "routers", "control", "scale", "predicte
 
 def this_machine() -> Machine:
     """Return the model in the precision that this CPU multiplies fast, and the cores."""
-    dtype = "bfloat16" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else "float32"
-    model = small_llama((OUT / f"small-llama-{dtype}" / MODEL_NAME).absolute(), dtype)
+    dtype = cpu_dtype()
+    model = llama((OUT / f"small-llama-{dtype}" / MODEL_NAME).absolute(), SMALL_LLAMA, dtype)
     return Machine(model, dtype, sorted(os.sched_getaffinity(0)))
 
 

@@ -1,23 +1,30 @@
-"""`make bench-vllm`, or `python -m bench.vllm PART ...` for some parts: alone, pair, beside, transfer, faults."""
+"""`make bench-vllm`, or `python -m bench.vllm PART ...` for some parts.
+
+Parts: alone, aggregated, steps, pair, beside, transfer, faults. .bench/vllm.json is written after each.
+"""
 
 import asyncio
 import os
 import shutil
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import uvloop
 from rich.console import Console
 
-from bench.models import qwen2_half_b
-from bench.report import OUT, Bar, conclude
+from bench.models import cpu_dtype, qwen2_half_b
+from bench.report import OUT, Bar, Parts, conclude, save
+from bench.vllm.aggregated import aggregated_bars, compare_aggregated
 from bench.vllm.compared import VLLM, compare_alone, compare_beside, compare_pairs
 from bench.vllm.faults import fault_bars, measure_faults
+from bench.vllm.sides import end_on_sigterm
+from bench.vllm.steps import measure_steps, step_bars
 from bench.vllm.transfer import measure_transfer
 
-PARTS = ("alone", "pair", "beside", "transfer", "faults")
+PARTS = ("alone", "aggregated", "steps", "pair", "beside", "transfer", "faults")
 
 
 def bars_of(figures: dict[str, Any]) -> list[Bar]:
@@ -36,6 +43,10 @@ def bars_of(figures: dict[str, Any]) -> list[Bar]:
     add("pair", "the same: TTFT p99", "ttft_p99_ms", 1.0)
     add("pair", "pair, 32 x (256 in, 64 out): output tokens/s, / NixlConnector", "tokens_per_s", 1.0, True)
     add("beside", "pair, 8 streams beside long prompts: ITL p99, / NixlConnector", "itl_p99_ms", 1.0)
+    if "aggregated" in figures:
+        bars += aggregated_bars(figures["aggregated"])
+    if "steps" in figures:
+        bars += step_bars(figures["steps"])
     if "transfer" in figures:
         bars.append(Bar("fingerprints on both sides / TTFT of 1,024 tokens", figures["transfer"]["fingerprints"], 0.03))
         what = "4 chunks: last chunk computed to last block bound / whole transfer"
@@ -45,44 +56,42 @@ def bars_of(figures: dict[str, Any]) -> list[Bar]:
     return bars
 
 
+@cache
 def make_model() -> Path:
     """Make Qwen2 0.5 B's shape; on CPUs that do not multiply bfloat16, a quarter of its layers in float32."""
-    if "avx512_bf16" in Path("/proc/cpuinfo").read_text():
+    if cpu_dtype() == "bfloat16":
         return qwen2_half_b(OUT / "qwen2-0.5b")
     return qwen2_half_b(OUT / "qwen2-quarter", 6, "float32")
 
 
 async def main(parts: list[str]) -> None:
+    end_on_sigterm()
     console = Console(width=160)
     if not (VLLM / "bin" / "vllm").exists():
         sys.exit(f"error: {VLLM} holds no vllm; run this by `make bench-vllm`")
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         sys.exit("error: cores: a prefill and a decode engine need two")
-    model = await asyncio.to_thread(make_model)
-    console.print(f"model: {model.name}")
     scratch = Path(tempfile.mkdtemp(prefix="tandem-bench-"))
-    figures: dict[str, Any] = {}
-    failed: list[str] = []
+    kept = Parts(console)
     work = {
-        "alone": lambda: compare_alone(model, cores, scratch, console),
-        "pair": lambda: compare_pairs(model, cores, scratch, console),
-        "beside": lambda: compare_beside(model, cores, scratch, console),
-        "transfer": lambda: measure_transfer(model, cores, console),
+        "alone": lambda: compare_alone(make_model(), cores, scratch, console),
+        "aggregated": lambda: compare_aggregated(cores, console),
+        "steps": lambda: asyncio.to_thread(measure_steps, cores, console),
+        "pair": lambda: compare_pairs(make_model(), cores, scratch, console),
+        "beside": lambda: compare_beside(make_model(), cores, scratch, console),
+        "transfer": lambda: measure_transfer(make_model(), cores, console),
         "faults": lambda: measure_faults(cores, scratch, console),
     }
     try:
         for part in parts:
-            try:
-                figures[part] = await work[part]()
-            except Exception:
-                console.print_exception()
-                failed.append(part)
+            await kept.measure(part, work[part]())
+            save("vllm", bars_of(kept.figures), kept.figures, kept.failed)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    conclude("vllm", bars_of(figures), figures, console)
-    if failed:
-        sys.exit(f"error: these parts failed: {', '.join(failed)}")
+    conclude("vllm", bars_of(kept.figures), kept.figures, console, kept.failed)
+    if kept.failed:
+        sys.exit(f"error: these parts failed: {', '.join(kept.failed)}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +16,58 @@ from bench.engine import Tandem, prompt
 from bench.vllm.compared import BLOCK
 from kvtransfer.fingerprint import PlaneFingerprints
 from protos import inference_pb2 as pb
+from tandem.client import Client
 
 PROMPT_TOKENS, CHUNK, ROUNDS = 1024, 256, 6
 HEAD_DIM = 64
 """Head size of `bench.models.qwen2_half_b`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """Times of one request whose whole prompt was computed for a loan, in milliseconds."""
+
+    left_ms: float
+    """From the last chunk computed to the last block bound."""
+    lender_ms: float
+    """Computing of the prompt."""
+    ttft_ms: float
+
+
+async def timed_loans(client: Client, prompts: Iterable[Sequence[int]]) -> list[Loan]:
+    """Send the prompts one after the other; raise RuntimeError for one that was not computed for a loan."""
+    loans = []
+    for token_ids in prompts:
+        asked_at, first_at = time.monotonic(), 0.0
+        sampling = pb.Sampling(max_tokens=2, temperature=0, ignore_eos=True)
+        async for message in client.generate(token_ids=token_ids, sampling=sampling):
+            first_at = first_at or time.monotonic()
+            receipt = message.finish.receipt
+        if receipt.kv.lender_computed_blocks != (len(token_ids) - 1) // BLOCK:
+            raise RuntimeError(f"the prompt was not computed for a loan: {receipt}")
+        stages = {stage.name: stage.duration_ms for stage in receipt.stages}
+        ttft_ms = 1e3 * (first_at - asked_at)
+        loans.append(Loan(stages["transfer of the last blocks"], stages["lender prefill"], ttft_ms))
+    return loans
+
+
 async def measure_transfer(model: Path, cores: Sequence[int], console: Console) -> dict[str, Any]:
     """Measure loans of prompts of four chunks."""
     settings = {"engine": "vllm", "block_tokens": BLOCK, "max_prefill_tokens": CHUNK}
-    left, whole, ttfts = [], [], []
     async with Tandem(model, cores, 1, **settings) as tandem:
-        for number in range(ROUNDS):
-            asked_at = time.monotonic()
-            sampling = pb.Sampling(max_tokens=2, temperature=0, ignore_eos=True)
-            first_at = 0.0
-            async for message in tandem.client.generate(
-                token_ids=[*prompt(PROMPT_TOKENS, number), 1], sampling=sampling
-            ):
-                first_at = first_at or time.monotonic()
-                if message.HasField("finish"):
-                    receipt = message.finish.receipt
-            stages = {stage.name: stage.duration_ms for stage in receipt.stages}
-            assert receipt.kv.lender_computed_blocks == PROMPT_TOKENS // BLOCK, receipt
-            if number:  # the first one compiles
-                left.append(stages["transfer of the last blocks"])
-                whole.append(stages["lender prefill"] + stages["transfer of the last blocks"])
-                ttfts.append(1e3 * (first_at - asked_at))
+        prompts = ([*prompt(PROMPT_TOKENS, number), 1] for number in range(ROUNDS))
+        loans = (await timed_loans(tandem.client, prompts))[1:]  # the first one compiles
     folding_ms = await asyncio.to_thread(_fingerprint_ms, model, PROMPT_TOKENS // BLOCK)
+    left_ms = statistics.median(loan.left_ms for loan in loans)
+    whole_ms = statistics.median(loan.lender_ms + loan.left_ms for loan in loans)
+    ttft_ms = statistics.median(loan.ttft_ms for loan in loans)
     figures = {
-        "left_ms": statistics.median(left),
-        "whole_ms": statistics.median(whole),
-        "ttft_ms": statistics.median(ttfts),
+        "left_ms": left_ms,
+        "whole_ms": whole_ms,
+        "ttft_ms": ttft_ms,
         "fingerprints_ms": 2 * folding_ms,
-        "overlap": statistics.median(left) / statistics.median(whole),
-        "fingerprints": 2 * folding_ms / statistics.median(ttfts),
+        "overlap": left_ms / whole_ms,
+        "fingerprints": 2 * folding_ms / ttft_ms,
     }
     console.print("transfer:", figures)
     return figures

@@ -1,0 +1,347 @@
+"""Plain vLLM and one aggregated Tandem worker with equal arguments, under the same loads in turns.
+
+`bench/gpu_vllm.py` compares them on a GPU, `bench/vllm/shared_cores.py` on CPUs.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+
+from bench.report import Bar, percentile
+from bench.vllm.compared import BLOCK, quiet
+from bench.vllm.streams import SAMPLINGS, Load, Offered
+from bench.vllm_server import cpu_variables
+from tandem.local.local_cluster import LocalCluster
+from tandem.topology import Topology, plan_topology
+
+ROOT = Path(__file__).parents[2]
+LEAD_S = 0.3
+"""Seconds from asking the client processes to the start of a load, so that all of them begin together."""
+END_S = 20.0
+LONG_PROMPTS = 4
+"""Prompts a turn, one after the other, whose time to first token is measured."""
+LAST_LINES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Model and arguments of both sides."""
+
+    model: Path
+    vocabulary: int
+    dtype: str
+    kv_mib: int
+    step_tokens: int
+    """Largest number of tokens in a step."""
+    options: Mapping[str, Any]
+    """Other arguments of vLLM's EngineArgs."""
+    python: Path
+    """Interpreter of vLLM's environment."""
+    cores: Sequence[int] = ()
+    """CPU cores that the engine computes on; none on a GPU."""
+    other_cores: Sequence[int] = ()
+    """CPU cores of all other processes: vLLM's front; Tandem's router, front and clients."""
+    clients: int = 1
+    """Client processes in front of Tandem's router."""
+
+    def plain_arguments(self) -> dict[str, Any]:
+        """Return the arguments of plain vLLM."""
+        arguments = {
+            "model": str(self.model),
+            "dtype": self.dtype,
+            "block_size": BLOCK,
+            "kv_cache_memory_bytes": self.kv_mib << 20,
+            "max_num_batched_tokens": self.step_tokens,
+            **self.options,
+        }
+        # vLLM demands this share to be free although the size of its pool is given, and the other side uses the GPU too
+        return arguments if self.cores else {"gpu_memory_utilization": 0.01} | arguments
+
+    def worker(self) -> dict[str, Any]:
+        """Return the settings of a Tandem worker."""
+        settings = {
+            "model": self.model,
+            "engine": "vllm",
+            "vllm_python": self.python,
+            "dtype": self.dtype,
+            "block_tokens": BLOCK,
+            "kv_memory_mib": self.kv_mib,
+            "max_batch_tokens": self.step_tokens,
+            "max_prefill_tokens": self.step_tokens,
+            "vllm_options": dict(self.options),
+        }
+        return settings | ({"device": "cpu", "cores": tuple(self.cores)} if self.cores else {})
+
+    def topology(self, num_prefill: int, num_decode: int, **router: Any) -> Topology:
+        """Return a cluster whose vLLM engines have no cores but those that the setting names."""
+        settings = {"model": self.model, "port": 0} | router
+        cores = sorted(os.sched_getaffinity(0))
+        return plan_topology(num_prefill, num_decode, settings, self.worker(), cores, finds_cores=lambda _: True)
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM, as `timeout` sends it, cancel the running task, so that no process of a benchmark is left."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+class Clients:
+    """Async context manager of processes that answer loads, see `streams.py`."""
+
+    def __init__(self, command: Sequence[str], count: int = 1, variables: Mapping[str, str] | None = None) -> None:
+        self._command, self._count, self._variables = command, count, variables or {}
+        self._processes: list[asyncio.subprocess.Process] = []
+        self.about: dict[str, Any] = {}
+        """Facts that the processes print when they have started; equal for all."""
+
+    async def __aenter__(self) -> Self:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by _stop
+        environment = os.environ | {"PYTHONPATH": str(ROOT)} | self._variables
+        try:
+            for _ in range(self._count):
+                process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=self._log,
+                    env=environment,
+                    limit=1 << 28,
+                    start_new_session=True,
+                )
+                self._processes.append(process)
+            for process in self._processes:
+                self.about = await self._line(process)
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stop()
+
+    async def offer(self, load: Load) -> Offered:
+        """Offer a load, shared out to the processes. Raises RuntimeError when a stream is lost."""
+        count = min(self._count, load.streams)
+        began_at = time.monotonic() + LEAD_S
+        firsts = [load.streams * number // count for number in range(count + 1)]
+        for process, first, end in zip(self._processes, firsts, firsts[1:], strict=False):
+            share = asdict(replace(load, streams=end - first, first=load.first + first)) | {"began_at": began_at}
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(share).encode() + b"\n")
+        whole = Offered(began_at)
+        for part in [Offered(**await self._line(process)) for process in self._processes[:count]]:
+            whole.ended_at = max(whole.ended_at, part.ended_at)
+            whole.tokens += part.tokens
+            for name in ("ttft_ms", "gaps_ms", "lost", "token_ids"):
+                getattr(whole, name).extend(getattr(part, name))
+        if whole.lost:
+            raise RuntimeError(f"{len(whole.lost)} of {load.streams} streams were lost: {whole.lost[0]}")
+        return whole
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, how: signal.Signals) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, how)
+
+    async def _line(self, process: asyncio.subprocess.Process) -> dict[str, Any]:
+        assert process.stdout is not None
+        if not (line := await process.stdout.readline()):
+            self._log.seek(0)
+            said = "\n".join(self._log.read().splitlines()[-LAST_LINES:])
+            raise RuntimeError(f"{' '.join(self._command[:3])} ended: {said}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    async def _stop(self) -> None:
+        self.resume()
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                for process in self._processes:
+                    await process.wait()
+        self._signal(signal.SIGKILL)  # what is left of their process groups
+        for process in self._processes:
+            await process.wait()
+        self._log.close()
+
+
+def plain(setting: Setting, scratch: Path) -> Clients:
+    """Return vLLM alone, not started: AsyncLLM, with the client in its process."""
+    asked = {
+        "arguments": setting.plain_arguments(),
+        "cores": list(setting.cores),
+        "other_cores": list(setting.other_cores),
+    }
+    environment = setting.python.parent.parent
+    variables = cpu_variables(environment, setting.cores, scratch) if setting.cores else {}
+    return Clients([str(setting.python), "-m", "bench.vllm.plain", json.dumps(asked)], 1, variables)
+
+
+@asynccontextmanager
+async def aggregated(setting: Setting) -> AsyncIterator[Clients]:
+    """Start a router and one aggregated worker of Tandem; yield their clients."""
+    async with LocalCluster(setting.topology(0, 1)) as cluster, clients_of(cluster, setting.clients) as clients:
+        yield clients
+
+
+def clients_of(cluster: LocalCluster, count: int) -> Clients:
+    return Clients([sys.executable, "-m", "bench.vllm.client", cluster.address], count)
+
+
+@dataclass(slots=True)
+class Figures:
+    """Figures of one load on one side, a value a round."""
+
+    tokens_per_s: list[float] = field(default_factory=list)
+    itl_p50_ms: list[float] = field(default_factory=list)
+    itl_mean_ms: list[float] = field(default_factory=list)
+    ttft_p50_ms: list[float] = field(default_factory=list)
+
+    def add(self, offered: Offered) -> None:
+        self.tokens_per_s.append(offered.tokens / (offered.ended_at - offered.began_at))
+        self.ttft_p50_ms.append(percentile(offered.ttft_ms, 0.5))
+        if offered.gaps_ms:
+            self.itl_p50_ms.append(percentile(offered.gaps_ms, 0.5))
+            self.itl_mean_ms.append(statistics.mean(offered.gaps_ms))
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """Loads of a comparison."""
+
+    streams: Sequence[int]
+    prompt_tokens: int
+    output_tokens: int
+    long_prompt_tokens: int
+    """Tokens of the prompt whose time to first token is measured."""
+    samplings: Sequence[str] = tuple(SAMPLINGS)
+
+    def all(self, vocabulary: int) -> dict[str, Load]:
+        """Return the loads by name."""
+        lengths = self.prompt_tokens, self.output_tokens, vocabulary
+        loads = {
+            f"{count} {'stream' if count == 1 else 'streams'}, {sampling}": Load(count, *lengths, sampling)
+            for sampling in self.samplings
+            for count in self.streams
+        }
+        for number, (name, load) in enumerate(loads.items()):  # no prompt is one of another load: all would be cached
+            loads[name] = replace(load, first=10_000 * number)
+        return loads | {f"prompt of {self.long_prompt_tokens:,}": Load(1, self.long_prompt_tokens, 1, vocabulary)}
+
+    def warm_up(self, vocabulary: int) -> list[Load]:
+        """Return loads that make each side compile and capture what the others need."""
+        widths = sorted({1, *self.streams}, reverse=True)
+        short = [Load(width, 32, 8, vocabulary, each, seed=-1) for each in self.samplings for width in widths]
+        return [*short, Load(1, self.long_prompt_tokens, 2, vocabulary, seed=-1)]
+
+
+async def compare(
+    setting: Setting,
+    loads: Loads,
+    rounds: int,
+    together: bool,
+    scratch: Path,
+    console: Console,
+    figures: dict[str, Any],
+) -> None:
+    """Measure both sides in turns, and keep their medians in `figures` after each round.
+
+    With `together` both are started once, and plain vLLM's processes are stopped during Tandem's turns. Otherwise each
+    turn starts its side and ends it.
+    """
+    measured: dict[str, dict[str, Figures]] = {}
+
+    async def turn(side: str, clients: Clients, name: str, load: Load, number: int) -> None:
+        found = measured.setdefault(name, {}).setdefault(side, Figures())
+        for repeat in range(LONG_PROMPTS if load.output_tokens == 1 else 1):
+            found.add(await clients.offer(replace(load, seed=LONG_PROMPTS * number + repeat)))
+        last = {each: values[-1] for each, values in asdict(found).items() if values}
+        console.print(f"round {number}, {name}, {side}:", {each: round(value, 2) for each, value in last.items()})
+
+    async def warm(clients: Clients) -> None:
+        for load in loads.warm_up(setting.vocabulary):
+            await clients.offer(load)
+
+    figures["loads"] = {}
+    async with AsyncExitStack() as stack:
+        if together:
+            theirs = await stack.enter_async_context(plain(setting, scratch))
+            figures["plain vllm"] = theirs.about
+            await warm(theirs)
+            with quiet(theirs):
+                ours = await stack.enter_async_context(aggregated(setting))
+                await warm(ours)
+        for number in range(rounds):
+            if together:
+                for name, load in loads.all(setting.vocabulary).items():
+                    await turn("vllm", theirs, name, load, number)
+                    with quiet(theirs):
+                        await turn("tandem", ours, name, load, number)
+            else:
+                for side, start in (("vllm", plain(setting, scratch)), ("tandem", aggregated(setting))):
+                    async with start as clients:
+                        figures.setdefault("plain vllm", clients.about)
+                        await warm(clients)
+                        for name, load in loads.all(setting.vocabulary).items():
+                            await turn(side, clients, name, load, number)
+            figures["loads"] = {name: _medians(sides) for name, sides in measured.items()}
+
+
+def _medians(sides: dict[str, Figures]) -> dict[str, dict[str, float]]:
+    """Return the medians of the rounds by figure and side, and their ratio."""
+    found: dict[str, dict[str, float]] = {}
+    for each in fields(Figures):
+        values = {side: getattr(rounds, each.name) for side, rounds in sides.items()}
+        if all(values.values()):
+            medians = {side: statistics.median(rounds) for side, rounds in values.items()}
+            found[each.name] = medians | {"ratio": medians["tandem"] / medians["vllm"]}
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bars of a comparison: Tandem's figure / plain vLLM's."""
+
+    tokens_per_s: float
+    """At least."""
+    itl_p50_ms: float
+    ttft_p50_ms: float
+
+
+def bars_of(model: str, loads: dict[str, dict[str, dict[str, float]]], limits: Limits) -> list[Bar]:
+    """Return the bars of one model."""
+    bars: list[Bar] = []
+    for name, found in loads.items():
+        what = f"{model}, {name}"
+        if name.startswith("prompt"):
+            bars.append(Bar(f"{what}: TTFT / plain vLLM's", found["ttft_p50_ms"]["ratio"], limits.ttft_p50_ms))
+            continue
+        tokens, itl = found["tokens_per_s"]["ratio"], found["itl_p50_ms"]["ratio"]
+        bars.append(Bar(f"{what}: output tokens/s / plain vLLM's", tokens, limits.tokens_per_s, at_least=True))
+        bars.append(Bar(f"{what}: ITL p50 / plain vLLM's", itl, limits.itl_p50_ms))
+    return bars
