@@ -82,6 +82,9 @@ def main() -> None:
 
 
 def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngine:
+    # As on any CPU. Launched on the loop's thread, where a launch computes at once, a batch would keep all messages
+    # waiting for the moment between two steps.
+    vllm_process.computes_at_launch = lambda: True
     opened = vllm_process._open(spec, front, ranks)
     core: Any = opened.core
     steps: Any = opened.steps

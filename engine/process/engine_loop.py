@@ -35,8 +35,8 @@ class Steps(ABC):
 
     @property
     @abstractmethod
-    def may_begin(self) -> bool:
-        """Whether a step could begin now, so that the loop should not wait for messages."""
+    def ready(self) -> bool:
+        """Whether a step could begin or end now, so that the loop should not wait for messages."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -108,7 +108,7 @@ def _loop(engine: OpenedEngine, front: FrontLink, ranks: Ranks | None) -> None:
     while True:
         if ranks is not None:
             ranks.check()
-        for message in front.listen(0.0 if steps.may_begin else IDLE_TURN_S):
+        for message in front.listen(0.0 if steps.ready else IDLE_TURN_S):
             if engine.grammars.passes(message) and (weights is None or weights.passes(message)):
                 core.handle(message)
         for offered in weights.answers() if weights is not None else ():

@@ -77,7 +77,7 @@ class _Steps(Steps):
         self._core, self._runner, self._thread = core, runner, thread
 
     @property
-    def may_begin(self) -> bool:
+    def ready(self) -> bool:
         return self._core.busy
 
     def begin(self) -> None:

@@ -2,12 +2,13 @@
 
 It runs in vLLM's own environment, where Tandem is installed without its dependencies.
 `engine/process/engine_loop.py` has its loop. vLLM's batches overlap as in its own `step_with_batch_queue`: the next one
-is scheduled and launched while the one before it computes. On a GPU the main thread launches them, and a second thread
-waits for the results. On a CPU a launch computes at once, so the second thread does it.
+is scheduled and launched while the one before it computes. On a GPU the main thread launches Model Runner V2's batches,
+and a second thread waits for the results. Elsewhere a launch takes as long as the batch, so the second thread does it.
 """
 
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any
 
@@ -43,15 +44,14 @@ def main() -> None:
 class VllmSteps(Steps):
     """Steps of vLLM's scheduler, as many in flight as vLLM wants."""
 
-    def __init__(
-        self, core: Any, runner: Any, thread: ComputeThread[Any], depth: int, hashes: ComputeThread[Any]
-    ) -> None:
+    def __init__(self, core: Any, batches: Any, threads: Seq[ComputeThread[Any]], depth: int) -> None:
         """Create it.
 
-        `runner` is a `BatchRunner`, whose batches end on `thread`. `depth` is the largest number of batches in flight.
-        Fingerprints are computed on `hashes`.
+        `batches` are `Batches`, of which at most `depth` are in flight. `threads` are the one that batches use, and the
+        one that computes fingerprints.
         """
-        self._core, self._runner, self._thread, self._depth, self._hashes = core, runner, thread, depth, hashes
+        self._core, self._batches, self._depth = core, batches, depth
+        self._thread, self._hashes = threads
         self._num_flying = 0
         """Number of batches in flight that are sampled or will be without waiting for another batch."""
         self._deferred: Any = None
@@ -62,33 +62,30 @@ class VllmSteps(Steps):
         return self._deferred is not None or self._num_flying >= self._depth
 
     @property
-    def may_begin(self) -> bool:
-        return not self._is_full and bool(self._core.may_schedule)
+    def ready(self) -> bool:
+        return bool(self._batches.has_ended or (not self._is_full and self._core.may_schedule))
 
     def begin(self) -> None:
         while not self._is_full and (output := self._core.schedule()) is not None:
             if output.total_num_scheduled_tokens and output.pending_structured_output_tokens:
-                self._runner.launch(output)
+                self._batches.launch(output)
                 self._deferred = output
             else:
                 self._num_flying += 1
-                self._runner.start(output, self._core.grammar_of(output))
+                self._batches.start(output, self._core.grammar_of(output))
 
     def end(self) -> bool:
         while (hashed := self._hashes.take()) is not None:
             self._core.name(*hashed)
-        while (computed := self._thread.take()) is not None:
-            output, result = computed
-            if output is None:
-                continue  # a launch without sampling
-            self._num_flying -= 1
-            self._core.end_step(output, result)
-            if self._deferred is not None and not self._num_flying:
-                deferred, self._deferred = self._deferred, None
-                self._num_flying += 1
-                self._runner.sample(deferred, self._core.grammar_of(deferred))
-            return True
-        return False
+        if (computed := self._batches.take()) is None:
+            return False
+        self._num_flying -= 1
+        self._core.end_step(*computed)
+        if self._deferred is not None and not self._num_flying:
+            deferred, self._deferred = self._deferred, None
+            self._num_flying += 1
+            self._batches.sample(deferred, self._core.grammar_of(deferred))
+        return True
 
     def stop(self) -> None:
         self._thread.stop()
@@ -99,7 +96,7 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngi
     prepare_vllm(spec.config.of_rank(0))
     transport = own_transport(spec.config, spec.agent_name)
     started, thread = _start(spec, front, ranks)
-    from engine.backends.vllm.batch_runner import BatchRunner
+    from engine.backends.vllm.batch_runner import ComputedBatches, LaunchedBatches
     from engine.backends.vllm.core import VllmCore
 
     config, memory, layout = spec.config, started.memory, started.memory.layout
@@ -109,7 +106,6 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngi
         allocate = ranks.memory.take
         memory.gathered = GatheredBlocks(memory.part, memory.read_parts, followers, allocate)
     hashes, depth = ComputeThread(lambda: None, front.wake), started.num_batches
-    launches_here = ranks is None and not computes_at_launch()
 
     def core_of(emit: Callable[[FromEngine], None], fast_path: FastPathLink | None, store: SharedStore | None) -> Any:
         return VllmCore(
@@ -126,8 +122,12 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngi
 
     def steps_of(core: Any) -> Steps:
         executor = started.engine.model_executor
-        runner = BatchRunner(executor, memory, followers, thread, launches_here, core.will_fill)
-        return VllmSteps(core, runner, thread, depth, hashes)
+        batches: Any
+        if started.is_native and ranks is None and not computes_at_launch():
+            batches = LaunchedBatches(executor, thread)
+        else:
+            batches = ComputedBatches(executor, thread, memory, followers, core.will_fill)
+        return VllmSteps(core, batches, (thread, hashes), depth)
 
     num_blocks = memory.pool.num_blocks - 1  # without vLLM's null block
     warming = WarmUp(started.info, layout.block_tokens, num_blocks, ModelDir.open(config.model).has_tokenizer)
@@ -146,7 +146,7 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngi
 
 
 def _start(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> tuple[StartedVllm, ComputeThread[Any]]:
-    """Start vLLM on the thread that launches its batches; return it, and the thread on which batches end.
+    """Start vLLM on the thread that will launch its batches; return it, and the thread beside the loop.
 
     Raises EngineStartError or RankLost.
     """

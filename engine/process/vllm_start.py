@@ -41,6 +41,8 @@ class StartedVllm:
     gpu: GpuDevice | None
     """GPU that vLLM computes on; None on a CPU."""
     info: ModelInfo
+    is_native: bool
+    """Whether vLLM runs Model Runner V2, which samples by itself and whose launches return at once on a GPU."""
     sampling: Any
     """`Sampling` of its requests."""
     grammars: Grammars | None
@@ -80,7 +82,7 @@ def computes_at_launch() -> bool:
 
 
 def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -> StartedVllm:
-    """Load the model in vLLM, on the calling thread, which must be the one that launches batches.
+    """Load the model in vLLM, on the calling thread, which on a CPU must be the one that computes.
 
     With `rank` it waits for the other ranks. Raises EngineStartError.
     """
@@ -157,7 +159,7 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
         num_batches,
         vllm_config.cache_config.kv_cache_layout,
     )
-    return StartedVllm(engine, memory, offered.block_pool, gpu, info, sampling, grammars, num_batches, lora)
+    return StartedVllm(engine, memory, offered.block_pool, gpu, info, is_native, sampling, grammars, num_batches, lora)
 
 
 def _digest_of(model_config: Any) -> bytes:

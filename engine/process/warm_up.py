@@ -101,7 +101,7 @@ class WarmUp:
             core.handle(message)
         while not core.idle:
             core.handle_posted()
-            if not steps.end() and not steps.may_begin:
+            if not steps.end() and not steps.ready:
                 turn()
             steps.begin()
             said, self._told = self._told, []

@@ -29,12 +29,12 @@ class Bench:
         self.ended: list[Batch] = []
         self.sampled_after: dict[int, int] = {}
         """Number of batches that had ended when a batch was sampled, by batch."""
-        self.calls: deque[Any] = deque()
-        """Calls on the thread, by their tags; those that ended come out of `take`."""
+        self.sampled: deque[tuple[Batch, str]] = deque()
+        """Batches in flight that are sampled; the first `num_done` of them have ended."""
         self.num_done = 0
         self.hashed: deque[tuple[str, str]] = deque()
         self.named: list[str] = []
-        self.steps = VllmSteps(self, self, Thread(self), depth, Hashes(self))
+        self.steps = VllmSteps(self, self, (None, Hashes(self)), depth)  # type: ignore[arg-type]
 
     # the core
 
@@ -61,32 +61,30 @@ class Bench:
     def name(self, filled: str, fingerprints: str) -> None:
         self.named.append(filled)
 
-    # the runner
+    # the batches
+
+    @property
+    def has_ended(self) -> bool:
+        return self.num_done > 0
 
     def start(self, batch: Batch, grammar: str) -> None:
-        self.calls.append((batch, grammar))
+        self.sampled.append((batch, grammar))
 
     def launch(self, batch: Batch) -> None:
-        self.calls.append((None, None))
+        pass
 
     def sample(self, batch: Batch, grammar: str) -> None:
-        self.calls.append((batch, grammar))
+        self.sampled.append((batch, grammar))
+
+    def take(self) -> tuple[Batch, str] | None:
+        if not self.num_done:
+            return None
+        self.num_done -= 1
+        return self.sampled.popleft()
 
     @property
     def num_flying(self) -> int:
         return len(self.scheduled) - len(self.ended)
-
-
-class Thread:
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
-
-    def take(self) -> tuple[Any, Any] | None:
-        if not self._bench.num_done:
-            return None
-        self._bench.num_done -= 1
-        found: tuple[Any, Any] = self._bench.calls.popleft()
-        return found
 
 
 class Hashes:
@@ -116,21 +114,21 @@ def test_batches_end_in_order_and_no_more_are_in_flight_than_allowed(depth: int,
         bench.steps.begin()
         assert bench.num_flying <= depth + 1, "one more is launched and waits to be sampled"
         assert bench.ended == bench.scheduled[: len(bench.ended)]
-        if bench.wanted:
-            assert not bench.steps.may_begin, "a step that may begin has begun"
+        if bench.wanted and not bench.num_done:
+            assert not bench.steps.ready, "a step that may begin has begun"
 
     for kind, *values in turns:
         match kind:
             case "want":
                 bench.wanted.append((values[0], values[1]))
             case "done":
-                bench.num_done = min(len(bench.calls), bench.num_done + values[0])
+                bench.num_done = min(len(bench.sampled), bench.num_done + values[0])
             case "hashed":
                 num_hashed += 1
                 bench.hashed.append((f"blocks {num_hashed}", "fingerprints"))
         turn()
     while bench.num_flying or bench.wanted:
-        bench.num_done = len(bench.calls)
+        bench.num_done = len(bench.sampled)
         turn()
     bench.steps.end()
     assert bench.ended == bench.scheduled
@@ -144,7 +142,7 @@ def test_the_next_batch_is_scheduled_while_one_computes() -> None:
     bench = Bench(2)
     bench.wanted.extend([(1, False)] * 3)
     bench.steps.begin()
-    assert (len(bench.scheduled), len(bench.calls)) == (2, 2)
+    assert (len(bench.scheduled), len(bench.sampled)) == (2, 2)
     bench.num_done = 1
     assert bench.steps.end()
     bench.steps.begin()

@@ -33,7 +33,7 @@ class StepsAtOnce(Steps):
         self.count = 0
 
     @property
-    def may_begin(self) -> bool:
+    def ready(self) -> bool:
         return self._core.busy
 
     def begin(self) -> None:

@@ -5,6 +5,8 @@ each batch to its followers before it computes the batch itself. The ranks meet 
 """
 
 import pickle
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +29,9 @@ class Thread(Protocol):
     def submit(self, tag: Any, compute: Callable[[], Any]) -> None:
         """Perform `compute` after all earlier calls, and keep its result with `tag`."""
 
+    def take(self) -> tuple[Any, Any] | None:
+        """Return the tag and the result of the next finished call; None while it runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Step:
@@ -48,63 +53,128 @@ def rank_executor(rank: int, meeting: Path) -> type[UniProcExecutor]:
     return RankExecutor
 
 
-class BatchRunner:
-    """Runner of rank 0: starts batches, whose results come out of `thread` with their SchedulerOutput as the tag.
+class Batches(ABC):
+    """Batches between vLLM's scheduler and its executor; their results come in the order in which they were started."""
 
-    Results come in the order of the batches.
+    @property
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Whether `take` returns a result, although nothing woke the loop."""
+
+    @abstractmethod
+    def start(self, output: Any, grammar: Any) -> None:
+        """Compute the batch of a SchedulerOutput and sample its tokens."""
+
+    @abstractmethod
+    def launch(self, output: Any) -> None:
+        """Compute a batch up to its logits; `sample` must follow before any other batch is started."""
+
+    @abstractmethod
+    def sample(self, output: Any, grammar: Any) -> None:
+        """Sample the tokens of the launched batch."""
+
+    @abstractmethod
+    def take(self) -> tuple[Any, Any] | None:
+        """Return the next batch that has ended, and vLLM's result of it; None while it runs.
+
+        Raises what computing raised.
+        """
+
+
+class LaunchedBatches(Batches):
+    """Batches that the loop's thread launches on a GPU.
+
+    Another thread waits for the copy of a result and wakes the loop. It does nothing else: each moment of it in Python
+    is one in which the loop's thread stands still.
     """
+
+    def __init__(self, executor: Any, thread: Thread) -> None:
+        """Create it; `thread` waits."""
+        self._executor = executor
+        self._thread = thread
+        self._launched: Any = None
+        """vLLM's future of a batch that is launched and not sampled."""
+        self._flying: deque[tuple[Any, Any, Any]] = deque()
+        """Batches in flight: SchedulerOutput, and vLLM's futures of its launch and of its samples."""
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._flying) and _is_copied(self._flying[0][2])
+
+    def start(self, output: Any, grammar: Any) -> None:
+        self.launch(output)
+        self.sample(output, grammar)
+
+    def launch(self, output: Any) -> None:
+        self._launched = self._executor.execute_model(output, non_block=True)
+
+    def sample(self, output: Any, grammar: Any) -> None:
+        sampled = None
+        if output.total_num_scheduled_tokens:
+            sampled = self._executor.sample_tokens(grammar, non_block=True)
+        self._flying.append((output, self._launched, sampled))
+        self._launched = None
+        if sampled is not None and not _is_copied(sampled):
+            self._thread.submit(None, sampled.async_output.copy_event.synchronize)
+
+    def take(self) -> tuple[Any, Any] | None:
+        while self._thread.take() is not None:
+            pass  # a wait that is over
+        if not self.has_ended:
+            return None
+        output, launched, sampled = self._flying.popleft()
+        result = None if sampled is None else sampled.result()
+        return output, launched.result() if result is None else result
+
+
+def _is_copied(sampled: Any) -> bool:
+    """Return whether vLLM's future of a batch's samples has its result in main memory."""
+    event = getattr(getattr(sampled, "async_output", None), "copy_event", None)
+    query = getattr(event, "query", None)  # vLLM's events on a CPU have none
+    return query is None or bool(query())
+
+
+class ComputedBatches(Batches):
+    """Batches that another thread computes, on a CPU or with several ranks."""
 
     def __init__(
         self,
         executor: Any,
+        thread: Thread,
         memory: VllmKvMemory,
         followers: Sequence[FollowingRank],
-        thread: Thread,
-        launches_here: bool,
         will_fill: Callable[[Any], list[int]],
     ) -> None:
-        """Create the runner.
-
-        `launches_here`: batches are launched on the calling thread, and `thread` waits for their results; otherwise
-        `thread` computes them. `will_fill` gives the blocks that a batch fills.
-        """
+        """Create it; `thread` computes, and `will_fill` gives the blocks that a batch fills."""
         self._executor = executor
+        self._thread = thread
         self._memory = memory
         self._followers = followers
-        self._thread = thread
-        self._launches_here = launches_here
         self._will_fill = will_fill
-        self._launched: Any = None
-        """vLLM's future of a batch that is launched and not sampled."""
+
+    @property
+    def has_ended(self) -> bool:
+        return False  # the thread wakes the loop
 
     def start(self, output: Any, grammar: Any) -> None:
-        """Compute a batch and sample its tokens."""
         if self._followers:
             step = _Step(output, self._will_fill(output))
             self._thread.submit(output, partial(self._with_followers, step))
-        elif self._launches_here:
-            self.launch(output)
-            self.sample(output, grammar)
         else:
             self._thread.submit(output, partial(_execute, self._executor, _own(output), grammar))
 
     def launch(self, output: Any) -> None:
-        """Compute a batch up to its logits; `sample` must follow before any other batch is started."""
         assert not self._followers, "batches of several ranks have no grammars of vLLM's"
-        if self._launches_here:
-            self._launched = self._executor.execute_model(output, non_block=True)
-        else:
-            self._thread.submit(None, partial(self._executor.execute_model, _own(output)))
+        self._thread.submit(None, partial(self._executor.execute_model, _own(output)))
 
     def sample(self, output: Any, grammar: Any) -> None:
-        """Sample the tokens of the launched batch."""
-        if not self._launches_here:
-            self._thread.submit(output, partial(self._executor.sample_tokens, grammar))
-            return
-        launched, sampled = self._launched, None
-        if output.total_num_scheduled_tokens:
-            sampled = self._executor.sample_tokens(grammar, non_block=True)
-        self._thread.submit(output, partial(_result, launched, sampled))
+        self._thread.submit(output, partial(self._executor.sample_tokens, grammar))
+
+    def take(self) -> tuple[Any, Any] | None:
+        while (computed := self._thread.take()) is not None:
+            if computed[0] is not None:  # None: a launch
+                return computed
+        return None
 
     def _with_followers(self, step: _Step) -> Any:
         """Return vLLM's result of a batch that all ranks compute.
@@ -124,15 +194,6 @@ def _execute(executor: Any, output: SchedulerOutput, grammar: Any) -> Any:
     """Compute a batch on this process's rank and return vLLM's result of it."""
     computed = executor.execute_model(output)
     return executor.sample_tokens(grammar) if computed is None else computed
-
-
-def _result(launched: Any, sampled: Any) -> Any:
-    """Wait for vLLM's result of a batch.
-
-    Raises what vLLM raised.
-    """
-    result = None if sampled is None else sampled.result()
-    return launched.result() if result is None else result
 
 
 def _own(output: SchedulerOutput) -> SchedulerOutput:
