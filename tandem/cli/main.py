@@ -1,10 +1,12 @@
 """The `tandem` command."""
 
 import sys
+from typing import Annotated
 
 import typer
 
 from cluster.errors import TandemError
+from tandem import __version__
 from tandem.cli import client_commands, cluster_commands, sizing_commands
 from tandem.cli.common import console
 
@@ -17,6 +19,16 @@ app = typer.Typer(
 )
 for group in (cluster_commands, client_commands, sizing_commands):
     app.add_typer(group.app)
+
+
+@app.callback()
+def tandem(
+    shows_version: Annotated[bool, typer.Option("--version", help="print the version and exit", is_eager=True)] = False,
+) -> None:
+    """Serve a language model with prefill and decode on separate workers."""
+    if shows_version:
+        print(f"tandem {__version__}")
+        raise typer.Exit
 
 
 def main() -> None:
