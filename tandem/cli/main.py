@@ -21,14 +21,18 @@ for group in (cluster_commands, client_commands, sizing_commands):
     app.add_typer(group.app)
 
 
-@app.callback()
-def tandem(
-    shows_version: Annotated[bool, typer.Option("--version", help="print the version and exit", is_eager=True)] = False,
-) -> None:
-    """Serve a language model with prefill and decode on separate workers."""
-    if shows_version:
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
         print(f"tandem {__version__}")
         raise typer.Exit
+
+
+Version = typer.Option("--version", help="print the version and exit", callback=_show_version, is_eager=True)
+
+
+@app.callback()
+def tandem(version: Annotated[bool, Version] = False) -> None:
+    """Serve a language model with prefill and decode on separate workers."""
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,11 @@ def test_where_no_router_is_it_says_how_to_start_one(
     monkeypatch.setattr("tandem.cli.explain.show_decisions", ask)
     said = _said(["explain", "--request", "r", "--address", "127.0.0.1:1"], monkeypatch, capsys)
     assert said.startswith("error: no router answers at 127.0.0.1:1: Connection refused. `tandem demo` or `tandem up` ")
+
+
+def test_the_version_is_the_distribution_s(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["tandem", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"tandem {version('tandem-serving')}\n"
