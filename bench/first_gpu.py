@@ -171,7 +171,7 @@ class Stages:
 
     def _need_gpu(self) -> None:
         if self._device == "cpu":
-            raise Skipped("it needs a GPU")
+            raise Skipped("this stage needs a GPU")
 
 
 async def answer(prompt: list[int], num_prefill: int, settings: dict[str, Any]) -> Answer:

@@ -39,7 +39,7 @@ def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> No
     if not choices - set(request.finished_choices):
         raise InvalidRequest("finished_choices", "nothing to generate: all choices are finished")
     if not {*request.finished_choices, *(emitted.index for emitted in request.emitted_choices)} <= choices:
-        raise InvalidRequest("emitted_choices", f"there are {len(choices)} choices")
+        raise InvalidRequest("emitted_choices", f"an index is outside the request's {len(choices)} choices")
     longest = max(len(emitted_of(request, choice)[0]) for choice in choices - set(request.finished_choices))
     if request.HasField("warm"):
         _check_warm(request)

@@ -1,6 +1,6 @@
 """Plain vLLM and one aggregated Tandem worker with equal arguments, under the same loads in turns.
 
-`bench/gpu_vllm.py` compares them on a GPU, `bench/vllm/shared_cores.py` on CPUs.
+`bench/gpu_vllm.py` compares them on a GPU, `bench/vllm/aggregated.py` on CPUs.
 """
 
 import asyncio

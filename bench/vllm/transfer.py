@@ -28,7 +28,7 @@ class Loan:
     """Times of one request whose whole prompt was computed for a loan, in milliseconds."""
 
     left_ms: float
-    """From the last chunk computed to the last block bound."""
+    """Time from the last chunk computed to the last block bound."""
     lender_ms: float
     """Computing of the prompt."""
     ttft_ms: float

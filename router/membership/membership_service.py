@@ -151,7 +151,7 @@ class MembershipService(pb_grpc.MembershipServicer):
         if message.HasField("hello"):
             raise InvalidRequest("hello", "came twice")
         if not (message.HasField("cache") or message.HasField("load")):
-            raise InvalidRequest("load", "neither cache nor load is said")
+            raise InvalidRequest("load", "a worker's message needs cache or load, and has neither")
         in_step = True
         if message.HasField("cache"):
             for _ in model.fleet.change_cache(worker, message.cache):

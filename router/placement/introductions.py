@@ -1,4 +1,4 @@
-"""Which workers a new one is told of, so that it connects to them before its first request.
+"""Choice of the workers that a new worker is told of, so that it connects to them before its first request.
 
 Pure.
 """

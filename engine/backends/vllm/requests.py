@@ -132,7 +132,7 @@ class VllmRequests(RequestTable[_Request]):
         sequence = submitted.sequence
         if (scores := output.new_prompt_logprobs_tensors) is not None:
             self._score(sequence, scores)
-        if sequence.only_fills:
+        if sequence.only_fills and str(output.finish_reason) in ("None", *FINISH_REASONS):
             return  # vLLM samples a token after every prompt; nobody gets this one
         results = self._sampling.results(sequence, submitted.request, output)
         reason = None if output.finish_reason is None else str(output.finish_reason)
