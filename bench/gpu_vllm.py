@@ -188,8 +188,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu_vllm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"parts to run, among {', '.join(PARTS)}; all by default")
-    parser.add_argument("--models", default="1b,8b", help=f"models, among {', '.join(LLAMAS)}, separated by commas; default 1b,8b")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"parts, among {', '.join(PARTS)}; all by default")
+    parser.add_argument("--models", default="1b,8b", help=f"models, with commas: {', '.join(LLAMAS)}; default 1b,8b")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side; figures are their medians")
     parser.add_argument("--limit-s", type=float, default=900.0, help="longest time of a part of one model, in seconds")
     parser.add_argument("--options", type=json.loads, default={}, help=f"more EngineArgs of both sides: '{NO_COMPILE}'")
