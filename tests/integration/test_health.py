@@ -56,7 +56,7 @@ async def test_who_is_busy_is_alive_and_ready(model: Path, cluster_of: Any) -> N
         addresses = [cluster.address, cluster.decode[0].address]
         for address in addresses:
             await until_ready(address, True)
-        streams = [Stream(client, [1, 2, number], 400) for number in range(100)]
+        streams = [Stream(client, [1, 2, number], 150, timeout_s=None) for number in range(100)]
         await streams[0].reached(1)
         probes = 0
         while not all(stream.task.done() for stream in streams):
