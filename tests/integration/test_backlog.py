@@ -6,10 +6,10 @@ import signal
 from collections import Counter
 
 import grpc
-
-from conftest import ModelFactory
 from google.rpc import code_pb2
 from grpc_status import rpc_status
+
+from conftest import ModelFactory
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from support.openai_http import http_cluster
