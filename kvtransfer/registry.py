@@ -42,6 +42,11 @@ OpenTransport = Callable[[TransportOptions], Transport]
 """Function that an entry point names. Raises TransportUnavailable where the transport does not start."""
 
 
+def transport_names() -> list[str]:
+    """Return the names of the installed transports."""
+    return [NIXL, *plugin_names(GROUP)]
+
+
 def open_transport(
     name: str, agent_name: str, host: str = "127.0.0.1", strict_lanes: Sequence[str] = (), on_gpu: bool = False
 ) -> Transport:
@@ -66,6 +71,5 @@ def open_transport(
         return NixlTransport(agent_name, options.strict)
     open_plugin: OpenTransport | None = load_plugin(GROUP, name)
     if open_plugin is None:
-        installed = ", ".join([NIXL, *plugin_names(GROUP)])
-        raise TransportUnavailable(f"no transport {name!r} is installed; installed are {installed}")
+        raise TransportUnavailable(f"no transport {name!r} is installed; installed are {', '.join(transport_names())}")
     return open_plugin(options)

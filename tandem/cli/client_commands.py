@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem.cli.common import Model, OfModel, asking, console, out_file, run
+from tandem.cli.common import INSPECT, USE, Model, OfModel, asking, console, out_file, run
 from tandem.cli.run_cluster import run_cluster
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ MaxTtft = Annotated[float | None, typer.Option(help="milliseconds to the first t
 ShowReceipt = Annotated[bool, typer.Option("--receipt", help="show where the KV came from and where the time went")]
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 @asking
 def generate(
     target: "Target",
@@ -120,7 +120,7 @@ def generate(
     run(stream_text(console, target, prompt, sampling, receipt, **asked))
 
 
-@app.command()
+@app.command(rich_help_panel=INSPECT)
 @asking
 def explain(
     target: "Target",
@@ -160,7 +160,7 @@ def explain(
     run(show_explanation(console, target, prompt, make_sampling(max_tokens=max_tokens), most, **asked))
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 @asking
 def chat(
     target: "Target",
@@ -180,7 +180,7 @@ def chat(
     run(chat_loop(console, target, system, sampling, receipt, model))
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 @asking
 def batch(
     target: "Target",
@@ -226,7 +226,7 @@ def batch(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(rich_help_panel=INSPECT)
 @asking
 def status(
     target: "Target",
@@ -237,7 +237,7 @@ def status(
     run(show_status(console, target))
 
 
-@app.command()
+@app.command(rich_help_panel=INSPECT)
 @asking
 def top(
     target: "Target",

@@ -8,7 +8,7 @@ import typer
 from cluster.config import parse_overrides
 from cluster.errors import InvalidRequest, StartError
 from cluster.install import check_installed
-from tandem.cli.common import ACCESS, DEFAULT_ADDRESS, asking, console, model_option, run
+from tandem.cli.common import ACCESS, DEFAULT_ADDRESS, INSPECT, SERVE, asking, console, model_option, run
 from tandem.cli.run_cluster import serve_cluster
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def access_option(help: str) -> Any:  # noqa: A002 # typer's word
     return typer.Option(help=help, rich_help_panel=ACCESS)
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def up(
     model: Annotated[Path | None, model_option("a decoder-only model")] = None,
     prefill: Annotated[int, typer.Option(help="prefill workers")] = 1,
@@ -65,7 +65,7 @@ def up(
     serve_cluster(cluster, settings, chosen | parse_overrides(worker or []), routers, autoscale)
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def scale(
     counts: Annotated[list[str], typer.Argument(metavar="ROLE=N", help="prefill=3, decode=5, or both")],
     model: Annotated[str, typer.Option(help="whose workers, where there are several models")] = "",
@@ -84,7 +84,7 @@ def scale(
         console.print(line, markup=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def switch(
     worker: Annotated[str, typer.Argument(help="its id, as `tandem status` shows it")],
     to: Annotated[str, typer.Option(help="prefill or decode")],
@@ -104,7 +104,7 @@ def switch(
     run(switch_worker(console, address.split(",")[0], member, worker, to))
 
 
-@app.command()
+@app.command(rich_help_panel=INSPECT)
 @asking
 def fault(
     target: "Target",
@@ -155,7 +155,7 @@ def fault(
     raise typer.Exit(0 if passed else 1)
 
 
-@app.command()
+@app.command(rich_help_panel=INSPECT)
 @asking
 def cache(
     target: "Target",
@@ -205,7 +205,7 @@ def cache(
         run(list_caches(console, target, member, worker))
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def restart(name: Name = CLUSTER_NAME) -> None:
     """Restart the workers of a cluster on this Ray cluster, one after the other; no stream is lost."""
     from tandem.ray.control import order
@@ -213,7 +213,7 @@ def restart(name: Name = CLUSTER_NAME) -> None:
     order(name, "restart", {})
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def down(name: Name = CLUSTER_NAME) -> None:
     """Stop a cluster started by `tandem up` on this Ray cluster."""
     from tandem.ray.control import order
@@ -221,7 +221,7 @@ def down(name: Name = CLUSTER_NAME) -> None:
     order(name, "down", {})
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def demo(
     requests: Annotated[int, typer.Option(help="concurrent requests", min=8)] = 8,
     model: Annotated[Path | None, model_option("another model than the storyteller")] = None,
@@ -236,7 +236,7 @@ def demo(
     run(run_demo(console, requests, model, available_cores(), routers))
 
 
-@app.command()
+@app.command(rich_help_panel=INSPECT)
 def doctor(
     config: Annotated[Path | None, typer.Option(help="YAML file with a `worker:` mapping")] = None,
     model: Annotated[Path | None, model_option("the model to be served")] = None,
@@ -266,7 +266,7 @@ def doctor(
 
 
 keys = typer.Typer(help="API keys of a cluster.", no_args_is_help=True)
-app.add_typer(keys, name="keys")
+app.add_typer(keys, name="keys", rich_help_panel=SERVE)
 
 
 @keys.command()

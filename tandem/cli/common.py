@@ -15,6 +15,8 @@ from cluster.errors import StartError, Unavailable
 
 console = Console(highlight=False)
 
+SERVE, USE, INSPECT, SIZE = "Serve", "Use", "Inspect", "Size"
+"""Groups of commands in `tandem --help`."""
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 NOBODY_THERE = "failed to connect to all addresses"
 """Beginning of gRPC's message when no server answers."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem.cli.common import Model, asking, console, model_option, out_file, run
+from tandem.cli.common import SIZE, Model, asking, console, model_option, out_file, run
 
 if TYPE_CHECKING:
     from tandem.client import Target
@@ -16,7 +16,7 @@ app = typer.Typer()
 JsonOut = Annotated[Path | None, out_file("--json", help="write all figures")]
 
 
-@app.command(name="plan")
+@app.command(name="plan", rich_help_panel=SIZE)
 def plan_cluster(
     rate: Annotated[float | None, typer.Option(help="requests per second, coming by chance (Poisson)")] = None,
     prompt: Annotated[float | None, typer.Option(help="tokens of a prompt, the mean")] = None,
@@ -80,7 +80,7 @@ def plan_cluster(
     make_plan(console, setup, Load(**means, hit_rate=hit_rate, variation=variation), simulate, json_path)
 
 
-@app.command(name="replay")
+@app.command(name="replay", rich_help_panel=SIZE)
 def replay_trace(
     trace: Annotated[Path, typer.Argument(help="Mooncake's JSON lines, Azure's CSV, or a log of receipts")],
     gpus: Annotated[int, typer.Option(help="of every cluster that is compared")] = 8,
@@ -185,7 +185,7 @@ def replay_trace(
     compare(console, setup, found, trace_of, seeds, trace.name, json_path, png, log_decisions)
 
 
-@app.command()
+@app.command(rich_help_panel=SIZE)
 @asking
 def bench(
     target: "Target",
@@ -276,7 +276,7 @@ def bench(
         raise typer.Exit(exit_codes[0])
 
 
-@app.command()
+@app.command(rich_help_panel=SIZE)
 def calibrate(
     log: Annotated[Path, typer.Argument(help="of `tandem bench --log`")],
     out: Annotated[Path, out_file("--out", "-o", help="for `tandem replay --calibration`")],
