@@ -228,7 +228,7 @@ def demo(
     routers: Annotated[int, typer.Option(help="routers; the requests take turns", min=1)] = 1,
 ) -> None:
     """Start a router, a prefill and a decode worker, and watch concurrent requests being served."""
-    check_installed("worker", "tandem demo")
+    check_installed("torch", "tandem demo")
     console.print("tandem demo: a router, a prefill worker and a decode worker, each a process of its own")
     from engine.host.cpu_affinity import available_cores
     from tandem.cli.demo import run_demo
