@@ -39,7 +39,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/python docs/tools/check_docstrings.py
+	$(BIN)/python docs/tools/check_words.py
 	$(BIN)/python docs/tools/check_paths.py
 
 # The site, in .site: fails for a broken link and for a settings page that differs from the classes.
