@@ -33,7 +33,11 @@ INNER = re.compile(
 """Phrases that a reader without the code cannot resolve."""
 TAKES_HELP = {"model_option", "drill_option", "access_option"}
 """Functions whose first argument is the help of an option."""
-METRICS = {"Counter", "Gauge", "Histogram", "Info", "CounterMetricFamily", "GaugeMetricFamily", "HistogramMetricFamily"}
+METRICS = {
+    *("Counter", "Gauge", "Histogram", "Info", "CounterMetricFamily", "GaugeMetricFamily", "HistogramMetricFamily"),
+    *("counter", "histogram"),
+}
+"""Functions whose second argument describes a metric."""
 LOGGED = {"debug", "info", "warning", "error", "exception", "critical"}
 CHART_VALUES = Path("helm/tandem/values.yaml")
 
@@ -67,6 +71,8 @@ def texts_of(tree: ast.Module) -> Iterator[Text]:
                     yield Text("docstring", line, text.strip())
         if isinstance(node, ast.Call):
             yield from _texts_of_call(node)
+        if isinstance(node, ast.Tuple) and node.elts and (text := constant(node.elts[0])) and text.endswith("."):
+            yield Text("metric", node.lineno, text)  # description beside the value, in a table of metrics
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             # A field's name comes first; the last text is what is wrong with it.
             told = [text for argument in node.exc.args if (text := constant(argument))]
