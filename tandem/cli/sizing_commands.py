@@ -344,8 +344,8 @@ def calibrate(
 
     An aggregated cluster transfers nothing: give the duration of a transfer as an option there.
     """
-    from simulator.fitting import AssumedRates
-    from simulator.fitting import calibrate as fit
+    from simulator.calibrate import AssumedRates
+    from simulator.calibrate import calibrate as fit
     from simulator.gpus import gpu_named
     from simulator.model_shape import open_shape
     from simulator.traces.reading import served_of
