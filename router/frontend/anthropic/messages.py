@@ -110,8 +110,8 @@ def _add_message(fields: Fields, request: pb.GenerateRequest) -> None:
 
 def _add_assistant(fields: Fields, content: Any, request: pb.GenerateRequest) -> None:
     message = request.messages.add(role="assistant")
-    if isinstance(content, str):
-        message.content = content
+    if content is None or isinstance(content, str):
+        message.content = content or ""
         return
     texts, thoughts = [], []
     for block in _blocks(fields, content):

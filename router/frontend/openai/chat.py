@@ -78,7 +78,7 @@ def _message(fields: Fields) -> pb.ChatMessage:
         _skip_own_fields(fields)
     if role == "tool":
         message.tool_call_id = fields.text("tool_call_id", required=True)
-    message.content = _content(fields, required=not (message.tool_calls or message.reasoning))
+    message.content = _content(fields, may_lack=role in ("assistant", "tool"))
     fields.finish()
     return message
 
@@ -92,12 +92,15 @@ def _skip_own_fields(fields: Fields) -> None:
             raise fields.refuse(name, "is not supported")
 
 
-def _content(fields: Fields, required: bool) -> str:
-    """Return a text, or the joined parts where all are texts."""
+def _content(fields: Fields, may_lack: bool) -> str:
+    """Return a text, or the joined parts where all are texts; empty for null where the content `may_lack`.
+
+    Agents send null for an assistant's turn after a refusal, and for a tool's empty result.
+    """
     content = fields.take("content")
     if isinstance(content, str):
         return content
-    if content is None and not required:
+    if content is None and may_lack:
         return ""
     if not isinstance(content, list):
         raise fields.refuse("content", f"must be a text or a list of parts, not {shown(content)}")
