@@ -98,6 +98,9 @@ class ModelsConfig(Config):
     refused."""
     model_rules: tuple[ModelRule, ...] = ()
     """Rules for `auto`."""
+    clamp_max_tokens: bool = False
+    """Whether a `max_tokens` beyond the context is lowered to what the prompt leaves. Otherwise such a request is
+    refused. Set it for coding agents that ask every model for 32,000 tokens."""
 
     @field_validator("model")
     @classmethod

@@ -53,9 +53,11 @@ class ModelFiles:
     """Reason why there are no embeddings; empty where there are."""
     generates: bool
     """Whether it can generate; a model that was saved for embeddings only may not."""
+    clamps: bool
+    """Whether a `max_tokens` beyond the context is lowered instead of refused."""
 
     @classmethod
-    def read(cls, entry: ModelEntry, directory: Path) -> "ModelFiles":
+    def read(cls, entry: ModelEntry, directory: Path, config: ModelsConfig) -> "ModelFiles":
         """Read a model directory.
 
         Raises StartError.
@@ -70,7 +72,8 @@ class ModelFiles:
         except ModelRefused as reason:
             embedding, fault = None, reason.reason
         generates = embedding is None or has_output_layer(model_dir)
-        return cls(entry, model_dir, encoder, model_dir.config_fingerprint(), embedding, fault, generates)
+        fingerprint, clamps = model_dir.config_fingerprint(), config.clamp_max_tokens
+        return cls(entry, model_dir, encoder, fingerprint, embedding, fault, generates, clamps)
 
     @property
     def name(self) -> str:
@@ -91,7 +94,7 @@ def read_models(config: ModelsConfig, directories: Sequence[Path] | None = None)
     Raises StartError for an invalid one, and for two that cannot be told apart.
     """
     places = [entry.path for entry in config.entries] if directories is None else directories
-    models = [ModelFiles.read(entry, place) for entry, place in zip(config.entries, places, strict=True)]
+    models = [ModelFiles.read(entry, place, config) for entry, place in zip(config.entries, places, strict=True)]
     for number, model in enumerate(models):
         where = f"models.{number}.name"
         if model.name == AUTO:
@@ -136,6 +139,7 @@ class ModelRuntime:
         self.output_format = files.encoder.output_format
         self.config_fingerprint = files.config_fingerprint
         self.embedding, self.generates = files.embedding, files.generates
+        self.clamps = files.clamps
         self._embedding_fault = files.embedding_fault
         self.fleet = fleet
         self.dispatcher = dispatcher

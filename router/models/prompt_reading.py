@@ -40,4 +40,4 @@ async def read(
     output, sampling = plan_output(request, model.output_format, generation_prompt, encoder.reasoning_marks)
     if embeds:
         sampling.max_tokens = 1  # no token is generated
-    return PreparedPrompt(prompt, resolve_sampling(sampling, len(prompt), model.model_dir), output)
+    return PreparedPrompt(prompt, resolve_sampling(sampling, len(prompt), model.model_dir, model.clamps), output)
