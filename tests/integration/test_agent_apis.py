@@ -113,9 +113,9 @@ async def test_a_conversation_goes_on_and_its_prefix_is_cached(site: Site) -> No
     await site.openai.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         await site.openai.responses.retrieve(first.id)
-    with pytest.raises(openai.NotFoundError) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         await site.openai.responses.create(**asked, previous_response_id=first.id)
-    assert caught.value.param == "previous_response_id"
+    assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
     not_kept = await site.openai.responses.create(**asked, store=False)
     with pytest.raises(openai.NotFoundError):
         await site.openai.responses.retrieve(not_kept.id)

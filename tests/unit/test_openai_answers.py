@@ -18,6 +18,7 @@ from cluster.errors import (
     ServiceError,
     Unavailable,
     UnknownModel,
+    UnknownRequest,
 )
 from protos import inference_pb2 as pb
 from router.frontend.http.errors import client_field, error_answer
@@ -247,6 +248,7 @@ def test_any_text_comes_through_as_it_is(pieces: list[str], tools: bool) -> None
         (InvalidRequest("sampling.structured.regex", "bad"), 400, "invalid_value", "response_format", None),
         (InvalidRequest("", "bad"), 400, "invalid_value", None, None),
         (UnknownModel("none", "model"), 404, "model_not_found", "model", None),
+        (UnknownRequest("none", "response_id"), 404, "not_found", "response_id", None),
         (Overloaded("later", retry_after_s=2.5), 429, "rate_limit_exceeded", None, "3"),
         (Overloaded("later", retry_after_s=math.inf), 429, "rate_limit_exceeded", None, "1"),
         (Overloaded("never", "max_tokens", permanent=True), 400, "request_too_large", "max_completion_tokens", None),
