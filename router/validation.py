@@ -49,9 +49,7 @@ BEAM_UNKNOWN = ("logit_bias", "stop", "structured", "logprobs")
 """Options that may not be set with beam search."""
 
 
-def resolve_sampling(
-    sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir, clamps: bool = False
-) -> pb.Sampling:
+def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir, clamps: bool = False) -> pb.Sampling:
     """Return a copy with every field set and in range.
 
     `clamps`: lower a `max_tokens` beyond the context instead of refusing it. Raises InvalidRequest.

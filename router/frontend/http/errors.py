@@ -13,7 +13,7 @@ from cluster.errors import InvalidRequest, Overloaded, ServiceError, Unauthentic
 
 RETRY_AFTER_S = 1.0
 """Retry delay in seconds without a prediction."""
-UNREAD = (408, 413)
+UNREAD = (408, 413, 415)
 """Statuses of refusals after which the rest of what the client sends is not read."""
 
 
@@ -120,7 +120,8 @@ def _kind(error: ServiceError) -> _Kind:
 
 def _headers(error: ServiceError, kind: _Kind) -> Mapping[str, str]:
     if isinstance(error, HttpRefusal):
-        return {"connection": "close"} if error.status in UNREAD else {}
+        accepted = {"accept-encoding": "gzip, deflate"} if error.status == 415 else {}
+        return {"connection": "close", **accepted} if error.status in UNREAD else {}
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
     if kind is _NEVER_FITS or not isinstance(error, Overloaded | Unavailable):

@@ -136,7 +136,9 @@ class ResponsesAnswer(BlockAnswer[ResponsesRequest]):
     def _status_of(self, block: Block) -> str:
         """Return the status of a block that has ended: only the last one of an incomplete response is cut off."""
         cut_off = self._status() == "incomplete" and block is self.blocks[-1]
-        return "incomplete" if cut_off and not (block.call is not None and _is_json(block.call.arguments)) else "completed"
+        return (
+            "incomplete" if cut_off and not (block.call is not None and _is_json(block.call.arguments)) else "completed"
+        )
 
     def _status(self) -> str:
         if self.finish is None:
