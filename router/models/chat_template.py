@@ -14,6 +14,7 @@ MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 262_144
 MAX_VARIABLES_CHARS = 16_384
 MAX_PROMPTS_KEPT = 256
+CONTINUES = "continue_final_message"
 NO_REASONING = "none"
 """Effort that switches reasoning off, where a template knows how."""
 log = logging.getLogger(__name__)
@@ -66,10 +67,36 @@ class ChatTemplate:
         source = self._source_with_tools if tools else self._source
         variables = self._variables(request)
         chat = [_message(message, number, source) for number, message in enumerate(request.messages)]
+        if request.continue_final_message and request.messages[-1].tool_calls:
+            raise InvalidRequest(CONTINUES, "the last message calls tools: no text of it can go on")
+        adds_prompt = not (request.continue_final_message or request.no_generation_prompt)
         try:
-            return self._rendered(chat, tools, source, True, variables)
+            return self._rendered(chat, tools, source, adds_prompt, variables, request.continue_final_message)
+        except ValueError as error:
+            if request.continue_final_message:
+                reason = "the model's chat template changes the end of the last message, so it cannot go on"
+                raise InvalidRequest(CONTINUES, reason) from error
+            raise _refused(error) from error
         except Exception as error:  # a template is a program and may raise anything
-            raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
+            raise _refused(error) from error
+
+    def begun_answer(self, request: pb.GenerateRequest, opening: str) -> str:
+        """Return what a prompt that continues its last message has of the answer: all after the answer's header.
+
+        `opening` is the mark before reasoning, which no header has. Raises InvalidRequest for invalid variables.
+        """
+        source, variables = self._source_with_tools if request.tools else self._source, self._variables(request)
+        user, last = {"role": "user", "content": "a"}, _message(request.messages[-1], 0, source)
+        try:
+            before = self._rendered([user], [], source, False, variables)
+            whole = self._rendered([user, last], [], source, False, variables, continues=True)
+        except Exception:  # a template may refuse this chat; the text itself is all that is known then
+            log.debug("the chat template refuses a chat of two messages", exc_info=True)
+            return request.messages[-1].content
+        answer = _beyond(before, whole)
+        header = self.generation_prompt(request)
+        header = header.partition(opening)[0] if opening else header
+        return _beyond(header, answer)
 
     def generation_prompt(self, request: pb.GenerateRequest) -> str:
         """Return what the template adds for the answer to a user's message, with the request's variables.
@@ -97,13 +124,20 @@ class ChatTemplate:
         return whole.removeprefix(before)
 
     def _rendered(
-        self, chat: list[dict[str, Any]], tools: list[Any], source: str, adds_prompt: bool, variables: dict[str, Any]
+        self,
+        chat: list[dict[str, Any]],
+        tools: list[Any],
+        source: str,
+        adds_prompt: bool,
+        variables: dict[str, Any],
+        continues: bool = False,
     ) -> str:
         rendered, _ = self._render(
             conversations=[chat],
             tools=tools or None,
             chat_template=source,
             add_generation_prompt=adds_prompt,
+            continue_final_message=continues,
             **self._special_tokens,
             **variables,
         )
@@ -132,6 +166,16 @@ class ChatTemplate:
         return variables
 
 
+def _beyond(known: str, text: str) -> str:
+    """Return a text from where it differs from a known one."""
+    pairs = enumerate(zip(known, text, strict=False))
+    return text[next((place for place, (one, other) in pairs if one != other), min(len(known), len(text))) :]
+
+
+def _refused(error: Exception) -> InvalidRequest:
+    return InvalidRequest("messages", f"the model's chat template refuses them: {error}")
+
+
 _OURS = frozenset(
     (
         "messages",
@@ -158,7 +202,14 @@ def check_chat_fields(request: pb.GenerateRequest) -> None:
                 raise InvalidRequest(field, "means nothing without tools")
     if request.messages:
         return
-    for field in ("tools", "chat_template_kwargs", "parse_output", "reasoning_effort"):
+    for field in (
+        "tools",
+        "chat_template_kwargs",
+        "parse_output",
+        "reasoning_effort",
+        CONTINUES,
+        "no_generation_prompt",
+    ):
         if getattr(request, field):
             raise InvalidRequest(field, "means nothing without messages")
 

@@ -87,8 +87,15 @@ class PromptEncoder:
         return ReasoningMarks(opening, closing, {token.content: token_id for token_id, token in added.items()})
 
     def generation_prompt(self, request: pb.GenerateRequest) -> str:
-        """Return what the template adds after a chat's last message; empty for other prompts."""
-        return self._template.generation_prompt(request) if self._template is not None and request.messages else ""
+        """Return what the template adds for an answer after a chat's last message; empty for other prompts."""
+        adds = request.messages and not (request.no_generation_prompt or request.continue_final_message)
+        return self._template.generation_prompt(request) if self._template is not None and adds else ""
+
+    def begun_answer(self, request: pb.GenerateRequest) -> str:
+        """Return what the prompt has of the answer where the request continues its last message; empty elsewhere."""
+        if self._template is None or not request.continue_final_message or not request.messages:
+            return ""
+        return self._template.begun_answer(request, self.output_format.reasoning_marks[0])
 
     @property
     def has_tokenizer(self) -> bool:

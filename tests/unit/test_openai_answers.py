@@ -45,7 +45,7 @@ def answer_of(kind: type[OpenAiAnswer], asked: ApiRequest, echo: str = "", tools
     answer = kind(asked, "r")
 
     def new_parser() -> OutputParser | None:
-        return FORM.parser(parses_calls=True, begins_in_reasoning=False) if tools else None
+        return FORM.parser(parses_calls=True) if tools else None
 
     for number in range(len(asked.requests)):
         answer.begin(number, PromptInfo("m", [1, 2], echo, lambda token_id: f"<{token_id}>", new_parser))

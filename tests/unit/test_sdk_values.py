@@ -34,7 +34,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def served(forced: bool = False) -> PromptInfo:
-    return PromptInfo("m", [1], "", str, lambda: FORM.parser(True, False, forced=forced))
+    return PromptInfo("m", [1], "", str, lambda: FORM.parser(True, forced=forced))
 
 
 def messages_of(text: str, reason: pb.FinishReason.ValueType) -> list[pb.GenerateResponse]:

@@ -36,11 +36,25 @@ def read_chat(fields: Fields, caller: Caller) -> ApiRequest:
     if (said := fields.take("include_reasoning")) is not None:
         asked.include_reasoning = bool(said)
     request.messages.extend(messages)
+    read_prompt_end(fields, request)
+    if request.continue_final_message or request.no_generation_prompt:
+        asked.role = messages[-1].role
     request.parse_output = True
     fields.finish()
     asked.requests.append(request)
     check_choices(asked, "n")
     return asked
+
+
+def read_prompt_end(fields: Fields, request: pb.GenerateRequest) -> None:
+    """Read `add_generation_prompt`, by default true, and `continue_final_message`, which takes its place."""
+    is_given = fields.given("add_generation_prompt")
+    adds, continues = fields.boolean("add_generation_prompt"), fields.boolean("continue_final_message")
+    if adds and continues:
+        reason = "cannot be true beside add_generation_prompt: the prompt ends within the last message or after it"
+        raise fields.refuse("continue_final_message", reason)
+    request.continue_final_message = continues
+    request.no_generation_prompt = is_given and not adds and not continues
 
 
 def _read_logprobs(fields: Fields, options: GenerationOptions) -> None:
