@@ -65,7 +65,8 @@ class ModelFiles:
         model_dir = ModelDir.open(directory)
         # Read now, so that a config without them is refused at start and not with the first request.
         size, context = model_dir.vocab_size, model_dir.max_context_tokens
-        encoder = PromptEncoder(model_dir, entry.tool_parser, entry.reasoning_parser)
+        parsers = entry.tool_parser, entry.reasoning_parser
+        encoder = PromptEncoder(model_dir, *parsers, config.special_tokens_in_messages)
         log.info("%s: %d tokens, context %d", entry.name or model_dir.name, size, context)
         try:
             embedding, fault = read_embedding(model_dir), ""
