@@ -74,7 +74,7 @@ class ChatTemplate:
         chat = [_message(message, number, source) for number, message in enumerate(request.messages)]
         if request.continue_final_message and request.messages[-1].tool_calls:
             raise InvalidRequest(CONTINUES, "the last message calls tools: no text of it can go on")
-        chat, tools, variables = texts.hide([chat, tools, variables])
+        chat, tools, variables = texts.hide(chat, tools, variables)
         adds_prompt = not (request.continue_final_message or request.no_generation_prompt)
         try:
             return self._rendered(chat, tools, source, adds_prompt, variables, request.continue_final_message)
@@ -92,7 +92,7 @@ class ChatTemplate:
         `opening` is the mark before reasoning, which no header has. Raises InvalidRequest for invalid variables.
         """
         source, variables = self._source_with_tools if request.tools else self._source, self._variables(request)
-        last, variables = texts.hide([_message(request.messages[-1], 0, source), variables])
+        (last,), variables = texts.hide([_message(request.messages[-1], 0, source)], variables)
         user = {"role": "user", "content": "a"}
         try:
             before = self._rendered([user], [], source, False, variables)

@@ -25,8 +25,8 @@ ALIAS_MARK = chr(0x10FFFE)
 class ControlTokens:
     """Control tokens of one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, shown: str) -> None:
-        """Find them; `shown` is what the chat template writes around conversations without tools.
+    def __init__(self, tokenizer: Tokenizer, shown: str, source: str = "") -> None:
+        """Find them; `shown` is what the chat template of this `source` writes around conversations without tools.
 
         Control tokens are the tokenizer's special tokens. Some tokenizers do not mark those of turns as special: so are
         other added tokens in `shown`, but for marks of reasoning, which templates look for in answers.
@@ -37,13 +37,16 @@ class ControlTokens:
             token.content
             for token in self._added.values()
             if not token.content.isspace()
-            and (token.special or (token.content in shown and token.content not in _REASONING_MARKS))
+            and (token.special or (token.content in shown and not _is_of_reasoning(token.content)))
         )
         """Names of the control tokens."""
         self._aliases = {text: _secret() for text in self.texts}
         self._break = _secret()
         self.names = _any_of(self.texts)
         """Pattern of a name; of several at one place the longest is found, as tokenizers do."""
+        sought = {text for text in self.texts if text in source and _is_of_reasoning(text)}
+        self.names_in_answers = _any_of([text for text in self.texts if text not in sought]) if sought else self.names
+        """Pattern of a name in an answer's text, where special marks of reasoning stay for a template to find."""
 
     def encode(self, text: str, stand_ins: Mapping[str, str]) -> list[int]:
         """Return the token ids of a rendered text, with the names that `stand_ins` stand for as text.
@@ -106,11 +109,12 @@ class ClientTexts:
         self.stand_ins: dict[str, str] = {}
         """Names of control tokens in the texts, by the characters that stand for them."""
 
-    def hide(self, values: Any) -> Any:
-        """Return JSON values whose texts, keys included, have stand-ins in place of control tokens' names.
+    def hide(self, chat: list[dict[str, Any]], *others: Any) -> list[Any]:
+        """Return messages and other JSON values with stand-ins in place of control tokens' names, in keys, too.
 
         Raises InvalidRequest where the texts leave no character for these.
         """
+        values = [chat, *others]
         if self._control is None:
             return values
         texts = list(_texts_of(values))
@@ -124,7 +128,11 @@ class ClientTexts:
         if len(of_name) < len(hidden):
             raise InvalidRequest("messages", "they use nearly every private character of Unicode and special tokens")
         self.stand_ins = {stand_in: name for name, stand_in in of_name.items()}
-        return _replaced(values, names, of_name)
+        made: list[Any] = _replaced(values, names, of_name)
+        for message, given in zip(made[0], chat, strict=True):
+            if given["role"] == "assistant":
+                message["content"] = _replaced(given["content"], self._control.names_in_answers, of_name)
+        return made
 
 
 def _written(text: str, stand_ins: Mapping[str, str]) -> str:
@@ -186,6 +194,11 @@ def _common(texts: Iterable[str]) -> str:
     first, last = min(texts), max(texts)
     num_equal = next((place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return first[:num_equal]
+
+
+def _is_of_reasoning(token: str) -> bool:
+    """Return whether a token is a mark of reasoning, or a part of one."""
+    return any(token in mark for mark in _REASONING_MARKS)
 
 
 def _reasoning_marks() -> frozenset[str]:

@@ -76,7 +76,7 @@ class PromptEncoder:
         self._control: ControlTokens | None = None
         """Control tokens that only the template may write; None: messages may, too."""
         if self._tokenizer is not None and self._template is not None and not special_tokens_in_messages:
-            self._control = ControlTokens(self._tokenizer, self._template.shown())
+            self._control = ControlTokens(self._tokenizer, self._template.shown(), self._template.text)
         own = model_dir.read_json("tokenizer_config.json").get("response_template")
         shown = self._template.text if self._template is not None else ""
         self.output_format = OutputFormat.of(tool_parser, reasoning_parser, shown, own)

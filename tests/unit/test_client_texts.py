@@ -208,13 +208,23 @@ async def test_reasoning_marks_are_the_templates_to_find(tmp_path: Path) -> None
     assert ids.count(tokenizer.token_to_id("<s>")) == 1
 
 
+async def test_special_marks_of_reasoning_stay_in_answers_only(tmp_path: Path) -> None:
+    encoder = encoder_of(tmp_path, byte_level(), ADDED)
+    text = "<s>a</think>hello"
+    ids = await encoder.encode(chat(("user", text), ("assistant", text), ("user", "x")))
+    assert encoder.decode(ids) == f"<s><|user|>{text}</s><|assistant|>hello</s><|user|>x</s><|assistant|><think>"
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.token_to_id("</think>") not in ids, "the user's is a text, and the answer's was found"
+    assert ids.count(tokenizer.token_to_id("<s>")) == 1
+
+
 async def test_a_name_that_is_all_a_tokenizer_can_read_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({"?": 0, "a": 1, "!": 2}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.add_special_tokens(["!"])
     control = ControlTokens(tokenizer, "")
     texts = ClientTexts(control)
-    hidden = texts.hide(["a!a"])[0]
+    hidden = texts.hide([], "a!a")[1]
     with pytest.raises(InvalidRequest, match="only read '!'") as caught:
         control.encode(f"!{hidden}", texts.stand_ins)
     assert caught.value.field == "messages"
@@ -222,7 +232,7 @@ async def test_a_name_that_is_all_a_tokenizer_can_read_is_refused(tmp_path: Path
 
 def test_texts_that_leave_no_stand_in_are_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="private character"):
-        ClientTexts(ControlTokens(tokenizer, "")).hide(["".join(map(chr, STAND_INS)), NAMES[0]])
+        ClientTexts(ControlTokens(tokenizer, "")).hide([], "".join(map(chr, STAND_INS)), NAMES[0])
 
 
 @given(texts=st.lists(st.text("ab<|", min_size=1, max_size=6), min_size=1, unique=True), text=st.text("ab<|"))
