@@ -58,9 +58,9 @@ class PromptEnd:
     """End of a chat's prompt."""
 
     generation_prompt: str = ""
-    """What the template adds for a new answer."""
+    """Text that the template adds for a new answer."""
     begun_answer: str = ""
-    """What the prompt has of an answer that goes on."""
+    """Text that the prompt has of an answer that goes on."""
 
 
 def plan_output(
