@@ -167,7 +167,7 @@ async def start_router(config: RouterConfig) -> Router:
             from router.frontend.http_frontend import open_http  # imported late, as below
 
             http = await open_http(
-                config, config.http_port, public, handler, models, requests, keys, inference, arrivals, parts
+                config, config.http_port, public, handler, models, requests, keys, inference, arrivals, parts, registry
             )
         await metrics.start(registry)
         for each in servers:

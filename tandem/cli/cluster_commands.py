@@ -69,6 +69,11 @@ def up(
     cluster = read_cluster(config, model, prefill, decode)
     listen = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
     settings = listen | cluster.http_settings(http_port, no_http) | parse_overrides(router or [])
+    settings, no_files = cluster.with_files_folder(settings)
+    if no_files:
+        console.print(
+            f"tandem: /v1/files and /v1/batches are off: their folder {no_files}", markup=False, soft_wrap=True
+        )
     chosen = {"engine": engine} if engine is not None else {}
     serve_cluster(cluster, settings, chosen | parse_overrides(worker or []), routers, autoscale)
 
