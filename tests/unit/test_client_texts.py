@@ -16,7 +16,7 @@ from protos import inference_pb2 as pb
 from router.models.client_texts import STAND_INS, ClientTexts, ControlTokens
 from router.models.prompts import PromptEncoder
 from support.openai_http import with_tools
-from tandem.cli.demo import STORYTELLER
+from tandem.storyteller import STORYTELLER
 
 NAMES = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|pad|>")
 PRIVATE = tuple(map(chr, STAND_INS[:3]))

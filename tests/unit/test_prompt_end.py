@@ -19,7 +19,7 @@ from router.models.chat_template import ChatTemplate, check_chat_fields
 from router.models.output_format import OutputFormat
 from router.models.output_plan import OutputPlan, PromptEnd, plan_output
 from router.models.prompts import PromptEncoder
-from tandem.cli.demo import STORYTELLER
+from tandem.storyteller import STORYTELLER
 
 CALLER = Caller("", "r")
 USER = {"role": "user", "content": "hi"}
