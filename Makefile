@@ -149,9 +149,11 @@ $(LOAD_VENV)/.installed: bench/clients/load-requirements.txt
 	@$(LOAD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r bench/clients/load-requirements.txt
 	@touch $@
 
+# instructor's own bounds exclude the jiter of today's openai, with which it works.
 $(CLIENTS_VENV)/.installed: bench/clients/requirements.txt
 	@$(PYTHON) -m venv $(CLIENTS_VENV)
 	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r bench/clients/requirements.txt
+	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'instructor>=1.17,<2'
 	@touch $@
 
 bench-neighbours: $(INSTALLED)
