@@ -28,7 +28,7 @@ KNOWN = {
     ("0.1.0", "vllm"): {"demo-llama-3-1-8b-prefill", "demo-llama-3-1-8b-decode"},
     ("0.1.0", "mixed-gpus"): {"demo-llama-3-1-8b-prefill", "demo-llama-3-1-8b-decode"},
 }
-"""Pools that do not know where routers of later versions are, as docs/kubernetes.md says under Upgrades."""
+"""Pools that do not know where routers of later versions are, as docs/kubernetes-upgrades.md says."""
 
 
 def compared(old: Path, new: Path, values: Path | None = None) -> tuple[str, list[str]]:

@@ -82,12 +82,12 @@ class LoopbackPods:
         self.pods: list[Pod] = []
 
     def schedule(self, planned: Mapping[str, int]) -> None:
-        """Make the pods of all Deployments and StatefulSets; `planned`: replicas of those that the planner sizes."""
+        """Make the pods of all Deployments and StatefulSets; `planned`: sizes by name, in place of the rendered ones."""
         for manifest in self.manifests:
             if manifest["kind"] in ("Deployment", "StatefulSet"):
                 template = manifest["spec"]["template"]
-                size = planned.get(manifest["metadata"]["name"], 1)
-                for number in range(manifest["spec"].get("replicas", size)):
+                size = planned.get(manifest["metadata"]["name"], manifest["spec"]["replicas"])
+                for number in range(size):
                     name = f"{manifest['metadata']['name']}-{number}"
                     pod = Pod(name, "", template["metadata"]["labels"], template["spec"])
                     self.pods.append(pod)

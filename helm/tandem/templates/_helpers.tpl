@@ -43,12 +43,40 @@ redis://{{ include "tandem.name" . }}-redis:6379/0
 {{- end -}}
 {{- end -}}
 
+{{- /* Size of a Deployment or StatefulSet. A size that somebody set since the last install or upgrade stays: any size where
+a planner or autoscaler (`scaled`) owns it, else one that replaced the size in the values while these did not change.
+Without a cluster, as in `helm template`, and at the first install it is the values' size, within the scaler's bounds. */ -}}
+{{- define "tandem.size" -}}
+{{- $live := lookup "apps/v1" .kind .root.Release.Namespace .name -}}
+{{- $size := int .size -}}
+{{- if not $live -}}
+{{- if .scaled }}{{ $size = max (int .least) (min $size (int .most)) }}{{ end -}}
+{{- else if or .scaled (eq (dig "metadata" "annotations" "tandem/values-replicas" "" $live) (toString $size)) -}}
+{{- $size = int $live.spec.replicas -}}
+{{- end -}}
+{{- $size -}}
+{{- end -}}
+
+{{- /* A planner's bounds of a pool: the defaults are those of planner/config.py. */ -}}
+{{- define "tandem.plannerLeast" -}}
+{{- ternary .min_workers 1 (hasKey . "min_workers") | int -}}
+{{- end -}}
+
+{{- define "tandem.plannerMost" -}}
+{{- ternary .max_workers 8 (hasKey . "max_workers") | int -}}
+{{- end -}}
+
+{{- define "tandem.routerSize" -}}
+{{- $scaler := .Values.router.autoscaling -}}
+{{- include "tandem.size" (dict "root" . "kind" "StatefulSet" "name" (printf "%s-router" (include "tandem.name" .)) "size" .Values.router.replicas "scaled" $scaler.enabled "least" $scaler.minReplicas "most" $scaler.maxReplicas) -}}
+{{- end -}}
+
 {{- /* Stable names of the routers' pods: workers join each of them. */ -}}
 {{- define "tandem.routers" -}}
 {{- $name := include "tandem.name" . -}}
 {{- $port := int .Values.router.internalPort -}}
 {{- $routers := list -}}
-{{- range $number := until (int .Values.router.replicas) -}}
+{{- range $number := until (max (int .Values.router.replicas) (int (include "tandem.routerSize" .)) | int) -}}
 {{- $routers = append $routers (printf "%s-router-%d.%s-routers:%d" $name $number $name $port) -}}
 {{- end -}}
 {{- $routers | toJson -}}
