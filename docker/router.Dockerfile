@@ -2,7 +2,7 @@
 #   docker build -f docker/router.Dockerfile -t tandem-router:0.1.0 .
 FROM python:3.11.11-slim-bookworm AS build
 WORKDIR /src
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python -m venv /opt/tandem
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY cluster cluster
@@ -19,6 +19,8 @@ RUN /opt/tandem/bin/pip install -c constraints.txt .
 
 FROM python:3.11.11-slim-bookworm
 COPY --from=build /opt/tandem /opt/tandem
+# For helm/examples/laptop-restricted.yaml.
+COPY examples/storyteller/model /opt/storyteller
 ENV PATH=/opt/tandem/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 RUN groupadd --gid 10001 tandem && useradd --uid 10001 --gid 10001 --no-create-home tandem
 USER 10001:10001

@@ -33,7 +33,8 @@ LLAMA = known_shape("llama-3.1-8b")
 assert LLAMA is not None
 GIVEN: dict[str, dict[str, Any]] = {"several-models": {"shapes": {"large": LLAMA}, "gpu": "H100"}}
 """What the values of an example leave to its reader, such as the model behind a URL."""
-UNKNOWN = {"laptop": {"storyteller.prefill", "storyteller.decode"}, "several-models": {"small.decode"}}
+STORYTELLER = {"storyteller.prefill", "storyteller.decode"}
+UNKNOWN = {"laptop": STORYTELLER, "laptop-restricted": STORYTELLER, "several-models": {"small.decode"}}
 """Pools without GPUs of models that nobody knows."""
 OLD_RDMA: dict[str, Any] = {
     "models": [

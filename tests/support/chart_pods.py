@@ -82,7 +82,7 @@ class LoopbackPods:
         self.pods: list[Pod] = []
 
     def schedule(self, planned: Mapping[str, int]) -> None:
-        """Make the pods of all Deployments and StatefulSets; `planned`: sizes by name, in place of the rendered ones."""
+        """Make the pods of all Deployments and StatefulSets; `planned`: sizes by name, in place of the values'."""
         for manifest in self.manifests:
             if manifest["kind"] in ("Deployment", "StatefulSet"):
                 template = manifest["spec"]["template"]

@@ -99,6 +99,15 @@ Without a cluster, as in `helm template`, and at the first install it is the val
 {{- toYaml $spread -}}
 {{- end -}}
 
+{{- /* Fail where a cluster lacks the kind of an object that `value` asks for. Only a cluster that was asked names its kinds:
+without one, as in `helm template`, everything is rendered. */ -}}
+{{- define "tandem.needs" -}}
+{{- $known := .root.Capabilities.APIVersions -}}
+{{- if and ($known.Has "apps/v1/Deployment") (not ($known.Has (printf "%s/%s" .api .kind))) -}}
+{{- fail (printf "%s: the cluster has no %s (%s), which %s brings: install that first, or unset %s" .value .kind .api .from .value) -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "tandem.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
@@ -262,7 +271,7 @@ livenessProbe:
     {{- end }}
   securityContext: {{- include "tandem.containerSecurity" . | nindent 4 }}
   resources:
-    requests: {cpu: 500m, memory: 512Mi}
+    requests: {cpu: 100m, memory: 128Mi}
     limits: {cpu: "2", memory: 2Gi}
   volumeMounts:
     - {name: 'model-{{ include "tandem.slug" .model }}', mountPath: {{ include "tandem.modelPath" .model }}}
