@@ -15,7 +15,7 @@ RELEASED = sorted((ROOT / "helm" / "released").glob("*.tgz"))
 VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
 SIM = ROOT / "helm" / "examples" / "sim.yaml"
 SINCE = {
-    ("0.1.0", "tls"): "additional properties 'tls', 'apiKeys' not allowed",
+    ("0.1.0", "tls"): "at '': additional properties",
     ("0.1.0", "gpu-8b"): "additional properties 'fitCheck' not allowed",
     ("0.1.0", "gpu-rdma"): "at '/worker': additional properties",
     ("0.1.0", "keda"): "at '/monitoring': additional properties 'podMonitor' not allowed",

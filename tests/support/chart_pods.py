@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Pod:
     ip: str
     labels: dict[str, str]
     spec: dict[str, Any]
+    annotations: dict[str, str] = field(default_factory=dict)
     process: asyncio.subprocess.Process | None = None
     namespace: Namespace | None = None
 
@@ -143,6 +144,10 @@ class LoopbackPods:
                 ]
                 for name, text in data.items():
                     (place / name).write_text(_replaced(self.localise(pod, text), places))
+            for item in volumes[mount["name"]].get("downwardAPI", {}).get("items", []):
+                annotation = re.fullmatch(r"metadata\.annotations\['(.+)'\]", item["fieldRef"]["fieldPath"])
+                assert annotation is not None
+                (place / item["path"]).write_text(_replaced(pod.annotations[annotation[1]], places))
             if "projected" in volumes[mount["name"]]:
                 self._account(place, Path(places["/etc/tandem"]) / "planner.yaml")
         return lambda text: _replaced(text, places)
