@@ -32,14 +32,48 @@ app.kubernetes.io/instance: '{{ .Release.Name }}'
 {{- end -}}
 
 {{- define "tandem.redisUrl" -}}
-{{- if and .Values.redis.enabled .Values.redis.url }}{{ fail "redis: either enabled or url" }}{{ end -}}
-{{- if regexMatch "//[^@]*:.*@|[?&]password=" .Values.redis.url -}}
+{{- $url := .Values.redis.url | default "" -}}
+{{- if and .Values.redis.enabled $url }}{{ fail "redis: either enabled or url" }}{{ end -}}
+{{- if regexMatch "//[^@]*:.*@|[?&]password=" $url -}}
 {{- fail "redis.url: has a password in it, which everybody who may read ConfigMaps would see: it belongs in a secret, with the key `password`, which redis.passwordSecret names" -}}
 {{- end -}}
 {{- if .Values.redis.enabled -}}
 redis://{{ include "tandem.name" . }}-redis:6379/0
 {{- else -}}
-{{ .Values.redis.url }}
+{{ $url }}
+{{- end -}}
+{{- end -}}
+
+{{- /* Values that Kubernetes or a process would refuse later, in a pod: refused here by their names. */ -}}
+{{- define "tandem.checks" -}}
+{{- $router := .Values.router -}}
+{{- $worker := .Values.worker -}}
+{{- include "tandem.distinct" (dict "of" "router" "values" $router "ports" (list "grpcPort" "internalPort" "healthPort" "httpPort" "metricsPort")) -}}
+{{- include "tandem.distinct" (dict "of" "worker" "values" $worker "ports" (list "grpcPort" "healthPort" "metricsPort")) -}}
+{{- include "tandem.distinct" (dict "of" "planner" "values" .Values.planner "ports" (list "metricsPort" "healthPort")) -}}
+{{- if gt (int $worker.ucxPortFirst) (int $worker.ucxPortLast) -}}
+{{- fail (printf "worker.ucxPortFirst: %d is above worker.ucxPortLast, %d" (int $worker.ucxPortFirst) (int $worker.ucxPortLast)) -}}
+{{- end -}}
+{{- range $port := list "grpcPort" "healthPort" "metricsPort" -}}
+{{- $number := int (get $worker $port) -}}
+{{- if and (ge $number (int $worker.ucxPortFirst)) (le $number (int $worker.ucxPortLast)) -}}
+{{- fail (printf "worker.%s: %d is one of UCX's ports, worker.ucxPortFirst to worker.ucxPortLast" $port $number) -}}
+{{- end -}}
+{{- end -}}
+{{- $security := .Values.podSecurityContext | default dict -}}
+{{- if and $security.runAsNonRoot (hasKey $security "runAsUser") (eq (int $security.runAsUser) 0) -}}
+{{- fail "podSecurityContext.runAsUser: 0 is root, which podSecurityContext.runAsNonRoot refuses: set another user, or runAsNonRoot to false" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.distinct" -}}
+{{- $taken := dict -}}
+{{- range $port := .ports -}}
+{{- $number := toString (int (get $.values $port)) -}}
+{{- if hasKey $taken $number -}}
+{{- fail (printf "%s.%s: %s is %s.%s too: a pod has each port once" $.of $port $number $.of (get $taken $number)) -}}
+{{- end -}}
+{{- $_ := set $taken $number $port -}}
 {{- end -}}
 {{- end -}}
 
@@ -49,6 +83,9 @@ Without a cluster, as in `helm template`, and at the first install it is the val
 {{- define "tandem.size" -}}
 {{- $live := lookup "apps/v1" .kind .root.Release.Namespace .name -}}
 {{- $size := int .size -}}
+{{- if and .scaled (gt (int .least) (int .most)) -}}
+{{- fail (printf "%s: %d is more than %s, %d" .leastName (int .least) .mostName (int .most)) -}}
+{{- end -}}
 {{- if not $live -}}
 {{- if .scaled }}{{ $size = max (int .least) (min $size (int .most)) }}{{ end -}}
 {{- else if or .scaled (eq (dig "metadata" "annotations" "tandem/values-replicas" "" $live) (toString $size)) -}}
@@ -68,7 +105,7 @@ Without a cluster, as in `helm template`, and at the first install it is the val
 
 {{- define "tandem.routerSize" -}}
 {{- $scaler := .Values.router.autoscaling -}}
-{{- include "tandem.size" (dict "root" . "kind" "StatefulSet" "name" (printf "%s-router" (include "tandem.name" .)) "size" .Values.router.replicas "scaled" $scaler.enabled "least" $scaler.minReplicas "most" $scaler.maxReplicas) -}}
+{{- include "tandem.size" (dict "root" . "kind" "StatefulSet" "name" (printf "%s-router" (include "tandem.name" .)) "size" .Values.router.replicas "scaled" $scaler.enabled "least" $scaler.minReplicas "most" $scaler.maxReplicas "leastName" "router.autoscaling.minReplicas" "mostName" "maxReplicas") -}}
 {{- end -}}
 
 {{- /* Stable names of the routers' pods: workers join each of them. */ -}}
