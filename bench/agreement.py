@@ -27,10 +27,10 @@ from simulator.results import Results, Slo
 from simulator.traces.reading import Trace, Window, served_of
 from simulator.workloads import profile_named
 from tandem.cli.calibrate import show_calibration
-from tandem.cli.demo import STORYTELLER
 from tandem.loadgen.command import OfferedLoad, OutputOptions, run_bench
 from tandem.loadgen.frontends import GrpcFrontend
 from tandem.local.local_cluster import LocalCluster
+from tandem.storyteller import STORYTELLER
 from tandem.topology import plan_topology
 
 SLO = Slo(1.0, 0.05)

@@ -30,9 +30,10 @@ from engine.process.vllm_arguments import vllm_python
 from protos import inference_pb2 as pb
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
+from tandem.storyteller import STORYTELLER
 from tandem.topology import plan_topology
 
-MODEL = Path("examples/storyteller/model").absolute()
+MODEL = STORYTELLER
 PROMPT = list(range(5, 325))
 """Token ids of a prompt of 20 blocks."""
 MAX_TOKENS = 32

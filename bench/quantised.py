@@ -32,7 +32,7 @@ from engine.messages.to_engine import Generate as Ask
 from engine.model.quantization import AS_SAVED, QuantizationConfig
 from kvtransfer.local import LocalNetwork, LocalTransport
 from protos import inference_pb2 as pb
-from tandem.cli.demo import STORYTELLER
+from tandem.storyteller import STORYTELLER
 
 ROUNDS = 3
 HELD_OUT_SEED = 1_000_007

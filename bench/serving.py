@@ -29,9 +29,10 @@ from bench.report import Bar, conclude, percentile
 from cluster.process_tree import children
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
-from tandem.cli.demo import LORE, STORYTELLER, SUBJECTS
+from tandem.cli.demo import LORE, SUBJECTS
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
+from tandem.storyteller import STORYTELLER
 from tandem.topology import plan_topology
 
 CONCURRENT = 16

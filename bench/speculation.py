@@ -29,8 +29,9 @@ from bench.copying import SMALL, copying_model
 from bench.engine import Tandem
 from bench.report import OUT, Bar, conclude
 from protos import inference_pb2 as pb
-from tandem.cli.demo import STORYTELLER, SUBJECTS
+from tandem.cli.demo import SUBJECTS
 from tandem.client import Client
+from tandem.storyteller import STORYTELLER
 
 ROUNDS = 3
 STORY_TOKENS, STORIES = 120, 4

@@ -21,7 +21,7 @@ from rich.console import Console
 from bench.report import Bar, Parts, conclude
 from bench.vllm.compared import VLLM
 from bench.workers import Workers
-from tandem.cli.demo import STORYTELLER
+from tandem.storyteller import STORYTELLER
 
 ROUNDS = {"torch": 7, "vllm": 3}
 REQUESTS = 10

@@ -119,6 +119,8 @@ def _typed(code: str, message: str, details: Iterable[any_pb2.Any]) -> ServiceEr
         return InvalidRequest(field, message)
     if code == "RESOURCE_EXHAUSTED":
         return Overloaded(message, field, permanent, retry_after_s, limit)
+    if code == "CANCELLED":  # a server drops calls so that it never accepted; who cancels a call itself reads no status
+        return Unavailable("the server dropped the call before it accepted it", field)
     kind = Draining if draining else _KINDS.get(code)
     if kind is UnknownModel and field == "request_id":
         kind = UnknownRequest

@@ -42,6 +42,16 @@ _SIZES: list[tuple[str, int]] = [
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
 ]
 
+MAX_PENDING_CALLS = 65_536
+"""Calls that gRPC keeps for a server which has not accepted them yet; each takes 14 KiB.
+
+gRPC drops further ones with a bare CANCELLED, by default from 1,000 on. That many come together at a process that
+stands still for seconds, since grpc.aio accepts one call in about five turns of the event loop. So the bound that
+clients meet is one of Tandem's own, which is checked after a call is accepted and answers with a typed error."""
+_PENDING: list[tuple[str, int]] = [
+    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+]
 
 MAX_OPEN_CALLS = 256
 """Streams of health and reflection at a time. They need no key, and an open one holds 20 KiB."""
@@ -80,7 +90,7 @@ class Server:
         members reach an `is_public` server.
         """
         # Without so_reuseport=0 a second process would silently share a port in use.
-        options = dict([*_KEEPALIVE, *_ALLOW_PINGS, *_SIZES, ("grpc.so_reuseport", 0)])
+        options = dict([*_KEEPALIVE, *_ALLOW_PINGS, *_SIZES, *_PENDING, ("grpc.so_reuseport", 0)])
         options["grpc.max_receive_message_length"] = max_message_bytes
         if is_public:
             options["grpc.http2.max_ping_strikes"] = PUBLIC_PING_STRIKES

@@ -15,7 +15,7 @@ COPY protos protos
 COPY router router
 COPY simulator simulator
 COPY tandem tandem
-RUN /opt/tandem/bin/pip install -c constraints.txt .
+RUN /opt/tandem/bin/pip install -c constraints.txt ".[router]"
 
 FROM python:3.11.11-slim-bookworm
 COPY --from=build /opt/tandem /opt/tandem

@@ -18,7 +18,7 @@ COPY protos protos
 COPY router router
 COPY simulator simulator
 COPY tandem tandem
-RUN /opt/tandem/bin/pip install -c constraints.txt . \
+RUN /opt/tandem/bin/pip install -c constraints.txt ".[router]" \
     && python3 -m pip install --no-deps -c constraints.txt nixl-cu12 .
 ENV PATH=/opt/tandem/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 RUN groupadd --gid 10001 tandem && useradd --uid 10001 --gid 10001 --no-create-home tandem

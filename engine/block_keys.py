@@ -41,11 +41,6 @@ def block_keys(parent: BlockKey, token_ids: Sequence[int], block_tokens: int, fi
     return keys
 
 
-def isolated_salt(tenant: str, cache_salt: str) -> str:
-    """Return a cache salt that no two tenants share, whatever salts their requests bring."""
-    return f"{len(tenant)} {tenant} {cache_salt}"
-
-
 def token_array(token_ids: Sequence[int]) -> "array[int]":
     """Convert token ids to uint32, those of a protobuf message in bulk instead of one Python object each."""
     if isinstance(token_ids, list | tuple):

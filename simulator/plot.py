@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster.install import needing
 from simulator.errors import BadSetup
 from simulator.replay import MODES, Run, Setup
 from simulator.results import LatencySummary, Results
@@ -24,10 +25,8 @@ def open_figures() -> Any:
 
     Raises BadSetup without matplotlib.
     """
-    try:
+    with needing("png", BadSetup):
         from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise BadSetup("png", f"{error}; install tandem-serving[plot]") from None
     return Figure
 
 

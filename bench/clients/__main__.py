@@ -16,8 +16,8 @@ from rich.console import Console
 
 from bench.clients.load_tools import load_cells
 from bench.report import Bar, conclude
-from tandem.cli.demo import STORYTELLER
 from tandem.local.local_cluster import LocalCluster
+from tandem.storyteller import STORYTELLER
 from tandem.topology import ClusterModel, plan_models
 
 HERE = Path(__file__).parent

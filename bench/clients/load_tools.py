@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.cli.demo import STORYTELLER
+from tandem.storyteller import STORYTELLER
 
 ROOT = Path(__file__).parents[2]
 LOAD_BIN, VLLM = ROOT / ".venv-load" / "bin", ROOT / ".venv-vllm" / "bin" / "vllm"

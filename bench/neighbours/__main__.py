@@ -27,9 +27,9 @@ from bench.neighbours.attacks import ATTACKS
 from bench.report import Bar, conclude, percentile
 from protos import inference_pb2 as pb
 from router.security.api_keys import entry_for
-from tandem.cli.demo import STORYTELLER
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
+from tandem.storyteller import STORYTELLER
 from tandem.topology import plan_topology
 
 PHASE_S = float(os.environ.get("TANDEM_NEIGHBOURS_S", "8"))

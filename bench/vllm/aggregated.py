@@ -17,8 +17,8 @@ from bench.models import LLAMA_170M, cpu_dtype, llama
 from bench.report import OUT, Bar
 from bench.vllm.compared import VLLM
 from bench.vllm.sides import Limits, Loads, Setting, bars_of, compare
+from tandem.storyteller import STORYTELLER
 
-STORYTELLER = Path("examples/storyteller/model").absolute()
 LIMITS = Limits(tokens_per_s=0.97, itl_p50_ms=1.03, ttft_p50_ms=1.05)
 ROUNDS = int(os.environ.get("TANDEM_VLLM_ROUNDS", "3"))
 LOADS = Loads((1, 8, 32), prompt_tokens=128, output_tokens=64, long_prompt_tokens=1024, samplings=("greedy", "top-p"))

@@ -24,9 +24,10 @@ from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster, RoleProcess
+from tandem.storyteller import STORYTELLER
 from tandem.topology import plan_topology
 
-MODEL = Path("examples/storyteller/model")
+MODEL = STORYTELLER
 BLOCK, MAX_LENGTH = 32, 1024
 
 

@@ -49,8 +49,9 @@ from engine.messages.to_engine import (
 )
 from engine.process.message_socket import MessageSocket
 from engine.process.spec import EngineSpec
+from tandem.storyteller import STORYTELLER
 
-MODEL = Path("examples/storyteller/model").absolute()
+MODEL = STORYTELLER
 V2 = Path("tests/support/vllm_v2/python").absolute()
 STREAMS, PROMPT, OUTPUT = 8, 64, 48
 LOAN_PROMPT = 321

@@ -4,12 +4,11 @@ A follower rank needs nothing else of an engine.
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster.install import needing
 from cluster.roles import Role
 from engine.backends.sim.runner import SimRunner, sim_runner
 from engine.config import WorkerConfig, finds_own_cores, max_step_tokens
@@ -50,7 +49,7 @@ def open_core_allocation(config: WorkerConfig, role: Role) -> CoreAllocation | N
     """
     if not finds_own_cores(config):
         return None
-    with _needing_torch():
+    with needing("engine", EngineStartError):
         from engine.backends.torch.device import choose_device
 
     if choose_device(config.device).type != "cpu":
@@ -74,7 +73,7 @@ def open_torch_runner(
 
     As one of several ranks it waits for the others and takes its share of `config`. Raises EngineStartError.
     """
-    with _needing_torch():
+    with needing("engine", EngineStartError):
         from engine.backends.torch.device import choose_device, gpu_of
         from engine.backends.torch.kv_room import KvRoom
         from engine.backends.torch.ranks import RankInfo
@@ -104,11 +103,3 @@ def open_torch_runner(
     if threads == len(share.own):
         runner.bind(share.own, share.shared)
     return runner
-
-
-@contextmanager
-def _needing_torch() -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise EngineStartError("engine", f"{error}; install tandem-serving[worker]") from None

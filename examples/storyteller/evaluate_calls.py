@@ -1,6 +1,6 @@
 """Measure the model's tool calls and JSON answers: that forced ones end, and that free ones are right.
 
-python examples/storyteller/evaluate_calls.py [--model examples/storyteller/model] [--drawn 100]
+python examples/storyteller/evaluate_calls.py [--model tandem/storyteller/model] [--drawn 100]
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from tales import pick_cast
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from router.models.forced_calls import Function, call_grammar
+from tandem.storyteller import STORYTELLER
 
-MODEL = Path(__file__).parent / "model"
+MODEL = STORYTELLER
 LIMIT = 64
 """Tokens within which a forced answer must end."""
 SEED = 1_000_000

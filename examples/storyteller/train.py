@@ -1,6 +1,6 @@
 """Train the storyteller: a demo model small enough to check in and readable enough to watch.
 
-python examples/storyteller/train.py --out examples/storyteller/model
+python examples/storyteller/train.py --out tandem/storyteller/model
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.errors import ServiceError, StartError
+from cluster.errors import ServiceError
+from cluster.install import needing
 from cluster.trace_context import traceparent
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
@@ -82,11 +83,9 @@ class Tracing:
         self._tracers: dict[tuple[str, str], Any] = {}
         self._processor: Any = None
         if config.otlp_endpoint:
-            try:
+            with needing("otlp_endpoint"):
                 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
                 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-            except ModuleNotFoundError as error:
-                raise StartError("otlp_endpoint", f"{error}; install tandem-serving[otel]") from None
             insecure = not config.otlp_endpoint.startswith("https://")
             self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=insecure))
 

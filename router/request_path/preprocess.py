@@ -5,8 +5,8 @@ import secrets
 import time
 
 from cluster import logs
+from cluster.cache_salt import isolated_salt
 from cluster.errors import Forbidden, InvalidRequest
-from engine.block_keys import isolated_salt
 from engine.sampling.structured_output import read_structured
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival

@@ -7,9 +7,9 @@ from google.rpc.status_pb2 import Status
 from rich.console import Console
 from rich.table import Table
 
+from cluster.cache_salt import isolated_salt
 from cluster.errors import InvalidRequest
 from cluster.tls import TlsIdentity
-from engine.block_keys import isolated_salt
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from tandem.cli.tables import uncut

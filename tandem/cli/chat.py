@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 
 from cluster.errors import InvalidRequest
-from engine.sampling.structured_output import FIELD
 from protos import inference_pb2 as pb
 from tandem.cli.receipts import show_receipt
 from tandem.client import Message, Target
@@ -55,7 +54,7 @@ def _text_of(name: str, value: Any) -> Any:
     try:
         return Path(value[1:]).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{FIELD}.{name}", f"cannot be read: {error}") from None
+        raise InvalidRequest(f"sampling.structured.{name}", f"cannot be read: {error}") from None
 
 
 async def chat_loop(

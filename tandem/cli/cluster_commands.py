@@ -7,7 +7,7 @@ import typer
 
 from cluster.config import parse_overrides
 from cluster.errors import InvalidRequest, StartError
-from engine.host.cpu_affinity import available_cores
+from cluster.install import check_installed
 from tandem.cli.common import ACCESS, DEFAULT_ADDRESS, asking, console, model_option, run
 from tandem.cli.run_cluster import serve_cluster
 
@@ -228,7 +228,9 @@ def demo(
     routers: Annotated[int, typer.Option(help="routers; the requests take turns", min=1)] = 1,
 ) -> None:
     """Start a router, a prefill and a decode worker, and watch concurrent requests being served."""
+    check_installed("worker", "tandem demo")
     console.print("tandem demo: a router, a prefill worker and a decode worker, each a process of its own")
+    from engine.host.cpu_affinity import available_cores
     from tandem.cli.demo import run_demo
 
     run(run_demo(console, requests, model, available_cores(), routers))

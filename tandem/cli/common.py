@@ -36,14 +36,15 @@ def out_file(*names: str, help: str, metavar: str = "FILE") -> Any:  # noqa: A00
 
 
 def model_option(help: str) -> Any:  # noqa: A002 # typer's word
-    """Return an option for a model's directory or repository."""
-    return typer.Option(metavar="DIR|ORG/NAME[@REVISION]", help=help, parser=_model)
+    """Return an option for a model's directory or repository, or the demo model's name."""
+    return typer.Option(metavar="DIR|ORG/NAME[@REVISION]|storyteller", help=help, parser=_model)
 
 
 def _model(text: str) -> Path:
     from engine.model.hub import model_path
+    from tandem.storyteller import NAME, STORYTELLER
 
-    return Path(model_path(text))
+    return STORYTELLER if text == NAME and not Path(text).exists() else Path(model_path(text))
 
 
 def _writable(param: typer.CallbackParam, value: Path | None) -> Path | None:

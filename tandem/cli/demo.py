@@ -20,9 +20,9 @@ from tandem.cli.receipts import describe, stage_table
 from tandem.client import Client, Message
 from tandem.local.local_cluster import LocalCluster
 from tandem.progress import ProgressSteps
+from tandem.storyteller import STORYTELLER
 from tandem.topology import plan_topology
 
-STORYTELLER = Path(__file__).parents[2] / "examples" / "storyteller" / "model"
 REFRESH_PER_S = 8
 LORE = (
     "You are the storyteller of the village of Amberley. The village stands between a quiet river and an old forest. "

@@ -8,8 +8,6 @@ from rich.console import Console
 
 from cluster.errors import UnknownRequest
 from protos import inference_pb2 as pb
-from router.observability.decision_log import read_decisions
-from router.observability.explanations import to_response
 from tandem.cli.tables import NamesTable, uncut
 from tandem.client import Target
 
@@ -79,6 +77,9 @@ async def show_decisions(console: Console, target: Target, request_id: str, most
         async with target.client() as client:
             past = await client.decisions(request_id)
     else:
+        from router.observability.decision_log import read_decisions
+        from router.observability.explanations import to_response
+
         with log.open() as lines:
             entry = read_decisions(lines, request_id)
         if entry is None:

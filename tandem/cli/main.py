@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from cluster.errors import TandemError
+from cluster.install import extra_of, how_to_install
 from tandem import __version__
 from tandem.cli import client_commands, cluster_commands, sizing_commands
 from tandem.cli.common import console
@@ -43,6 +44,15 @@ def main() -> None:
     try:
         app()
     except TandemError as error:
-        console.file.flush()
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        _fail(str(error))
+    except ModuleNotFoundError as error:
+        extra = extra_of(error)
+        if extra is None:
+            raise
+        _fail(f"{error}: {how_to_install(extra)}")
+
+
+def _fail(message: str) -> None:
+    console.file.flush()
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)

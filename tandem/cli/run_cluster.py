@@ -4,9 +4,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.errors import StartError
-from engine.config import finds_own_cores
-from engine.host.cpu_affinity import available_cores
+from cluster.install import needing
 from tandem.cli.common import console, run
 from tandem.progress import ProgressSteps
 
@@ -33,6 +31,9 @@ def serve_cluster(
     work: "Work | None" = None,
 ) -> None:
     """Serve until Ctrl-C, `tandem down`, or the end of `work`; `router` and `worker` override the file's settings."""
+    from engine.config import finds_own_cores
+    from engine.host.cpu_affinity import available_cores
+
     for each in cluster.models:
         console.print(f"tandem: {each.known_as}, {each.prefill} prefill + {each.decode} decode")
     cluster.check()  # before Ray is started in vain
@@ -40,12 +41,10 @@ def serve_cluster(
     topology = cluster.plan(router, worker, available_cores(), routers, finds_cores=finds_own_cores)
     with ProgressSteps(console, "tandem: ") as steps:
         steps("looking for a Ray cluster")
-        try:
+        with needing("ray"):
             from tandem.ray.driver import serve  # importing Ray takes a second: print something first
             from tandem.ray.planner import planner_config
             from tandem.ray.settings import RaySettings
-        except ModuleNotFoundError as error:
-            raise StartError("ray", f"{error}; install tandem-serving[ray]") from None
         planner = planner_config(cluster.settings.planner, topology.router) if autoscale else None
         settings = RaySettings.parse(cluster.settings.ray)
         settings.check(autoscale)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-import uvloop
 
 from tandem.cli.common import Model, asking, console, model_option, out_file, run
 
@@ -269,6 +268,8 @@ def bench(
 
     async def offer() -> None:
         exit_codes.append((await run_bench(console, frontend, load, wanted)).exit_code)
+
+    import uvloop
 
     run(offer(), uvloop.new_event_loop)
     if any(exit_codes):

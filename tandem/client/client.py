@@ -1,17 +1,18 @@
 """The Python client: typed, asynchronous, over gRPC, to one router or to any of several.
 
-async with Client("127.0.0.1:50051") as client:
-    async for piece in client.generate(text="Once upon a time"):
+async with Client("127.0.0.1:50051") as client, client.stream(text="Once upon a time") as pieces:
+    async for piece in pieces:
         print(piece.text, end="")
 """
 
 import asyncio
 import contextlib
+import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 from google.rpc import status_pb2
@@ -23,16 +24,16 @@ from cluster.tls import ClientIdentity
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from tandem.client.call_span import CallSpan, Metadata
+from tandem.client.options import EmbedOptions, GenerateOptions, Json, Message, PromptOptions, WarmOptions
 
 Answer = TypeVar("Answer")
-Message = tuple[str, str]
-"""Chat message as (role, content)."""
+Request = TypeVar("Request")
 
 
 class Client:
     """Client of one or several equal routers.
 
-    Every failure is a `cluster.errors.ServiceError`.
+    Every failure is a `tandem.errors.ServiceError`.
 
     A call goes to the router that served the last one. If that cannot be reached, or answers Unavailable before
     anything else, each other one is tried once. Where OpenTelemetry is installed, each `generate` and `generate_batch`
@@ -67,62 +68,36 @@ class Client:
         await asyncio.gather(*(link.close() for link in self._channels))
 
     async def generate(
-        self,
-        text: str | None = None,
-        *,
-        messages: Sequence[Message | pb.ChatMessage] = (),
-        token_ids: Sequence[int] = (),
-        sampling: pb.Sampling | None = None,
-        model: str = "",
-        timeout_s: float | None = None,
-        request_id: str = "",
-        session_id: str = "",
-        prompt_cache_key: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
-        max_ttft_ms: float | None = None,
-        task: str = "",
-        min_quality: float = 0.0,
-        tools: Sequence[str] = (),
-        chat_template_kwargs: str = "",
-        cache_retention_s: float | None = None,
-        metadata: Metadata = (),
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        """Stream one completion; the last message has `finish`.
+        self, text: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[pb.GenerateResponse]:
+        """Stream one completion; the last piece has `finish`.
 
-        Leaving the loop early cancels the request.
+        With `sampling.n` above 1 each piece belongs to the choice `index`, and each choice ends with a `finish`.
 
-        `tools` and `chat_template_kwargs` are JSON, as in protos/inference.proto. `metadata` is sent with the call,
-        besides the client's own: names in lower case.
-
-        With `sampling.n` above 1 each message belongs to the choice `index`, and each choice ends with a `finish`.
+        A generator that is closed cancels the request. A loop that is left early does not close it at once: use
+        `stream` where a loop may be left.
 
         Raises ServiceError. InvalidRequest names the field at fault. Unavailable may be retried, and names the router
         when its stream had started. Overloaded may be retried after its `retry_after_s`, where it has one.
         """
-        request = _request(
-            model=model,
-            text=text,
-            messages=map(_chat_message, messages),
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            token_ids=token_ids,
-            sampling=sampling,
-            request_id=request_id,
-            session_id=session_id,
-            prompt_cache_key=prompt_cache_key,
-            cache_salt=cache_salt,
-            priority=priority,
-            tenant=tenant,
-            max_ttft_ms=max_ttft_ms,
-            task=task,
-            min_quality=min_quality,
-            cache_retention_s=cache_retention_s,
-        )
+        fields, timeout_s, metadata = _parted("generate", GenerateOptions, options)
+        request = _request(text=text, **fields)
         async with contextlib.aclosing(self.send(request, timeout_s, metadata)) as responses:
             async for response in responses:
                 yield response
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, text: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncIterator[AsyncGenerator[pb.GenerateResponse]]:
+        """Yield the pieces of `generate`; the request is over when the block is left, however it is left.
+
+        async with client.stream(text="Once upon a time") as pieces:
+            async for piece in pieces:
+                print(piece.text, end="")
+        """
+        async with contextlib.aclosing(self.generate(text, **options)) as pieces:
+            yield pieces
 
     async def send(
         self, request: pb.GenerateRequest, timeout_s: float | None, metadata: Metadata = ()
@@ -164,84 +139,22 @@ class Client:
             finally:
                 call.cancel()
 
-    async def explain(
-        self,
-        text: str | None = None,
-        *,
-        messages: Sequence[Message | pb.ChatMessage] = (),
-        token_ids: Sequence[int] = (),
-        sampling: pb.Sampling | None = None,
-        model: str = "",
-        session_id: str = "",
-        prompt_cache_key: str = "",
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
-        max_ttft_ms: float | None = None,
-        task: str = "",
-        min_quality: float = 0.0,
-        tools: Sequence[str] = (),
-        chat_template_kwargs: str = "",
-        timeout_s: float = 30.0,
-        metadata: Metadata = (),
-    ) -> pb.Explanation:
+    async def explain(self, text: str | None = None, **options: Unpack[GenerateOptions]) -> pb.Explanation:
         """Return where a request would go now, and why; nothing is started.
 
-        Raises ServiceError as `generate`.
+        Without `timeout_s` the deadline is 30 s. Raises ServiceError as `generate`.
         """
-        request = _request(
-            model=model,
-            text=text,
-            messages=map(_chat_message, messages),
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            token_ids=token_ids,
-            sampling=sampling,
-            session_id=session_id,
-            prompt_cache_key=prompt_cache_key,
-            cache_salt=cache_salt,
-            priority=priority,
-            tenant=tenant,
-            max_ttft_ms=max_ttft_ms,
-            task=task,
-            min_quality=min_quality,
-        )
+        fields, timeout_s, metadata = _parted("explain", GenerateOptions, {"timeout_s": 30.0} | options)
+        request = _request(text=text, **fields)
         return await self._ask(lambda stub, how: stub.Explain(request, **how), timeout_s, metadata)
 
-    async def warm(
-        self,
-        text: str | None = None,
-        *,
-        messages: Sequence[Message | pb.ChatMessage] = (),
-        token_ids: Sequence[int] = (),
-        workers: int = 1,
-        cache_retention_s: float | None = None,
-        store: bool = False,
-        model: str = "",
-        tenant: str = "",
-        cache_salt: str = "",
-        priority: int | None = None,
-        request_id: str = "",
-        timeout_s: float = 300.0,
-        metadata: Metadata = (),
-    ) -> pb.WarmResponse:
+    async def warm(self, text: str | None = None, **options: Unpack[WarmOptions]) -> pb.WarmResponse:
         """Place a prompt's blocks on several decode workers, without output.
 
-        Raises ServiceError as `generate`.
+        Without `timeout_s` the deadline is 300 s. Raises ServiceError as `generate`.
         """
-        request = pb.WarmRequest(
-            model=model,
-            text=text,
-            messages=map(_chat_message, messages),
-            token_ids=token_ids,
-            tenant=tenant,
-            request_id=request_id,
-            cache_salt=cache_salt,
-            priority=priority,
-            workers=workers,
-            cache_retention_s=cache_retention_s,
-            store=store,
-        )
+        fields, timeout_s, metadata = _parted("warm", WarmOptions, {"timeout_s": 300.0, "workers": 1} | options)
+        request = _made(pb.WarmRequest, text=text, **fields)
         return await self._ask(lambda stub, how: stub.Warm(request, **how), timeout_s, metadata)
 
     async def decisions(
@@ -273,7 +186,7 @@ class Client:
         max_concurrent: int = 0,
         timeout_s: float | None = None,
         metadata: Metadata = (),
-    ) -> AsyncIterator[pb.BatchResult]:
+    ) -> AsyncGenerator[pb.BatchResult]:
         """Yield results as requests finish; `error_of` returns the error of a failed one.
 
         All go to one router. `max_concurrent` 0: the router's default. Raises ServiceError for the whole batch.
@@ -297,53 +210,35 @@ class Client:
             call.cancel()
             span.end(failure)
 
-    async def embed(
-        self,
-        inputs: Sequence[str | Sequence[int]],
-        model: str = "",
-        dimensions: int | None = None,
-        timeout_s: float | None = None,
-        metadata: Metadata = (),
-        **fields: Any,
-    ) -> list[list[float]]:
+    async def embed(self, inputs: Sequence[str | Sequence[int]], **options: Unpack[EmbedOptions]) -> list[list[float]]:
         """Return the embedding of each text or list of token ids, in order.
 
-        `fields` are further ones of GenerateRequest, such as `tenant`. Raises ServiceError when any input fails.
+        Raises ServiceError when any input fails.
         """
-        prompts = [{"text" if isinstance(given, str) else "token_ids": given} for given in inputs]
-        options = {"dimensions": dimensions}
-        requests = [_request(model=model, embedding=options, **prompt, **fields) for prompt in prompts]
+        fields, timeout_s, metadata = _parted("embed", EmbedOptions, options)
+        embedding = pb.EmbeddingOptions(dimensions=fields.pop("dimensions", None))
+        requests = [
+            _request(
+                embedding=embedding, **({"text": each} if isinstance(each, str) else {"token_ids": each}), **fields
+            )
+            for each in inputs
+        ]
         vectors: dict[int, list[float]] = {}
         batch = self.generate_batch(requests, timeout_s=timeout_s, metadata=metadata)
-        async with contextlib.aclosing(batch) as results:  # type: ignore[type-var]
+        async with contextlib.aclosing(batch) as results:
             async for result in results:
                 if (error := error_of(result)) is not None:
                     raise error
                 vectors[result.index] = list(result.embedding)
         return [vectors[index] for index in range(len(requests))]
 
-    async def tokenize(
-        self,
-        text: str | None = None,
-        *,
-        messages: Sequence[Message | pb.ChatMessage] = (),
-        tools: Sequence[str] = (),
-        chat_template_kwargs: str = "",
-        model: str = "",
-        timeout_s: float = 30.0,
-        metadata: Metadata = (),
-    ) -> list[int]:
+    async def tokenize(self, text: str | None = None, **options: Unpack[PromptOptions]) -> list[int]:
         """Return the token ids of a prompt as the model reads it.
 
-        Raises ServiceError.
+        Without `timeout_s` the deadline is 30 s. Raises ServiceError.
         """
-        request = pb.TokenizeRequest(
-            model=model,
-            text=text,
-            messages=map(_chat_message, messages),
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        fields, timeout_s, metadata = _parted("tokenize", PromptOptions, {"timeout_s": 30.0} | options)
+        request = _made(pb.TokenizeRequest, text=text, **fields)
         answer = await self._ask(lambda stub, how: stub.Tokenize(request, **how), timeout_s, metadata)
         return list(answer.token_ids)
 
@@ -412,10 +307,10 @@ class Client:
     async def _ask(
         self,
         call: "Callable[[pb_grpc.InferenceStub, dict[str, Any]], Awaitable[Answer]]",
-        timeout_s: float,
+        timeout_s: float | None,
         metadata: Metadata = (),
     ) -> Answer:
-        give_up_at = time.monotonic() + timeout_s
+        give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
         *others, last = self._order()
         for number in (*others, last):
             try:
@@ -444,15 +339,41 @@ class Target:
         return Client(self.address, api_key=self.api_key, tls=self.tls)
 
 
+def _parted(call: str, known: type[Any], options: Mapping[str, Any]) -> tuple[dict[str, Any], float | None, Metadata]:
+    """Return a call's options as (fields of its message, timeout_s, metadata).
+
+    Raises TypeError for an option that `known`, a TypedDict, does not have.
+    """
+    if unknown := options.keys() - known.__annotations__.keys():
+        raise TypeError(f"{call}() got an unexpected keyword argument {min(unknown)!r}")
+    fields = dict(options)
+    timeout_s, metadata = fields.pop("timeout_s", None), fields.pop("metadata", ())
+    if "messages" in fields:
+        fields["messages"] = [_chat_message(message) for message in fields["messages"]]
+    if "tools" in fields:
+        fields["tools"] = [_json(tool) for tool in fields["tools"]]
+    if "chat_template_kwargs" in fields:
+        fields["chat_template_kwargs"] = _json(fields["chat_template_kwargs"])
+    return fields, timeout_s, metadata
+
+
 def _request(**fields: Any) -> pb.GenerateRequest:
-    """Build a request.
+    return _made(pb.GenerateRequest, **fields)
+
+
+def _made(kind: "Callable[..., Request]", **fields: Any) -> "Request":
+    """Build a message.
 
     Raises InvalidRequest.
     """
     try:
-        return pb.GenerateRequest(**fields)
+        return kind(**fields)
     except ValueError as error:  # protobuf's range checks, for example a negative token id
         raise InvalidRequest("request", str(error)) from None
+
+
+def _json(value: Json) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _chat_message(message: Message | pb.ChatMessage) -> pb.ChatMessage:

@@ -6,14 +6,17 @@ with SyncClient("127.0.0.1:50051") as client:
 """
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from cluster.tls import ClientIdentity
 from protos import inference_pb2 as pb
+from tandem.client.call_span import Metadata
 from tandem.client.client import Client
+from tandem.client.options import EmbedOptions, GenerateOptions, PromptOptions, WarmOptions
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
@@ -47,45 +50,72 @@ class SyncClient:
         self._wait(self._client.close())
         self._end()
 
-    def generate(self, text: str | None = None, **options: Any) -> Iterator[pb.GenerateResponse]:
+    def generate(self, text: str | None = None, **options: Unpack[GenerateOptions]) -> Generator[pb.GenerateResponse]:
         """Stream a completion, as Client.generate.
 
-        Closing or collecting the iterator cancels the request.
+        Closing or collecting the generator cancels the request.
         """
         return self._each(self._client.generate(text, **options))
 
-    def generate_batch(self, requests: list[pb.GenerateRequest], **options: Any) -> Iterator[pb.BatchResult]:
-        """Yield results of a batch, as Client.generate_batch."""
-        return self._each(self._client.generate_batch(requests, **options))
+    @contextlib.contextmanager
+    def stream(
+        self, text: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> Iterator[Generator[pb.GenerateResponse]]:
+        """Yield the pieces of `generate`; the request is over when the block is left."""
+        with contextlib.closing(self.generate(text, **options)) as pieces:
+            yield pieces
 
-    def embed(self, inputs: Sequence[str | Sequence[int]], **options: Any) -> list[list[float]]:
+    def generate_batch(
+        self,
+        requests: Sequence[pb.GenerateRequest],
+        max_concurrent: int = 0,
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
+    ) -> Generator[pb.BatchResult]:
+        """Yield results of a batch, as Client.generate_batch."""
+        return self._each(self._client.generate_batch(requests, max_concurrent, timeout_s, metadata))
+
+    def embed(self, inputs: Sequence[str | Sequence[int]], **options: Unpack[EmbedOptions]) -> list[list[float]]:
         return self._wait(self._client.embed(inputs, **options))
 
-    def explain(self, text: str | None = None, **options: Any) -> pb.Explanation:
+    def explain(self, text: str | None = None, **options: Unpack[GenerateOptions]) -> pb.Explanation:
         return self._wait(self._client.explain(text, **options))
 
-    def warm(self, text: str | None = None, **options: Any) -> pb.WarmResponse:
+    def decisions(self, request_id: str, timeout_s: float = 30.0, metadata: Metadata = ()) -> pb.DecisionsResponse:
+        return self._wait(self._client.decisions(request_id, timeout_s, metadata))
+
+    def warm(self, text: str | None = None, **options: Unpack[WarmOptions]) -> pb.WarmResponse:
         return self._wait(self._client.warm(text, **options))
 
-    def tokenize(self, text: str | None = None, **options: Any) -> list[int]:
+    def tokenize(self, text: str | None = None, **options: Unpack[PromptOptions]) -> list[int]:
         return self._wait(self._client.tokenize(text, **options))
 
-    def list_models(self, **options: Any) -> list[pb.Model]:
-        return self._wait(self._client.list_models(**options))
+    def list_models(self, timeout_s: float = 10.0, metadata: Metadata = ()) -> list[pb.Model]:
+        return self._wait(self._client.list_models(timeout_s, metadata))
 
-    def cluster_status(self, **options: Any) -> pb.ClusterStatusResponse:
-        return self._wait(self._client.cluster_status(**options))
+    def cluster_status(self, timeout_s: float = 10.0, metadata: Metadata = ()) -> pb.ClusterStatusResponse:
+        return self._wait(self._client.cluster_status(timeout_s, metadata))
 
-    def feedback(self, request_id: str, **options: Any) -> None:
-        self._wait(self._client.feedback(request_id, **options))
+    def feedback(
+        self,
+        request_id: str,
+        rating: float | None = None,
+        corrected_text: str = "",
+        comment: str = "",
+        timeout_s: float = 10.0,
+        metadata: Metadata = (),
+    ) -> None:
+        self._wait(self._client.feedback(request_id, rating, corrected_text, comment, timeout_s, metadata))
 
-    def usage(self, **options: Any) -> list[pb.UsageTotal]:
-        return self._wait(self._client.usage(**options))
+    def usage(
+        self, days: int = 1, tenant: str = "", timeout_s: float = 10.0, metadata: Metadata = ()
+    ) -> list[pb.UsageTotal]:
+        return self._wait(self._client.usage(days, tenant, timeout_s, metadata))
 
     def _wait(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _each(self, items: AsyncIterator[Item]) -> Iterator[Item]:
+    def _each(self, items: AsyncGenerator[Item]) -> Generator[Item]:
         try:
             while True:
                 try:
@@ -94,7 +124,7 @@ class SyncClient:
                     return
         finally:
             if self._loop.is_running():
-                self._wait(items.aclose())  # type: ignore[attr-defined]  # they are generators
+                self._wait(items.aclose())
 
     def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -5,6 +5,7 @@ Pure.
 
 from collections.abc import Callable, Mapping
 
+from cluster.install import EXTRAS, how_to_install
 from engine.config import WorkerConfig
 from engine.host.memory import UNMEASURED_KV_BYTES
 from engine.process.vllm_arguments import VERSION
@@ -17,11 +18,10 @@ SHARED_MEMORY_PER_WORKER = 64 << 20
 OPEN_FILES = 4096
 SLOW = 0.8
 """Speed of the CPU kernels beside torch's, below which something is wrong."""
+PACKAGES = ("nixl", "ucxx", "torch", "flashinfer")
+"""Packages of extras that workers may need."""
 INSTALL = {
-    "nixl": "pip install 'tandem-serving[worker]'",
-    "ucxx": "pip install 'tandem-serving[ucxx]'",
-    "torch": "pip install 'tandem-serving[worker]'",
-    "flashinfer": "pip install 'tandem-serving[cuda]'",
+    package: how_to_install(extra) for extra, names in EXTRAS.items() for package in names if package in PACKAGES
 }
 
 

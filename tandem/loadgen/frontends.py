@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from google.protobuf.json_format import ParseDict, ParseError
 
 from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServiceError, StartError, Unavailable
+from cluster.install import needing
 from cluster.tls import ClientIdentity
 from protos import inference_pb2 as pb
 from simulator.errors import shown
@@ -168,10 +169,8 @@ class HttpFrontend(Frontend):
         self._words = PromptWords(1.0)
 
     async def __aenter__(self) -> Self:
-        try:
+        with needing("http"):
             import aiohttp
-        except ModuleNotFoundError as error:
-            raise StartError("http", f"{error}; install tandem-serving[bench]") from None
         self._http = aiohttp
         self._session = aiohttp.ClientSession(
             self._url,

@@ -12,8 +12,8 @@ import pytest_asyncio
 
 from support.directing_proxy import DirectingProxy, Direction
 from support.openai_http import http_cluster, with_tools
-from tandem.cli.demo import STORYTELLER
 from tandem.local.local_cluster import LocalCluster
+from tandem.storyteller import STORYTELLER
 
 BIN = Path(__file__).parents[2] / ".agents" / "node_modules" / ".bin"
 pytestmark = [

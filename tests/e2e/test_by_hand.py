@@ -6,9 +6,9 @@ from engine.config import finds_own_cores
 from engine.host.core_sharing import CoreShare, share_cores
 from engine.host.cpu_affinity import in_machine_order
 from support.processes import LENDER_ALWAYS, Stream, assert_equal_answers, engine_of, kill_worker, until, workers_joined
-from tandem.cli.demo import STORYTELLER
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster, RoleProcess
+from tandem.storyteller import STORYTELLER
 from tandem.topology import Topology, plan_topology
 
 CORES = tuple(in_machine_order(os.sched_getaffinity(0)))

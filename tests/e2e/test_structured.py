@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -13,10 +12,10 @@ from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from support.processes import busiest_decoder
 from tandem.client import Client
+from tandem.storyteller import STORYTELLER
 
 pytestmark = pytest.mark.usefixtures("forked_roles")
 
-STORYTELLER = Path(__file__).parents[2] / "examples" / "storyteller" / "model"
 HERO = {
     "type": "object",
     "properties": {

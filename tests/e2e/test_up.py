@@ -16,8 +16,8 @@ import pytest
 
 from support.hub import Hub, Served
 from support.sim_directories import write_sim_model
-from tandem.cli.demo import STORYTELLER
 from tandem.client import Client
+from tandem.storyteller import STORYTELLER
 
 ROOT = Path(__file__).parent.parent.parent
 BIN = Path(sys.executable).parent

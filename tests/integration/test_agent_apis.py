@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from support.openai_http import TOOL_TEMPLATE, call, http_cluster, with_tools
-from tandem.cli.demo import STORYTELLER
+from tandem.storyteller import STORYTELLER
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ASK = "Tell me a story about a fox."

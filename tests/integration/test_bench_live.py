@@ -18,10 +18,10 @@ from simulator.results import Slo
 from simulator.traces.reading import Trace, Window, served_of
 from simulator.workloads import profile_named
 from support.long_runs import long
-from tandem.cli.demo import STORYTELLER
 from tandem.cli.main import app
 from tandem.loadgen.command import OfferedLoad, OutputOptions, run_bench
 from tandem.loadgen.frontends import GrpcFrontend, HttpFrontend
+from tandem.storyteller import STORYTELLER
 
 TIMING = {"engine": "sim", "sim_step_ms": 2.0, "sim_prompt_token_us": 20.0, "sim_reads": "last"}
 

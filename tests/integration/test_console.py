@@ -12,8 +12,8 @@ import pytest
 
 from protos import inference_pb2 as pb
 from support.processes import Stream, finished
-from tandem.cli.demo import STORYTELLER
 from tandem.client import Client
+from tandem.storyteller import STORYTELLER
 
 CHROMIUM = shutil.which("chromium")
 MARKER = "xylophone"

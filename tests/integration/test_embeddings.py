@@ -20,9 +20,9 @@ from support.embedding_models import make_embedder, reference
 from support.openai_http import call, http_cluster
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
+from tandem.storyteller import STORYTELLER
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-STORYTELLER = Path(__file__).parents[2] / "examples" / "storyteller" / "model"
 
 
 def prompt_of(seed: int, count: int) -> list[int]:

@@ -15,10 +15,10 @@ from cluster.errors import InvalidRequest, NotConfigured, StartError
 from protos import inference_pb2 as pb
 from support.processes import Stream, finished, until
 from tandem.cli.batch import run_batch
-from tandem.cli.demo import STORYTELLER
 from tandem.cli.status import view
 from tandem.client import Client, Target, error_of
 from tandem.client.sync_client import SyncClient
+from tandem.storyteller import STORYTELLER
 
 
 def request_of(*token_ids: int, max_tokens: int = 4, **more: Any) -> pb.GenerateRequest:

@@ -15,8 +15,8 @@ from cluster.errors import InvalidRequest
 from engine.core_types import StructuredOutput
 from engine.model.model_dir import ModelDir
 from router.models.grammar_checker import MAX_REMEMBERED, MAX_TENANTS, GrammarChecker, GrammarResults
+from tandem.storyteller import STORYTELLER
 
-STORYTELLER = Path(__file__).parents[2] / "examples" / "storyteller" / "model"
 GOOD = StructuredOutput("regex", ("[a-z]+",))
 DEEP = "".join(f'a{number}: (((((((((("y"|a{number + 1})))))))))) \n' for number in range(1600))
 WIDE = {"type": "object", "patternProperties": {f"^a{number}$": {"type": "integer"} for number in range(1500)}}

@@ -5,7 +5,7 @@ import json
 from engine.core_types import SamplingParams, StructuredOutput
 from engine.messages.to_engine import Cancel, Generate
 from support.real_engines import RealEngine, engines, greedy
-from tandem.cli.demo import STORYTELLER
+from tandem.storyteller import STORYTELLER
 
 PROMPT = tuple(range(5, 40))
 STREAMED = 5

@@ -24,9 +24,9 @@ from router.config import RouterConfig
 from support.hub import EXPIRED, Hub, Served
 from support.processes import until
 from support.sim_directories import write_sim_model
-from tandem.cli.demo import STORYTELLER
 from tandem.client import Client
 from tandem.local.local_cluster import start_role, stop_process
+from tandem.storyteller import STORYTELLER
 
 WEIGHTS = "model.safetensors"
 CONFIGS = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}

@@ -26,9 +26,9 @@ from protos import inference_pb2_grpc as pb_grpc
 from router.models.prompts import PromptEncoder
 from router.security.api_keys import entry_for
 from support.openai_http import RawConnection, http_cluster
-from tandem.cli.demo import STORYTELLER
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
+from tandem.storyteller import STORYTELLER
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = "Once upon a time there was a fox"

@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -16,9 +15,9 @@ from pydantic import BaseModel
 from protos import inference_pb2 as pb
 from support.openai_http import call, http_cluster, with_tools
 from tandem.client import Client
+from tandem.storyteller import STORYTELLER
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-STORYTELLER = Path(__file__).parents[2] / "examples" / "storyteller" / "model"
 PROMPT = "Once upon a time there was"
 CHAT: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me a story about a fox."}]
 FIND: Any = {

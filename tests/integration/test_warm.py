@@ -13,9 +13,9 @@ from router.security.api_keys import PREFIX, hash_of
 from support.processes import LENDER_ALWAYS, Stream, finished, kill_worker, named, running, until
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
+from tandem.storyteller import STORYTELLER
 
 PROMPT = [number % 590 + 1 for number in range(300)]
-STORYTELLER = Path(__file__).parents[2] / "examples" / "storyteller" / "model"
 FULL = len(PROMPT) // 16
 Clusters = Callable[..., LocalCluster]
 Models = Callable[..., Path]

@@ -53,7 +53,7 @@ class Stream:
                 if message.HasField("finish"):
                     self.finish = message.finish
         finally:
-            await self._call.aclose()  # type: ignore[attr-defined]  # leaving the loop cancels the request
+            await self._call.aclose()  # leaving the loop cancels the request
         assert self.finish is not None, "a stream that ends well has a finish"
         assert self.finish.usage.completion_tokens == len(self.token_ids)
         return self

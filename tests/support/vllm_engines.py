@@ -12,12 +12,12 @@ from cluster.roles import Role
 from engine.messages.from_engine import Token
 from kvtransfer.ranks import without_planes
 from support.real_engines import RealEngine
+from tandem.storyteller import STORYTELLER
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 V2 = ROOT / "tests" / "support" / "vllm_v2" / "python"
 """Interpreter with Model Runner V2 and asynchronous scheduling on the CPU, whose batches are launched as on a GPU."""
-STORYTELLER = ROOT / "examples" / "storyteller" / "model"
 BLOCK = 32
 need_vllm = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: `make vllm` sets it up")
 OPTIONS = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 16}

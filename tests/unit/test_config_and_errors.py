@@ -249,3 +249,11 @@ def test_a_status_that_there_is_not_is_an_unknown_error() -> None:
     error = from_proto(status_pb2.Status(code=4711, message="what a later version says"))
     assert (error.code, str(error)) == ("UNKNOWN", "what a later version says")
     assert type(from_proto(to_proto(Unavailable("later")))) is Unavailable
+
+
+def test_a_call_that_its_server_dropped_is_unavailable() -> None:
+    """So does gRPC end calls that wait in a server's full backlog; its status has no details."""
+    none = grpc.aio.Metadata()
+    dropped = from_rpc_error(grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, none, none, details="CANCELLED"))
+    assert type(dropped) is Unavailable
+    assert "before it accepted it" in str(dropped)

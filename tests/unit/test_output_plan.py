@@ -16,7 +16,7 @@ from router.models.forced_calls import CLOSE
 from router.models.output_format import NONE, OutputFormat
 from router.models.output_plan import OutputPlan, plan_output
 from router.request_path.parsed_stream import OutputParts
-from tandem.cli.demo import STORYTELLER
+from tandem.storyteller import STORYTELLER
 
 PLAIN, THINKING = OutputFormat("hermes", NONE), OutputFormat("hermes", "qwen3")
 VOCABULARY = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))

@@ -12,9 +12,10 @@ import pytest
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from router.models.chat_template import ChatTemplate
+from tandem.storyteller import STORYTELLER
 
 HOME = Path(__file__).parents[2] / "examples" / "storyteller"
-MODEL = HOME / "model"
+MODEL = STORYTELLER
 ASSISTANT = "<|assistant|>"
 WEATHER = {
     "type": "function",

@@ -1,0 +1,59 @@
+"""How to install parts of Tandem that an environment lacks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from cluster.errors import StartError
+
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "router": (
+        *("numpy", "tokenizers", "transformers", "huggingface_hub", "jinja2", "llguidance", "redis", "uvloop"),
+        *("fastapi", "starlette", "uvicorn", "httptools", "python_multipart", "prometheus_client"),
+    ),
+    "worker": ("torch", "safetensors", "nixl"),
+    "cuda": ("flashinfer", "pynvml"),
+    "ray": ("ray",),
+    "ucxx": ("ucxx",),
+    "plot": ("matplotlib",),
+    "otel": ("opentelemetry",),
+    "bench": ("aiohttp",),
+    "vllm": ("vllm",),
+}
+"""Names under which each extra's packages are imported."""
+
+
+def how_to_install(extra: str) -> str:
+    """Return the commands that install an extra, for a message."""
+    return f"`pip install '.[{extra}]'` in a checkout of Tandem, or `pip install 'WHEEL[{extra}]'`"
+
+
+def check_installed(extra: str, purpose: str) -> None:
+    """Check that an extra's packages are there.
+
+    Raises StartError naming `purpose`.
+    """
+    missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
+    if missing:
+        raise StartError(purpose, f"needs {', '.join(missing)}: {how_to_install(extra)}")
+
+
+def extra_of(error: ModuleNotFoundError) -> str | None:
+    """Return the extra that has the module which is missing; None where none has it."""
+    module = (error.name or "").partition(".")[0]
+    return next((extra for extra, modules in EXTRAS.items() if module in modules), None)
+
+
+@contextmanager
+def needing(field: str, kind: type[StartError] = StartError) -> Iterator[None]:
+    """Import packages of an extra.
+
+    Raises `kind`, naming the setting that needs them and the command that installs them.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        extra = extra_of(error)
+        if extra is None:
+            raise
+        raise kind(field, f"{error}: {how_to_install(extra)}") from None
