@@ -19,8 +19,6 @@ RUN /opt/tandem/bin/pip install -c constraints.txt ".[router]"
 
 FROM python:3.11.11-slim-bookworm
 COPY --from=build /opt/tandem /opt/tandem
-# For helm/examples/laptop-restricted.yaml.
-COPY examples/storyteller/model /opt/storyteller
 ENV PATH=/opt/tandem/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 RUN groupadd --gid 10001 tandem && useradd --uid 10001 --gid 10001 --no-create-home tandem
 USER 10001:10001
