@@ -18,6 +18,7 @@ from support.chart import (
     ROOT,
     check_rules,
     config_of,
+    cpu_of,
     helm,
     keeping,
     needs_helm,
@@ -63,30 +64,10 @@ WITH_OPERATORS: dict[str, dict[str, Any]] = {
 """Values that ask for objects of operators."""
 
 
-def milli_cpu(quantity: Any) -> int:
-    text = str(quantity)
-    return int(text.removesuffix("m")) if text.endswith("m") else round(float(text) * 1000)
-
-
-def requested(spec: dict[str, Any]) -> int:
-    """Return the CPU that the scheduler reserves for a pod: its containers, or the largest init container."""
-
-    def of(containers: list[dict[str, Any]]) -> list[int]:
-        return [milli_cpu(container["resources"]["requests"]["cpu"]) for container in containers]
-
-    return max([sum(of(spec["containers"])), *of(spec.get("initContainers", []))])
-
-
 @pytest.mark.parametrize("name", ["sim", "tls", "laptop", "laptop-restricted"])
 def test_it_fits_a_node_of_two_cores_with_helm_test_and_while_it_is_upgraded(name: str) -> None:
     total = sum(KIND_MILLI_CPU.values())
-    for manifest in render(FOLDER / f"{name}.yaml"):
-        if manifest["kind"] == "Pod":
-            total += requested(manifest["spec"])
-        elif manifest["kind"] in ("Deployment", "StatefulSet"):
-            spec = manifest["spec"]
-            surge = spec.get("strategy", {}).get("rollingUpdate", {}).get("maxSurge", 0)
-            total += (spec["replicas"] + surge) * requested(spec["template"]["spec"])
+    total += sum(map(cpu_of, render(FOLDER / f"{name}.yaml")))
     assert total <= NODE_MILLI_CPU
 
 

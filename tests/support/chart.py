@@ -157,3 +157,28 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     return selector.get("matchLabels", {}).items() <= labels.items() and all(
         labels.get(each["key"]) in each["values"] for each in expressions
     )
+
+
+def cpu_of(manifest: dict[str, Any]) -> int:
+    """Return the thousandths of a core that a manifest's pods request, with the surge of an upgrade."""
+    if manifest["kind"] == "Pod":
+        return _requested(manifest["spec"])
+    if manifest["kind"] not in ("Deployment", "StatefulSet"):
+        return 0
+    spec = manifest["spec"]
+    surge: int = spec.get("strategy", {}).get("rollingUpdate", {}).get("maxSurge", 0)
+    return (int(spec["replicas"]) + surge) * _requested(spec["template"]["spec"])
+
+
+def _requested(spec: dict[str, Any]) -> int:
+    """Return the CPU that the scheduler reserves for a pod: its containers, or the largest init container."""
+
+    def of(containers: list[dict[str, Any]]) -> list[int]:
+        return [_milli_cpu(container["resources"]["requests"]["cpu"]) for container in containers]
+
+    return max([sum(of(spec["containers"])), *of(spec.get("initContainers", []))])
+
+
+def _milli_cpu(quantity: Any) -> int:
+    text = str(quantity)
+    return int(text.removesuffix("m")) if text.endswith("m") else round(float(text) * 1000)
