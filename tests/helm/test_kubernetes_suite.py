@@ -42,6 +42,8 @@ from support.scale_api import ScaleApi
 
 pytestmark = needs_helm
 LOAD = ROOT / "tests" / "support" / "kubernetes" / "load.py"
+NETWORK = "127.0.2"
+"""Addresses of this file's pods."""
 ELSEWHERE = Settings(
     image_registry="registry.example.com/ai/",
     image_tag="1.2.3",
@@ -235,7 +237,7 @@ class Sent:
 
 
 async def test_the_load_loses_no_stream_of_pods_that_stop_or_die(tmp_path: Path) -> None:
-    node = LoopbackPods(installed(TRIALS["deletes"], Settings()), tmp_path, {})
+    node = LoopbackPods(installed(TRIALS["deletes"], Settings()), tmp_path, {}, network=NETWORK)
     node.schedule({})
     try:
         for pod in node.pods:
@@ -269,7 +271,7 @@ async def test_the_load_loses_no_stream_of_pods_that_stop_or_die(tmp_path: Path)
 async def test_the_planner_of_the_plan_grows_and_shrinks_the_pool(tmp_path: Path) -> None:
     decode = ("serving", "demo-simulated-decode")
     with ScaleApi(TOKEN, **{"demo-simulated-prefill": 1, decode[1]: 1}) as api:
-        node = LoopbackPods(installed(TRIALS["planner"], Settings()), tmp_path, {}, api.url)
+        node = LoopbackPods(installed(TRIALS["planner"], Settings()), tmp_path, {}, api.url, NETWORK)
         node.schedule({})
         try:
             for pod in node.pods:
@@ -283,7 +285,7 @@ async def test_the_planner_of_the_plan_grows_and_shrinks_the_pool(tmp_path: Path
             async def shrunk() -> bool:
                 return api.replicas[decode] == 1
 
-            async with Sent(tmp_path, Load(f"{router.ip}:50051", streams=24)) as sent:
+            async with Sent(tmp_path, Load(f"{router.ip}:50051", streams=24, tokens=30)) as sent:
                 await until(grown, "the planner has grown the pool", 90)
                 result = await sent.result()
             assert (result.lost, result.different) == (0, 0), result.errors
@@ -297,10 +299,10 @@ async def test_the_load_uses_certificates_and_keys(tmp_path: Path) -> None:
     members, public, key = Authority(tmp_path, "members"), Authority(tmp_path, "public"), new_key()
     secrets = {
         "tandem-member": files_of(members, "member", "tandem.internal"),
-        "tandem-public": files_of(public, "door", "127.0.1.3"),
+        "tandem-public": files_of(public, "door", f"{NETWORK}.3"),
         "tandem-keys": {"keys.yaml": entry_for(key, "test", "", [], None).encode()},
     }
-    node = LoopbackPods(installed(TRIALS["tls"], Settings()), tmp_path, secrets)
+    node = LoopbackPods(installed(TRIALS["tls"], Settings()), tmp_path, secrets, network=NETWORK)
     node.schedule({})
     try:
         for pod in node.pods:

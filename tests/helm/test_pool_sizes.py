@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.config import PoolConfig
-from support.chart import CHART, HELM, HELM_3, HPA, config_of, render
+from support.chart import HELM, HELM_3, HPA, config_of, render
 from support.kube_api import KubeApi
 
 DECODE, ROUTER = ("deployments", "demo-a-decode"), ("statefulsets", "demo-router")
@@ -128,10 +127,3 @@ def test_without_a_cluster_the_values_are_rendered(binary: str) -> None:
         (pool,) = [each for each in manifests if each["metadata"]["name"] == DECODE[1] and each["kind"] == "Deployment"]
         assert pool["spec"]["replicas"] == 4
         assert pool["metadata"]["annotations"]["tandem/values-replicas"] == "4"
-
-
-def test_the_charts_bounds_of_a_planner_are_the_planners() -> None:
-    helpers = (CHART / "templates" / "_helpers.tpl").read_text()
-    defaults = PoolConfig()
-    assert f"ternary .min_workers {defaults.min_workers} " in helpers
-    assert f"ternary .max_workers {defaults.max_workers} " in helpers

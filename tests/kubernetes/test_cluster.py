@@ -140,7 +140,7 @@ async def test_planner(site: Site) -> None:
     async def shrunk() -> bool:
         return await site.size_of(DECODE) == 1
 
-    async with site.load(Load(SERVICE, streams=24)) as end:
+    async with site.load(Load(SERVICE, streams=24, tokens=30)) as end:
         await site.until(grown, "the planner has grown the pool")
         check(await end())
     await site.until(shrunk, "the planner has shrunk the pool")

@@ -74,9 +74,14 @@ class LoopbackPods:
         folder: Path,
         secrets: dict[str, dict[str, bytes]],
         api_server: str = "",
+        network: str = "127.0.1",
     ) -> None:
-        """`secrets`: files by the name of their secret. `api_server`: of Kubernetes, for pods with an account there."""
+        """`secrets`: files by the name of their secret. `api_server`: of Kubernetes, for pods with an account there.
+
+        `network`: the first three numbers of the pods' addresses, others in each file of tests, which run side by side.
+        """
         self.manifests = manifests
+        self._network = network
         self._folder = folder
         self.secrets = secrets
         self._api_server = api_server
@@ -95,7 +100,7 @@ class LoopbackPods:
                     self.give_address(pod)
 
     def give_address(self, pod: Pod) -> None:
-        pod.ip = f"127.0.1.{len(self.pods)}"
+        pod.ip = f"{self._network}.{len(self.pods)}"
 
     @property
     def services(self) -> dict[str, list[Pod]]:

@@ -38,7 +38,7 @@ PLANNED: dict[str, Any] = {
         SIMULATED
         | {
             "prefill": {"replicas": 1, "config": {"engine": "sim", "sim_step_ms": 2}},
-            "decode": {"replicas": 1, "config": {"engine": "sim", "sim_step_ms": 5, "sim_stream_us": 1000}},
+            "decode": {"replicas": 1, "config": {"engine": "sim", "sim_step_ms": 40, "sim_stream_us": 10000}},
         }
     ],
     "router": {"resources": SMALL},
@@ -48,9 +48,9 @@ PLANNED: dict[str, Any] = {
         "config": {
             "every_s": 1,
             "start_s": 10,
-            "itl_s": 0.012,
-            "step_s": 0.005,
-            "stream_delay_s": 0.001,
+            "itl_s": 0.12,
+            "step_s": 0.04,
+            "stream_delay_s": 0.01,
             "down_after_s": 10,
             "down_every_s": 2,
             "prefill": {"max_workers": 1},
@@ -58,7 +58,8 @@ PLANNED: dict[str, Any] = {
         },
     },
 }
-"""A planner whose decode pool holds seven streams a worker: 24 streams need four."""
+"""A planner that gives a decode worker five streams: 24 streams need more than one. Steps are long, so that a busy node
+does not hide what a stream costs."""
 NAMESPACE = "rights to make and delete namespaces"
 
 
