@@ -13,10 +13,10 @@ DYNAMO_VENV := .venv-dynamo
 HELM := .helm/helm
 # Each file runs in one process. Integration tests wait for processes of theirs, so more of them run at a time.
 FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
-SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
+SEVERAL := tests/integration tests/helm tests/package tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-avx2 bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-tiers bench-router bench-gpu bench-simulator bench-advice bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches bench-warm compare dynamo protos check-protos install clean
+.PHONY: demo test test-package agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-avx2 bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-tiers bench-router bench-gpu bench-simulator bench-advice bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches bench-warm compare dynamo protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -39,7 +39,8 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/python docs/tools/check_docstrings.py
+	$(BIN)/python docs/tools/check_words.py
+	$(BIN)/python docs/tools/check_paths.py
 
 # The site, in .site: fails for a broken link and for a settings page that differs from the classes.
 docs: $(INSTALLED)
@@ -77,6 +78,10 @@ test-vllm: $(INSTALLED)
 
 vllm-if-on-offer: $(INSTALLED)
 	@$(MAKE) --no-print-directory vllm || echo "vLLM could not be installed: its tests are skipped"
+
+# The wheel in clean environments, with each extra: minutes of downloads, so `test` runs the base and the plug-ins only.
+test-package: $(INSTALLED)
+	$(BIN)/pytest tests/package
 
 helm: $(INSTALLED) $(HELM)
 	$(BIN)/pytest tests/helm

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from bench.report import Bar, conclude
 from bench.router.site import sim_site
+from simulator.calibrate import calibrate
 from simulator.calibration import Calibration
-from simulator.fitting import calibrate
 from simulator.gpus import gpu_named
 from simulator.model_shape import open_shape
 from simulator.replay import Scenario, Setup, replay

@@ -11,7 +11,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
         *("numpy", "tokenizers", "transformers", "huggingface_hub", "jinja2", "llguidance", "redis", "uvloop"),
         *("fastapi", "starlette", "uvicorn", "httptools", "python_multipart", "prometheus_client"),
     ),
-    "worker": ("torch", "safetensors", "nixl"),
+    "worker": ("torch", "safetensors", "nixl", "nixl_cu12"),
     "cuda": ("flashinfer", "pynvml"),
     "ray": ("ray",),
     "ucxx": ("ucxx",),
@@ -28,19 +28,21 @@ def how_to_install(extra: str) -> str:
     return f"`pip install '.[{extra}]'` in a checkout of Tandem, or `pip install 'WHEEL[{extra}]'`"
 
 
-def check_installed(extra: str, purpose: str) -> None:
-    """Check that an extra's packages are there.
+def check_installed(module: str, purpose: str) -> None:
+    """Check that a module of an extra is installed.
 
     Raises StartError naming `purpose`.
     """
-    missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
-    if missing:
-        raise StartError(purpose, f"needs {', '.join(missing)}: {how_to_install(extra)}")
+    if find_spec(module) is None:
+        raise StartError(purpose, f"needs {module}: {how_to_install(_extra_with(module) or module)}")
 
 
 def extra_of(error: ModuleNotFoundError) -> str | None:
     """Return the extra that has the module which is missing; None where none has it."""
-    module = (error.name or "").partition(".")[0]
+    return _extra_with((error.name or "").partition(".")[0])
+
+
+def _extra_with(module: str) -> str | None:
     return next((extra for extra, modules in EXTRAS.items() if module in modules), None)
 
 

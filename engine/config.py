@@ -37,6 +37,9 @@ BATCH_TOKENS_ON_CPU = 2048
 PREFILL_TOKENS_ON_GPU = 8192
 """Default chunk of prefill workers on any GPU, whose kernels are busy only from thousands of tokens on. No stream waits
 for their steps, so they need not keep to vLLM's smaller defaults."""
+OWN_ENGINES = ("torch", "vllm", "sim")
+"""Engines of this package."""
+PLUGIN_NAME = r"^[a-z][a-z0-9_-]*$"
 VLLM_BLOCK_TOKENS = 32
 """Tokens of a KV block of the vllm engine, where none are set."""
 
@@ -59,9 +62,10 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     advertise_host: str = ""
     """Host at which others reach this worker, when it is not `host`."""
 
-    engine: Literal["torch", "vllm", "sim"] = "torch"
+    engine: str = Field(default="torch", pattern=PLUGIN_NAME)
     """Engine. torch: a transformers model, computed by Tandem. vllm: vLLM in an environment of its own. sim: a
-    simulated model whose tokens are hashes, for tests and for sizing. Only workers of one engine exchange KV."""
+    simulated model whose tokens are hashes, for tests and for sizing. Another name: an engine of an installed package,
+    see docs/extending.md. Only workers of one engine exchange KV."""
     vllm_python: Path | None = None
     """Python interpreter of the environment with vLLM 0.32, Tandem and nixl, as `make vllm` sets it up. Default: this
     process's interpreter where vLLM is installed beside it, else .venv-vllm beside its environment."""
@@ -178,9 +182,10 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     each. Memory, disk, threads and cores in these settings are those of all of them together. It must divide the
     model's heads, and the model needs a tensor-parallel plan in transformers."""
 
-    transport: Literal["nixl", "ucxx"] = "nixl"
-    """Transport of KV between workers, equal for all workers of a cluster. ucxx: for machines without NIXL, or to
-    compare; on one host nixl is faster, since it reads shared memory."""
+    transport: str = Field(default="nixl", pattern=PLUGIN_NAME)
+    """Transport of KV between workers, equal for all workers of a cluster. nixl: UCX by NIXL. ucxx: for machines
+    without NIXL, or to compare; on one host nixl is faster, since it reads shared memory. Another name: a transport of
+    an installed package, see docs/extending.md."""
     strict_lanes: tuple[str, ...] = ()
     """UCX transports that KV must travel over, such as rc_mlx5 or cuda_ipc, or groups of them: rdma, shm. Where UCX
     would fall back to others, the worker does not start, or its loans fail. Default: UCX chooses."""
@@ -256,7 +261,7 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
             if self.speculation not in (None, "off"):
                 raise EngineStartError("speculation", "the sim engine cannot speculate: its tokens are hashes")
             return "off"
-        if self.engine == "vllm":
+        if self.engine != "torch":
             return "off"
         chosen = self.speculation or NGRAM
         return NGRAM if role == "prefill" and chosen != "off" else chosen
@@ -285,7 +290,7 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
         if self.tensor_parallel == 1:
             return
         others = {
-            "engine: sim": self.engine == "sim",
+            f"engine: {self.engine}": self.engine not in ("torch", "vllm"),
             f"weights: {self.weights}": self.weights != "auto",
             "lora": self.lora is not None,
             "a draft model in speculation": self.speculates(role) not in ("off", NGRAM),

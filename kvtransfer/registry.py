@@ -1,13 +1,16 @@
-"""Transports by name."""
+"""Transports by name: `nixl` is built in, others are found by entry points of the group `tandem.transports`."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+from kvtransfer.errors import TransportUnavailable
+from kvtransfer.plugins import load_plugin, plugin_names
 from kvtransfer.strict_lanes import StrictLanes
 from kvtransfer.transport import Transport
 
-NAMES = ("nixl", "ucxx")
-"""Transports that work between processes."""
+GROUP = "tandem.transports"
+NIXL = "nixl"
 NO_HOOKS = "UCX_MEM_MMAP_HOOK_MODE", "none"
 """UCX setting without memory hooks.
 
@@ -21,6 +24,29 @@ Left alone, UCX does so only where it sees NVLink. Between two workers on one GP
 over TCP, hundreds of times slower."""
 
 
+@dataclass(frozen=True, slots=True)
+class TransportOptions:
+    """Facts about a process that opens a transport."""
+
+    agent_name: str
+    """Name of the process, unique among all that will ever meet."""
+    host: str = "127.0.0.1"
+    """Host at which peers reach the process."""
+    strict: StrictLanes = field(default_factory=StrictLanes)
+    """Lanes that are permitted; falsy: all. A transport that cannot promise them raises TransportUnavailable."""
+    on_gpu: bool = False
+    """Whether pools may be in GPU memory; `register` tells."""
+
+
+OpenTransport = Callable[[TransportOptions], Transport]
+"""Function that an entry point names. Raises TransportUnavailable where the transport does not start."""
+
+
+def transport_names() -> list[str]:
+    """Return the names of the installed transports."""
+    return [NIXL, *plugin_names(GROUP)]
+
+
 def open_transport(
     name: str, agent_name: str, host: str = "127.0.0.1", strict_lanes: Sequence[str] = (), on_gpu: bool = False
 ) -> Transport:
@@ -29,22 +55,21 @@ def open_transport(
     `agent_name` must be unique among all processes that will ever meet.
 
     Peers reach this process at `host`. `strict_lanes` are the permitted lanes, see `strict_lanes.py`; a process has one
-    such demand at most, since UCX learns it through the environment. `on_gpu`: pools will be in GPU memory.
+    such demand at most, since UCX learns it through the environment. `on_gpu`: pools may be in GPU memory.
 
-    Raises TransportUnavailable when the transport does not start here, TransportRefused when it does not start over the
-    demanded lanes, KeyError for an unknown name.
+    Raises TransportUnavailable when the transport does not start here, or when no package has it; TransportRefused when
+    it does not start over the demanded lanes.
     """
-    strict = StrictLanes(strict_lanes)
     if on_gpu:
         os.environ.setdefault(*READ_OVER_CUDA_IPC)
-    if name == "nixl":
+    options = TransportOptions(agent_name, host, StrictLanes(strict_lanes), on_gpu)
+    if name == NIXL:
         if not on_gpu:
             os.environ.setdefault(*NO_HOOKS)
         from kvtransfer.nixl import NixlTransport
 
-        return NixlTransport(agent_name, strict)
-    if name == "ucxx":
-        from kvtransfer.ucxx import UcxxTransport
-
-        return UcxxTransport(host, strict)
-    raise KeyError(name)
+        return NixlTransport(agent_name, options.strict)
+    open_plugin: OpenTransport | None = load_plugin(GROUP, name)
+    if open_plugin is None:
+        raise TransportUnavailable(f"no transport {name!r} is installed; installed are {', '.join(transport_names())}")
+    return open_plugin(options)

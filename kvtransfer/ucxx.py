@@ -20,6 +20,7 @@ from concurrent.futures import Future
 
 from kvtransfer.errors import PeerGone, TransferError, TransportUnavailable
 from kvtransfer.fingerprint import Folding
+from kvtransfer.registry import TransportOptions
 from kvtransfer.strict_lanes import StrictLanes
 from kvtransfer.transport import AnyPool, DevicePool, Peer, Read, Span, Transport, check_spans
 from kvtransfer.ucx_lanes import process_lane_log
@@ -31,6 +32,14 @@ from kvtransfer.ucxx_wire import ID_BYTES, MAC_BYTES, MAX_GREETING_BYTES, MAX_SP
 CLOSED = "the transport was closed"
 LANES_OF = "ucp_tag_send"
 MAX_LEND_LINKS = 4096
+
+
+def open_ucxx(options: TransportOptions) -> "UcxxTransport":
+    """Open the transport; the entry point `ucxx` names this function.
+
+    Raises TransportUnavailable or TransportRefused.
+    """
+    return UcxxTransport(options.host, options.strict)
 
 
 class UcxxTransport(Transport):

@@ -76,18 +76,25 @@ class PlannerMetrics:
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._model = model
         labels = ("model_name", "role")
-        self._wanted = Gauge("tandem_planner_wanted_workers", "That there are to be.", labels, registry=registry)
-        self._serving = Gauge("tandem_planner_serving_workers", "That there are.", labels, registry=registry)
+        self._wanted = Gauge(
+            "tandem_planner_wanted_workers", "Workers that the planner wants.", labels, registry=registry
+        )
+        self._serving = Gauge("tandem_planner_serving_workers", "Workers that serve.", labels, registry=registry)
         self._headroom = Gauge(
-            "tandem_planner_headroom", "Room beyond the mean load, in its square root.", labels, registry=registry
+            "tandem_planner_headroom",
+            "Headroom beyond the mean load, in units of its square root.",
+            labels,
+            registry=registry,
         )
         self._arrivals = Gauge(
-            "tandem_planner_arrival_rate", "Requests a second, smoothed.", ("model_name",), registry=registry
+            "tandem_planner_arrival_rate", "Requests per second, smoothed.", ("model_name",), registry=registry
         )
         self._switches = Counter(
             "tandem_planner_switches", "Workers told to take this role.", labels, registry=registry
         )
-        self._failures = Counter("tandem_planner_failures", "By what failed.", ("what",), registry=registry)
+        self._failures = Counter(
+            "tandem_planner_failures", "Failures of the planner, by the step that failed.", ("what",), registry=registry
+        )
         for what in ("observe", "execute"):
             self._failures.labels(what)
 

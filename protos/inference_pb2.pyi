@@ -84,6 +84,8 @@ class GenerateRequest(_message.Message):
     EMBEDDING_FIELD_NUMBER: _builtins.int
     CACHE_RETENTION_S_FIELD_NUMBER: _builtins.int
     PROMPT_CACHE_KEY_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    NO_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a served model, or "auto": the router's rules choose the cheapest suitable model. Empty: the only served
     model, or the router's default.
@@ -140,6 +142,12 @@ class GenerateRequest(_message.Message):
     """
     prompt_cache_key: _builtins.str
     """Name of requests whose prompts begin alike, as OpenAI has it. Used like `session_id` where that is empty."""
+    continue_final_message: _builtins.bool
+    """With `messages` only. Continue the text of the last message instead of a new answer; the output is what follows it.
+    The last message may not have tool calls.
+    """
+    no_generation_prompt: _builtins.bool
+    """With `messages` only. End the prompt after the last message, without what the template adds for an answer."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """Messages, rendered with the model's chat template."""
@@ -189,10 +197,12 @@ class GenerateRequest(_message.Message):
         embedding: Global___EmbeddingOptions | None = ...,
         cache_retention_s: _builtins.float | None = ...,
         prompt_cache_key: _builtins.str = ...,
+        continue_final_message: _builtins.bool = ...,
+        no_generation_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "sampling", b"sampling", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "messages", b"messages", "min_quality", b"min_quality", "model", b"model", "parse_output", b"parse_output", "priority", b"priority", "prompt_cache_key", b"prompt_cache_key", "reasoning_effort", b"reasoning_effort", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "single_tool_call", b"single_tool_call", "task", b"task", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "messages", b"messages", "min_quality", b"min_quality", "model", b"model", "no_generation_prompt", b"no_generation_prompt", "parse_output", b"parse_output", "priority", b"priority", "prompt_cache_key", b"prompt_cache_key", "reasoning_effort", b"reasoning_effort", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "single_tool_call", b"single_tool_call", "task", b"task", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_retention_s: _TypeAlias = _typing.Literal["cache_retention_s"]  # noqa: Y015
     _WhichOneofArgType__cache_retention_s: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s"]  # noqa: Y015
@@ -1820,11 +1830,16 @@ class TokenizeRequest(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    NO_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model as in GenerateRequest, but never "auto"."""
     text: _builtins.str
     """Exactly one of `text` and `messages`."""
     chat_template_kwargs: _builtins.str
+    continue_final_message: _builtins.bool
+    """End of the prompt as in GenerateRequest, with `messages`."""
+    no_generation_prompt: _builtins.bool
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
@@ -1839,10 +1854,12 @@ class TokenizeRequest(_message.Message):
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         tools: _abc.Iterable[_builtins.str] | None = ...,
         chat_template_kwargs: _builtins.str = ...,
+        continue_final_message: _builtins.bool = ...,
+        no_generation_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "chat_template_kwargs", b"chat_template_kwargs", "messages", b"messages", "model", b"model", "text", b"text", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "messages", b"messages", "model", b"model", "no_generation_prompt", b"no_generation_prompt", "text", b"text", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
     _WhichOneofArgType__text: _TypeAlias = _typing.Literal["_text", b"_text"]  # noqa: Y015

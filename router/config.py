@@ -1,10 +1,11 @@
 """Configuration of the router."""
 
 import os
+import re
 import socket
 from pathlib import Path
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
 from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings
 from router.admission.config import AdmissionConfig
@@ -13,6 +14,8 @@ from router.models.config import ModelsConfig
 from router.placement.rates import Priors
 from router.security.config import SecuritySettings
 from router.usage.config import UsageSettings
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 class RouterConfig(
@@ -37,6 +40,12 @@ class RouterConfig(
     """gRPC port; 0 lets the system choose."""
     http_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the OpenAI-compatible HTTP API, on `host` too; 0 lets the system choose. Unset: no HTTP API."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of pages whose scripts may use the HTTP API from a browser, such as `https://chat.example.com`; `*`: all.
+    Their requests need keys as others do. Set keys before `*`, since any page that a user opens could use the API."""
+    metrics_on_http_port: bool = False
+    """Whether `http_port` serves /metrics too, for scrapers that reach no other port. With API keys an operator's key
+    is needed there: metrics name tenants."""
     advertise_host: str = ""
     """Host at which workers that find this router in Redis reach it, when it is not `host`."""
     drain_s: NonNegativeFloat = 30.0
@@ -107,6 +116,14 @@ class RouterConfig(
     """OpenTelemetry collector for traces over gRPC: http://collector:4317. Unset: no traces."""
     trace_share: float = Field(default=1.0, gt=0, le=1)
     """Share of requests that are traced."""
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is no origin: scheme://host or scheme://host:port, without a path, or *")
+        return origins
 
     def priors(self) -> Priors:
         return Priors(

@@ -168,7 +168,7 @@ async def start_router(config: RouterConfig) -> Router:
         http = None
         if config.http_port is not None:
             http = await open_http(
-                config, config.http_port, public, handler, models, requests, keys, inference, arrivals, parts
+                config, config.http_port, public, handler, models, requests, keys, inference, arrivals, parts, registry
             )
         await metrics.start(registry)
         for each in servers:

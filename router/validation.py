@@ -49,16 +49,18 @@ BEAM_UNKNOWN = ("logit_bias", "stop", "structured", "logprobs")
 """Options that may not be set with beam search."""
 
 
-def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir) -> pb.Sampling:
+def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir, clamps: bool = False) -> pb.Sampling:
     """Return a copy with every field set and in range.
 
-    Raises InvalidRequest.
+    `clamps`: lower a `max_tokens` beyond the context instead of refusing it. Raises InvalidRequest.
     """
     resolved = pb.Sampling()
     resolved.CopyFrom(sampling)
     context = model_dir.max_context_tokens
     if not sampling.HasField("max_tokens"):
         resolved.max_tokens = max(1, min(DEFAULT_MAX_TOKENS, context - num_prompt))
+    elif clamps and sampling.max_tokens > context - num_prompt > 0:
+        resolved.max_tokens = context - num_prompt
     if not sampling.HasField("n"):
         resolved.n = 1
     _fill_defaults(resolved, {} if sampling.HasField("beam_width") else model_dir.sampling_defaults)
@@ -76,7 +78,8 @@ def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir
     if num_prompt + resolved.max_tokens > context:
         raise InvalidRequest(
             "sampling.max_tokens",
-            f"prompt of {num_prompt} tokens + max_tokens of {resolved.max_tokens} exceed the context of {context}",
+            f"prompt of {num_prompt} tokens + max_tokens of {resolved.max_tokens} exceed the context of {context}; "
+            "an operator can have it lowered (clamp_max_tokens)",
         )
     return resolved
 

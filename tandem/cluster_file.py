@@ -10,6 +10,7 @@ planner: {prefill: {max_workers: 4}, decode: {max_workers: 8}, switch: true}
 """
 
 import asyncio
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,9 @@ from typing import Any
 from cluster.config import read_file, unknown_key
 from cluster.errors import StartError
 from engine.model.hub import absolute
+from router.batches.disk import Disk
+from router.batches.service import check_folder
+from router.config import RouterConfig
 from router.models.config import ModelsConfig
 from router.models.model_runtime import fetch_models, read_models
 from tandem.topology import ClusterModel, FindsCores, Topology, plan_models, plan_topology
@@ -90,6 +94,24 @@ class Cluster:
         if port is None and "http_port" in self.settings.router:
             return {}
         return {"http_port": HTTP_PORT if port is None else port}
+
+    def with_files_folder(self, router: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """Return settings of the routers with a folder for files and batches, and why there is none, if so.
+
+        A folder that the settings name stays. Otherwise it is `batches_folder` of this cluster, by name and port,
+        in $XDG_STATE_HOME or ~/.local/state.
+        """
+        given = self.settings.router | router
+        if "batches_folder" in given or given.get("http_port") is None:
+            return router, ""
+        base = Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser())
+        known_by = [given.get(name, RouterConfig.model_fields[name].default) for name in ("cluster_name", "port")]
+        folder = base / "tandem" / "-".join(map(str, known_by)) / "batches"
+        try:
+            check_folder(folder, Disk())
+        except StartError as error:
+            return router, error.reason
+        return router | {"batches_folder": folder}, ""
 
     def check(self) -> None:
         """Check that the models can be fetched, read and told apart, as a router does.

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from bench.clients.browser import browser_cells, free_port
 from bench.clients.load_tools import load_cells
 from bench.report import Bar, conclude
 from tandem.local.local_cluster import LocalCluster
@@ -78,7 +79,9 @@ def bar_of(cell: dict[str, Any]) -> Bar:
 
 async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
+        page_port = free_port()
         router = {"port": 0, "http_port": 0, "batches_folder": Path(folder) / "batches", "default_model": "model"}
+        router |= {"cors_origins": (f"http://127.0.0.1:{page_port}",)}
         settings = {"kv_memory_mib": 64, "dtype": "float32"}
         embedder = make_embedder(Path(folder) / "embedder")
         models = [ClusterModel(path=STORYTELLER), ClusterModel(path=embedder, prefill=1, decode=0)]
@@ -87,10 +90,14 @@ async def main() -> None:
             base = f"http://{cluster.router.http_address}"
             cells = await features(str(BIN / "python"), str(HERE / "features.py"), base)
             if node := shutil.which("node"):
-                cells += await features(node, str(HERE / "features.mjs"), base, str(PACKAGES))
+                origin = f"http://127.0.0.1:{page_port}"
+                cells += await features(node, str(HERE / "features.mjs"), base, str(PACKAGES), origin)
             else:
                 print("node is not installed: its clients are left out", file=sys.stderr)
-            cells += await load_cells(base, Path(folder))
+            pages = await browser_cells(base, page_port, Path(folder))
+            if not pages:
+                print("Chromium is not installed: its pages are left out, and Node's fetch is not", file=sys.stderr)
+            cells += pages + await load_cells(base, Path(folder))
             bars = [*map(bar_of, cells), *await fuzz(base)]
     conclude("clients", bars, {"cells": cells}, Console())
 

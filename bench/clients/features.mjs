@@ -3,7 +3,7 @@
 import { createRequire } from "node:module";
 import { pathToFileURL } from "node:url";
 
-const [base, packages] = process.argv.slice(2);
+const [base, packages, origin] = process.argv.slice(2);
 const require = createRequire(packages + "/");
 const load = async (name) => import(pathToFileURL(require.resolve(name)));
 const model = "model";
@@ -21,6 +21,16 @@ function check(condition, what) {
 }
 
 const features = {
+  "fetch (Node): a preflight and an answer for a page": async () => {
+    const asking = { origin, "access-control-request-method": "POST", "access-control-request-headers": "authorization" };
+    const preflight = await fetch(`${base}/v1/chat/completions`, { method: "OPTIONS", headers: asking });
+    check(preflight.ok, `the preflight has status ${preflight.status}`);
+    check(preflight.headers.get("access-control-allow-headers").includes("authorization"), "no key may be sent");
+    const body = JSON.stringify({ model, messages, max_tokens: 5 });
+    const headers = { origin, "content-type": "application/json" };
+    const answer = await fetch(`${base}/v1/chat/completions`, { method: "POST", headers, body });
+    check(answer.headers.get("access-control-allow-origin") === origin, "the page may not read the answer");
+  },
   "openai (Node): chat, stream, forced tools, responses": async () => {
     const { default: OpenAI } = await load("openai");
     const client = new OpenAI({ baseURL: `${base}/v1`, apiKey: "none", maxRetries: 0 });

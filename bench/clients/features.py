@@ -155,6 +155,30 @@ async def _(base: str) -> None:
     assert json.loads((await client.files.content(batch.output_file_id)).text)["custom_id"] == "a"
 
 
+@feature("openai", "null content of an assistant and of a tool")
+async def _(base: str) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+    turns: Any = [
+        {"role": "user", "content": ASK},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": ASK},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": None},
+    ]
+    await by_openai(base).chat.completions.create(model=MODEL, messages=turns, tools=[TOOL], max_tokens=5)
+
+
+@feature("openai", "continue_final_message")
+async def _(base: str) -> None:
+    turns: Any = [*STORY, {"role": "assistant", "content": "Once upon a time"}]
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    answer = await by_openai(base).chat.completions.create(
+        model=MODEL, messages=turns, max_tokens=20, temperature=0, extra_body=goes_on
+    )
+    assert answer.choices[0].message.content
+    assert not answer.choices[0].message.content.startswith("Once upon a time")
+
+
 @feature("openai", "images")
 async def _(base: str) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
@@ -207,6 +231,16 @@ async def _(base: str) -> None:
     result = {"type": "tool_result", "tool_use_id": called.content[0].id, "content": "Sunny, 21 degrees."}
     messages += [{"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
     await client.messages.create(**asked, messages=messages)
+
+
+@feature("anthropic", "a begun answer goes on")
+async def _(base: str) -> None:
+    turns: Any = [*STORY, {"role": "assistant", "content": "Once upon a time"}]
+    answer = await by_anthropic(base).messages.create(
+        model=MODEL, messages=turns, max_tokens=20, extra_body={"temperature": 0}
+    )
+    assert answer.content[0].text
+    assert not answer.content[0].text.startswith("Once upon a time")
 
 
 @feature("anthropic", "count_tokens")

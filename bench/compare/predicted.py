@@ -18,8 +18,8 @@ from rich.console import Console
 from bench.compare.systems import Machine, Tandem
 from bench.report import Bar
 from simulator.advice import BLOCKS, interval_of_best
+from simulator.calibrate import calibrate
 from simulator.calibration import Calibration
-from simulator.fitting import calibrate
 from simulator.gpus import gpu_named
 from simulator.model_shape import open_shape
 from simulator.replay import Mode, Scenario, Setup, replay

@@ -18,8 +18,8 @@ from rich.progress import Progress
 from bench.agreement import RUN_S, SIM, SLO
 from bench.report import Bar
 from bench.router.site import sim_site
+from simulator.calibrate import AssumedRates, calibrate
 from simulator.calibration import Calibration
-from simulator.fitting import AssumedRates, calibrate
 from simulator.gpus import gpu_named
 from simulator.model_shape import open_shape
 from simulator.replay import Scenario, Setup, replay

@@ -17,7 +17,7 @@ from engine.process.engine_loop import OpenedEngine, Steps, run_engine
 from engine.process.fast_path_socket import open_fast_path_socket
 from engine.process.front_link import FrontLink
 from engine.process.ranks import Ranks
-from engine.process.runners import open_core_allocation, open_sim_runner, open_torch_runner
+from engine.process.runners import open_core_allocation, open_plugin_runner, open_sim_runner, open_torch_runner
 from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import own_transport
 from engine.process.warm_up import WarmUp, turn_of
@@ -60,6 +60,8 @@ class _Maker:
         spec = self._spec
         if spec.config.engine == "sim":
             return open_sim_runner(spec.config, belongs_in_file(spec.role))
+        if spec.config.engine != "torch":
+            return open_plugin_runner(spec.config, spec.role)
         if self._ranks is None:
             draft = draft_of(spec)
             allocation = self._allocation

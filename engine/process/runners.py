@@ -4,6 +4,7 @@ A follower rank needs nothing else of an engine.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,20 +12,41 @@ from typing import TYPE_CHECKING
 from cluster.install import needing
 from cluster.roles import Role
 from engine.backends.sim.runner import SimRunner, sim_runner
-from engine.config import WorkerConfig, finds_own_cores, max_step_tokens
+from engine.config import OWN_ENGINES, WorkerConfig, finds_own_cores, max_step_tokens
 from engine.errors import EngineStartError
 from engine.host.core_allocation import CoreAllocation
 from engine.host.core_sharing import CoreShare
 from engine.host.memory import UNMEASURED_KV_BYTES, belongs_in_file
 from engine.model.adapters import read_adapters
+from engine.model_runner import ModelRunner
 from engine.process.spec import RankSpec
 from engine.process.start_up import num_threads
 from engine.weights.fetch import WeightsFetch
+from kvtransfer.plugins import load_plugin, plugin_names
 
 if TYPE_CHECKING:
     from engine.backends.torch.runner import TorchRunner
 
 log = logging.getLogger(__name__)
+
+GROUP = "tandem.engines"
+"""Group of the entry points that name engines of other packages."""
+OpenRunner = Callable[[WorkerConfig, Role], ModelRunner]
+"""Function that such an entry point names. It loads the model on the thread that will compute.
+
+Raises EngineStartError, or StartError, naming the setting at fault."""
+
+
+def open_plugin_runner(config: WorkerConfig, role: Role) -> ModelRunner:
+    """Open the runner of an engine of another package.
+
+    Raises EngineStartError where no installed package has it.
+    """
+    open_runner: OpenRunner | None = load_plugin(GROUP, config.engine)
+    if open_runner is None:
+        installed = ", ".join([*OWN_ENGINES, *plugin_names(GROUP)])
+        raise EngineStartError("engine", f"no engine {config.engine!r} is installed; installed are {installed}")
+    return open_runner(config, role)
 
 
 def open_sim_runner(config: WorkerConfig, pool_in_file: bool = False) -> SimRunner:

@@ -32,25 +32,30 @@ class EngineCollector(Collector):
         if (load := self._last_load()) is None:
             return
         gauges = {
-            "num_requests_running": ("Requests that it has.", load.running),
-            "num_requests_decoding": ("Of these, such as are past their prompt: the batch of a step.", load.decoding),
-            "num_requests_preempted": ("Of these, such as wait to be computed anew.", load.preempted),
-            "loans": ("Given, and under way.", load.loans),
-            "loans_queued": ("That wait to start.", load.queued_loans),
-            "queued_prefill_tokens": ("Admitted, and not computed yet.", load.queued_prefill_tokens),
+            "num_requests_running": ("Requests of the engine.", load.running),
+            "num_requests_decoding": ("Requests past their prompt: the decode batch of a step.", load.decoding),
+            "num_requests_preempted": ("Preempted requests that wait to be computed again.", load.preempted),
+            "loans": ("Loans to other workers under way.", load.loans),
+            "loans_queued": ("Loans that wait to start.", load.queued_loans),
+            "queued_prefill_tokens": (
+                "Prompt tokens that were admitted and are not computed yet.",
+                load.queued_prefill_tokens,
+            ),
             "kv_cache_usage_ratio": (
-                "Of the pool: what new requests could not reserve.",
+                "Share of the KV pool that new requests could not reserve.",
                 1 - load.available_blocks / max(1, load.num_blocks),
             ),
-            "kv_blocks": ("Of the pool.", load.num_blocks),
+            "kv_blocks": ("Blocks of the KV pool.", load.num_blocks),
         }
         for name, (about, value) in gauges.items():
             yield GaugeMetricFamily(f"tandem_engine_{name}", about, value=float(value))
-        yield CounterMetricFamily("tandem_engine_steps", "Of its loop.", value=float(load.step))
-        yield CounterMetricFamily("tandem_engine_preemptions", "Of requests.", value=float(load.preemptions))
+        yield CounterMetricFamily("tandem_engine_steps", "Steps of the engine.", value=float(load.step))
+        yield CounterMetricFamily(
+            "tandem_engine_preemptions", "Preemptions of requests.", value=float(load.preemptions)
+        )
         draft_tokens = {
-            "spec_decode_num_draft_tokens": ("Guessed and verified.", load.drafted),
-            "spec_decode_num_accepted_tokens": ("Of those, the right ones.", load.accepted),
+            "spec_decode_num_draft_tokens": ("Draft tokens that were verified.", load.drafted),
+            "spec_decode_num_accepted_tokens": ("Draft tokens that were accepted.", load.accepted),
         }
         for name, (about, value) in draft_tokens.items():
             yield CounterMetricFamily(f"tandem_engine_{name}", about, value=float(value))
@@ -59,10 +64,14 @@ class EngineCollector(Collector):
 
 
 def _of_kv(kv: KvUse) -> Iterator[Metric]:
-    blocks = GaugeMetricFamily("tandem_engine_kv_tier_blocks", "That it has room for.", labels=("tier",))
-    used = GaugeMetricFamily("tandem_engine_kv_tier_blocks_used", "That hold something.", labels=("tier",))
-    queries = CounterMetricFamily("tandem_engine_kv_tier_queries", "Blocks that it was asked for.", labels=("tier",))
-    hits = CounterMetricFamily("tandem_engine_kv_tier_hits", "Of those, found there.", labels=("tier",))
+    blocks = GaugeMetricFamily("tandem_engine_kv_tier_blocks", "Blocks that the tier has room for.", labels=("tier",))
+    used = GaugeMetricFamily("tandem_engine_kv_tier_blocks_used", "Blocks of the tier that hold KV.", labels=("tier",))
+    queries = CounterMetricFamily(
+        "tandem_engine_kv_tier_queries", "Blocks that the tier was asked for.", labels=("tier",)
+    )
+    hits = CounterMetricFamily(
+        "tandem_engine_kv_tier_hits", "Blocks that the tier was asked for and had.", labels=("tier",)
+    )
     for each in kv.tiers:
         if each.blocks:
             blocks.add_metric((each.tier,), each.blocks)
@@ -72,15 +81,20 @@ def _of_kv(kv: KvUse) -> Iterator[Metric]:
     yield from (blocks, used, queries, hits)
     verified = sum(each.hits for each in kv.tiers if each.tier == REMOTE)
     reads = {
-        "kv_transfer_bytes": ("Read from other workers, and verified.", kv.read_bytes),
-        "kv_transfer_seconds": ("In which such reads were under way.", kv.read_s),
-        "kv_blocks_verified": ("From other workers, with the right fingerprint.", verified),
-        "kv_blocks_mismatched": ("With a wrong one; none of them was used.", kv.mismatched),
+        "kv_transfer_bytes": ("Bytes read from other workers and verified.", kv.read_bytes),
+        "kv_transfer_seconds": ("Seconds in which reads from other workers were under way.", kv.read_s),
+        "kv_blocks_verified": ("Blocks from other workers with the right fingerprint.", verified),
+        "kv_blocks_mismatched": (
+            "Blocks from other workers with a wrong fingerprint; none of them was used.",
+            kv.mismatched,
+        ),
     }
     for name, (about, value) in reads.items():
         yield CounterMetricFamily(f"tandem_engine_{name}", about, value=float(value))
     if kv.store:
-        stored = CounterMetricFamily("tandem_engine_kv_store_blocks", "Of the shared store.", labels=("outcome",))
+        stored = CounterMetricFamily(
+            "tandem_engine_kv_store_blocks", "Blocks of the shared store, by outcome.", labels=("outcome",)
+        )
         for outcome, count in kv.store:
             stored.add_metric((outcome,), count)
         yield stored
@@ -93,10 +107,16 @@ class GpuCollector(Collector):
         """Create the collector; `nvml` is the initialised module pynvml."""
         self._nvml = nvml
         self._gauges: dict[str, tuple[str, Callable[[Any], float]]] = {
-            "utilization_ratio": ("Time in kernels.", lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
-            "memory_used_bytes": ("By anybody.", lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used),
-            "memory_bytes": ("There is.", lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total),
-            "power_watts": ("Drawn now.", lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),
+            "utilization_ratio": (
+                "Share of time in which kernels ran.",
+                lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+            ),
+            "memory_used_bytes": (
+                "Memory in use by all processes.",
+                lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
+            ),
+            "memory_bytes": ("Memory of the GPU.", lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total),
+            "power_watts": ("Power drawn now.", lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),
         }
 
     def describe(self) -> Iterable[Metric]:
@@ -109,7 +129,7 @@ class GpuCollector(Collector):
             name: GaugeMetricFamily(f"tandem_gpu_{name}", about, labels=labels)
             for name, (about, _) in self._gauges.items()
         }
-        energy = CounterMetricFamily("tandem_gpu_energy_joules", "Since the driver started.", labels=labels)
+        energy = CounterMetricFamily("tandem_gpu_energy_joules", "Energy used since the driver started.", labels=labels)
         for index in range(nvml.nvmlDeviceGetCount()):
             gpu = nvml.nvmlDeviceGetHandleByIndex(index)
             name = (str(index), _text(nvml.nvmlDeviceGetUUID(gpu)))
@@ -161,7 +181,7 @@ def register(
 
     The returned callback must be called with each new role.
     """
-    info = Info("tandem_worker", "Who this is.", registry=registry)
+    info = Info("tandem_worker", "Identity of the worker.", registry=registry)
     block = {"block_tokens": str(ready.block_tokens), "block_bytes": str(ready.block_bytes)}
 
     def say(role: str) -> None:

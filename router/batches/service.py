@@ -43,7 +43,7 @@ class Batches:
         Raises StartError where it cannot be used.
         """
         disk = Disk()
-        _check_folder(root, disk)
+        check_folder(root, disk)
         self.clock = clock
         self.max_file_bytes = config.max_file_mib << 20
         self.space = TenantSpace(config.max_files_mib_per_tenant)
@@ -73,8 +73,11 @@ class Batches:
         self.threads.close()
 
 
-def _check_folder(root: Path, disk: Disk) -> None:
-    """Create the folder and try all calls that are needed there."""
+def check_folder(root: Path, disk: Disk) -> None:
+    """Create the folder and try all calls that are needed there.
+
+    Raises StartError where one of them fails.
+    """
     try:
         disk.make_folder(root)
         probe = root / "probe"

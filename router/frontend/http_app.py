@@ -8,6 +8,8 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -56,8 +58,9 @@ def make_app(
     keys: ApiKeys,
     config: RouterConfig,
     arrivals: Arrivals,
+    registry: CollectorRegistry,
 ) -> FastAPI:
-    """Create the application; `drain` holds requests in flight, gRPC ones included."""
+    """Create the application; `drain` holds requests in flight, gRPC ones included, and `registry` the metrics."""
     started_at = int(time.time())
     max_context = max(model.model_dir.max_context_tokens for model in models)
     limits = BodyLimits(config.max_body_mib << 20, max_context + SPARE_VALUES)
@@ -133,12 +136,21 @@ def make_app(
     async def tell_version(request: Request) -> Response:
         return JSONResponse({"version": version("tandem-serving")})
 
+    async def tell_metrics(request: Request) -> Response:
+        if not config.metrics_on_http_port:
+            raise HTTPException(404, "metrics_on_http_port is not set; metrics_port has a port of their own")
+        caller_of(request.headers, keys).principal.check_operator()
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"content-type": content_type})
+
     for path, answer in (
+        ("/metrics", tell_metrics),
         ("/version", tell_version),
         ("/v1/usage", tell_usage),
         ("/v1/models", list_models),
         ("/v1/models/{name:path}", one_model),
         ("/health", health),
+        ("/ping", health),
         ("/ready", ready),
     ):
         app.router.add_route(path, answer, methods=["GET"])

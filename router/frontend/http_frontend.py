@@ -5,6 +5,8 @@ Imported only where there is such a port: FastAPI takes a fifth of a router's st
 
 from contextlib import AsyncExitStack
 
+from prometheus_client import CollectorRegistry
+
 from cluster.drain import Drain
 from cluster.tls import Credentials
 from router.admission.arrivals import Arrivals
@@ -12,6 +14,7 @@ from router.batches.service import Batches
 from router.config import RouterConfig
 from router.frontend.console.routes import add_console
 from router.frontend.grpc_service import InferenceService
+from router.frontend.http.cors import open_to_pages
 from router.frontend.http.guard import guarded
 from router.frontend.http.server import OpenAiServer
 from router.frontend.http_app import make_app
@@ -32,13 +35,14 @@ async def open_http(
     inference: InferenceService,
     arrivals: Arrivals,
     parts: AsyncExitStack,
+    registry: CollectorRegistry,
 ) -> OpenAiServer:
     """Start serving; `parts` closes what was started.
 
     Raises StartError.
     """
     http = OpenAiServer(config.host, port, credentials, config.max_connection_s)
-    app = make_app(handler, models, requests, keys, config, arrivals)
+    app = make_app(handler, models, requests, keys, config, arrivals, registry)
     add_console(app, keys, inference.status, handler.recent)
     batches: Batches | None = app.state.batches
     if batches is not None:
@@ -47,5 +51,5 @@ async def open_http(
     responses: ResponseStore = app.state.responses
     parts.push_async_callback(responses.close)
     parts.push_async_callback(http.close)
-    await http.start(guarded(app, keys))
+    await http.start(open_to_pages(guarded(app, keys), config.cors_origins))
     return http

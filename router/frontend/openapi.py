@@ -32,6 +32,7 @@ GOT: Mapping[str, str] = {
     "/v1/responses/{name}": "A stored response.",
     "/v1/usage": "Tokens by day, tenant and model.",
     "/health": "Whether the process lives.",
+    "/ping": "The same, at SageMaker's path.",
     "/ready": "Whether the router takes requests.",
     "/version": "Tandem's version.",
 }

@@ -9,11 +9,17 @@ from typing import Any
 from cluster.errors import InvalidRequest
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
+from router.models.client_texts import ClientTexts
 
 MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 262_144
 MAX_VARIABLES_CHARS = 16_384
 MAX_PROMPTS_KEPT = 256
+PROBES = (("user",), ("user", "assistant", "user"), ("system", "user"))
+"""Roles of chats that show what a template writes."""
+AS_THEY_ARE = ClientTexts(None)
+"""Texts in which nothing is hidden."""
+CONTINUES = "continue_final_message"
 NO_REASONING = "none"
 """Effort that switches reasoning off, where a template knows how."""
 log = logging.getLogger(__name__)
@@ -55,8 +61,8 @@ class ChatTemplate:
         """The template's source, of both where there are two."""
         return self._source if self._source_with_tools is self._source else self._source + self._source_with_tools
 
-    def render(self, request: pb.GenerateRequest) -> str:
-        """Render a request's messages up to where the assistant's answer begins.
+    def render(self, request: pb.GenerateRequest, texts: ClientTexts = AS_THEY_ARE) -> str:
+        """Render a request's messages up to where the assistant's answer begins, with what `texts` makes of them.
 
         Raises InvalidRequest for invalid tools or variables, and when the template refuses.
         """
@@ -66,10 +72,38 @@ class ChatTemplate:
         source = self._source_with_tools if tools else self._source
         variables = self._variables(request)
         chat = [_message(message, number, source) for number, message in enumerate(request.messages)]
+        if request.continue_final_message and request.messages[-1].tool_calls:
+            raise InvalidRequest(CONTINUES, "the last message calls tools: no text of it can go on")
+        chat, tools, variables = texts.hide(chat, tools, variables)
+        adds_prompt = not (request.continue_final_message or request.no_generation_prompt)
         try:
-            return self._rendered(chat, tools, source, True, variables)
+            return self._rendered(chat, tools, source, adds_prompt, variables, request.continue_final_message)
+        except ValueError as error:
+            if request.continue_final_message:
+                reason = "the model's chat template changes the end of the last message, so it cannot go on"
+                raise InvalidRequest(CONTINUES, reason) from error
+            raise _refused(error) from error
         except Exception as error:  # a template is a program and may raise anything
-            raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
+            raise _refused(error) from error
+
+    def begun_answer(self, request: pb.GenerateRequest, opening: str, texts: ClientTexts = AS_THEY_ARE) -> str:
+        """Return what a prompt that continues its last message has of the answer: all after the answer's header.
+
+        `opening` is the mark before reasoning, which no header has. Raises InvalidRequest for invalid variables.
+        """
+        source, variables = self._source_with_tools if request.tools else self._source, self._variables(request)
+        (last,), variables = texts.hide([_message(request.messages[-1], 0, source)], variables)
+        user = {"role": "user", "content": "a"}
+        try:
+            before = self._rendered([user], [], source, False, variables)
+            whole = self._rendered([user, last], [], source, False, variables, continues=True)
+        except Exception:  # a template may refuse this chat; the text itself is all that is known then
+            log.debug("the chat template refuses a chat of two messages", exc_info=True)
+            return str(last["content"])
+        answer = _beyond(before, whole)
+        header = self.generation_prompt(request)
+        header = header.partition(opening)[0] if opening else header
+        return _beyond(header, answer)
 
     def generation_prompt(self, request: pb.GenerateRequest) -> str:
         """Return what the template adds for the answer to a user's message, with the request's variables.
@@ -86,6 +120,17 @@ class ChatTemplate:
             self._generation_prompts[key] = known
         return known
 
+    def shown(self) -> str:
+        """Return what the template writes around some small chats without tools, those that it takes."""
+        found = []
+        for roles in PROBES:
+            chat = [{"role": role, "content": "a"} for role in roles]
+            try:
+                found.append(self._rendered(chat, [], self._source, True, {}))
+            except Exception:  # many templates refuse some of these
+                log.debug("the chat template refuses a chat of %s", ", ".join(roles), exc_info=True)
+        return "\n".join(found)
+
     def _generation_prompt(self, variables: dict[str, Any], has_tools: bool) -> str:
         source = self._source_with_tools if has_tools else self._source
         chat = [{"role": "user", "content": "a"}]
@@ -97,13 +142,20 @@ class ChatTemplate:
         return whole.removeprefix(before)
 
     def _rendered(
-        self, chat: list[dict[str, Any]], tools: list[Any], source: str, adds_prompt: bool, variables: dict[str, Any]
+        self,
+        chat: list[dict[str, Any]],
+        tools: list[Any],
+        source: str,
+        adds_prompt: bool,
+        variables: dict[str, Any],
+        continues: bool = False,
     ) -> str:
         rendered, _ = self._render(
             conversations=[chat],
             tools=tools or None,
             chat_template=source,
             add_generation_prompt=adds_prompt,
+            continue_final_message=continues,
             **self._special_tokens,
             **variables,
         )
@@ -132,6 +184,16 @@ class ChatTemplate:
         return variables
 
 
+def _beyond(known: str, text: str) -> str:
+    """Return a text from where it differs from a known one."""
+    pairs = enumerate(zip(known, text, strict=False))
+    return text[next((place for place, (one, other) in pairs if one != other), min(len(known), len(text))) :]
+
+
+def _refused(error: Exception) -> InvalidRequest:
+    return InvalidRequest("messages", f"the model's chat template refuses them: {error}")
+
+
 _OURS = frozenset(
     (
         "messages",
@@ -158,7 +220,14 @@ def check_chat_fields(request: pb.GenerateRequest) -> None:
                 raise InvalidRequest(field, "means nothing without tools")
     if request.messages:
         return
-    for field in ("tools", "chat_template_kwargs", "parse_output", "reasoning_effort"):
+    for field in (
+        "tools",
+        "chat_template_kwargs",
+        "parse_output",
+        "reasoning_effort",
+        CONTINUES,
+        "no_generation_prompt",
+    ):
         if getattr(request, field):
             raise InvalidRequest(field, "means nothing without messages")
 

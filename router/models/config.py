@@ -98,6 +98,12 @@ class ModelsConfig(Config):
     refused."""
     model_rules: tuple[ModelRule, ...] = ()
     """Rules for `auto`."""
+    special_tokens_in_messages: bool = False
+    """Whether the name of a special token in a message becomes that token, as in a raw prompt. Otherwise it is read as
+    text, so that no text of a client can open a turn of another role."""
+    clamp_max_tokens: bool = False
+    """Whether a `max_tokens` beyond the context is lowered to what the prompt leaves. Otherwise such a request is
+    refused. Set it for coding agents that ask every model for 32,000 tokens."""
 
     @field_validator("model")
     @classmethod

@@ -53,9 +53,11 @@ class ModelFiles:
     """Reason why there are no embeddings; empty where there are."""
     generates: bool
     """Whether it can generate; a model that was saved for embeddings only may not."""
+    clamps: bool
+    """Whether a `max_tokens` beyond the context is lowered instead of refused."""
 
     @classmethod
-    def read(cls, entry: ModelEntry, directory: Path) -> "ModelFiles":
+    def read(cls, entry: ModelEntry, directory: Path, config: ModelsConfig) -> "ModelFiles":
         """Read a model directory.
 
         Raises StartError.
@@ -63,14 +65,16 @@ class ModelFiles:
         model_dir = ModelDir.open(directory)
         # Read now, so that a config without them is refused at start and not with the first request.
         size, context = model_dir.vocab_size, model_dir.max_context_tokens
-        encoder = PromptEncoder(model_dir, entry.tool_parser, entry.reasoning_parser)
+        parsers = entry.tool_parser, entry.reasoning_parser
+        encoder = PromptEncoder(model_dir, *parsers, config.special_tokens_in_messages)
         log.info("%s: %d tokens, context %d", entry.name or model_dir.name, size, context)
         try:
             embedding, fault = read_embedding(model_dir), ""
         except ModelRefused as reason:
             embedding, fault = None, reason.reason
         generates = embedding is None or has_output_layer(model_dir)
-        return cls(entry, model_dir, encoder, model_dir.config_fingerprint(), embedding, fault, generates)
+        fingerprint, clamps = model_dir.config_fingerprint(), config.clamp_max_tokens
+        return cls(entry, model_dir, encoder, fingerprint, embedding, fault, generates, clamps)
 
     @property
     def name(self) -> str:
@@ -91,7 +95,7 @@ def read_models(config: ModelsConfig, directories: Sequence[Path] | None = None)
     Raises StartError for an invalid one, and for two that cannot be told apart.
     """
     places = [entry.path for entry in config.entries] if directories is None else directories
-    models = [ModelFiles.read(entry, place) for entry, place in zip(config.entries, places, strict=True)]
+    models = [ModelFiles.read(entry, place, config) for entry, place in zip(config.entries, places, strict=True)]
     for number, model in enumerate(models):
         where = f"models.{number}.name"
         if model.name == AUTO:
@@ -136,6 +140,7 @@ class ModelRuntime:
         self.output_format = files.encoder.output_format
         self.config_fingerprint = files.config_fingerprint
         self.embedding, self.generates = files.embedding, files.generates
+        self.clamps = files.clamps
         self._embedding_fault = files.embedding_fault
         self.fleet = fleet
         self.dispatcher = dispatcher

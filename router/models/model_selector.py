@@ -205,6 +205,7 @@ class _Selection:
         sampling = self.request.sampling
         left = max(1, model.model_dir.max_context_tokens - num_prompt)
         most = sampling.max_tokens if sampling.HasField("max_tokens") else min(DEFAULT_MAX_TOKENS, left)
+        most = min(most, left) if model.clamps else most
         return max(1, most) * (max(1, sampling.n) if sampling.HasField("n") else 1)
 
 

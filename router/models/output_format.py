@@ -110,24 +110,26 @@ class OutputFormat:
 
     def opens_reasoning(self, generation_prompt: str) -> bool:
         """Return whether an output begins within reasoning, after this end of its prompt."""
+        return self._opens or self.is_in_reasoning(generation_prompt)
+
+    def is_in_reasoning(self, text: str) -> bool:
+        """Return whether a text ends within reasoning."""
         opening, closing = self.reasoning_marks
-        if self._opens:
-            return True
-        return bool(opening) and generation_prompt.rfind(opening) > generation_prompt.rfind(closing)
+        return bool(opening) and text.rfind(opening) > text.rfind(closing)
 
     def parser(
-        self, parses_calls: bool, begins_in_reasoning: bool, tools: Sequence[str] = (), forced: bool = False
+        self, parses_calls: bool, begun: str = "", tools: Sequence[str] = (), forced: bool = False
     ) -> OutputParser | None:
         """Return a parser for one choice; None where all output is text.
 
+        `begun` is the text of the answer before the output; the pieces have none of it, but for a call that it began.
         `tools` are the request's, as JSON: their schemas give arguments types where the form has none. `forced`: the
         output is held to calls of Hermes' form.
         """
         template = self._forced if forced else self._calling if parses_calls else self._plain
         if not template.fields:
             return None
-        prefix = self._opening if begins_in_reasoning else ""
-        return _TemplateParser(template, prefix, [json.loads(tool) for tool in tools], forced)
+        return _TemplateParser(template, begun, [json.loads(tool) for tool in tools], forced)
 
 
 class _Template:
@@ -160,17 +162,19 @@ class _TemplateParser:
         """Whitespace that is text only if more text of its region follows."""
         self._dropped = ""
         """Whitespace that was held when the present call began."""
-        self._at_boundary = bool(prefix)
+        self._at_boundary = False
         """Whether leading whitespace is next to a call or to reasoning."""
-        self._after_text = not prefix
+        self._after_text = True
         """Whether the region before the next content is text as well."""
-        self._crossed = bool(prefix)
+        self._crossed = False
         """Whether the output was anything but content so far."""
-        self._in_reasoning = bool(prefix)
+        self._in_reasoning = False
         """Whether the output's present end is reasoning."""
         self.num_reasoning = 0
         self._is_broken = False
         self._ended = False
+        self._pieces(self._parser.initial_events)  # only the state after these counts, since the client has the text
+        self._held = self._dropped = ""
 
     def push(self, text: str, num_tokens: int = 0) -> list[Piece]:
         if self._is_broken:
@@ -244,7 +248,7 @@ class _TemplateParser:
             if not calls and isinstance(value.get("function"), str) and opening in value["function"]:
                 calls = _calls_of(value | {"function": value["function"].rpartition(opening)[2]}, closing, self._forced)
                 if calls:
-                    self._add_text(raw[: raw.rindex(opening)].rstrip(), pieces)
+                    self._add_text(raw.rpartition(opening)[0].rstrip(), pieces)
         if calls:
             self._crossed = True
             pieces += calls
@@ -265,14 +269,27 @@ def _parser_class() -> type[Any]:
 
     class RawParser(ResponseParser):  # type: ignore[misc]  # transformers has no types
         _opened_at = 0
+        _begun_chars = 0
+        """Characters before the output, which no event has."""
         events: list[Any]
         """Events of the present call, also where it raises."""
 
         @property
         def unread(self) -> str:
             """Text from the beginning of the present region on."""
-            text: str = self._buffer[self._opened_at :]
+            text: str = self._buffer[max(self._opened_at, self._begun_chars) :]
             return text
+
+        def _consume_prefix(self, prefix: str) -> None:
+            super()._consume_prefix(prefix)
+            self._begun_chars = len(self._buffer)
+
+        def _accumulate(self, events: Any, text: str) -> None:
+            num_before, begun = len(events), text[: max(0, self._begun_chars - self._pos)]
+            super()._accumulate(events, text)
+            for event in events[num_before:]:
+                if event["type"] == "region_chunk":
+                    event["text"] = event["text"].removeprefix(begun)
 
         def _process(self, events: Any, eos: bool) -> None:
             self.events = events
@@ -286,7 +303,7 @@ def _parser_class() -> type[Any]:
             closed = len(events)
             super()._close_current(events)
             for event in events[closed:]:
-                event["raw"] = self._buffer[self._opened_at : self._pos]
+                event["raw"] = self._buffer[max(self._opened_at, self._begun_chars) : self._pos]
 
     return RawParser
 

@@ -31,7 +31,8 @@ class OutputPlan:
     parses_calls: bool = False
     is_forced: bool = False
     """Whether the output can be nothing but tool calls."""
-    begins_in_reasoning: bool = False
+    begun: str = ""
+    """Text of the answer that the prompt has already, up to where the output begins."""
     tools: tuple[str, ...] = ()
     """The request's tools, as JSON."""
     parsers: list[OutputParser] = field(default_factory=list)
@@ -41,7 +42,7 @@ class OutputPlan:
         """Return a parser for one choice; None where the output is text, or is not parsed."""
         if not self.is_parsed:
             return None
-        parser = self.format.parser(self.parses_calls, self.begins_in_reasoning, self.tools, self.is_forced)
+        parser = self.format.parser(self.parses_calls, self.begun, self.tools, self.is_forced)
         if parser is not None:
             self.parsers.append(parser)
         return parser
@@ -52,8 +53,18 @@ class OutputPlan:
         return sum(parser.num_reasoning for parser in self.parsers)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptEnd:
+    """End of a chat's prompt."""
+
+    generation_prompt: str = ""
+    """Text that the template adds for a new answer."""
+    begun_answer: str = ""
+    """Text that the prompt has of an answer that goes on."""
+
+
 def plan_output(
-    request: pb.GenerateRequest, format_: OutputFormat, generation_prompt: str, marks: ReasoningMarks
+    request: pb.GenerateRequest, format_: OutputFormat, end: PromptEnd, marks: ReasoningMarks
 ) -> tuple[OutputPlan, pb.Sampling]:
     """Return the plan, and the request's options with what the plan needs.
 
@@ -63,17 +74,22 @@ def plan_output(
     sampling.CopyFrom(request.sampling)
     if not (request.messages or request.tools or request.tool_choice or request.parse_output):
         return OutputPlan(format_), sampling
-    begins = format_.opens_reasoning(generation_prompt)
+    if continues := request.continue_final_message:
+        begins = format_.is_in_reasoning(end.begun_answer)
+    else:
+        begins = format_.opens_reasoning(end.generation_prompt)
     is_forced = forces_call(request.tool_choice)
     parses_calls = bool(request.tools) and request.tool_choice != NO_CALLS
     if is_forced:
         _force_call(request, sampling, marks)
     elif parses_calls and request.single_tool_call and format_.calls == "hermes":
         sampling.stop.append(CLOSE)  # nothing follows the first call
-    may_reason = format_.has_reasoning and (begins or marks.closing not in generation_prompt)
+    may_begin = not continues and marks.closing not in end.generation_prompt
+    may_reason = format_.has_reasoning and (begins or may_begin)
     if request.messages and sampling.HasField("structured") and may_reason and marks.closing:
         sampling.structured.CopyFrom(after_reasoning(sampling.structured, marks, begins))
-    plan = OutputPlan(format_, request.parse_output, parses_calls, is_forced, begins, tuple(request.tools))
+    begun = end.begun_answer if continues else format_.reasoning_marks[0] if begins else ""
+    plan = OutputPlan(format_, request.parse_output, parses_calls, is_forced, begun, tuple(request.tools))
     if request.parse_output and format_.keeps_special_tokens:
         sampling.keep_special_tokens = True
     return plan, sampling

@@ -6,7 +6,7 @@ from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival
 from router.models.model_runtime import ModelRuntime
-from router.models.output_plan import OutputPlan, plan_output
+from router.models.output_plan import OutputPlan, PromptEnd, plan_output
 from router.validation import check_embedding, check_prompt, prompt_field, resolve_sampling
 
 
@@ -36,8 +36,8 @@ async def read(
         arrival.tokens_read += len(prompt)
     check_prompt(prompt, prompt_field(request), model.model_dir)
     encoder = model.encoder
-    generation_prompt = encoder.generation_prompt(request)
-    output, sampling = plan_output(request, model.output_format, generation_prompt, encoder.reasoning_marks)
+    end = PromptEnd(encoder.generation_prompt(request), encoder.begun_answer(request))
+    output, sampling = plan_output(request, model.output_format, end, encoder.reasoning_marks)
     if embeds:
         sampling.max_tokens = 1  # no token is generated
-    return PreparedPrompt(prompt, resolve_sampling(sampling, len(prompt), model.model_dir), output)
+    return PreparedPrompt(prompt, resolve_sampling(sampling, len(prompt), model.model_dir, model.clamps), output)

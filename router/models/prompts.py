@@ -16,6 +16,7 @@ from protos import inference_pb2 as pb
 from router.admission.fair_turns import FairTurns
 from router.models.after_reasoning import ReasoningMarks
 from router.models.chat_template import ChatTemplate, chars_of, check_chat_fields
+from router.models.client_texts import ClientTexts, ControlTokens
 from router.models.output_format import AUTO, OutputFormat
 
 INLINE_CHARS = 4096
@@ -58,13 +59,24 @@ def prompt_kind(request: pb.GenerateRequest) -> str:
 class PromptEncoder:
     """Tokenizer and chat template of one model."""
 
-    def __init__(self, model_dir: ModelDir, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
+    def __init__(
+        self,
+        model_dir: ModelDir,
+        tool_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
+        special_tokens_in_messages: bool = False,
+    ) -> None:
         """Read tokenizer and template.
 
-        Raises StartError for an unknown parser.
+        `special_tokens_in_messages`: read names of special tokens in messages as these tokens. Raises StartError for an
+        unknown parser.
         """
         self._tokenizer: Tokenizer | None = load_tokenizer(model_dir)
         self._template = ChatTemplate.of(model_dir) if self._tokenizer is not None else None
+        self._control: ControlTokens | None = None
+        """Control tokens that only the template may write; None: messages may, too."""
+        if self._tokenizer is not None and self._template is not None and not special_tokens_in_messages:
+            self._control = ControlTokens(self._tokenizer, self._template.shown(), self._template.text)
         own = model_dir.read_json("tokenizer_config.json").get("response_template")
         shown = self._template.text if self._template is not None else ""
         self.output_format = OutputFormat.of(tool_parser, reasoning_parser, shown, own)
@@ -87,8 +99,15 @@ class PromptEncoder:
         return ReasoningMarks(opening, closing, {token.content: token_id for token_id, token in added.items()})
 
     def generation_prompt(self, request: pb.GenerateRequest) -> str:
-        """Return what the template adds after a chat's last message; empty for other prompts."""
-        return self._template.generation_prompt(request) if self._template is not None and request.messages else ""
+        """Return what the template adds for an answer after a chat's last message; empty for other prompts."""
+        adds = request.messages and not (request.no_generation_prompt or request.continue_final_message)
+        return self._template.generation_prompt(request) if self._template is not None and adds else ""
+
+    def begun_answer(self, request: pb.GenerateRequest) -> str:
+        """Return what the prompt has of the answer where the request continues its last message; empty elsewhere."""
+        if self._template is None or not request.continue_final_message or not request.messages:
+            return ""
+        return self._template.begun_answer(request, self.output_format.reasoning_marks[0], ClientTexts(self._control))
 
     @property
     def has_tokenizer(self) -> bool:
@@ -162,7 +181,11 @@ class PromptEncoder:
         text = request.text
         if is_chat:
             assert self._template is not None, "it would be at fault"
-            text = self._template.render(request)
+            texts = ClientTexts(self._control)
+            text = self._template.render(request, texts)
+            if texts.stand_ins:
+                assert self._control is not None, "it hid something"
+                return self._control.encode(text, texts.stand_ins)
         # Unlike `encode`, this lets go of the GIL.
         (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=not is_chat)
         ids: list[int] = encoded.ids

@@ -46,47 +46,66 @@ class RouterMetrics:
                 self._counters_by_model.append(made)
             return made
 
-        self.ttft = histogram("tandem_time_to_first_token_seconds", "From arrival to the first message.", LATENCY_S)
-        self.itl = histogram("tandem_inter_token_latency_seconds", "Between two messages of a stream.", LATENCY_S)
+        self.ttft = histogram(
+            "tandem_time_to_first_token_seconds", "Time from arrival to the first message.", LATENCY_S
+        )
+        self.itl = histogram("tandem_inter_token_latency_seconds", "Time between two messages of a stream.", LATENCY_S)
         self.tpot = histogram(
-            "tandem_request_time_per_output_token_seconds", "Mean after the first token, of a request.", LATENCY_S
+            "tandem_request_time_per_output_token_seconds",
+            "Mean time per token of a request after the first.",
+            LATENCY_S,
         )
-        self.e2e = histogram("tandem_e2e_request_latency_seconds", "From arrival to the end.", LATENCY_S)
-        self.queue = histogram("tandem_request_queue_time_seconds", "In the router's line.", LATENCY_S)
+        self.e2e = histogram("tandem_e2e_request_latency_seconds", "Time from arrival to the end.", LATENCY_S)
+        self.queue = histogram("tandem_request_queue_time_seconds", "Time in the router's queue.", LATENCY_S)
         self.stage = histogram(
-            "tandem_request_stage_seconds", "Stages of a request, by its receipt.", LATENCY_S, "stage"
+            "tandem_request_stage_seconds", "Time of each stage of a request, from its receipt.", LATENCY_S, "stage"
         )
-        self.prompt = histogram("tandem_request_prompt_tokens", "Of a request.", TOKENS)
-        self.generated = histogram("tandem_request_generation_tokens", "Of a request, all choices.", TOKENS)
-        self.prompt_tokens = counter("tandem_prompt_tokens", "Of requests that are over.")
-        self.generation_tokens = counter("tandem_generation_tokens", "Generated.")
-        self.cached_tokens = counter("tandem_prefix_cache_hits", "Prompt tokens that nobody computed.")
+        self.prompt = histogram("tandem_request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self.generated = histogram(
+            "tandem_request_generation_tokens", "Generated tokens of a request, all choices.", TOKENS
+        )
+        self.prompt_tokens = counter("tandem_prompt_tokens", "Prompt tokens of ended requests.")
+        self.generation_tokens = counter("tandem_generation_tokens", "Generated tokens of ended requests.")
+        self.cached_tokens = counter("tandem_prefix_cache_hits", "Prompt tokens that no worker computed.")
         self.queried_tokens = counter("tandem_prefix_cache_queries", "Prompt tokens of requests with a receipt.")
-        self.success = counter("tandem_request_success", "Ended well.", "finished_reason")
-        self.errors = counter("tandem_request_errors", "Ended with an error, by its gRPC status.", "code")
-        self.cancelled = counter("tandem_request_cancelled", "The client went away.")
-        self.placed_again = counter("tandem_request_placed_again", "Attempts after the first.")
-        self.blocks = counter("tandem_kv_blocks", "Of prompts, by where their KV came from.", "origin")
-        self.moved_bytes = counter("tandem_kv_transfer_bytes", "Read by decode workers.", "transport")
-        self.verified = counter("tandem_kv_blocks_verified", "That arrived with the right fingerprint.")
-        self.mismatched = counter("tandem_kv_blocks_mismatched", "With a wrong one; none of them was used.")
-        self.loan_failures = counter("tandem_loan_failures", "Loans that ended before all was bound.")
-        self.preemptions = counter("tandem_request_preemptions", "Of requests, by receipt.")
-        self.recomputed = counter("tandem_recomputed_tokens", "Computed again, because of those.")
-        self.drafted = counter("tandem_spec_decode_num_draft_tokens", "Guessed and verified, by receipt.")
-        self.accepted = counter("tandem_spec_decode_num_accepted_tokens", "Of those, the right ones.")
+        self.success = counter("tandem_request_success", "Requests that ended well.", "finished_reason")
+        self.errors = counter("tandem_request_errors", "Requests that ended with an error, by its gRPC status.", "code")
+        self.cancelled = counter("tandem_request_cancelled", "Requests whose client went away.")
+        self.placed_again = counter("tandem_request_placed_again", "Attempts of requests after the first.")
+        self.blocks = counter("tandem_kv_blocks", "Blocks of prompts, by the source of their KV.", "origin")
+        self.moved_bytes = counter("tandem_kv_transfer_bytes", "Bytes of KV read by decode workers.", "transport")
+        self.verified = counter("tandem_kv_blocks_verified", "Blocks that arrived with the right fingerprint.")
+        self.mismatched = counter(
+            "tandem_kv_blocks_mismatched", "Blocks that arrived with a wrong fingerprint; none of them was used."
+        )
+        self.loan_failures = counter("tandem_loan_failures", "Loans that ended before all blocks had come.")
+        self.preemptions = counter("tandem_request_preemptions", "Preemptions of requests, from receipts.")
+        self.recomputed = counter("tandem_recomputed_tokens", "Tokens computed again because of preemptions.")
+        self.drafted = counter("tandem_spec_decode_num_draft_tokens", "Draft tokens that were verified, from receipts.")
+        self.accepted = counter(
+            "tandem_spec_decode_num_accepted_tokens", "Draft tokens that were accepted, from receipts."
+        )
         self.workers_lost = counter("tandem_workers_lost", "Workers whose reports ceased for worker_silence_s.")
         self.loop_lag = Histogram(
             "tandem_event_loop_lag_seconds",
-            "How late the router's event loop was, looked at 20 times a second.",
+            "Delay of the router's event loop, measured 20 times a second.",
             buckets=LAG_S,
             registry=registry,
         )
-        self.price = counter("tandem_request_price", "At the prices set, in their unit.", "kind")
-        self.predicted = counter("tandem_predicted_ttft_seconds", "Sum of predictions of requests with a receipt.")
-        self.predicted_hits = counter("tandem_predicted_hit_blocks", "Of requests with a receipt, placed once.")
-        self.missed_hits = counter("tandem_predicted_hit_blocks_missed", "Of those, such as were computed after all.")
-        self.unforeseen_hits = counter("tandem_unpredicted_hit_blocks", "Others that nobody computed either.")
+        self.price = counter("tandem_request_price", "Cost of requests at the set prices, in their unit.", "kind")
+        self.predicted = counter(
+            "tandem_predicted_ttft_seconds", "Sum of the predicted times to first token, of requests with a receipt."
+        )
+        self.predicted_hits = counter(
+            "tandem_predicted_hit_blocks",
+            "Blocks predicted as cached, of requests with a receipt that were placed once.",
+        )
+        self.missed_hits = counter(
+            "tandem_predicted_hit_blocks_missed", "Blocks predicted as cached that were computed after all."
+        )
+        self.unforeseen_hits = counter(
+            "tandem_unpredicted_hit_blocks", "Blocks not predicted as cached that no worker computed."
+        )
         self.tenant_tokens = counter(
             "tandem_tenant_tokens", "Tokens of a tenant: input, cached input and output.", "tenant", "kind"
         )
@@ -247,20 +266,20 @@ class ClusterCollector(Collector):
 
     def _workers(self) -> Iterator[Metric]:
         labels = (*MODEL, "worker", "role")
-        workers = GaugeMetricFamily("tandem_workers", "Joined and heard of.", labels=(*MODEL, "role"))
+        workers = GaugeMetricFamily("tandem_workers", "Workers that joined and report.", labels=(*MODEL, "role"))
         families: dict[str, GaugeMetricFamily] = {
             name: GaugeMetricFamily(f"tandem_worker_{name}", about, labels=labels)
             for name, about in (
-                ("requests_running", "Requests that it has."),
-                ("requests_preempted", "Of these, such as wait to be computed anew."),
-                ("loans", "Given, and under way."),
-                ("loans_queued", "Waiting at the lender."),
-                ("queued_prefill_tokens", "Admitted, and not computed yet."),
-                ("kv_cache_usage_ratio", "Of its pool: what new requests could not reserve."),
-                ("kv_blocks", "Of its pool."),
-                ("draining", "1: it was told to stop."),
-                ("failing", "1: what is placed there fails; it is tried now and then."),
-                ("failing_lenders", "Workers from which its loans fail; they are tried now and then."),
+                ("requests_running", "Requests of the worker."),
+                ("requests_preempted", "Preempted requests that wait to be computed again."),
+                ("loans", "Loans to other workers under way."),
+                ("loans_queued", "Prompts that wait at the lender."),
+                ("queued_prefill_tokens", "Prompt tokens that were admitted and are not computed yet."),
+                ("kv_cache_usage_ratio", "Share of the worker's KV pool that new requests could not reserve."),
+                ("kv_blocks", "Blocks of the worker's KV pool."),
+                ("draining", "1 while the worker was told to stop."),
+                ("failing", "1 while requests placed on the worker fail; it is tried now and then."),
+                ("failing_lenders", "Lenders from which the worker's loans fail; they are tried now and then."),
             )
         }
         for model in self._models:
@@ -290,12 +309,16 @@ class ClusterCollector(Collector):
         yield from families.values()
 
     def _lines(self) -> Iterator[Metric]:
-        waiting = GaugeMetricFamily("tandem_num_requests_waiting", "In the router's line.", labels=MODEL)
-        running = GaugeMetricFamily("tandem_num_requests_running", "At decode workers.", labels=MODEL)
+        waiting = GaugeMetricFamily("tandem_num_requests_waiting", "Requests in the router's queue.", labels=MODEL)
+        running = GaugeMetricFamily("tandem_num_requests_running", "Requests at decode workers.", labels=MODEL)
         errors = GaugeMetricFamily(
-            "tandem_ttft_prediction_ratio", "Predicted over actual, at a quantile.", labels=(*MODEL, "quantile")
+            "tandem_ttft_prediction_ratio",
+            "Predicted over actual time to first token, at a quantile.",
+            labels=(*MODEL, "quantile"),
         )
-        refused = CounterMetricFamily("tandem_requests_refused", "By reason.", labels=(*MODEL, "reason"))
+        refused = CounterMetricFamily(
+            "tandem_requests_refused", "Refused requests, by reason.", labels=(*MODEL, "reason")
+        )
         for model in self._models:
             admission = model.dispatcher.admission
             waiting.add_metric((model.name,), model.dispatcher.num_waiting)

@@ -3,6 +3,9 @@
 Pure. `candidates.py` computes the same for one candidate, in the same order of operations, so both give equal floating
 point numbers and equal ties. In a large fleet a lower bound, one term per decode worker and one per lender, first
 excludes the pairs that can be neither chosen nor among the alternatives.
+
+Shapes: W workers of the model, D decode workers that may serve the request (`rows`), L lenders of one kind, R <= D
+decode workers whose costs are computed. Vectors of all workers are [W], matrices of rates between two workers [W, W].
 """
 
 from collections.abc import Callable, Sequence
@@ -43,9 +46,10 @@ class Costs:
 
     def __init__(self, demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, rows: Ints) -> None:
         self._demand, self._workers, self._rates, self._rows = demand, workers, rates, rows
+        # [W]: blocks of this prompt that a worker has, and that it has or will have once its queue is computed.
         self._held = np.minimum(hits.held, demand.num_usable_blocks)
         self._due = np.minimum(hits.due, demand.num_usable_blocks)
-        self._own = self._held[rows]
+        self._own = self._held[rows]  # [D], as all that follows
         self._last_decode = hits.last_decode
         self._last_lender = hits.last_lender
         self._tokens_per_s = rates.decode_prefill_tokens_per_s[rows]
@@ -112,14 +116,18 @@ class Costs:
             cost_s = self._reading_s(slice(None), lenders)
             return _Pairs(cost_s, np.arange(len(self._rows)), lenders, int(np.count_nonzero(np.isfinite(cost_s))))
         num_possible = np.count_nonzero(self._workers.compatible[self._rows] & (held > own[:, None]))
+        # A pair costs queue + fixed + crowding + loan overhead + bytes / rate + (1 + decoding) * tokens / tokens_per_s,
+        # where `tokens` [L] are those left to compute after reading from a lender. For the bound the bytes cost
+        # nothing, the overhead is the smallest, and every lender leaves `least` tokens or more: this needs no lender.
         tokens = self._demand.num_tokens - held[lenders] * self._demand.block_tokens
         least = tokens.min()
         delayed = 1 + self._decoding
         of_row = self._queue_s + self._fixed_s + self._crowding_s + delayed * (least / self._tokens_per_s)
         of_row += self._rates.loan_overhead_s.min()
         self._allow_preference(of_row, self._rows, self._last_decode)
+        # What a lender leaves beyond `least` costs at least as much as on the decode worker that computes it fastest.
         of_lender = (tokens - least) * (delayed / self._tokens_per_s).min()
-        of_row[own >= held.max()] = np.inf
+        of_row[own >= held.max()] = np.inf  # nobody has more than these hold themselves
         near = self._near(limit_s, of_row, of_lender, lambda at, some: self._reading_s(at, lenders[some]))
         rows, lenders = near[0], lenders[near[1]]
         return _Pairs(self._reading_s(rows, lenders), rows, lenders, int(num_possible))
@@ -154,6 +162,8 @@ class Costs:
             cost_s, sources = self._computing_s(slice(None), lenders)
             num_possible = np.count_nonzero(np.isfinite(cost_s))
             return _Pairs(cost_s, np.arange(len(self._rows)), lenders, int(num_possible), sources)
+        # A pair costs the lender's reading, queue and computing, then the loan, then the decode worker's own part. The
+        # last two depend on the decode worker at the best rate and the smallest overhead of any pair: `of_row` [D].
         lacks = usable - self._own
         computes = np.zeros(len(workers.ids), np.bool_)
         computes[lenders] = True
@@ -162,6 +172,8 @@ class Costs:
         of_row = lacks * demand.block_bytes / rates.kv_bytes_per_s.max() + rates.loan_overhead_s.min()
         of_row += self._cost_alone_s(0.0, own_s, self._queue_s)
         self._allow_preference(of_row, self._rows, self._last_decode)
+        # A lender computes what is left after the best source, of which none holds more than the fullest worker; the
+        # reading itself is free in the bound: `of_lender` [L].
         tokens = workers.queued_prefill_tokens[lenders]
         tokens = tokens + (usable - np.maximum(self._due[lenders], self._held.max())) * demand.block_tokens
         of_lender = rates.prefill_fixed_s[lenders] + tokens / rates.prefill_tokens_per_s[lenders]
@@ -205,6 +217,8 @@ class Costs:
         `of_row` [D] and `of_lender` [L] together are at most the pair's cost, which `cost_s` computes for some. A pair
         beyond `limit_s`, or dearer than FEW + 1 others, does not matter.
         """
+        # True costs of a few promising pairs give a limit that FEW + 1 pairs keep to. A decode worker whose bound with
+        # the best lender is above the limit is in no pair that matters; nor is a lender with the best decode worker.
         some = np.sort(_few(of_row, SAMPLE)), np.sort(_few(of_lender, SAMPLE))
         limit_s = min(limit_s, _limit_s(cost_s(*some).reshape(-1))) * ROUNDING
         rows = np.flatnonzero(of_row + of_lender.min() <= limit_s)
@@ -236,6 +250,8 @@ class Costs:
         """Return the bytes in flight for which transfers of so many bytes wait, [B, L] or 0."""
         if not self._most_in_flight:
             return 0.0
+        # Flows share a NIC equally: of each other flow at most as many bytes pass before ours ends as ours has, and at
+        # most all that are left of it. The fuller of the two NICs decides.
         workers = self._workers
         waiting: Floats = num_bytes * workers.outgoing_flows.take(lenders)
         np.minimum(waiting, workers.outgoing_bytes.take(lenders), out=waiting)
@@ -247,6 +263,7 @@ class Costs:
         self, num_bytes: Floats, bytes_per_s: Floats, ready_s: Floats, rows: Ints, lenders: Ints
     ) -> Floats | float:
         """Return the bytes in flight, [R, L], for which loans still wait once their lenders have the blocks."""
+        # While the lender computes, what is in flight now drains at the pair's rate.
         if not len(lenders) or self._most_in_flight <= ready_s.min() * bytes_per_s.min():
             return 0.0  # the common case, found without a matrix
         waiting: Floats = np.maximum(0.0, self._shared_bytes(num_bytes, rows, lenders) - ready_s * bytes_per_s)
@@ -265,6 +282,7 @@ class Costs:
         read_s += self._shared_bytes(read_s, lenders, holders)
         read_s /= _pick(rates.kv_bytes_per_s, lenders, holders)
         read_s += _pick(rates.loan_overhead_s, lenders, holders)
+        # [L, H]: time of reading from a holder, less the time in which the lender would compute the same blocks.
         lost_s = read_s - gain * demand.block_tokens / rates.prefill_tokens_per_s[lenders][:, None]
         lost_s[(gain <= 0) | ~_pick(self._workers.compatible, lenders, holders)] = np.inf
         best = lost_s.argmin(axis=1)

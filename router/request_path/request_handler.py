@@ -245,6 +245,8 @@ class RequestHandler:
             messages=request.messages,
             tools=request.tools,
             chat_template_kwargs=request.chat_template_kwargs,
+            continue_final_message=request.continue_final_message,
+            no_generation_prompt=request.no_generation_prompt,
         )
         tenant = principal.tenant or ""
         with self._arrivals.arriving(tenant, is_charged):

@@ -6,53 +6,73 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem.cli.common import Model, OfModel, asking, console, out_file, run
+from tandem.cli.common import INSPECT, USE, Model, OfModel, asking, console, out_file, run
 from tandem.cli.run_cluster import run_cluster
 
 if TYPE_CHECKING:
     from tandem.client import Target
 
 app = typer.Typer()
-MaxTokens = Annotated[int | None, typer.Option(help="most tokens to generate")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy")]
-TopP = Annotated[float | None, typer.Option(help="keep the likeliest tokens up to this probability")]
-TopK = Annotated[int | None, typer.Option(help="keep the k likeliest tokens; 0 keeps all")]
-Seed = Annotated[int | None, typer.Option(help="the same seed gives the same text")]
-Stop = Annotated[list[str] | None, typer.Option(help="end before this string; may be given several times")]
-MinP = Annotated[float | None, typer.Option(help="keep tokens this likely compared with the likeliest")]
-RepetitionPenalty = Annotated[float | None, typer.Option(help="above 1: less of what prompt and output have")]
-PresencePenalty = Annotated[float | None, typer.Option(help="above 0: less of what the output has")]
-FrequencyPenalty = Annotated[float | None, typer.Option(help="above 0: less of what the output has often")]
-LogitBias = Annotated[list[str] | None, typer.Option(metavar="TOKEN=BIAS", help="added to a token's logit; repeatable")]
-MinTokens = Annotated[int | None, typer.Option(help="fewest tokens to generate")]
-StopTokenId = Annotated[list[int] | None, typer.Option(help="end after this token; repeatable")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="go on after the model's end token")]
-Logprobs = Annotated[int | None, typer.Option(help="show log probabilities, and those of so many likeliest tokens")]
-PromptLogprobs = Annotated[
-    int | None, typer.Option(help="show those of the prompt's tokens too, and of so many likeliest ones")
+MaxTokens = Annotated[int | None, typer.Option(help="largest number of tokens to generate")]
+Temperature = Annotated[float | None, typer.Option(help="sampling temperature; 0 is greedy")]
+TopP = Annotated[float | None, typer.Option(help="nucleus sampling: keep the likeliest tokens up to this probability")]
+TopK = Annotated[int | None, typer.Option(help="number of likeliest tokens to sample from; 0 keeps all")]
+Seed = Annotated[int | None, typer.Option(help="seed of the sampling; the same seed gives the same text")]
+Stop = Annotated[list[str] | None, typer.Option(help="stop before this string; may be repeated")]
+MinP = Annotated[
+    float | None, typer.Option(help="keep tokens at least this likely, as a share of the likeliest token's probability")
 ]
-Choices = Annotated[int | None, typer.Option("--n", help="so many completions")]
-BeamWidth = Annotated[int | None, typer.Option(help="beam search of so many beams")]
-LengthPenalty = Annotated[float | None, typer.Option(help="of beam search; above 0 favours longer text")]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="penalty for tokens of prompt and output; above 1 repeats less")
+]
+PresencePenalty = Annotated[
+    float | None, typer.Option(help="penalty for tokens that the output has; above 0 repeats less")
+]
+FrequencyPenalty = Annotated[
+    float | None, typer.Option(help="penalty for each time the output has a token; above 0 repeats less")
+]
+LogitBias = Annotated[
+    list[str] | None, typer.Option(metavar="TOKEN=BIAS", help="number added to a token's logit; may be repeated")
+]
+MinTokens = Annotated[int | None, typer.Option(help="smallest number of tokens to generate")]
+StopTokenId = Annotated[list[int] | None, typer.Option(help="stop after this token; may be repeated")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="continue after the model's end token")]
+Logprobs = Annotated[int | None, typer.Option(help="show log probabilities, also of this number of likeliest tokens")]
+PromptLogprobs = Annotated[
+    int | None,
+    typer.Option(help="show log probabilities of the prompt's tokens, also of this number of likeliest tokens"),
+]
+Choices = Annotated[int | None, typer.Option("--n", help="number of completions")]
+BeamWidth = Annotated[int | None, typer.Option(help="number of beams, for beam search")]
+LengthPenalty = Annotated[float | None, typer.Option(help="length penalty of beam search; above 0 favours longer text")]
 STRUCTURED = "Structured output (one of)"
 JsonSchema = Annotated[
-    str | None, typer.Option(metavar="SCHEMA|@FILE", help="JSON of this schema", rich_help_panel=STRUCTURED)
+    str | None,
+    typer.Option(metavar="SCHEMA|@FILE", help="JSON schema that the output follows", rich_help_panel=STRUCTURED),
 ]
-JsonObject = Annotated[bool, typer.Option("--json", help="any JSON object", rich_help_panel=STRUCTURED)]
-Regex = Annotated[str | None, typer.Option(help="text that matches", rich_help_panel=STRUCTURED)]
+JsonObject = Annotated[bool, typer.Option("--json", help="make the output any JSON object", rich_help_panel=STRUCTURED)]
+Regex = Annotated[
+    str | None, typer.Option(help="regular expression that the output matches", rich_help_panel=STRUCTURED)
+]
 Grammar = Annotated[
-    str | None, typer.Option(metavar="LARK|@FILE", help="text of this grammar", rich_help_panel=STRUCTURED)
+    str | None,
+    typer.Option(metavar="LARK|@FILE", help="Lark grammar that the output follows", rich_help_panel=STRUCTURED),
 ]
 Choice = Annotated[
-    list[str] | None, typer.Option(help="this text, or another given so; repeatable", rich_help_panel=STRUCTURED)
+    list[str] | None,
+    typer.Option(help="text that the output may be; repeat for each choice", rich_help_panel=STRUCTURED),
 ]
-Task = Annotated[str, typer.Option(help="what the model must be good at", rich_help_panel=OfModel)]
-MinQuality = Annotated[float, typer.Option(help="what it must have at least, 0 to 1", rich_help_panel=OfModel)]
-MaxTtft = Annotated[float | None, typer.Option(help="milliseconds to the first token", rich_help_panel=OfModel)]
+Task = Annotated[str, typer.Option(help="task that the chosen model must list", rich_help_panel=OfModel)]
+MinQuality = Annotated[
+    float, typer.Option(help="smallest quality of the chosen model, 0 to 1", rich_help_panel=OfModel)
+]
+MaxTtft = Annotated[
+    float | None, typer.Option(help="time limit for the first token, in milliseconds", rich_help_panel=OfModel)
+]
 ShowReceipt = Annotated[bool, typer.Option("--receipt", help="show where the KV came from and where the time went")]
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 @asking
 def generate(
     target: "Target",
@@ -120,23 +140,28 @@ def generate(
     run(stream_text(console, target, prompt, sampling, receipt, **asked))
 
 
-@app.command()
+@app.command(rich_help_panel=INSPECT)
 @asking
 def explain(
     target: "Target",
     prompt: Annotated[str | None, typer.Argument(help="text to continue")] = None,
     request_id: Annotated[
         str | None,
-        typer.Option("--request", metavar="ID", help="instead of a prompt: how this request was placed"),
+        typer.Option(
+            "--request", metavar="ID", help="id of a past request: show how it was placed, instead of a prompt"
+        ),
     ] = None,
     log: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="with --request: read a router's decisions_file", exists=True, dir_okay=False
+            metavar="FILE",
+            help="file of a router's decisions_file to read, with --request",
+            exists=True,
+            dir_okay=False,
         ),
     ] = None,
     max_tokens: MaxTokens = None,
-    most: Annotated[int, typer.Option(help="candidates to show, the cheapest first", min=1)] = 10,
+    most: Annotated[int, typer.Option(help="number of candidates to show, the cheapest first", min=1)] = 10,
     model: Model = "",
     task: Task = "",
     min_quality: MinQuality = 0.0,
@@ -160,11 +185,11 @@ def explain(
     run(show_explanation(console, target, prompt, make_sampling(max_tokens=max_tokens), most, **asked))
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 @asking
 def chat(
     target: "Target",
-    system: Annotated[str, typer.Option(help="what the model is told first")] = "",
+    system: Annotated[str, typer.Option(help="system message")] = "",
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -180,22 +205,29 @@ def chat(
     run(chat_loop(console, target, system, sampling, receipt, model))
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 @asking
 def batch(
     target: "Target",
-    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="a GenerateRequest as JSON on each line")],
+    source: Annotated[
+        Path, typer.Argument(metavar="IN.jsonl", help="file with a GenerateRequest as JSON on each line")
+    ],
     out: Annotated[
         Path,
-        out_file("--out", "-o", metavar="OUT.jsonl", help="answers, in the order they come"),
+        out_file("--out", "-o", metavar="OUT.jsonl", help="file for the answers, in the order in which they end"),
     ],
-    concurrency: Annotated[int, typer.Option(help="requests at a time", min=1)] = 32,
-    timeout: Annotated[float, typer.Option(help="seconds, of a request")] = 600.0,
-    priority: Annotated[int, typer.Option(help="of lines that say none; below 0 leaves room for others")] = -1,
-    receipts: Annotated[bool, typer.Option("--receipts", help="write them too")] = False,
+    concurrency: Annotated[int, typer.Option(help="number of requests at a time", min=1)] = 32,
+    timeout: Annotated[float, typer.Option(help="deadline of each request, in seconds")] = 600.0,
+    priority: Annotated[
+        int, typer.Option(help="priority of lines without one; below 0 leaves room for other requests")
+    ] = -1,
+    receipts: Annotated[bool, typer.Option("--receipts", help="write receipts too")] = False,
     up: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="start this cluster for it, as `tandem up --config FILE`, and end it then"),
+        typer.Option(
+            metavar="FILE",
+            help="file of a cluster to start for the batch, as by `tandem up --config FILE`, and to stop after it",
+        ),
     ] = None,
 ) -> None:
     """Process a file of prompts.
@@ -226,7 +258,7 @@ def batch(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(rich_help_panel=INSPECT)
 @asking
 def status(
     target: "Target",
@@ -237,11 +269,11 @@ def status(
     run(show_status(console, target))
 
 
-@app.command()
+@app.command(rich_help_panel=INSPECT)
 @asking
 def top(
     target: "Target",
-    interval: Annotated[float, typer.Option(help="seconds between two looks", min=0.1)] = 1.0,
+    interval: Annotated[float, typer.Option(help="seconds between two updates", min=0.1)] = 1.0,
 ) -> None:
     """Watch the cluster; Ctrl-C ends it."""
     from tandem.cli.status import follow

@@ -8,7 +8,7 @@ import typer
 from cluster.config import parse_overrides
 from cluster.errors import InvalidRequest, StartError
 from cluster.install import check_installed
-from tandem.cli.common import ACCESS, DEFAULT_ADDRESS, asking, console, model_option, run
+from tandem.cli.common import ACCESS, DEFAULT_ADDRESS, INSPECT, SERVE, asking, console, model_option, run
 from tandem.cli.run_cluster import serve_cluster
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 CLUSTER_NAME = "tandem"
-Name = Annotated[str, typer.Option("--name", help="the cluster's `cluster_name`")]
+Name = Annotated[str, typer.Option("--name", help="`cluster_name` of the cluster")]
 
 
 def drill_option(help: str, *names: str, metavar: str | None = None) -> Any:  # noqa: A002 # typer's word
@@ -29,27 +29,35 @@ def access_option(help: str) -> Any:  # noqa: A002 # typer's word
     return typer.Option(help=help, rich_help_panel=ACCESS)
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def up(
-    model: Annotated[Path | None, model_option("a decoder-only model")] = None,
-    prefill: Annotated[int, typer.Option(help="prefill workers")] = 1,
-    decode: Annotated[int, typer.Option(help="decode workers")] = 1,
-    routers: Annotated[int, typer.Option(help="routers; any of them serves any request")] = 1,
-    host: Annotated[str | None, typer.Option(help="address the routers listen on; default: 127.0.0.1")] = None,
+    model: Annotated[Path | None, model_option("decoder-only model to serve")] = None,
+    prefill: Annotated[int, typer.Option(help="number of prefill workers")] = 1,
+    decode: Annotated[int, typer.Option(help="number of decode workers")] = 1,
+    routers: Annotated[int, typer.Option(help="number of routers; any router serves any request")] = 1,
+    host: Annotated[str | None, typer.Option(help="address on which routers listen; default: 127.0.0.1")] = None,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="of the first router, the others follow; 0 chooses; default: 50051"),
+        typer.Option(
+            min=0,
+            max=65535,
+            help="gRPC port of the first router; other routers take the next ones; 0 chooses; default: 50051",
+        ),
     ] = None,
-    http_port: Annotated[int | None, typer.Option(help="of the OpenAI-compatible API, likewise; default: 8000")] = None,
+    http_port: Annotated[
+        int | None, typer.Option(help="port of the OpenAI-compatible API of the first router; default: 8000")
+    ] = None,
     no_http: Annotated[bool, typer.Option("--no-http", help="serve gRPC only")] = False,
-    engine: Annotated[str | None, typer.Option(help="of every worker: torch, vllm or sim; default: torch")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="engine of every worker: torch, vllm, sim or a plug-in; default: torch")
+    ] = None,
     worker: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of every worker")] = None,
     router: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of every router")] = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML file with `worker:` and `router:` mappings, and a list `models:`")
     ] = None,
     autoscale: Annotated[
-        bool, typer.Option("--autoscale", help="pools size themselves, as `planner:` in the file says")
+        bool, typer.Option("--autoscale", help="let a planner size the pools, as `planner:` in the file says")
     ] = False,
 ) -> None:
     """Start a router and workers as Ray actors, and serve until Ctrl-C.
@@ -61,14 +69,21 @@ def up(
     cluster = read_cluster(config, model, prefill, decode)
     listen = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
     settings = listen | cluster.http_settings(http_port, no_http) | parse_overrides(router or [])
+    settings, no_files = cluster.with_files_folder(settings)
+    if no_files:
+        console.print(
+            f"tandem: /v1/files and /v1/batches are off: their folder {no_files}", markup=False, soft_wrap=True
+        )
     chosen = {"engine": engine} if engine is not None else {}
     serve_cluster(cluster, settings, chosen | parse_overrides(worker or []), routers, autoscale)
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def scale(
-    counts: Annotated[list[str], typer.Argument(metavar="ROLE=N", help="prefill=3, decode=5, or both")],
-    model: Annotated[str, typer.Option(help="whose workers, where there are several models")] = "",
+    counts: Annotated[
+        list[str], typer.Argument(metavar="ROLE=N", help="number of workers of a role, such as decode=3")
+    ],
+    model: Annotated[str, typer.Option(help="model whose workers to scale, where the cluster serves several")] = "",
     name: Name = CLUSTER_NAME,
 ) -> None:
     """Change the number of workers of a cluster started by `tandem up` on this Ray cluster; no stream is lost."""
@@ -84,16 +99,18 @@ def scale(
         console.print(line, markup=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def switch(
-    worker: Annotated[str, typer.Argument(help="its id, as `tandem status` shows it")],
-    to: Annotated[str, typer.Option(help="prefill or decode")],
+    worker: Annotated[str, typer.Argument(help="id of the worker, as `tandem status` shows it")],
+    to: Annotated[str, typer.Option(help="new role: prefill or decode")],
     address: Annotated[
-        str, typer.Option("--address", "-a", envvar="TANDEM_ADDRESS", help="host:port where workers join a router")
+        str, typer.Option("--address", "-a", envvar="TANDEM_ADDRESS", help="host:port at which workers join a router")
     ] = DEFAULT_ADDRESS,
-    tls_ca: Annotated[Path | None, typer.Option(help="of the cluster's members (PEM)", rich_help_panel=ACCESS)] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="of a member", rich_help_panel=ACCESS)] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="and its key", rich_help_panel=ACCESS)] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option(help="CA certificate of the cluster's members (PEM)", rich_help_panel=ACCESS)
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="certificate of a member (PEM)", rich_help_panel=ACCESS)] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="key of that certificate (PEM)", rich_help_panel=ACCESS)] = None,
 ) -> None:
     """Switch a worker's role in place: its weights stay loaded and its cache stays; no stream is lost."""
     from cluster.settings import TlsSettings
@@ -104,28 +121,30 @@ def switch(
     run(switch_worker(console, address.split(",")[0], member, worker, to))
 
 
-@app.command()
+@app.command(rich_help_panel=INSPECT)
 @asking
 def fault(
     target: "Target",
-    kind: Annotated[str, typer.Argument(help="kill, stop, delay, corrupt or partition")] = "",
-    worker: Annotated[str, typer.Option(help="its id, as `tandem status` shows it")] = "",
-    peer: Annotated[str, typer.Option(help="the other worker of a partition")] = "",
-    seconds: Annotated[float, typer.Option(help="of all faults but kill")] = 3.0,
-    delay_ms: Annotated[float, typer.Option(help="of each message under a delay")] = 200.0,
-    blocks: Annotated[int, typer.Option(help="KV blocks to corrupt, at most")] = 4,
+    kind: Annotated[str, typer.Argument(help="fault: kill, stop, delay, corrupt or partition")] = "",
+    worker: Annotated[str, typer.Option(help="id of the worker, as `tandem status` shows it")] = "",
+    peer: Annotated[str, typer.Option(help="id of the other worker of a partition")] = "",
+    seconds: Annotated[float, typer.Option(help="duration of the fault in seconds; kill has none")] = 3.0,
+    delay_ms: Annotated[float, typer.Option(help="delay of each message, in milliseconds")] = 200.0,
+    blocks: Annotated[int, typer.Option(help="largest number of KV blocks to corrupt")] = 4,
     front: Annotated[bool, typer.Option("--front", help="stop the worker's front too, not only its engine")] = False,
-    drill: Annotated[str, drill_option("these, one after another while streams run", metavar="all|KIND,KIND")] = "",
-    rounds: Annotated[int, drill_option("of all faults of the drill")] = 1,
-    streams: Annotated[int, drill_option("at a time")] = 8,
-    prompt_tokens: Annotated[int, drill_option("of each stream")] = 512,
-    output_tokens: Annotated[int, drill_option("of each stream")] = 128,
-    recovery_s: Annotated[float, drill_option("longest wait for workers to come back")] = 120.0,
+    drill: Annotated[
+        str, drill_option("faults to inject one after another, while streams run", metavar="all|KIND,KIND")
+    ] = "",
+    rounds: Annotated[int, drill_option("number of rounds through all faults of the drill")] = 1,
+    streams: Annotated[int, drill_option("number of streams at a time")] = 8,
+    prompt_tokens: Annotated[int, drill_option("tokens of each stream's prompt")] = 512,
+    output_tokens: Annotated[int, drill_option("tokens of each stream's output")] = 128,
+    recovery_s: Annotated[float, drill_option("longest wait for workers to come back, in seconds")] = 120.0,
     model: Annotated[str, drill_option("served model; default: the only one")] = "",
     print_json: Annotated[bool, drill_option("print the report as JSON", "--json")] = False,
-    member_ca: Annotated[Path | None, access_option("of the cluster's members (PEM)")] = None,
-    member_cert: Annotated[Path | None, access_option("of a member")] = None,
-    member_key: Annotated[Path | None, access_option("and its key")] = None,
+    member_ca: Annotated[Path | None, access_option("CA certificate of the cluster's members (PEM)")] = None,
+    member_cert: Annotated[Path | None, access_option("certificate of a member (PEM)")] = None,
+    member_key: Annotated[Path | None, access_option("key of that certificate (PEM)")] = None,
 ) -> None:
     """Inject a fault into a worker with the setting `faults: true`, or run a drill and report what it did to streams.
 
@@ -155,25 +174,27 @@ def fault(
     raise typer.Exit(0 if passed else 1)
 
 
-@app.command()
+@app.command(rich_help_panel=INSPECT)
 @asking
 def cache(
     target: "Target",
-    action: Annotated[str, typer.Argument(help="ls, pin, warm or drop")] = "ls",
-    text: Annotated[str, typer.Argument(help="prompt to pin, to warm, or to drop the blocks of")] = "",
-    prompt_file: Annotated[Path | None, typer.Option(help="file of the prompt, instead of a text")] = None,
-    seconds: Annotated[float, typer.Option(help="for which a pinned prompt stays")] = 3600.0,
-    tenant: Annotated[str | None, typer.Option(help="whose pins or prompt; default: of drop all, else none")] = None,
-    workers: Annotated[int, typer.Option(help="warm: number of decode workers", min=1)] = 1,
-    retention: Annotated[float | None, typer.Option(help="warm: seconds for which the blocks stay")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="drop: all cached blocks that nothing uses")] = False,
+    action: Annotated[str, typer.Argument(help="action: ls, pin, warm or drop")] = "ls",
+    text: Annotated[str, typer.Argument(help="prompt to pin or to warm, or whose blocks to drop")] = "",
+    prompt_file: Annotated[Path | None, typer.Option(help="file with the prompt")] = None,
+    seconds: Annotated[float, typer.Option(help="time for which a pinned prompt stays, in seconds")] = 3600.0,
+    tenant: Annotated[
+        str | None, typer.Option(help="tenant of the prompt or the pins; drop: default all tenants")
+    ] = None,
+    workers: Annotated[int, typer.Option(help="number of decode workers to warm", min=1)] = 1,
+    retention: Annotated[float | None, typer.Option(help="time for which warmed blocks stay, in seconds")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="drop all cached blocks that nothing uses")] = False,
     store: Annotated[bool, typer.Option(help="warm, drop: also the prompt's objects in the shared store")] = False,
     salt: Annotated[str, typer.Option(help="cache_salt of the prompt")] = "",
     worker: Annotated[str, typer.Option(help="only this one, by its id; default: all")] = "",
-    model: Annotated[str, typer.Option(help="of the prompt; default: the only one")] = "",
-    member_ca: Annotated[Path | None, access_option("of the cluster's members (PEM)")] = None,
-    member_cert: Annotated[Path | None, access_option("of a member")] = None,
-    member_key: Annotated[Path | None, access_option("and its key")] = None,
+    model: Annotated[str, typer.Option(help="served model of the prompt; default: the only one")] = "",
+    member_ca: Annotated[Path | None, access_option("CA certificate of the cluster's members (PEM)")] = None,
+    member_cert: Annotated[Path | None, access_option("certificate of a member (PEM)")] = None,
+    member_key: Annotated[Path | None, access_option("key of that certificate (PEM)")] = None,
 ) -> None:
     """Show workers' KV pools and the prompts that stay there; keep or warm a prompt, let pins go, drop cached blocks.
 
@@ -205,7 +226,7 @@ def cache(
         run(list_caches(console, target, member, worker))
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def restart(name: Name = CLUSTER_NAME) -> None:
     """Restart the workers of a cluster on this Ray cluster, one after the other; no stream is lost."""
     from tandem.ray.control import order
@@ -213,7 +234,7 @@ def restart(name: Name = CLUSTER_NAME) -> None:
     order(name, "restart", {})
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def down(name: Name = CLUSTER_NAME) -> None:
     """Stop a cluster started by `tandem up` on this Ray cluster."""
     from tandem.ray.control import order
@@ -221,14 +242,14 @@ def down(name: Name = CLUSTER_NAME) -> None:
     order(name, "down", {})
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def demo(
-    requests: Annotated[int, typer.Option(help="concurrent requests", min=8)] = 8,
-    model: Annotated[Path | None, model_option("another model than the storyteller")] = None,
-    routers: Annotated[int, typer.Option(help="routers; the requests take turns", min=1)] = 1,
+    requests: Annotated[int, typer.Option(help="number of concurrent requests", min=8)] = 8,
+    model: Annotated[Path | None, model_option("model to serve; default: the storyteller")] = None,
+    routers: Annotated[int, typer.Option(help="number of routers; requests go to them in turn", min=1)] = 1,
 ) -> None:
     """Start a router, a prefill and a decode worker, and watch concurrent requests being served."""
-    check_installed("worker", "tandem demo")
+    check_installed("torch", "tandem demo")
     console.print("tandem demo: a router, a prefill worker and a decode worker, each a process of its own")
     from engine.host.cpu_affinity import available_cores
     from tandem.cli.demo import run_demo
@@ -236,16 +257,24 @@ def demo(
     run(run_demo(console, requests, model, available_cores(), routers))
 
 
-@app.command()
+@app.command(rich_help_panel=INSPECT)
 def doctor(
     config: Annotated[Path | None, typer.Option(help="YAML file with a `worker:` mapping")] = None,
-    model: Annotated[Path | None, model_option("the model to be served")] = None,
-    workers: Annotated[int, typer.Option(help="processes on this host; each pair is tried")] = 2,
+    model: Annotated[Path | None, model_option("model to check the settings with")] = None,
+    workers: Annotated[int, typer.Option(help="number of processes on this host; each pair is tried")] = 2,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="setting of a worker")] = None,
     print_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
-    peer: Annotated[list[str] | None, typer.Option(metavar="HOST:PORT", help="another host that listens")] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT", help="address of another host, on which `tandem doctor --listen` runs; may be repeated"
+        ),
+    ] = None,
     listen: Annotated[
-        int | None, typer.Option(metavar="PORT", min=0, max=65535, help="be such a host; 0 chooses")
+        int | None,
+        typer.Option(
+            metavar="PORT", min=0, max=65535, help="listen on this port for a doctor on another host; 0 chooses"
+        ),
     ] = None,
 ) -> None:
     """Check this host before any request: packages, limits, devices, and KV transfers between workers.
@@ -265,19 +294,24 @@ def doctor(
     raise typer.Exit(run_doctor(console, settings, model, workers, print_json, peer or []))
 
 
-keys = typer.Typer(help="API keys of a cluster.", no_args_is_help=True)
-app.add_typer(keys, name="keys")
+keys = typer.Typer(help="Make API keys.", no_args_is_help=True)
+app.add_typer(keys, name="keys", rich_help_panel=SERVE)
 
 
 @keys.command()
 def new(
-    name: Annotated[str, typer.Option(help="by which logs call it")],
+    name: Annotated[str, typer.Option(help="name of the key in logs")],
     tenant: Annotated[
-        str | None, typer.Option(help="whose limits, quota and cache its requests count against; default: its name")
+        str | None,
+        typer.Option(help="tenant of the key's requests, for limits, quota and cache; default: the key's name"),
     ] = None,
-    model: Annotated[list[str] | None, typer.Option(help="that it may use; repeatable; default: all")] = None,
-    operator: Annotated[bool, typer.Option("--operator", help="it may see the whole cluster: status, console")] = False,
-    days: Annotated[float | None, typer.Option(help="until it expires; default: never", min=0)] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="model that the key may use; may be repeated; default: all")
+    ] = None,
+    operator: Annotated[
+        bool, typer.Option("--operator", help="let the key see the whole cluster: status, console")
+    ] = False,
+    days: Annotated[float | None, typer.Option(help="days until the key expires; default: never", min=0)] = None,
 ) -> None:
     """Make an API key, and its entry for a router's `api_keys_file`.
 

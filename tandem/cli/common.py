@@ -15,6 +15,8 @@ from cluster.errors import StartError, Unavailable
 
 console = Console(highlight=False)
 
+SERVE, USE, INSPECT, SIZE = "Serve", "Use", "Inspect", "Size"
+"""Groups of commands in `tandem --help`."""
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 NOBODY_THERE = "failed to connect to all addresses"
 """Beginning of gRPC's message when no server answers."""
@@ -76,7 +78,7 @@ Address = Annotated[
     typer.Option(
         *("--address", "-a"),
         envvar="TANDEM_ADDRESS",
-        help="host:port of a router, or of several: a,b",
+        help="host:port of a router; several: a,b",
         callback=_ascii,
     ),
 ]
@@ -86,26 +88,34 @@ ApiKey = Annotated[
     typer.Option(
         envvar="TANDEM_API_KEY",
         callback=_ascii,
-        help="where the cluster asks for one; better in the environment: others can read a command line",
+        help="API key, where the cluster needs one; prefer the variable, since others can read a command line",
         rich_help_panel=ACCESS,
     ),
 ]
 TlsCa = Annotated[
     Path | None,
-    typer.Option(envvar="TANDEM_TLS_CA", help="speak TLS, and believe these authorities (PEM)", rich_help_panel=ACCESS),
+    typer.Option(envvar="TANDEM_TLS_CA", help="use TLS, and trust this CA (PEM)", rich_help_panel=ACCESS),
 ]
 TlsCert = Annotated[
     Path | None,
-    typer.Option(envvar="TANDEM_TLS_CERT", help="own certificate, where one is asked for", rich_help_panel=ACCESS),
+    typer.Option(
+        envvar="TANDEM_TLS_CERT",
+        help="certificate of this client, where the cluster needs one (PEM)",
+        rich_help_panel=ACCESS,
+    ),
 ]
-TlsKey = Annotated[Path | None, typer.Option(envvar="TANDEM_TLS_KEY", help="and its key", rich_help_panel=ACCESS)]
+TlsKey = Annotated[
+    Path | None, typer.Option(envvar="TANDEM_TLS_KEY", help="key of --tls-cert (PEM)", rich_help_panel=ACCESS)
+]
 Tls = Annotated[
     bool,
-    typer.Option("--tls", envvar="TANDEM_TLS", help="speak TLS, by well-known authorities", rich_help_panel=ACCESS),
+    typer.Option("--tls", envvar="TANDEM_TLS", help="use TLS, and trust well-known CAs", rich_help_panel=ACCESS),
 ]
 
 OfModel = "Which model"
-Model = Annotated[str, typer.Option(help="a served model, or auto; default: the router's", rich_help_panel=OfModel)]
+Model = Annotated[
+    str, typer.Option(help="name of a served model, or auto; default: the router's choice", rich_help_panel=OfModel)
+]
 
 
 def asking(command: Callable[..., None]) -> Callable[..., None]:

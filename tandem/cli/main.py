@@ -5,17 +5,18 @@ from typing import Annotated
 
 import typer
 
-from cluster.errors import TandemError
+from cluster.errors import InvalidRequest, StartError, TandemError
 from cluster.install import extra_of, how_to_install
 from tandem import __version__
 from tandem.cli import client_commands, cluster_commands, sizing_commands
 from tandem.cli.common import console
 
+FAILED, WRONG_USAGE = 1, 2
+
 app = typer.Typer(
     name="tandem",
     help="Serve a language model with prefill and decode on separate workers.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 for group in (cluster_commands, client_commands, sizing_commands):
@@ -39,20 +40,23 @@ def tandem(version: Annotated[bool, Version] = False) -> None:
 def main() -> None:
     """Run a command.
 
-    A Tandem error is printed as one line, the cause; any other exception is a bug with a traceback.
+    Exit codes: 0 it worked, 1 it failed, 2 an option or a setting is wrong, 130 it was interrupted. A Tandem error is
+    printed as one line, the cause; any other exception is a bug with a traceback.
     """
     try:
         app()
+    except (InvalidRequest, StartError) as error:
+        _end(str(error), WRONG_USAGE)
     except TandemError as error:
-        _fail(str(error))
+        _end(str(error), FAILED)
     except ModuleNotFoundError as error:
         extra = extra_of(error)
         if extra is None:
             raise
-        _fail(f"{error}: {how_to_install(extra)}")
+        _end(f"{error}: {how_to_install(extra)}", WRONG_USAGE)
 
 
-def _fail(message: str) -> None:
+def _end(message: str, code: int) -> None:
     console.file.flush()
     print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    sys.exit(code)

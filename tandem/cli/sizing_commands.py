@@ -7,40 +7,46 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem.cli.common import Model, asking, console, model_option, out_file, run
+from tandem.cli.common import SIZE, Model, asking, console, model_option, out_file, run
 
 if TYPE_CHECKING:
     from tandem.client import Target
 
 app = typer.Typer()
-JsonOut = Annotated[Path | None, out_file("--json", help="write all figures")]
+JsonOut = Annotated[Path | None, out_file("--json", help="file for all figures as JSON")]
 
 
-@app.command(name="plan")
+@app.command(name="plan", rich_help_panel=SIZE)
 def plan_cluster(
-    rate: Annotated[float | None, typer.Option(help="requests per second, coming by chance (Poisson)")] = None,
-    prompt: Annotated[float | None, typer.Option(help="tokens of a prompt, the mean")] = None,
-    output: Annotated[float | None, typer.Option(help="tokens of an output, the mean")] = None,
-    hit_rate: Annotated[float, typer.Option(help="of a prompt's tokens: those that are cached, 0 to 1")] = 0.0,
-    variation: Annotated[float, typer.Option(help="of both lengths: standard deviation over mean; 0: all equal")] = 0.5,
+    rate: Annotated[float | None, typer.Option(help="requests per second, with Poisson arrivals")] = None,
+    prompt: Annotated[float | None, typer.Option(help="mean number of prompt tokens")] = None,
+    output: Annotated[float | None, typer.Option(help="mean number of output tokens")] = None,
+    hit_rate: Annotated[float, typer.Option(help="share of prompt tokens that are cached, 0 to 1")] = 0.0,
+    variation: Annotated[
+        float, typer.Option(help="standard deviation of both lengths, as a share of the mean; 0: all equal")
+    ] = 0.5,
     gpu: Annotated[
         str | None,
-        typer.Option(help="B200, H200, H100, A100, L40S, A10 or L4; default: H100; where --values names none"),
+        typer.Option(
+            help="GPU of the workers: B200, H200, H100, A100, L40S, A10 or L4; default: H100, or what --values names"
+        ),
     ] = None,
-    decode_gpu: Annotated[str | None, typer.Option(help="of decode workers, where they have others")] = None,
-    model: Annotated[Path | None, model_option("default: Llama 3.1 8B; no weights are read")] = None,
-    ttft: Annotated[float, typer.Option(help="SLO: seconds to the first token")] = 1.0,
-    itl: Annotated[float, typer.Option(help="SLO: milliseconds between tokens, the mean of a request")] = 50.0,
-    price: Annotated[float | None, typer.Option(help="USD per GPU and hour, any; default: a table's")] = None,
+    decode_gpu: Annotated[str | None, typer.Option(help="GPU of decode workers, where it differs")] = None,
+    model: Annotated[Path | None, model_option("model; default: Llama 3.1 8B; no weights are read")] = None,
+    ttft: Annotated[float, typer.Option(help="SLO of the time to first token, in seconds")] = 1.0,
+    itl: Annotated[float, typer.Option(help="SLO of a request's mean time between tokens, in milliseconds")] = 50.0,
+    price: Annotated[float | None, typer.Option(help="price of a GPU hour in USD; default: a built-in table")] = None,
     block_tokens: Annotated[int, typer.Option(help="tokens of a KV block")] = 64,
-    simulate: Annotated[int, typer.Option(help="try the plan with so many requests in virtual time")] = 0,
+    simulate: Annotated[int, typer.Option(help="number of requests with which the plan is tried in virtual time")] = 0,
     values: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="say whether each pool of the chart's values fits its device; repeatable"),
+        typer.Option(
+            metavar="FILE", help="chart values whose pools are checked against their devices; may be repeated"
+        ),
     ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=SHAPE", help="of a model in --values: a known name, a directory, or org/name"),
+        typer.Option(metavar="NAME=SHAPE", help="shape of a model in --values: a known name, a directory, or org/name"),
     ] = None,
     json_path: JsonOut = None,
 ) -> None:
@@ -80,55 +86,85 @@ def plan_cluster(
     make_plan(console, setup, Load(**means, hit_rate=hit_rate, variation=variation), simulate, json_path)
 
 
-@app.command(name="replay")
+@app.command(name="replay", rich_help_panel=SIZE)
 def replay_trace(
-    trace: Annotated[Path, typer.Argument(help="Mooncake's JSON lines, Azure's CSV, or a log of receipts")],
-    gpus: Annotated[int, typer.Option(help="of every cluster that is compared")] = 8,
-    gpu: Annotated[str | None, typer.Option(help="B200, H200, H100, A100, L40S, A10 or L4; default: H100")] = None,
-    tp: Annotated[int | None, typer.Option(help="GPUs of one worker; default: 1")] = None,
-    model: Annotated[Path | None, model_option("default: Llama 3.1 8B; no weights are read")] = None,
-    modes: Annotated[str, typer.Option(help="who computes prompts")] = "aggregated,disaggregated,conditional",
-    split: Annotated[list[str] | None, typer.Option(metavar="P:D", help="workers of each role; repeatable")] = None,
-    policies: Annotated[
-        str, typer.Option(help="who chooses workers: ours,round-robin,least-loaded,prefix-hash")
-    ] = "ours",
-    ttft: Annotated[float, typer.Option(help="SLO: seconds to the first token")] = 1.0,
-    itl: Annotated[float, typer.Option(help="SLO: milliseconds between tokens, the mean of a request")] = 50.0,
-    rate: Annotated[float, typer.Option(help="requests come so many times as fast")] = 1.0,
-    start: Annotated[float, typer.Option(help="leave out what comes before, in seconds of the trace")] = 0.0,
-    duration: Annotated[float | None, typer.Option(help="and what comes so much later than that")] = None,
-    requests: Annotated[int | None, typer.Option(help="at most so many")] = None,
-    spread: Annotated[float, typer.Option(help="seconds: each request comes up to so much later, by chance")] = 0.0,
-    price: Annotated[
-        float | None, typer.Option(help="USD per GPU and hour; default: a table's; of a worker, with --calibration")
+    trace: Annotated[Path, typer.Argument(help="trace file: Mooncake's JSON lines, Azure's CSV, or a log of receipts")],
+    gpus: Annotated[int, typer.Option(help="number of GPUs of every compared cluster")] = 8,
+    gpu: Annotated[str | None, typer.Option(help="GPU: B200, H200, H100, A100, L40S, A10 or L4; default: H100")] = None,
+    tp: Annotated[
+        int | None, typer.Option(help="number of GPUs of one worker (tensor parallelism); default: 1")
     ] = None,
-    routers: Annotated[int, typer.Option(help="each with a view of its own")] = 1,
+    model: Annotated[Path | None, model_option("model; default: Llama 3.1 8B; no weights are read")] = None,
+    modes: Annotated[
+        str, typer.Option(help="compared ways to compute prompts")
+    ] = "aggregated,disaggregated,conditional",
+    split: Annotated[
+        list[str] | None,
+        typer.Option(metavar="P:D", help="number of prefill and decode workers to compare; may be repeated"),
+    ] = None,
+    policies: Annotated[
+        str, typer.Option(help="compared placement policies: ours,round-robin,least-loaded,prefix-hash")
+    ] = "ours",
+    ttft: Annotated[float, typer.Option(help="SLO of the time to first token, in seconds")] = 1.0,
+    itl: Annotated[float, typer.Option(help="SLO of a request's mean time between tokens, in milliseconds")] = 50.0,
+    rate: Annotated[float, typer.Option(help="factor on the trace's request rate")] = 1.0,
+    start: Annotated[float, typer.Option(help="time of the trace at which the replay begins, in seconds")] = 0.0,
+    duration: Annotated[
+        float | None, typer.Option(help="length of the replayed part of the trace, in seconds; default: to its end")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(help="largest number of requests to replay")] = None,
+    spread: Annotated[float, typer.Option(help="largest random delay of each request, in seconds")] = 0.0,
+    price: Annotated[
+        float | None,
+        typer.Option(
+            help="price of a GPU hour in USD, or of a worker hour with --calibration; default: a built-in table"
+        ),
+    ] = None,
+    routers: Annotated[int, typer.Option(help="number of routers, each with its own view of the cluster")] = 1,
     lag: Annotated[
-        float | None, typer.Option(help="milliseconds until a router hears of a cache or a load; default: 10")
+        float | None, typer.Option(help="delay until a router hears of a change, in milliseconds; default: 10")
     ] = None,
     store: Annotated[
-        float | None, typer.Option(help="TB of a store for KV that all workers share; default: no store")
+        float | None, typer.Option(help="size of a KV store that all workers share, in TB; default: no store")
     ] = None,
-    store_rate: Annotated[float, typer.Option(help="GB/s of that store in each direction, for all together")] = 10.0,
+    store_rate: Annotated[
+        float, typer.Option(help="bandwidth of that store in each direction for all workers together, in GB/s")
+    ] = 10.0,
     block_tokens: Annotated[int | None, typer.Option(help="tokens of a KV block; default: 64")] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="--gpus workers as `tandem calibrate` found them, instead of a GPU's"),
+        typer.Option(metavar="FILE", help="calibration file of `tandem calibrate`, used instead of a GPU's data"),
     ] = None,
-    kill: Annotated[list[str] | None, typer.Option(metavar="WORKER@S", help="it dies then; repeatable")] = None,
+    kill: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WORKER@S", help="worker to kill, and the second of the replay at which it dies; may be repeated"
+        ),
+    ] = None,
     autoscale: Annotated[
-        int | None, typer.Option(metavar="MOST", help="and a cluster that a planner sizes: up to so many of each role")
+        int | None,
+        typer.Option(metavar="MOST", help="largest number of workers per role for a planner, which is compared too"),
     ] = None,
-    worker_start: Annotated[float, typer.Option(help="seconds until a worker that it starts serves")] = 60.0,
-    swing: Annotated[float, typer.Option(help="the rate's highest, of its lowest: a sine, the lowest first")] = 1.0,
-    period: Annotated[float, typer.Option(help="of that, in seconds after --rate")] = 3600.0,
-    seed: Annotated[int, typer.Option(help="the same seed gives the same figures")] = 0,
+    worker_start: Annotated[
+        float, typer.Option(help="seconds until a worker that the planner starts can serve")
+    ] = 60.0,
+    swing: Annotated[
+        float,
+        typer.Option(help="ratio of the highest to the lowest request rate; the rate follows a sine from its lowest"),
+    ] = 1.0,
+    period: Annotated[
+        float, typer.Option(help="period of the rate's sine, in seconds of the replay after --rate")
+    ] = 3600.0,
+    seed: Annotated[int, typer.Option(help="seed of all random draws; the same seed gives the same figures")] = 0,
     repeat: Annotated[
-        int, typer.Option(metavar="SEEDS", help="at most so many, from --seed on, while the advice is undecided")
+        int,
+        typer.Option(
+            metavar="SEEDS", help="largest number of seeds to try, from --seed on, while the advice is undecided"
+        ),
     ] = 4,
     json_path: JsonOut = None,
-    png: Annotated[Path | None, out_file(help="draw the comparison; needs matplotlib")] = None,
-    log_decisions: Annotated[Path | None, out_file(help="append placement's decisions")] = None,
+    png: Annotated[Path | None, out_file(help="file for a picture of the comparison; needs matplotlib")] = None,
+    log_decisions: Annotated[Path | None, out_file(help="file to which placement decisions are appended")] = None,
 ) -> None:
     """Replay a trace through simulated clusters with the real router and engine.
 
@@ -185,43 +221,52 @@ def replay_trace(
     compare(console, setup, found, trace_of, seeds, trace.name, json_path, png, log_decisions)
 
 
-@app.command()
+@app.command(rich_help_panel=SIZE)
 @asking
 def bench(
     target: "Target",
     trace: Annotated[
-        Path | None, typer.Argument(help="Mooncake's JSON lines, Azure's CSV, or a log of receipts; else a profile")
+        Path | None,
+        typer.Argument(help="trace file: Mooncake's JSON lines, Azure's CSV, or a log of receipts; default: a profile"),
     ] = None,
-    http: Annotated[str, typer.Option(metavar="URL", help="a server of OpenAI's API, instead of gRPC")] = "",
+    http: Annotated[str, typer.Option(metavar="URL", help="server with OpenAI's API, instead of gRPC")] = "",
     model: Model = "",
     profile: Annotated[
-        str, typer.Option(help="short-chat, long-context-qa, tool-calling or offline-batch")
+        str, typer.Option(help="load profile: short-chat, long-context-qa, tool-calling or offline-batch")
     ] = "short-chat",
-    scale: Annotated[float, typer.Option(help="multiplies the profile's lengths")] = 1.0,
-    rate: Annotated[float, typer.Option(help="requests a second; of a trace: so many times as fast")] = 1.0,
-    even: Annotated[bool, typer.Option("--even", help="equal gaps between requests, instead of Poisson")] = False,
-    concurrency: Annotated[int | None, typer.Option(help="so many at a time, instead of a rate")] = None,
-    start: Annotated[float, typer.Option(help="of a trace: leave out what comes before, in seconds")] = 0.0,
-    spread: Annotated[float, typer.Option(help="of a trace, seconds: each comes up to so much later, by chance")] = 0.0,
-    duration: Annotated[float | None, typer.Option(help="seconds of requests")] = None,
-    requests: Annotated[int | None, typer.Option(help="at most so many")] = None,
+    scale: Annotated[float, typer.Option(help="factor on the profile's lengths")] = 1.0,
+    rate: Annotated[float, typer.Option(help="requests per second; with a trace: factor on its request rate")] = 1.0,
+    even: Annotated[
+        bool, typer.Option("--even", help="equal gaps between requests, instead of Poisson arrivals")
+    ] = False,
+    concurrency: Annotated[int | None, typer.Option(help="number of requests at a time, instead of a rate")] = None,
+    start: Annotated[float, typer.Option(help="time of the trace at which the load begins, in seconds")] = 0.0,
+    spread: Annotated[float, typer.Option(help="largest random delay of each request of a trace, in seconds")] = 0.0,
+    duration: Annotated[float | None, typer.Option(help="duration of the load, in seconds")] = None,
+    requests: Annotated[int | None, typer.Option(help="largest number of requests")] = None,
     warmup: Annotated[float, typer.Option(help="seconds at the beginning that are not counted")] = 0.0,
-    as_text: Annotated[bool | None, typer.Option("--text/--tokens", help="prompts as text or as token ids")] = None,
-    vocab_size: Annotated[int, typer.Option(help="of the model, for token ids by HTTP")] = 0,
-    context: Annotated[int, typer.Option(help="of the model, where an HTTP server does not say it")] = 0,
-    receipts: Annotated[bool, typer.Option("--receipts", help="ask for them by HTTP too (Tandem only)")] = False,
-    timeout: Annotated[float, typer.Option(help="seconds, of a request")] = 600.0,
-    tenant: Annotated[str, typer.Option(help="who asks")] = "",
-    ttft: Annotated[float, typer.Option(help="SLO: seconds to the first token")] = 1.0,
-    itl: Annotated[float, typer.Option(help="SLO: milliseconds between tokens, the mean of a request")] = 50.0,
-    gpus: Annotated[int | None, typer.Option(help="of the cluster; default: as many as workers")] = None,
-    price: Annotated[float | None, typer.Option(help="USD per GPU and hour")] = None,
-    seed: Annotated[int, typer.Option(help="the same seed offers the same")] = 0,
+    as_text: Annotated[
+        bool | None, typer.Option("--text/--tokens", help="send prompts as text or as token ids")
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(help="vocabulary size of the model, for token ids over HTTP")] = 0,
+    context: Annotated[
+        int, typer.Option(help="context length of the model, where an HTTP server does not report it")
+    ] = 0,
+    receipts: Annotated[bool, typer.Option("--receipts", help="request receipts over HTTP too (Tandem only)")] = False,
+    timeout: Annotated[float, typer.Option(help="deadline of each request, in seconds")] = 600.0,
+    tenant: Annotated[str, typer.Option(help="tenant of the requests")] = "",
+    ttft: Annotated[float, typer.Option(help="SLO of the time to first token, in seconds")] = 1.0,
+    itl: Annotated[float, typer.Option(help="SLO of a request's mean time between tokens, in milliseconds")] = 50.0,
+    gpus: Annotated[
+        int | None, typer.Option(help="number of GPUs of the cluster; default: the number of workers")
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="price of a GPU hour in USD")] = None,
+    seed: Annotated[int, typer.Option(help="seed of the load; the same seed offers the same requests")] = 0,
     json_path: JsonOut = None,
-    png: Annotated[Path | None, out_file(help="draw them; needs matplotlib")] = None,
+    png: Annotated[Path | None, out_file(help="file for a picture of the figures; needs matplotlib")] = None,
     log: Annotated[
         Path | None,
-        out_file(help="write requests and receipts, for replay and calibrate"),
+        out_file(help="file for requests and receipts, for `tandem replay` and `calibrate`"),
     ] = None,
 ) -> None:
     """Load a live cluster, and measure what its clients see.
@@ -276,26 +321,31 @@ def bench(
         raise typer.Exit(exit_codes[0])
 
 
-@app.command()
+@app.command(rich_help_panel=SIZE)
 def calibrate(
-    log: Annotated[Path, typer.Argument(help="of `tandem bench --log`")],
-    out: Annotated[Path, out_file("--out", "-o", help="for `tandem replay --calibration`")],
-    blocks: Annotated[int | None, typer.Option(help="of a worker's pool; default: 256 MiB of them", min=1)] = None,
-    prefill_chunk: Annotated[int, typer.Option(help="max_prefill_tokens of the prefill workers", min=1)] = 512,
-    decode_chunk: Annotated[int, typer.Option(help="and of the decode workers", min=1)] = 128,
-    block_bytes: Annotated[int | None, typer.Option(help="of a KV block, where none moved")] = None,
-    nic_gbps: Annotated[float | None, typer.Option(help="Gbit/s of a worker's NIC, where hardly any KV moved")] = None,
-    model: Annotated[Path | None, model_option("instead of --block-bytes")] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="H100 and the like, instead of --nic-gbps: one such GPU's NIC")
+    log: Annotated[Path, typer.Argument(help="log of `tandem bench --log`")],
+    out: Annotated[Path, out_file("--out", "-o", help="file for the calibration, for `tandem replay --calibration`")],
+    blocks: Annotated[
+        int | None,
+        typer.Option(help="number of blocks of a worker's pool; default: as many as fit into 256 MiB", min=1),
     ] = None,
+    prefill_chunk: Annotated[int, typer.Option(help="max_prefill_tokens of the prefill workers", min=1)] = 512,
+    decode_chunk: Annotated[int, typer.Option(help="max_prefill_tokens of the decode workers", min=1)] = 128,
+    block_bytes: Annotated[int | None, typer.Option(help="bytes of a KV block, where no block moved")] = None,
+    nic_gbps: Annotated[
+        float | None, typer.Option(help="speed of a worker's NIC in Gbit/s, where little KV moved")
+    ] = None,
+    model: Annotated[
+        Path | None, model_option("model that tells the bytes of a KV block, instead of --block-bytes")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU model whose NIC speed is taken, instead of --nic-gbps")] = None,
 ) -> None:
     """Fit the durations of a live cluster's steps, transfers and messages to its receipts.
 
     An aggregated cluster transfers nothing: give the duration of a transfer as an option there.
     """
-    from simulator.fitting import AssumedRates
-    from simulator.fitting import calibrate as fit
+    from simulator.calibrate import AssumedRates
+    from simulator.calibrate import calibrate as fit
     from simulator.gpus import gpu_named
     from simulator.model_shape import open_shape
     from simulator.traces.reading import served_of

@@ -24,7 +24,7 @@ from protos.inference_pb2 import (
 from protos.inference_pb2 import GenerateResponse as Piece
 from tandem.client.call_span import Metadata
 from tandem.client.client import Client, Target, error_of
-from tandem.client.options import EmbedOptions, GenerateOptions, Message, PromptOptions, WarmOptions
+from tandem.client.options import EmbedOptions, GenerateOptions, Message, PromptOptions, TokenizeOptions, WarmOptions
 from tandem.client.sync_client import SyncClient
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "SyncClient",
     "Target",
     "TokenLogprobs",
+    "TokenizeOptions",
     "ToolCall",
     "Usage",
     "UsageTotal",

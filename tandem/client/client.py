@@ -24,7 +24,7 @@ from cluster.tls import ClientIdentity
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from tandem.client.call_span import CallSpan, Metadata
-from tandem.client.options import EmbedOptions, GenerateOptions, Json, Message, PromptOptions, WarmOptions
+from tandem.client.options import EmbedOptions, GenerateOptions, Json, Message, TokenizeOptions, WarmOptions
 
 Answer = TypeVar("Answer")
 Request = TypeVar("Request")
@@ -232,12 +232,12 @@ class Client:
                 vectors[result.index] = list(result.embedding)
         return [vectors[index] for index in range(len(requests))]
 
-    async def tokenize(self, text: str | None = None, **options: Unpack[PromptOptions]) -> list[int]:
+    async def tokenize(self, text: str | None = None, **options: Unpack[TokenizeOptions]) -> list[int]:
         """Return the token ids of a prompt as the model reads it.
 
         Without `timeout_s` the deadline is 30 s. Raises ServiceError.
         """
-        fields, timeout_s, metadata = _parted("tokenize", PromptOptions, {"timeout_s": 30.0} | options)
+        fields, timeout_s, metadata = _parted("tokenize", TokenizeOptions, {"timeout_s": 30.0} | options)
         request = _made(pb.TokenizeRequest, text=text, **fields)
         answer = await self._ask(lambda stub, how: stub.Tokenize(request, **how), timeout_s, metadata)
         return list(answer.token_ids)

@@ -34,7 +34,16 @@ class PromptOptions(CallOptions, total=False):
     """Name of a served model, or "auto"; empty: the router's default."""
 
 
-class GenerateOptions(PromptOptions, total=False):
+class TokenizeOptions(PromptOptions, total=False):
+    """Options of `tokenize`."""
+
+    continue_final_message: bool
+    """Whether the output goes on with the last message's text."""
+    no_generation_prompt: bool
+    """Whether the prompt ends after the last message, without the template's beginning of an answer."""
+
+
+class GenerateOptions(TokenizeOptions, total=False):
     """Options of `generate` and `explain`; fields of GenerateRequest in docs/grpc.md."""
 
     sampling: pb.Sampling | None

@@ -16,7 +16,7 @@ from cluster.tls import ClientIdentity
 from protos import inference_pb2 as pb
 from tandem.client.call_span import Metadata
 from tandem.client.client import Client
-from tandem.client.options import EmbedOptions, GenerateOptions, PromptOptions, WarmOptions
+from tandem.client.options import EmbedOptions, GenerateOptions, TokenizeOptions, WarmOptions
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
@@ -87,7 +87,7 @@ class SyncClient:
     def warm(self, text: str | None = None, **options: Unpack[WarmOptions]) -> pb.WarmResponse:
         return self._wait(self._client.warm(text, **options))
 
-    def tokenize(self, text: str | None = None, **options: Unpack[PromptOptions]) -> list[int]:
+    def tokenize(self, text: str | None = None, **options: Unpack[TokenizeOptions]) -> list[int]:
         return self._wait(self._client.tokenize(text, **options))
 
     def list_models(self, timeout_s: float = 10.0, metadata: Metadata = ()) -> list[pb.Model]:

@@ -51,7 +51,7 @@ def check_all(
 
 def check_packages(machine: Machine, config: WorkerConfig) -> list[Finding]:
     """Check the packages that the configuration needs; list the others."""
-    needed = {config.transport} | ({"torch"} if config.engine == "torch" else set())
+    needed = ({config.transport} & INSTALL.keys()) | ({"torch"} if config.engine == "torch" else set())
     if machine.torch_gpus and config.device != "cpu" and config.backend in ("auto", "flashinfer"):
         needed.add("flashinfer")
     missing = [name for name in sorted(needed) if machine.versions.get(name) is None]

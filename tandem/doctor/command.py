@@ -16,6 +16,7 @@ from cluster.tls import member_of
 from engine.config import WorkerConfig
 from engine.model.hub import CONFIG_FILES, fetch
 from engine.model.model_dir import ModelDir
+from kvtransfer.registry import transport_names
 from tandem.doctor.checks import check_all
 from tandem.doctor.findings import Finding, exit_code
 from tandem.doctor.hosts import DoctorService, HostLink, HostReport, listen
@@ -58,6 +59,9 @@ def run_doctor(
     if others and settings.get("host", LOOPBACK) == LOOPBACK:
         settings = settings | {"host": _address_toward(others[0])}
     config, machine = _settled(settings, model)
+    if config.transport not in (names := transport_names()):
+        reason = f"no transport {config.transport!r} is installed; installed are {', '.join(names)}"
+        raise StartError("transport", reason)
     findings = check_all(machine, config, workers, os.environ, alone=not others)
     told, pairs, unreached = asyncio.run(_examine(config, machine, workers, others))
     findings += [each.judge_clock() for each in told] + unreached + judge_pairs(pairs, machine, config)

@@ -123,6 +123,8 @@ def _say_where(started: Sequence[Addresses], of_workers: list[str], topology: To
     scheme = "https" if config.tls_cert or config.tls_public_cert else "http"
     if http := [f"{scheme}://{where.http}/v1" for where in started if where.http]:
         say(f"OpenAI-compatible API at {', '.join(http)}")
+    if config.batches_folder is not None:
+        say(f"files and batches in {config.batches_folder}")
     scheme = "https" if config.tls_cert else "http"
     metrics = [f"{scheme}://{where.metrics}/metrics" for where in started if where.metrics]
     if metrics or of_workers:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from support.batch_site import begin, client_of, content_of, ended
 from support.hub import Hub, Served
 from support.sim_directories import write_sim_model
 from tandem.client import Client
@@ -23,8 +25,11 @@ ROOT = Path(__file__).parent.parent.parent
 BIN = Path(sys.executable).parent
 MARK = ("TANDEM_STARTED_BY", str(os.getpid()))
 """In the environment of all that these tests start: other tests' processes run at the same time."""
+STATE = tempfile.TemporaryDirectory(prefix="tandem-state-")
+"""Where these clusters keep files and batches, instead of the user's folder."""
 ENVIRONMENT = os.environ | {
     MARK[0]: MARK[1],
+    "XDG_STATE_HOME": STATE.name,
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # else a token that an earlier Ray left in the home folder is wanted here and there
     "PYTHONUNBUFFERED": "1",
@@ -104,6 +109,16 @@ async def tokens_from(address: str) -> list[int]:
             tokens += message.token_ids
         assert message.finish.receipt.kv.moved_blocks == 3
         return tokens
+
+
+async def batch_by(http_port: int) -> None:
+    """Upload a file and run a batch of it, by OpenAI's client."""
+    async with client_of(f"127.0.0.1:{http_port}") as client:
+        body = {"prompt": [1, 2, 3], "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+        batch = await ended(client, (await begin(client, [line])).id)
+        (answered,) = await content_of(client, batch.output_file_id)
+        assert answered["response"]["body"]["usage"]["completion_tokens"] == 3
 
 
 @pytest.fixture
@@ -187,6 +202,7 @@ def test_ctrl_c_leaves_nothing_behind(tiny_model: Path) -> None:
         assert engines_of(tiny_model) == 2
         with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/ready", timeout=10) as answer:
             assert json.load(answer)["status"] == "ready"
+        asyncio.run(batch_by(http_port))
         os.killpg(up.pid, signal.SIGINT)  # as a terminal does: the whole group
         output = up.communicate(timeout=60)[0]
     finally:
@@ -195,6 +211,7 @@ def test_ctrl_c_leaves_nothing_behind(tiny_model: Path) -> None:
     assert up.returncode == 0, output
     assert output.splitlines()[-1] == "tandem: stopped"
     assert f"OpenAI-compatible API at http://127.0.0.1:{http_port}/v1" in output
+    assert f"files and batches in {STATE.name}/tandem/tandem-{port}/batches" in output
     wait_until_gone(tiny_model)
     wait_until_nothing_is_new(shared_memory)
     assert not [line for line in run("ps", "-eo", "args").stdout.splitlines() if "raylet" in line]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.transport_worlds import ProcessLender, start_lenders
+from kvtransfer.contract.worlds import ProcessLender, start_lenders
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -113,9 +113,9 @@ async def test_a_conversation_goes_on_and_its_prefix_is_cached(site: Site) -> No
     await site.openai.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         await site.openai.responses.retrieve(first.id)
-    with pytest.raises(openai.NotFoundError) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         await site.openai.responses.create(**asked, previous_response_id=first.id)
-    assert caught.value.param == "previous_response_id"
+    assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
     not_kept = await site.openai.responses.create(**asked, store=False)
     with pytest.raises(openai.NotFoundError):
         await site.openai.responses.retrieve(not_kept.id)
@@ -193,6 +193,59 @@ async def test_a_message_whole_and_as_a_stream(site: Site) -> None:
         model="teller", messages=asked["messages"], system="Be brief.", tools=[TOOL]
     )
     assert counted.input_tokens > 20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_begun_answer_goes_on_and_the_answer_is_only_what_follows(site: Site, stream: bool) -> None:
+    user: Any = {"role": "user", "content": ASK}
+    asked: Any = QUIET | {"thinking": {"type": "disabled"}}
+    whole = (await site.anthropic.messages.create(**asked, messages=[user])).content[0].text  # type: ignore[union-attr]
+    words = whole.split(" ")
+    begun, rest = " ".join(words[:6]), "".join(f" {word}" for word in words[6:])
+    turns: Any = [user, {"role": "assistant", "content": begun}]
+    if stream:
+        async with site.anthropic.messages.stream(**asked, messages=turns) as events:
+            text = await events.get_final_text()
+    else:
+        text = (await site.anthropic.messages.create(**asked, messages=turns)).content[0].text  # type: ignore[union-attr]
+    assert text.startswith(rest), "greedy, and cut between tokens"
+    goes_on: Any = {"continue_final_message": True, "add_generation_prompt": False}
+    quiet: Any = {"model": "teller", "temperature": 0, "max_tokens": 40, "reasoning_effort": "none"}
+    if stream:
+        chunks = await site.openai.chat.completions.create(**quiet, messages=turns, stream=True, extra_body=goes_on)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks if chunk.choices])
+    else:
+        chat = await site.openai.chat.completions.create(**quiet, messages=turns, extra_body=goes_on)
+        text = chat.choices[0].message.content or ""
+        counted = await site.anthropic.messages.count_tokens(model="teller", messages=turns)
+        status, _, tokens = await asyncio.to_thread(call, site.http, "/tokenize", {"messages": turns, **goes_on})
+        assert (status, tokens["count"]) == (200, counted.input_tokens)
+        assert chat.usage is not None
+        assert chat.usage.prompt_tokens == counted.input_tokens
+    assert text.startswith(rest)
+
+
+async def test_reasoning_that_was_begun_goes_on_as_reasoning(site: Site) -> None:
+    turns: Any = [{"role": "user", "content": ASK}, {"role": "assistant", "content": "<think>Once upon"}]
+    answer = await site.anthropic.messages.create(**QUIET, messages=turns)
+    assert [block.type for block in answer.content] == ["thinking"]
+
+
+async def test_a_begun_answer_that_ends_with_a_space_is_refused(site: Site) -> None:
+    turns: Any = [{"role": "user", "content": ASK}, {"role": "assistant", "content": "Once "}]
+    with pytest.raises(anthropic.BadRequestError, match="trailing whitespace"):
+        await site.anthropic.messages.create(**QUIET, messages=turns)
+
+
+async def test_a_response_after_an_assistants_message_is_a_new_answer(site: Site) -> None:
+    items: Any = [{"role": "user", "content": ASK}, {"role": "assistant", "content": "Once"}]
+    begun = await site.openai.responses.create(**CALM, input=items, max_output_tokens=5)
+    more: Any = [*items, {"role": "user", "content": ""}]
+    assert begun.usage is not None
+    longer = await site.openai.responses.create(**CALM, input=more, max_output_tokens=5)
+    assert longer.usage is not None
+    # the other prompt has an empty turn of the user besides: its role and its end
+    assert longer.usage.input_tokens == begun.usage.input_tokens + 2
 
 
 async def test_a_message_uses_a_tool_and_reads_its_result(site: Site) -> None:

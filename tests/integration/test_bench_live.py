@@ -11,9 +11,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.errors import StartError
+from simulator.calibrate import calibrate
 from simulator.calibration import Calibration
 from simulator.errors import BadSetup
-from simulator.fitting import calibrate
 from simulator.results import Slo
 from simulator.traces.reading import Trace, Window, served_of
 from simulator.workloads import profile_named

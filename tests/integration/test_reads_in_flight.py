@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvtransfer.contract.worlds import BLOCK, TIMEOUT_S, UNTOUCHED, ProcessLender, ProcessWorld, wait_until
 from kvtransfer.errors import TransferError
 from kvtransfer.transport import MAX_POSTED_BYTES, Peer, Read, Span
-from support.transport_worlds import BLOCK, TIMEOUT_S, UNTOUCHED, WORLDS, ProcessLender, ProcessWorld, wait_until
+from support.transport_worlds import WORLDS
 
 WINDOW = MAX_POSTED_BYTES
 

@@ -22,7 +22,7 @@ HAS_RDMA = any(Path("/sys/class/infiniband").glob("*"))
 def lender(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     """A transport's name, and the endpoint of a process that lends by it and demands nothing."""
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "lender_peer.py"), "strict-lender", str(SEED), str(NUM_BYTES), request.param],
+        [sys.executable, "-m", "kvtransfer.contract.lender", "strict-lender", str(SEED), str(NUM_BYTES), request.param],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},

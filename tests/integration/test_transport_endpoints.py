@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtransfer.contract.worlds import BLOCK, TIMEOUT_S, ProcessLender
 from kvtransfer.cross_memory import ATTACHED, MAPPED
 from kvtransfer.errors import EndpointMismatch, TransferError
 from kvtransfer.nixl import SMALL_BYTES, NixlTransport
 from kvtransfer.transport import Pool, Span
-from support.transport_worlds import BLOCK, TIMEOUT_S, NixlWorld, ProcessLender, UcxxWorld
+from support.transport_worlds import NixlWorld, UcxxWorld
 
 
 @pytest.fixture(scope="module")

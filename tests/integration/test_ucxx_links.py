@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -223,8 +222,7 @@ def test_what_is_closed_leaves_no_descriptor_behind(lender: tuple[UcxxTransport,
 def test_lenders_killed_in_mid_read_leave_nothing_behind() -> None:
     """What is half received can neither complete nor be cancelled; its UCX worker is gone all the same."""
     reader, pool, _ = open_with_pool(MAX_POSTED_BYTES)
-    script = Path(__file__).with_name("lender_peer.py")
-    command = [sys.executable, str(script), "mortal", "1", str(MAX_POSTED_BYTES), "ucxx"]
+    command = [sys.executable, "-m", "kvtransfer.contract.lender", "mortal", "1", str(MAX_POSTED_BYTES), "ucxx"]
     numbers: list[int] = []
     try:
         for _ in range(5):
@@ -232,7 +230,6 @@ def test_lenders_killed_in_mid_read_leave_nothing_behind() -> None:
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env=os.environ | {"PYTHONPATH": str(script.parents[2])},
                 text=True,
             ) as lender:
                 assert lender.stdout is not None

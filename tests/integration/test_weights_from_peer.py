@@ -17,6 +17,7 @@ from engine.weights.fetch import WeightsFetch, WeightsLost
 from engine.weights.mapped_files import MappedFiles
 from engine.weights.offer import WeightFile, WeightsOffer
 from engine.weights.page_cache import in_page_cache
+from kvtransfer.contract.worlds import ProcessLender
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.registry import open_transport
 from protos import membership_pb2, membership_pb2_grpc
@@ -24,7 +25,6 @@ from support.observed_cluster import refusal
 from support.processes import LENDER_ALWAYS, Stream, engine_of, finished, running, workers_joined
 from support.real_engines import RealEngine, chosen, engines, greedy, kill
 from support.torch_models import logits_after, random_prompts, runner_of
-from support.transport_worlds import ProcessLender
 from tandem.client import Client
 from tandem.local.local_cluster import stop_process
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from engine.backends.sim.timing import StepTiming, StepWork
+from simulator.calibrate import AssumedRates, calibrate
 from simulator.calibration import Calibration, Jittered
 from simulator.cluster import SimCluster
 from simulator.errors import BadSetup
-from simulator.fitting import AssumedRates, calibrate
 from simulator.request import Outcome, TraceRequest
 from simulator.traces.reading import served_of
 from simulator.traces.receipts import ServedRequest, write_served

@@ -116,3 +116,35 @@ def test_a_number_of_workers_that_may_change_cannot_be_placed_strictly(strategy:
     with pytest.raises(StartError) as caught:
         settings.check(autoscale=True)
     assert caught.value.field == "ray.strategy"
+
+
+def test_files_and_batches_have_a_folder_by_name_and_port(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    cluster = read_cluster(None, folder / "small", 1, 1)
+    settings, fault = cluster.with_files_folder({"http_port": 8000, "port": 9})
+    assert (settings["batches_folder"], fault) == (folder / "state" / "tandem" / "tandem-9" / "batches", "")
+    assert settings["batches_folder"].is_dir()
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    settings, _ = cluster.with_files_folder({"http_port": 0, "cluster_name": "b"})
+    assert settings["batches_folder"] == folder / "home" / ".local" / "state" / "tandem" / "b-50051" / "batches"
+
+
+def test_a_named_folder_stays_and_without_http_there_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    file = write(folder, router={"batches_folder": "elsewhere"})
+    for cluster, given in (
+        (read_cluster(file, folder / "small", 1, 1), {"http_port": 8000}),
+        (read_cluster(None, folder / "small", 1, 1), {"http_port": 8000, "batches_folder": None}),
+        (read_cluster(None, folder / "small", 1, 1), {"http_port": None}),
+    ):
+        assert cluster.with_files_folder(given) == (given, "")
+    assert not (folder / "state").exists()
+
+
+def test_a_folder_that_cannot_be_used_is_told_and_stops_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "state").write_text("a file")
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    settings, fault = read_cluster(None, folder / "small", 1, 1).with_files_folder({"http_port": 8000})
+    assert settings == {"http_port": 8000}
+    assert fault.startswith("cannot be used")

@@ -11,12 +11,14 @@ from cluster.errors import Unavailable
 from tandem.cli import main as cli
 
 
-def _said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """To standard error; its exit code is 2."""
+def _said(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int = 2
+) -> str:
+    """Run a command and return what it wrote to standard error."""
     monkeypatch.setattr(sys, "argv", ["tandem", *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert ended.value.code == 2
+    assert ended.value.code == code
     return capsys.readouterr().err
 
 
@@ -51,7 +53,7 @@ def test_where_no_router_is_it_says_how_to_start_one(
         raise Unavailable(f"failed to connect to all addresses; last error: {last}")
 
     monkeypatch.setattr("tandem.cli.explain.show_decisions", ask)
-    said = _said(["explain", "--request", "r", "--address", "127.0.0.1:1"], monkeypatch, capsys)
+    said = _said(["explain", "--request", "r", "--address", "127.0.0.1:1"], monkeypatch, capsys, 1)
     assert said.startswith("error: no router answers at 127.0.0.1:1: Connection refused. `tandem demo` or `tandem up` ")
 
 
@@ -61,3 +63,16 @@ def test_the_version_is_the_distribution_s(monkeypatch: pytest.MonkeyPatch, caps
         cli.main()
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"tandem {version('tandem-serving')}\n"
+
+
+def test_commands_are_grouped_by_what_they_are_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tandem", "--help"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    page = capsys.readouterr().out
+    places = [page.index(f"─ {group} ─") for group in ("Use", "Inspect", "Serve", "Size")]
+    assert page.count("─ Commands ─") == 0, "every command is in a group"
+    assert len(set(places)) == 4
+    assert "--install-completion" in page

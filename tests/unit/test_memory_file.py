@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from engine.host.memory import belongs_in_file, pool_memory
+from kvtransfer.contract.worlds import wait_until
 from kvtransfer.cross_memory import FilePool, ProcessAddress, attach
 from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.memory_file import FileAddress, MappedFile, MemoryFile
 from kvtransfer.transport import Span
-from support.transport_worlds import wait_until
 
 NUM_BYTES = 3 << 20
 CHILD = f"""

@@ -18,6 +18,7 @@ from cluster.errors import (
     ServiceError,
     Unavailable,
     UnknownModel,
+    UnknownRequest,
 )
 from protos import inference_pb2 as pb
 from router.frontend.http.errors import client_field, error_answer
@@ -44,7 +45,7 @@ def answer_of(kind: type[OpenAiAnswer], asked: ApiRequest, echo: str = "", tools
     answer = kind(asked, "r")
 
     def new_parser() -> OutputParser | None:
-        return FORM.parser(parses_calls=True, begins_in_reasoning=False) if tools else None
+        return FORM.parser(parses_calls=True) if tools else None
 
     for number in range(len(asked.requests)):
         answer.begin(number, PromptInfo("m", [1, 2], echo, lambda token_id: f"<{token_id}>", new_parser))
@@ -247,6 +248,7 @@ def test_any_text_comes_through_as_it_is(pieces: list[str], tools: bool) -> None
         (InvalidRequest("sampling.structured.regex", "bad"), 400, "invalid_value", "response_format", None),
         (InvalidRequest("", "bad"), 400, "invalid_value", None, None),
         (UnknownModel("none", "model"), 404, "model_not_found", "model", None),
+        (UnknownRequest("none", "response_id"), 404, "not_found", "response_id", None),
         (Overloaded("later", retry_after_s=2.5), 429, "rate_limit_exceeded", None, "3"),
         (Overloaded("later", retry_after_s=math.inf), 429, "rate_limit_exceeded", None, "1"),
         (Overloaded("never", "max_tokens", permanent=True), 400, "request_too_large", "max_completion_tokens", None),

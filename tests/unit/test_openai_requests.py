@@ -8,6 +8,7 @@ import pytest
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
+from router.frontend.anthropic.messages import read_prompt
 from router.frontend.http.caller import Caller, caller_of
 from router.frontend.http.fields import MAX_IGNORED, REFUSED, Fields, IgnoredFields, parse_object
 from router.frontend.openai.chat import read_chat
@@ -96,6 +97,32 @@ def test_a_chat_with_tools_and_their_answers() -> None:
     assert [json.loads(tool) for tool in request.tools] == [TOOL]
     assert json.loads(request.chat_template_kwargs) == {"enable_thinking": False}
     assert request.parse_output
+
+
+def test_null_content_of_an_assistant_and_of_a_tool_is_empty() -> None:
+    """Agents send it after refusals and for empty results, in all three APIs."""
+    said = {"role": "assistant", "content": None}
+    result = {"role": "tool", "tool_call_id": "c1", "content": None}
+    expected = [
+        pb.ChatMessage(role="user", content="hello"),
+        pb.ChatMessage(role="assistant"),
+        pb.ChatMessage(role="tool", tool_call_id="c1"),
+    ]
+    assert list(chat(messages=[USER, said, result]).requests[0].messages) == expected
+    output = {"type": "function_call_output", "call_id": "c1", "output": None}
+    response = read_response(Fields({"input": [USER, said, output]}), CALLER)
+    assert list(response.requests[0].messages) == expected
+    block = {"type": "tool_result", "tool_use_id": "c1", "content": None}
+    turns = [USER, said, {"role": "user", "content": [block]}]
+    assert list(read_prompt(Fields({"messages": turns}), CALLER).messages) == expected
+
+
+@pytest.mark.parametrize("role", ["user", "system", "developer"])
+def test_null_content_of_anybody_else_is_refused(role: str) -> None:
+    for read, name in ((read_chat, "messages[0]"), (read_response, "input[0]")):
+        with pytest.raises(InvalidRequest) as caught:
+            read(Fields({name.partition("[")[0]: [{"role": role, "content": None}]}), CALLER)
+        assert caught.value.field == f"{name}.content"
 
 
 def test_what_tool_choice_does() -> None:

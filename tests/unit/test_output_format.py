@@ -14,7 +14,7 @@ HERMES = OutputFormat("hermes", NONE)
 
 
 def hermes(forced: bool = False) -> OutputParser:
-    parser = HERMES.parser(parses_calls=True, begins_in_reasoning=False, forced=forced)
+    parser = HERMES.parser(parses_calls=True, forced=forced)
     assert parser is not None
     return parser
 
@@ -247,7 +247,8 @@ def test_the_forms_of_families(
     form = OutputFormat(calls, reasoning)
 
     def parser() -> OutputParser:
-        made = form.parser(True, form.opens_reasoning(before), [WEATHER])
+        begun = form.reasoning_marks[0] if form.opens_reasoning(before) else ""
+        made = form.parser(True, begun, [WEATHER])
         assert made is not None
         return made
 
@@ -297,9 +298,50 @@ def test_a_models_own_template_that_fails_leaves_the_text() -> None:
         ('a <call>{"name": "f"}</call>', ["a", ToolCall("f", "{}")]),
         ("a <call>no json</call> and more", ["a <call>no json</call> and more"]),
     ]:
-        parser = form.parser(True, False)
+        parser = form.parser(True)
         assert parser is not None
         assert parse_with(parser, text) == expected
-        parser = form.parser(True, False)
+        parser = form.parser(True)
         assert parser is not None
         assert parse_with(parser, *text) == expected
+
+
+# --------------------------------------------------------------------------------------- answers that go on
+
+
+FRAGMENTS = (OPEN, CLOSE, OPEN[:5], CLOSE[:7], "{", '{"name": 1}', "a b", " ", "\n", "<")
+
+
+@given(
+    begun=st.lists(st.sampled_from(FRAGMENTS)).map("".join),
+    pieces=st.lists(st.sampled_from(FRAGMENTS)),
+)
+def test_what_goes_on_is_the_output_to_the_letter(begun: str, pieces: list[str]) -> None:
+    parser = HERMES.parser(True, begun)
+    assert parser is not None
+    assert "".join(map(str, parse_with(parser, *pieces))) == "".join(pieces)
+
+
+@pytest.mark.parametrize(
+    ("calls", "reasoning", "begun", "text", "expected"),
+    [
+        ("hermes", "qwen3", "<think>Hm, ", "yes.</think>Sure", [Reasoning("yes."), "Sure"]),
+        ("hermes", "qwen3", "<think>Hm</think>\n\nThe fox", " ran", [" ran"]),
+        ("hermes", "qwen3", "The fox", " ran <think>a</think>b", [" ran", Reasoning("a"), "b"]),
+        ("hermes", "qwen3", "Hm</th", "ink>x", ["ink>x"]),
+        ("hermes", "qwen3", "<think>Hm</th", "ink>x", ["x"]),
+        ("hermes", NONE, 'Ok <tool_call>{"name": "find", ', '"arguments": {}}</tool_call>', [ToolCall("find", "{}")]),
+        ("hermes", NONE, "Ok <tool_call>{", "no call</tool_call>!", ["no call</tool_call>!"]),
+        ("llama3_json", NONE, '{"name": "find", ', '"parameters": {}}', [ToolCall("find", "{}")]),
+        ("deepseek_v3", "deepseek_r1", "The fox", " ran", [" ran"]),
+        ("openai", "openai_gptoss", "<|channel|>final<|message|>The fox", " ran<|return|>", [" ran"]),
+        ("mistral", "mistral", "[THINK]Hm", " yes[/THINK]Sure", [Reasoning(" yes"), "Sure"]),
+    ],
+)
+def test_an_answer_that_goes_on_is_parsed_from_where_it_was(
+    calls: str, reasoning: str, begun: str, text: str, expected: list[Piece]
+) -> None:
+    for pieces in ([text], list(text)):
+        parser = OutputFormat(calls, reasoning).parser(True, begun)
+        assert parser is not None
+        assert parse_with(parser, *pieces) == expected

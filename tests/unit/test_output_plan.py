@@ -14,7 +14,7 @@ from protos import inference_pb2 as pb
 from router.models.after_reasoning import ReasoningMarks, after_reasoning
 from router.models.forced_calls import CLOSE
 from router.models.output_format import NONE, OutputFormat
-from router.models.output_plan import OutputPlan, plan_output
+from router.models.output_plan import OutputPlan, PromptEnd, plan_output
 from router.request_path.parsed_stream import OutputParts
 from tandem.storyteller import STORYTELLER
 
@@ -30,7 +30,7 @@ def plan(
     form: OutputFormat = PLAIN, before: str = "", sampling: pb.Sampling | None = None, **options: Any
 ) -> tuple[OutputPlan, pb.Sampling]:
     request = pb.GenerateRequest(messages=[USER], parse_output=True, sampling=sampling, **options)
-    return plan_output(request, form, before, MARKS if form is THINKING else ReasoningMarks("", ""))
+    return plan_output(request, form, PromptEnd(before), MARKS if form is THINKING else ReasoningMarks("", ""))
 
 
 def test_what_a_choice_of_tools_means() -> None:
@@ -75,7 +75,7 @@ def test_special_tokens_are_kept_where_a_form_needs_them() -> None:
     assert plan(harmony)[1].keep_special_tokens
     assert not plan(THINKING)[1].keep_special_tokens
     unparsed = pb.GenerateRequest(messages=[USER])
-    assert not plan_output(unparsed, harmony, "", ReasoningMarks("", ""))[1].keep_special_tokens
+    assert not plan_output(unparsed, harmony, PromptEnd(), ReasoningMarks("", ""))[1].keep_special_tokens
 
 
 TOKENIZER = llguidance.hf.from_tokenizer(PreTrainedTokenizerFast(tokenizer_file=str(STORYTELLER / "tokenizer.json")))
@@ -164,7 +164,7 @@ def test_marks_that_are_added_tokens_are_generated_as_such() -> None:
         ("<think>\n", 'Hm</think>\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
         ("</think>", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
     ]:
-        _, sampling = plan_output(request, THINKING, before, marks)
+        _, sampling = plan_output(request, THINKING, PromptEnd(before), marks)
         matcher = llguidance.LLMatcher(guided, sampling.structured.grammar, log_level=0)
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert added["<tool_call>"] in ids

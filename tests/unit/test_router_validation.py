@@ -116,6 +116,16 @@ def test_the_last_position_may_be_used(model_dir: ModelDir) -> None:
     resolve_sampling(pb.Sampling(max_tokens=1), CONTEXT - 1, model_dir)
 
 
+def test_a_max_tokens_beyond_the_context_is_lowered_where_a_setting_says_so(model_dir: ModelDir) -> None:
+    asked = pb.Sampling(max_tokens=32_000, min_tokens=5, seed=1)
+    lowered = resolve_sampling(asked, 10, model_dir, clamps=True)
+    assert lowered == resolve_sampling(pb.Sampling(max_tokens=90, min_tokens=5, seed=1), 10, model_dir)
+    assert resolve_sampling(pb.Sampling(max_tokens=7), 10, model_dir, clamps=True).max_tokens == 7
+    for wrong in (pb.Sampling(max_tokens=0), pb.Sampling(max_tokens=32_000, min_tokens=91)):
+        with pytest.raises(InvalidRequest):
+            resolve_sampling(wrong, 10, model_dir, clamps=True)
+
+
 @pytest.mark.parametrize("field", ["model", "tenant", "session_id", "prompt_cache_key", "request_id", "cache_salt"])
 def test_names_have_a_limit(field: str) -> None:
     check_names(pb.GenerateRequest(**{field: "x" * 256}))

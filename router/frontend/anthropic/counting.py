@@ -24,4 +24,9 @@ def token_counter(context: EndpointContext) -> JsonEndpoint[pb.TokenizeRequest]:
 def _read(fields: Fields, caller: Caller) -> pb.TokenizeRequest:
     request = read_prompt(fields, caller)
     fields.finish()
-    return pb.TokenizeRequest(model=request.model, messages=request.messages, tools=request.tools)
+    return pb.TokenizeRequest(
+        model=request.model,
+        messages=request.messages,
+        tools=request.tools,
+        continue_final_message=request.continue_final_message,
+    )

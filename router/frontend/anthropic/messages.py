@@ -51,7 +51,13 @@ def read_messages(fields: Fields, caller: Caller) -> MessagesRequest:
     return asked
 
 
-NAMES = {"stop": "stop_sequences", "request_id": "x-request-id", "tenant": "x-tenant", "structured": "output_config"}
+NAMES = {
+    "stop": "stop_sequences",
+    "request_id": "x-request-id",
+    "tenant": "x-tenant",
+    "structured": "output_config",
+    "continue_final_message": "messages",
+}
 
 
 def read_prompt(fields: Fields, caller: Caller) -> pb.GenerateRequest:
@@ -70,6 +76,7 @@ def read_prompt(fields: Fields, caller: Caller) -> pb.GenerateRequest:
         raise InvalidRequest("messages", f"must be a list of 1 to {MAX_MESSAGES}")
     for place, message in enumerate(messages):
         _add_message(fields.at(f"messages[{place}]", message), request)
+    _read_begun_answer(fields, request, len(messages) - 1)
     _read_tools(fields, request)
     if (thinking := fields.nested("thinking")) is not None:
         request.reasoning_effort = EFFORTS[one_of(thinking, "type", tuple(EFFORTS)) or "disabled"]
@@ -110,8 +117,8 @@ def _add_message(fields: Fields, request: pb.GenerateRequest) -> None:
 
 def _add_assistant(fields: Fields, content: Any, request: pb.GenerateRequest) -> None:
     message = request.messages.add(role="assistant")
-    if isinstance(content, str):
-        message.content = content
+    if content is None or isinstance(content, str):
+        message.content = content or ""
         return
     texts, thoughts = [], []
     for block in _blocks(fields, content):
@@ -134,6 +141,25 @@ def _add_assistant(fields: Fields, content: Any, request: pb.GenerateRequest) ->
             raise block.refuse("type", f"{shown(kind)} is not supported in an assistant's message")
         block.finish()
     message.content, message.reasoning = "".join(texts), "".join(thoughts)
+
+
+def _read_begun_answer(fields: Fields, request: pb.GenerateRequest, place: int) -> None:
+    """Continue the last message where it is the assistant's; an empty one begins a new answer."""
+    last = request.messages[-1]
+    if last.role != "assistant":
+        return
+    if last.tool_calls:
+        raise fields.refuse(f"messages[{place}]", "calls tools: their results must follow in a message of the user")
+    if last.content != last.content.rstrip():
+        raise fields.refuse(f"messages[{place}].content", "final assistant content cannot end with trailing whitespace")
+    if last.content:
+        request.continue_final_message = True
+    elif last.reasoning:
+        raise fields.refuse(f"messages[{place}].content", "the last block of the last message cannot be thinking")
+    else:
+        del request.messages[-1]
+        if not request.messages:
+            raise fields.refuse("messages", "must have one that is not empty")
 
 
 def _add_user(fields: Fields, role: str, content: Any, request: pb.GenerateRequest) -> None:

@@ -101,10 +101,12 @@ class BlockAnswer(Answer, Generic[Asked]):
         if not self._has_begun:
             self._has_begun = True
             events = self.started()
-        for piece in self._pieces_of(message):
-            events += self._piece(piece)
+        pieces = self._pieces_of(message)
         if message.HasField("finish"):
-            self.finish = message.finish
+            self.finish = message.finish  # before the last blocks end, which may be cut off
+        for piece in pieces:
+            events += self._piece(piece)
+        if self.finish is not None:
             self.usage.CopyFrom(message.finish.usage)
             self.usage.reasoning_tokens = self._parser.num_reasoning if self._parser is not None else 0
             self.finish.receipt.ignored_fields.extend(self.asked.ignored)
@@ -127,16 +129,15 @@ class BlockAnswer(Answer, Generic[Asked]):
 
     def _piece(self, piece: Piece) -> bytes:
         if isinstance(piece, ToolCall):
-            events = self._close()
             block = self._add(CALL)
             block.call = piece
-            return events + self.opened(block) + self.closed(block)
+            return self._close() + self.opened(block) + self.closed(block)
         kind, text = (REASONING, piece.text) if isinstance(piece, Reasoning) else (TEXT, piece)
         events = b""
         if self._open is None or self._open.kind != kind:
-            events = self._close()
-            self._open = self._add(kind)
-            events += self.opened(self._open)
+            block = self._add(kind)
+            events, self._open = self._close(), block
+            events += self.opened(block)
         self._open.pieces.append(text)
         return events + self.added(self._open, text)
 

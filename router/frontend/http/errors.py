@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.errors import InvalidRequest, Overloaded, ServiceError, Unauthenticated, Unavailable
+from cluster.errors import InvalidRequest, Overloaded, ServiceError, Unauthenticated, Unavailable, UnknownModel
 
 RETRY_AFTER_S = 1.0
 """Retry delay in seconds without a prediction."""
-UNREAD = (408, 413)
+UNREAD = (408, 413, 415)
 """Statuses of refusals after which the rest of what the client sends is not read."""
 
 
@@ -60,7 +60,7 @@ _KINDS = {
     "INVALID_ARGUMENT": _Kind(400, "invalid_request_error", "invalid_value"),
     "UNAUTHENTICATED": _Kind(401, "invalid_request_error", "invalid_api_key"),
     "PERMISSION_DENIED": _Kind(403, "invalid_request_error", "permission_denied"),
-    "NOT_FOUND": _Kind(404, "invalid_request_error", "model_not_found"),
+    "NOT_FOUND": _Kind(404, "invalid_request_error", "not_found"),
     "RESOURCE_EXHAUSTED": _Kind(429, "rate_limit_error", "rate_limit_exceeded"),
     "UNAVAILABLE": _Kind(503, "server_error", "unavailable"),
     "FAILED_PRECONDITION": _Kind(503, "server_error", "unavailable"),
@@ -69,6 +69,7 @@ _KINDS = {
 }
 _WEB_CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 431: "headers_too_large"}
 _INTERNAL = _Kind(500, "server_error", "internal_error")
+_NO_MODEL = _Kind(404, "invalid_request_error", "model_not_found")
 _NEVER_FITS = _Kind(400, "invalid_request_error", "request_too_large")
 
 
@@ -112,12 +113,15 @@ def _kind(error: ServiceError) -> _Kind:
         return _Kind(error.status, "invalid_request_error", error.http_code)
     if isinstance(error, Overloaded) and error.permanent:
         return _NEVER_FITS
+    if isinstance(error, UnknownModel):
+        return _NO_MODEL
     return _KINDS.get(error.code, _INTERNAL)
 
 
 def _headers(error: ServiceError, kind: _Kind) -> Mapping[str, str]:
     if isinstance(error, HttpRefusal):
-        return {"connection": "close"} if error.status in UNREAD else {}
+        accepted = {"accept-encoding": "gzip, deflate"} if error.status == 415 else {}
+        return {"connection": "close", **accepted} if error.status in UNREAD else {}
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
     if kind is _NEVER_FITS or not isinstance(error, Overloaded | Unavailable):

@@ -10,6 +10,7 @@ from cluster.drain import Drain
 from cluster.errors import Draining, InvalidRequest
 from router.admission.arrivals import Arrival
 from router.frontend.http.connection import CONNECTION, ClientConnection
+from router.frontend.http.content_encoding import encoding_of, inflated
 from router.frontend.http.errors import ErrorAnswer, HttpRefusal
 
 BODY_S = 60.0
@@ -46,10 +47,22 @@ class Exchange:
         """Whether the client has not yet taken the last bytes."""
 
     async def body(self, max_bytes: int, arrival: Arrival) -> bytes:
-        """Return the body, of `max_bytes` at most, counted as held by its arrival.
+        """Return the body, of `max_bytes` at most also once it is inflated, counted as held by its arrival.
 
-        Raises InvalidRequest for one that is too large or too slow, Refusal while too much is held, and ClientGone.
+        Raises InvalidRequest for one that is too large, too slow or in an unknown encoding, Refusal while too much is
+        held, and ClientGone.
         """
+        encoding = encoding_of(self.headers)
+        body = await self._read(max_bytes, arrival)
+        if not encoding:
+            return body
+        content = await asyncio.to_thread(inflated, body, encoding, max_bytes)  # it lets go of the GIL
+        if len(content) > max_bytes:
+            raise _too_large(max_bytes)
+        arrival.hold(len(content))
+        return content
+
+    async def _read(self, max_bytes: int, arrival: Arrival) -> bytes:
         declared = self.headers.get("content-length", "0")
         if declared.isdigit() and int(declared[:20]) > max_bytes:
             raise _too_large(max_bytes)

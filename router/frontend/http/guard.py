@@ -7,7 +7,7 @@ from router.frontend.http.caller import authorization_of
 from router.frontend.http.errors import error_answer
 from router.security.api_keys import ApiKeys
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/console", "/version", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/console", "/version", "/openapi.json", "/docs"})
 """Paths without authentication; the console's page itself contains no data."""
 
 

@@ -308,7 +308,7 @@ class ChatAnswer(OpenAiAnswer):
     before, after, nothing = b'"delta":{"content":', b"}", b'"delta":{}'
 
     def first(self, choice: ChoiceAnswer) -> bytes:
-        return b'"delta":{"role":"assistant","content":""'
+        return b'"delta":{"role":' + quoted(self._asked.role) + b',"content":""'
 
     def message_logprobs(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> Any:
         return {"content": chat_logprobs(message, choice.served.text_of), "refusal": None}
@@ -318,7 +318,7 @@ class ChatAnswer(OpenAiAnswer):
 
     def whole_content(self, choice: ChoiceAnswer) -> dict[str, Any]:
         text = "".join(choice.text)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        message: dict[str, Any] = {"role": self._asked.role, "content": text, "refusal": None}
         if choice.reasoning and self._asked.include_reasoning:
             reasoning = "".join(choice.reasoning)
             message |= {"reasoning_content": reasoning, "reasoning": reasoning}

@@ -36,11 +36,25 @@ def read_chat(fields: Fields, caller: Caller) -> ApiRequest:
     if (said := fields.take("include_reasoning")) is not None:
         asked.include_reasoning = bool(said)
     request.messages.extend(messages)
+    read_prompt_end(fields, request)
+    if request.continue_final_message or request.no_generation_prompt:
+        asked.role = messages[-1].role
     request.parse_output = True
     fields.finish()
     asked.requests.append(request)
     check_choices(asked, "n")
     return asked
+
+
+def read_prompt_end(fields: Fields, request: pb.GenerateRequest) -> None:
+    """Read `add_generation_prompt`, by default true, and `continue_final_message`, which takes its place."""
+    is_given = fields.given("add_generation_prompt")
+    adds, continues = fields.boolean("add_generation_prompt"), fields.boolean("continue_final_message")
+    if adds and continues:
+        reason = "cannot be true beside add_generation_prompt: the prompt ends within the last message or after it"
+        raise fields.refuse("continue_final_message", reason)
+    request.continue_final_message = continues
+    request.no_generation_prompt = is_given and not adds and not continues
 
 
 def _read_logprobs(fields: Fields, options: GenerationOptions) -> None:
@@ -78,7 +92,7 @@ def _message(fields: Fields) -> pb.ChatMessage:
         _skip_own_fields(fields)
     if role == "tool":
         message.tool_call_id = fields.text("tool_call_id", required=True)
-    message.content = _content(fields, required=not (message.tool_calls or message.reasoning))
+    message.content = _content(fields, may_lack=role in ("assistant", "tool"))
     fields.finish()
     return message
 
@@ -92,12 +106,15 @@ def _skip_own_fields(fields: Fields) -> None:
             raise fields.refuse(name, "is not supported")
 
 
-def _content(fields: Fields, required: bool) -> str:
-    """Return a text, or the joined parts where all are texts."""
+def _content(fields: Fields, may_lack: bool) -> str:
+    """Return a text, or the joined parts where all are texts; empty for null where the content `may_lack`.
+
+    Agents send null for an assistant's turn after a refusal, and for a tool's empty result.
+    """
     content = fields.take("content")
     if isinstance(content, str):
         return content
-    if content is None and not required:
+    if content is None and may_lack:
         return ""
     if not isinstance(content, list):
         raise fields.refuse("content", f"must be a text or a list of parts, not {shown(content)}")

@@ -31,6 +31,8 @@ class ApiRequest(Generation):
     """Whether only the prompt is wanted; the one token that an engine must generate is omitted."""
     include_reasoning: bool = True
     """Whether a chat's answer has the reasoning."""
+    role: str = "assistant"
+    """Role of a chat's answer."""
 
     @property
     def choices_per_prompt(self) -> int:

@@ -11,11 +11,12 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict
 
-from cluster.errors import Unavailable, UnknownRequest
+from cluster.errors import Unavailable
 from cluster.redis_link import RedisFailure, RedisLink
 from protos import inference_pb2 as pb
 from router.frontend.http.caller import Caller
 from router.frontend.http.endpoint import Hooks
+from router.frontend.http.errors import HttpRefusal
 from router.frontend.openai.responses import ResponsesRequest, complete
 from router.frontend.openai.responses_answer import ResponsesAnswer, response_id
 
@@ -161,7 +162,7 @@ class ResponseHooks(Hooks[ResponsesRequest, ResponsesAnswer]):
         earlier = await self._store.get(caller.tenant, asked.previous_id)
         if earlier is None:
             message = f"{asked.previous_id[:80]!r} is not kept here, or no longer"
-            raise UnknownRequest(message, "previous_response_id")
+            raise HttpRefusal(400, "previous_response_not_found", message, "previous_response_id")
         complete(asked, [ParseDict(message, pb.ChatMessage()) for message in earlier.messages])
 
     async def after(self, asked: ResponsesRequest, caller: Caller, answer: ResponsesAnswer) -> None:

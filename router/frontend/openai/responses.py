@@ -188,7 +188,7 @@ def _add_item(item: Fields, asked: ResponsesRequest) -> None:
         role = one_of(item, "role", ROLES)
         if role is None:
             raise item.refuse("role", "is missing")
-        content = _content(item, "content", item.take("content"))
+        content = _content(item, "content", item.take("content"), may_lack=role == "assistant")
         if role == "assistant" and not _assistant(messages).content and not _assistant(messages).tool_calls:
             _assistant(messages).content = content
         else:
@@ -200,7 +200,7 @@ def _add_item(item: Fields, asked: ResponsesRequest) -> None:
         _assistant(messages).tool_calls.add(id=call_id, name=name, arguments=arguments)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         call_id = item.text("call_id", required=True)
-        output = _content(item, "output", item.take("output"))
+        output = _content(item, "output", item.take("output"), may_lack=True)
         messages.append(pb.ChatMessage(role="tool", tool_call_id=call_id, content=output))
     elif kind == "reasoning":
         thoughts = [_content(item, name, item.take(name) or []) for name in ("content", "summary")]
@@ -218,9 +218,11 @@ def _assistant(messages: list[pb.ChatMessage]) -> pb.ChatMessage:
     return messages[-1]
 
 
-def _content(item: Fields, name: str, content: Any) -> str:
+def _content(item: Fields, name: str, content: Any, may_lack: bool = False) -> str:
     if isinstance(content, str):
         return content
+    if content is None and may_lack:
+        return ""
     if not isinstance(content, list):
         raise item.refuse(name, f"must be a text or a list of parts, not {shown(content)}")
     texts = []

@@ -116,7 +116,7 @@ class ResponsesAnswer(BlockAnswer[ResponsesRequest]):
         return events + self._event(f"response.{kind}.done", **at, name=block.call.name, **{field: item[field]})
 
     def _item(self, block: Block) -> dict[str, Any]:
-        said: dict[str, Any] = {"id": block.id, "status": "completed"}
+        said: dict[str, Any] = {"id": block.id, "status": self._status_of(block)}
         if block.call is not None:
             call = block.call
             said |= {"call_id": call.id or block.id, "name": call.name}
@@ -133,6 +133,13 @@ class ResponsesAnswer(BlockAnswer[ResponsesRequest]):
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
+    def _status_of(self, block: Block) -> str:
+        """Return the status of a block that has ended: only the last one of an incomplete response is cut off."""
+        cut_off = self._status() == "incomplete" and block is self.blocks[-1]
+        return (
+            "incomplete" if cut_off and not (block.call is not None and _is_json(block.call.arguments)) else "completed"
+        )
+
     def _status(self) -> str:
         if self.finish is None:
             return "in_progress"
@@ -141,6 +148,14 @@ class ResponsesAnswer(BlockAnswer[ResponsesRequest]):
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
         return event(kind, {"type": kind, "sequence_number": number, **fields})
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _input_of(arguments: str) -> str:

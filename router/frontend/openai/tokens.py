@@ -8,7 +8,7 @@ from router.frontend.http.caller import Caller
 from router.frontend.http.endpoint import EndpointContext
 from router.frontend.http.fields import Fields
 from router.frontend.http.json_endpoint import JsonEndpoint
-from router.frontend.openai.chat import read_messages, read_tools
+from router.frontend.openai.chat import read_messages, read_prompt_end, read_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,13 @@ def _read_text(fields: Fields, caller: Caller) -> TokensRequest:
         chat = pb.GenerateRequest()
         chat.messages.extend(read_messages(fields))
         read_tools(fields, chat)
+        read_prompt_end(fields, chat)
         if (variables := fields.nested("chat_template_kwargs")) is not None:
             request.chat_template_kwargs = variables.rest()
         request.messages.extend(chat.messages)
         request.tools.extend(chat.tools)
+        request.continue_final_message = chat.continue_final_message
+        request.no_generation_prompt = chat.no_generation_prompt
     else:
         request.text = fields.text("prompt", required=True)
     returns_texts = fields.boolean("return_token_strs")

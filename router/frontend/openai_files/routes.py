@@ -3,6 +3,7 @@
 A tenant sees what is its own; an operator, and everybody where there are no keys, sees all.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from router.batches.records import Cancelled, FileInfo, Made
 from router.batches.service import Batches
 from router.batches.state import batch_object
 from router.frontend.http.caller import Caller, caller_of
+from router.frontend.http.content_encoding import encoding_of, inflated
 from router.frontend.http.errors import HttpRefusal
 from router.frontend.http.fields import parse_object
 from router.frontend.openai_files.objects import file_object, list_object
@@ -261,8 +263,16 @@ async def _body(request: Request) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise HttpRefusal(413, "request_too_large", f"the body may have {MAX_BODY_BYTES} bytes at most")
+            raise _too_large()
+    if encoding := encoding_of(request.headers):
+        body = await asyncio.to_thread(inflated, body, encoding, MAX_BODY_BYTES)
+        if len(body) > MAX_BODY_BYTES:
+            raise _too_large()
     return body
+
+
+def _too_large() -> HttpRefusal:
+    return HttpRefusal(413, "request_too_large", f"the body may have {MAX_BODY_BYTES} bytes at most")
 
 
 def _not_found(kind: str, object_id: str) -> HttpRefusal:

@@ -13,6 +13,7 @@ from cluster.errors import InvalidRequest
 from router.batches.file_store import NewFile, StoredFile
 from router.batches.records import FileInfo
 from router.batches.service import Batches
+from router.frontend.http.content_encoding import refuse_encoding
 from router.frontend.http.errors import HttpRefusal
 from router.frontend.openai_files.reading import PURPOSE, read_upload_form
 
@@ -144,6 +145,7 @@ async def receive_file(request: Request, tenant: str, batches: Batches) -> Store
     """
     body = request.stream()
     try:
+        refuse_encoding(request.headers)
         declared = request.headers.get("content-length", "0")
         if declared.isdigit() and int(declared[:20]) > batches.max_file_bytes + FORM_BYTES:
             raise _too_large(batches)
