@@ -16,7 +16,7 @@ FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/package tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-package agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm e2e ray gpu bench bench-engine bench-avx2 bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-tiers bench-router bench-gpu bench-simulator bench-advice bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches bench-warm compare dynamo protos check-protos install clean
+.PHONY: demo test test-package agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-avx2 bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-tiers bench-router bench-gpu bench-simulator bench-advice bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches bench-warm compare dynamo protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -85,6 +85,10 @@ test-package: $(INSTALLED)
 
 helm: $(INSTALLED) $(HELM)
 	$(BIN)/pytest tests/helm
+
+# Trials on the cluster that KUBECONFIG names: docs/kubernetes.md, "Try a cluster". PLAN=1 prints what they would install.
+test-kubernetes: $(INSTALLED) $(HELM)
+	@$(if $(PLAN),PYTHONPATH=tests $(BIN)/python -m support.kubernetes.plan,$(BIN)/pytest -v -s tests/kubernetes)
 
 # checkov over every rendered example, in an environment of its own (300 MB), so no part of `test`.
 RENDERED := $(CHECKOV_VENV)/rendered

@@ -13,6 +13,7 @@ import uvloop
 
 from cluster.errors import TandemError
 from cluster.garbage_collection import spare_the_started
+from cluster.loop_watch import excuse_standstill
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ async def _run(start: Callable[[], Awaitable[Running]]) -> int:
     ready = {"event": "ready", "address": where.grpc, "http": where.http, "metrics": where.metrics}
     ready["internal"] = where.internal
     spare_the_started()
+    excuse_standstill()
     print(json.dumps(ready), flush=True)
     failing = asyncio.ensure_future(role.failed())
     asked = asyncio.ensure_future(role.stop_requested())

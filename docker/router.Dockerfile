@@ -2,7 +2,7 @@
 #   docker build -f docker/router.Dockerfile -t tandem-router:0.1.0 .
 FROM python:3.11.11-slim-bookworm AS build
 WORKDIR /src
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python -m venv /opt/tandem
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY cluster cluster

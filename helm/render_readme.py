@@ -15,8 +15,9 @@ HEAD = """# The chart `tandem`
 Routers, prefill and decode workers of one or several models. [docs/kubernetes.md](../../docs/kubernetes.md) explains
 how to deploy it; examples are in [helm/examples](../examples).
 
-`values.schema.json` refuses an unknown key by its name, also within a `config`. This table is generated from the
-comments of `values.yaml`.
+`values.schema.json` refuses an unknown key by its name, also within a `config`. A `null` may remove a value whose
+default is empty; every other value is required. Numbers may be strings of decimals, which `--set x=0.5` makes. This
+table is generated from the comments of `values.yaml`.
 
 | value | default | what |
 | --- | --- | --- |

@@ -1,7 +1,8 @@
 """Generator of the settings in helm/tandem/values.schema.json: `render_schema.py [--check]`.
 
 The settings of routers, workers and planners come from the classes that read them. So helm refuses a misspelt setting,
-before a pod fails to start. Only the schema's `definitions` are generated; the rest of the file is written by hand.
+before a pod fails to start. Generated are the schema's `definitions`, and which values are required: a `null` removes a
+value, and only those that are empty by default may go. The rest of the file is written by hand.
 """
 
 import json
@@ -9,6 +10,8 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from cluster.config import Config
 from engine.config import WorkerConfig
@@ -23,11 +26,25 @@ KEPT = (
     "exclusiveMaximum", "items", "additionalProperties", "required",
 )  # fmt: skip
 """Keywords of pydantic's schemas to keep; titles, defaults and formats are left out."""
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+DECIMALS = {
+    (None, None, None, None): r"[0-9]+\.[0-9]+",
+    (0, None, None, None): r"[0-9]+\.[0-9]+",
+    (None, 0, None, None): r"[0-9]*[1-9][0-9]*\.[0-9]+|0+\.[0-9]*[1-9][0-9]*",
+    (0, None, 1, None): r"0\.[0-9]+|1\.0+",
+    (0, None, 0.5, None): r"0\.([0-4][0-9]*|50*)",
+    (None, 0, 1, None): r"0\.[0-9]*[1-9][0-9]*|1\.0+",
+    (None, 0, None, 1): r"0\.[0-9]*[1-9][0-9]*",
+    (0.001, None, 1000, None): r"0\.(00[1-9]|0[1-9]|[1-9])[0-9]*|[1-9][0-9]{0,2}\.[0-9]+|1000\.0+",
+}
+"""Decimal numbers within BOUNDS as a regular expression: helm's `--set x=0.5` gives a string, which a process reads."""
 
 
 def main() -> None:
     schema = json.loads(PATH.read_text())
     schema["definitions"] = definitions()
+    accept_decimals(schema)
+    require(schema, yaml.safe_load((CHART / "values.yaml").read_text()))
     text = json.dumps(schema, indent=1) + "\n"
     if "--check" in sys.argv:
         if PATH.read_text() != text:
@@ -51,6 +68,31 @@ def definitions() -> dict[str, Any]:
         "plannerConfig": of_settings(PlannerConfig, set_by("planner.yaml")),
         "serving": serving,
     }
+
+
+def accept_decimals(schema: Any) -> None:
+    """Let every number also be a string that is one, within the same bounds."""
+    if isinstance(schema, list):
+        for each in schema:
+            accept_decimals(each)
+    elif isinstance(schema, dict):
+        kinds = schema.get("type")
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        if "number" in kinds and "string" not in kinds:
+            schema["type"] = [*kinds, "string"]
+            bounds = tuple(schema.get(bound) for bound in BOUNDS)
+            schema["pattern"] = f"^({DECIMALS[bounds]})$"
+        for each in schema.values():
+            accept_decimals(each)
+
+
+def require(schema: dict[str, Any], values: dict[str, Any]) -> None:
+    """Require every value whose default is not empty."""
+    schema["required"] = sorted(key for key, value in values.items() if value not in ("", [], {}))
+    for key, value in values.items():
+        inner = schema["properties"].get(key, {})
+        if isinstance(value, dict) and "properties" in inner:
+            require(inner, value)
 
 
 def set_by(template: str) -> set[str]:

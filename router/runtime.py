@@ -114,6 +114,9 @@ async def start_router(config: RouterConfig) -> Router:
     Raises StartError.
     """
     sys.setswitchinterval(SWITCH_S)
+    if config.http_port is not None:
+        # Imported only where it is needed, and before the loop is watched: FastAPI stops the loop for a second.
+        from router.frontend.http_frontend import open_http
     public, member = config.frontends()
     keys = ApiKeys(config.api_keys, config.api_keys_file)
     files = read_models(config, await fetch_models(config))
@@ -164,8 +167,6 @@ async def start_router(config: RouterConfig) -> Router:
             parts.push_async_callback(internal.stop, GRACE_S)
         http = None
         if config.http_port is not None:
-            from router.frontend.http_frontend import open_http  # imported late, as below
-
             http = await open_http(
                 config, config.http_port, public, handler, models, requests, keys, inference, arrivals, parts, registry
             )

@@ -1,6 +1,6 @@
 """Executor for pools that are Deployments, through their `scale` subresource as the pod's service account.
 
-Kubernetes chooses which pod ends, and sends it SIGTERM, so it drains (docs/kubernetes.md, Upgrades). The account needs
+Kubernetes chooses which pod ends, and sends it SIGTERM, so it drains (docs/kubernetes-upgrades.md). The account needs
 `get` and `patch` of `deployments/scale` in one namespace.
 """
 

@@ -237,12 +237,17 @@ def test_a_pod_monitor_finds_all_pods_that_have_metrics() -> None:
     assert monitor["spec"]["podMetricsEndpoints"] == [{"port": "metrics", "interval": "30s"}]
 
 
-def test_a_pod_monitor_uses_the_same_certificates() -> None:
-    options = ("--set", "monitoring.serviceMonitor=false,monitoring.podMonitor=true")
-    manifests = render(ROOT / "helm" / "examples" / "tls.yaml", *options)
-    (monitor,) = [m for m in manifests if m["kind"] == "PodMonitor"]
-    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    assert (endpoint["scheme"], endpoint["tlsConfig"]["serverName"]) == ("https", "tandem.internal")
+def test_monitors_use_the_same_certificates() -> None:
+    tls = "monitoring.tlsConfig.serverName=tandem.internal"
+    for monitor, kind, endpoints in (
+        ("podMonitor", "PodMonitor", "podMetricsEndpoints"),
+        ("serviceMonitor", "ServiceMonitor", "endpoints"),
+    ):
+        options = ("--set", f"monitoring.{monitor}=true,{tls}")
+        manifests = render(ROOT / "helm" / "examples" / "tls.yaml", *options)
+        (found,) = [m for m in manifests if m["kind"] == kind]
+        (endpoint,) = found["spec"][endpoints]
+        assert (endpoint["scheme"], endpoint["tlsConfig"]["serverName"]) == ("https", "tandem.internal")
 
 
 def test_a_network_policy_is_about_every_pod(example: Path | None) -> None:

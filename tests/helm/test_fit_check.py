@@ -26,14 +26,17 @@ from support.chart import (
     needs_helm,
     pod_specs,
     render,
+    template,
 )
 from support.chart_pods import BIN, LoopbackPods, Pod
+from support.kube_api import KubeApi
 
 LLAMA = known_shape("llama-3.1-8b")
 assert LLAMA is not None
 GIVEN: dict[str, dict[str, Any]] = {"several-models": {"shapes": {"large": LLAMA}, "gpu": "H100"}}
 """What the values of an example leave to its reader, such as the model behind a URL."""
-UNKNOWN = {"laptop": {"storyteller.prefill", "storyteller.decode"}, "several-models": {"small.decode"}}
+STORYTELLER = {"storyteller.prefill", "storyteller.decode"}
+UNKNOWN = {"laptop": STORYTELLER, "laptop-restricted": STORYTELLER, "several-models": {"small.decode"}}
 """Pools without GPUs of models that nobody knows."""
 OLD_RDMA: dict[str, Any] = {
     "models": [
@@ -51,6 +54,8 @@ OLD_RDMA: dict[str, Any] = {
     },
 }
 """What helm/examples/gpu-rdma.yaml was: 141 GB of weights on a GPU of 80 GB."""
+HELM_TIMEOUT_S = 300
+"""Seconds that helm waits for a hook by default."""
 RDMA_REFUSED = [
     "weights 141.1 GB + KV 42.9 GB + step 3.6 GB + reserve 2.0 GB = 189.6 GB, 109.6 GB more than the 80.0 GB of H100",
     "fits with tensor_parallel: 4, gpus: 4"
@@ -126,8 +131,7 @@ def checking(values: dict[str, Any] | Path, *options: str) -> list[dict[str, Any
 
 
 def hooks_of(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = [m for m in manifests if "fit-check" in m["metadata"]["name"]]
-    return sorted(found, key=lambda m: int(m["metadata"]["annotations"]["helm.sh/hook-weight"]))
+    return [m for m in manifests if "fit-check" in m["metadata"]["name"]]
 
 
 @needs_helm
@@ -137,10 +141,14 @@ def test_the_job_comes_before_all_else_and_keeps_the_rules(example: Path, versio
     manifests = checking(example)
     check_schema(manifests, version)
     check_rules(manifests)
-    values, job = hooks_of(manifests)
-    assert (values["kind"], job["kind"]) == ("ConfigMap", "Job")
-    for each in (values, job):
-        assert each["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
+    (job,) = hooks_of(manifests)
+    assert job["kind"] == "Job", "nothing else that would outlive a failed check"
+    annotations = job["metadata"]["annotations"]
+    assert annotations["helm.sh/hook"] == "pre-install,pre-upgrade"
+    assert annotations["helm.sh/hook-output-log-policy"] == "hook-failed"
+    assert set(annotations["helm.sh/hook-delete-policy"].split(",")) == {"before-hook-creation", "hook-succeeded"}
+    assert job["spec"]["ttlSecondsAfterFinished"] == 600
+    assert job["spec"]["activeDeadlineSeconds"] < HELM_TIMEOUT_S
     spec = dict(pod_specs(manifests))["demo-fit-check"]
     assert "serviceAccountName" not in spec, "the release's own is made after the hooks"
     mounted = {volume["name"] for volume in spec["volumes"]}
@@ -155,14 +163,30 @@ def test_there_is_no_job_unless_asked_for() -> None:
 
 @needs_helm
 def test_environments_are_not_told() -> None:
-    (values, _) = hooks_of(checking({"worker": {"env": [{"name": "TOKEN", "value": "sesame"}]}}))
+    (values,) = hooks_of(checking({"worker": {"env": [{"name": "TOKEN", "value": "sesame"}]}}))
     assert "sesame" not in json.dumps(values)
+
+
+@needs_helm
+def test_a_missing_claim_is_named_before_anything_waits_for_it(tmp_path: Path) -> None:
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
+    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "models"}}
+    example = ROOT / "helm" / "examples" / "gpu-8b.yaml"
+    with KubeApi(tmp_path) as api:
+        assert hooks_of(checking(example, *api.options)), "helm makes the namespace, and who knows what it will have"
+        api.apply([account])
+        refused = template(example, *api.options)
+        assert refused.returncode != 0
+        assert "llama-3.1-8b: source.pvc.claimName: namespace default has no PersistentVolumeClaim" in refused.stderr
+        api.apply([claim])
+        assert hooks_of(checking(example, *api.options))
 
 
 async def run_job(manifests: list[dict[str, Any]], folder: Path, configs: dict[str, dict[str, Any]]) -> tuple[int, str]:
     """Run what the job runs, with `config.json` of the models that it finds mounted; return its exit code and words."""
     spec = dict(pod_specs(manifests))["demo-fit-check"]
-    pod = Pod("demo-fit-check", "127.0.0.1", {}, spec)
+    (job,) = hooks_of(manifests)
+    pod = Pod("demo-fit-check", "127.0.0.1", {}, spec, job["spec"]["template"]["metadata"]["annotations"])
     node = LoopbackPods(manifests, folder, {})
     place = node.mounts(pod)
     for name, config in configs.items():

@@ -46,6 +46,14 @@ def test_it_is_pinned_and_runs_as_nobody_special(dockerfile: Path) -> None:
     assert "-c constraints.txt" in text
 
 
+def test_it_keeps_the_bytecode_that_pip_compiles(dockerfile: Path) -> None:
+    """Containers have a read-only root: without it each start compiles all that it imports."""
+    text = dockerfile.read_text()
+    assert "PIP_NO_COMPILE" not in text
+    assert "--no-compile" not in text
+    assert text.index("pip install") < text.index("PYTHONDONTWRITEBYTECODE=1")
+
+
 def test_the_image_of_gpus_has_the_cuda_that_its_torch_was_built_for() -> None:
     text = (ROOT / "docker" / "worker.Dockerfile").read_text()
     (base,) = re.findall(r"--build-arg BASE=(\S+)", text)

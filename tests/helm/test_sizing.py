@@ -47,12 +47,8 @@ def test_a_decode_pool_that_may_be_of_zero_can_come_back() -> None:
 
 def test_templates_know_what_a_planner_takes_for_granted() -> None:
     """What they compare others with, where values do not say it."""
-    for name, fields in (
-        ("router", {"start_s"}),
-        ("workers", {"min_workers"}),
-        ("planner", {"min_workers", "max_workers"}),
-    ):
-        text = (CHART / "templates" / f"{name}.yaml").read_text()
+    for name, fields in (("router.yaml", {"start_s"}), ("_helpers.tpl", {"min_workers", "max_workers"})):
+        text = (CHART / "templates" / name).read_text()
         asked = re.findall(r"(start_s) \| default (\d+)", text) + re.findall(r"(\w+_workers) (\d+) \(hasKey", text)
         assert {field: float(found) for field, found in asked} == {field: PLANNED[field] for field in fields}
 
@@ -82,7 +78,8 @@ def test_a_planner_may_size_the_pools_of_its_model_and_nothing_else() -> None:
         )
         named = config_of(manifests, role["metadata"]["name"], "planner")["kubernetes"]
         assert sorted(named.values()) == names
-        assert all("replicas" not in deployments[name]["spec"] for name in names), "an upgrade would undo its work"
+        sizes = {name: deployments[name]["spec"]["replicas"] for name in names}
+        assert sizes == {name: 1 if name.endswith("prefill") else 2 for name in names}, "of a first install"
     assert not any(m["kind"] == "Role" for m in render())
 
 
@@ -99,7 +96,7 @@ def test_keda_scales_each_pool_to_what_the_planner_wishes() -> None:
     for role in ROLES:
         spec = scaled[f"demo-simulated-{role}"]
         assert spec["scaleTargetRef"] == {"name": f"demo-simulated-{role}"}
-        assert "replicas" not in deployments[f"demo-simulated-{role}"]["spec"]
+        assert deployments[f"demo-simulated-{role}"]["spec"]["replicas"] == (1 if role == "prefill" else 2)
         bounds = (spec["minReplicaCount"], spec["maxReplicaCount"])
         assert bounds == (config.pool(role).min_workers, config.pool(role).max_workers)
         (trigger,) = spec["triggers"]

@@ -15,7 +15,7 @@ RELEASED = sorted((ROOT / "helm" / "released").glob("*.tgz"))
 VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
 SIM = ROOT / "helm" / "examples" / "sim.yaml"
 SINCE = {
-    ("0.1.0", "tls"): "at '/monitoring': additional properties 'tlsConfig' not allowed",
+    ("0.1.0", "tls"): "at '': additional properties",
     ("0.1.0", "gpu-8b"): "additional properties 'fitCheck' not allowed",
     ("0.1.0", "gpu-rdma"): "at '/worker': additional properties",
     ("0.1.0", "keda"): "at '/monitoring': additional properties 'podMonitor' not allowed",
@@ -25,10 +25,11 @@ SINCE = {
 KNOWN = {
     ("0.1.0", "sim"): {"demo-simulated-prefill", "demo-simulated-decode"},
     ("0.1.0", "laptop"): {"demo-storyteller-prefill", "demo-storyteller-decode"},
+    ("0.1.0", "laptop-restricted"): {"demo-storyteller-prefill", "demo-storyteller-decode"},
     ("0.1.0", "vllm"): {"demo-llama-3-1-8b-prefill", "demo-llama-3-1-8b-decode"},
     ("0.1.0", "mixed-gpus"): {"demo-llama-3-1-8b-prefill", "demo-llama-3-1-8b-decode"},
 }
-"""Pools that do not know where routers of later versions are, as docs/kubernetes.md says under Upgrades."""
+"""Pools that do not know where routers of later versions are, as docs/kubernetes-upgrades.md says."""
 
 
 def compared(old: Path, new: Path, values: Path | None = None) -> tuple[str, list[str]]:

@@ -1,11 +1,15 @@
 """The chart's values: which are refused and how, that all others render, and that each is documented."""
 
+import copy
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from hypothesis import Phase, given, settings
@@ -13,6 +17,7 @@ from hypothesis import strategies as st
 
 from cluster.roles import ROLES
 from engine.config import WorkerConfig
+from planner.runtime import PlannerConfig
 from router.config import RouterConfig
 from support.chart import (
     CHART,
@@ -28,6 +33,9 @@ from support.chart import (
     render,
     template,
 )
+
+sys.path.insert(0, str(ROOT / "helm"))
+from render_schema import BOUNDS, DECIMALS
 
 pytestmark = needs_helm
 AUTOSCALED = {"name": "a", "source": {"configMap": {}}, "decode": {"replicas": 1, "autoscaling": HPA}}
@@ -92,7 +100,7 @@ def of_hub(name: str = "a", **source: Any) -> dict[str, Any]:
         ({"planner": {"enabled": True, "keda": KEDA | {"serverAddress": "p:9090"}}}, "/planner/keda/serverAddress"),
         ({"planner": {"enabled": True, "keda": KEDA}, "models": [AUTOSCALED]}, "a.decode has autoscaling too"),
         (
-            {"planner": {"enabled": True, "keda": KEDA, "config": {"prefill": {"max_workers": 0}}}},
+            {"planner": {"enabled": True, "keda": KEDA, "config": {"prefill": {"min_workers": 0, "max_workers": 0}}}},
             "planner.config.prefill.max_workers: KEDA takes no 0",
         ),
         (
@@ -129,6 +137,30 @@ def of_hub(name: str = "a", **source: Any) -> dict[str, Any]:
             "models: a.decode.canary.gpus: 2 is not config.tensor_parallel, 1: each rank has one GPU",
         ),
         ({"fitCheck": {"gpus": "H100"}}, "'gpus' not allowed"),
+        ({"models": None}, "missing property 'models'"),
+        ({"router": None}, "missing property 'router'"),
+        ({"worker": {"resources": None}}, "at '/worker': missing property 'resources'"),
+        ({"router": {"httpPort": 50051}}, "router.httpPort: 50051 is router.grpcPort too: a pod has each port once"),
+        ({"worker": {"metricsPort": 50060}}, "worker.metricsPort: 50060 is worker.grpcPort too"),
+        ({"planner": {"healthPort": 9400}}, "planner.healthPort: 9400 is planner.metricsPort too"),
+        ({"worker": {"grpcPort": 20500}}, "worker.grpcPort: 20500 is one of UCX's ports"),
+        ({"worker": {"ucxPortFirst": 30000}}, "worker.ucxPortFirst: 30000 is above worker.ucxPortLast, 20999"),
+        (
+            {"podSecurityContext": {"runAsUser": 0}},
+            "podSecurityContext.runAsUser: 0 is root, which podSecurityContext.runAsNonRoot refuses",
+        ),
+        (
+            {"models": [keeping(0, replicas=1, autoscaling=HPA | {"maxReplicas": 1})]},
+            "models: a.decode.autoscaling.minReplicas: 2 is more than maxReplicas, 1",
+        ),
+        (
+            {"redis": {"enabled": True}, "router": {"autoscaling": {"enabled": True, "maxReplicas": 1}}},
+            "router.autoscaling.minReplicas: 2 is more than maxReplicas, 1",
+        ),
+        (
+            {"planner": {"enabled": True, "config": {"decode": {"min_workers": 9}}}},
+            "planner.config.decode.min_workers: 9 is more than max_workers, 8",
+        ),
         ({"router": {"service": {"type": "LoadBalancer"}}}, "router.service.type: LoadBalancer lets everybody in"),
         ({"router": {"minAvailable": 1}}, "router.minAvailable: 1 is not below replicas, 1"),
         (
@@ -160,6 +192,86 @@ def test_wrong_values_are_refused_by_name(change: dict[str, Any], said: str) -> 
     answer = template(change)
     assert answer.returncode != 0
     assert said in answer.stderr
+
+
+def set_null(values: dict[str, Any], path: tuple[str, ...]) -> None:
+    for key in path[:-1]:
+        values = values.setdefault(key, {})
+    values[path[-1]] = None
+
+
+def test_null_takes_away_only_what_is_empty_by_default() -> None:
+    """helm removes a value that is `null`; the schema then misses it by its name."""
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    validator = jsonschema.Draft7Validator(json.loads((CHART / "values.schema.json").read_text()))
+    validator.validate(defaults)
+    empty: dict[str, Any] = {}
+    for path in paths(defaults):
+        values = copy.deepcopy(defaults)
+        holder = values
+        for key in path[:-1]:
+            holder = holder[key]
+        if holder.pop(path[-1]) in ("", [], {}):
+            set_null(empty, path)
+            continue
+        (error,) = validator.iter_errors(values)
+        assert error.message == f"'{path[-1]}' is a required property"
+    everything = {"planner": {"enabled": True}, "redis": {"enabled": True}, "worker": {"doctor": True}}
+    for more in ({}, everything):
+        manifests = render(merged(empty, more))
+        check_schema(manifests, KUBERNETES[-1])
+        check_rules(manifests)
+
+
+def paths(values: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every value that the schema describes."""
+    for key, value in values.items():
+        yield (*path, key)
+        if isinstance(value, dict) and key not in ("requests", "limits", "podSecurityContext"):
+            yield from paths(value, (*path, key))
+
+
+def merged(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    return values | {key: {**values.get(key, {}), **inner} for key, inner in more.items()}
+
+
+def test_decimals_that_helm_makes_strings_are_settings() -> None:
+    """`--set` gives numbers for integers only."""
+    model = json.dumps([keeping(0, replicas=1, canary={"replicas": 1})])
+    manifests = render(
+        None,
+        f"--set-json=models={model}",
+        "--set=planner.enabled=true,planner.config.itl_s=0.012,planner.config.start_s=12.5",
+        "--set=planner.config.decode.min_workers=0,planner.keda.tolerance=0,router.config.trace_share=0.25",
+        "--set=worker.config.sim_step_ms=0.5,models[0].decode.canary.share=0.05",
+    )
+    planner = PlannerConfig.parse(config_of(manifests, "demo-a-planner", "planner"))
+    assert (planner.itl_s, planner.start_s) == (0.012, 12.5)
+    router = RouterConfig.parse(config_of(manifests, "demo-router", "router"))
+    assert (router.trace_share, router.no_worker_grace_s) == (0.25, 42.5)
+    canary = WorkerConfig.parse(config_of(manifests, "demo-a-decode-canary", "worker"))
+    assert (canary.traffic_share, canary.sim_step_ms) == (0.05, 0.5)
+
+
+@pytest.mark.parametrize(
+    "value", ["planner.config.goal=1.5", "planner.config.itl_s=0.0", "worker.config.sim_step_ms=-0.5"]
+)
+def test_decimals_out_of_bounds_are_refused_by_name(value: str) -> None:
+    answer = template(None, "--set", value)
+    assert answer.returncode != 0
+    assert f"'/{value.partition('=')[0].replace('.', '/')}'" in answer.stderr
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(DECIMALS, key=str)), st.decimals(0, 1100, allow_nan=False, places=4))
+def test_a_decimal_is_taken_as_a_string_where_it_is_taken_as_a_number(bounds: Any, number: Decimal) -> None:
+    schema = {"type": ["number", "string"], "pattern": f"^({DECIMALS[bounds]})$"}
+    schema |= {key: bound for key, bound in zip(BOUNDS, bounds, strict=True) if bound is not None}
+    validator = jsonschema.Draft7Validator(schema)
+    for scale in (1, 1000, 10000):  # to try numbers below one often enough
+        text = f"{number / scale:f}"
+        assert "." in text
+        assert validator.is_valid(text) == validator.is_valid(float(text)), text
 
 
 def test_two_models_of_one_name_are_refused() -> None:

@@ -28,38 +28,41 @@ utils.schema_contents = functools.cache(utils.schema_contents)  # it reads megab
 EXAMPLES = sorted((ROOT / "helm" / "examples").glob("*.yaml"))
 
 
-def _find_helm() -> str | None:
-    here = ROOT / ".helm" / "helm"
-    return os.environ.get("TANDEM_HELM") or (str(here) if here.exists() else shutil.which("helm"))
+def _find_helm(name: str) -> str | None:
+    here = ROOT / ".helm" / name
+    return os.environ.get(f"TANDEM_{name.upper()}") or (str(here) if here.exists() else shutil.which(name))
 
 
-HELM = _find_helm()
+HELM = _find_helm("helm")
+HELM_3 = _find_helm("helm3")
 needs_helm = pytest.mark.skipif(HELM is None, reason="no helm: `make helm` gets it")
 
 
-def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    assert HELM is not None
-    return subprocess.run([HELM, *arguments], capture_output=True, text=True, timeout=60, check=False)
+def helm(*arguments: str, binary: str | None = HELM) -> subprocess.CompletedProcess[str]:
+    assert binary is not None
+    return subprocess.run([binary, *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
-def render(values: dict[str, Any] | Path | None = None, *options: str, release: str = "demo") -> list[dict[str, Any]]:
+def render(
+    values: dict[str, Any] | Path | None = None, *options: str, release: str = "demo", binary: str | None = HELM
+) -> list[dict[str, Any]]:
     """All manifests. Fails with helm's own words."""
-    answer = template(values, *options, release=release)
+    answer = template(values, *options, release=release, binary=binary)
     assert answer.returncode == 0, answer.stderr
     return [manifest for manifest in yaml.safe_load_all(answer.stdout) if manifest]
 
 
 def template(
-    values: dict[str, Any] | Path | None = None, *options: str, release: str = "demo"
+    values: dict[str, Any] | Path | None = None, *options: str, release: str = "demo", binary: str | None = HELM
 ) -> subprocess.CompletedProcess[str]:
     if values is None:
-        return helm("template", release, str(CHART), *options)
+        return helm("template", release, str(CHART), *options, binary=binary)
     if isinstance(values, Path):
-        return helm("template", release, str(CHART), "-f", str(values), *options)
+        return helm("template", release, str(CHART), "-f", str(values), *options, binary=binary)
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         json.dump(values, file)  # which is YAML in which no word is a boolean
         file.flush()
-        return helm("template", release, str(CHART), "-f", file.name, *options)
+        return helm("template", release, str(CHART), "-f", file.name, *options, binary=binary)
 
 
 def pod_specs(manifests: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
@@ -154,3 +157,28 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     return selector.get("matchLabels", {}).items() <= labels.items() and all(
         labels.get(each["key"]) in each["values"] for each in expressions
     )
+
+
+def cpu_of(manifest: dict[str, Any]) -> int:
+    """Return the thousandths of a core that a manifest's pods request, with the surge of an upgrade."""
+    if manifest["kind"] == "Pod":
+        return _requested(manifest["spec"])
+    if manifest["kind"] not in ("Deployment", "StatefulSet"):
+        return 0
+    spec = manifest["spec"]
+    surge: int = spec.get("strategy", {}).get("rollingUpdate", {}).get("maxSurge", 0)
+    return (int(spec["replicas"]) + surge) * _requested(spec["template"]["spec"])
+
+
+def _requested(spec: dict[str, Any]) -> int:
+    """Return the CPU that the scheduler reserves for a pod: its containers, or the largest init container."""
+
+    def of(containers: list[dict[str, Any]]) -> list[int]:
+        return [_milli_cpu(container["resources"]["requests"]["cpu"]) for container in containers]
+
+    return max([sum(of(spec["containers"])), *of(spec.get("initContainers", []))])
+
+
+def _milli_cpu(quantity: Any) -> int:
+    text = str(quantity)
+    return int(text.removesuffix("m")) if text.endswith("m") else round(float(text) * 1000)

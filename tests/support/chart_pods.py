@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Pod:
     ip: str
     labels: dict[str, str]
     spec: dict[str, Any]
+    annotations: dict[str, str] = field(default_factory=dict)
     process: asyncio.subprocess.Process | None = None
     namespace: Namespace | None = None
 
@@ -73,28 +74,33 @@ class LoopbackPods:
         folder: Path,
         secrets: dict[str, dict[str, bytes]],
         api_server: str = "",
+        network: str = "127.0.1",
     ) -> None:
-        """`secrets`: files by the name of their secret. `api_server`: of Kubernetes, for pods with an account there."""
+        """`secrets`: files by the name of their secret. `api_server`: of Kubernetes, for pods with an account there.
+
+        `network`: the first three numbers of the pods' addresses, others in each file of tests, which run side by side.
+        """
         self.manifests = manifests
+        self._network = network
         self._folder = folder
         self.secrets = secrets
         self._api_server = api_server
         self.pods: list[Pod] = []
 
     def schedule(self, planned: Mapping[str, int]) -> None:
-        """Make the pods of all Deployments and StatefulSets; `planned`: replicas of those that the planner sizes."""
+        """Make the pods of all Deployments and StatefulSets; `planned`: sizes by name, in place of the values'."""
         for manifest in self.manifests:
             if manifest["kind"] in ("Deployment", "StatefulSet"):
                 template = manifest["spec"]["template"]
-                size = planned.get(manifest["metadata"]["name"], 1)
-                for number in range(manifest["spec"].get("replicas", size)):
+                size = planned.get(manifest["metadata"]["name"], manifest["spec"]["replicas"])
+                for number in range(size):
                     name = f"{manifest['metadata']['name']}-{number}"
                     pod = Pod(name, "", template["metadata"]["labels"], template["spec"])
                     self.pods.append(pod)
                     self.give_address(pod)
 
     def give_address(self, pod: Pod) -> None:
-        pod.ip = f"127.0.1.{len(self.pods)}"
+        pod.ip = f"{self._network}.{len(self.pods)}"
 
     @property
     def services(self) -> dict[str, list[Pod]]:
@@ -143,6 +149,10 @@ class LoopbackPods:
                 ]
                 for name, text in data.items():
                     (place / name).write_text(_replaced(self.localise(pod, text), places))
+            for item in volumes[mount["name"]].get("downwardAPI", {}).get("items", []):
+                annotation = re.fullmatch(r"metadata\.annotations\['(.+)'\]", item["fieldRef"]["fieldPath"])
+                assert annotation is not None
+                (place / item["path"]).write_text(_replaced(pod.annotations[annotation[1]], places))
             if "projected" in volumes[mount["name"]]:
                 self._account(place, Path(places["/etc/tandem"]) / "planner.yaml")
         return lambda text: _replaced(text, places)

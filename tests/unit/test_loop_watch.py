@@ -1,6 +1,12 @@
 """The watch of an event loop, with a clock of its own."""
 
-from cluster.loop_watch import TICK_S, LoopWatch
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.loop_watch import TICK_S, LoopWatch, excuse_standstill, watch_loop
 
 
 class Clock:
@@ -46,3 +52,40 @@ def test_each_lag_is_told() -> None:
         clock.now += TICK_S + lag_s
         watch.tick()
     assert [round(lag_s, 6) for lag_s in told] == [0.0, 3.0, 1.0, 0.0]
+
+
+async def test_an_excused_standstill_is_not_late_and_the_clock_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, clock = watch_loop(), Clock()
+    monkeypatch.setattr(watch, "_clock", clock)
+    watch.tick()
+    began_at = watch.time()
+    clock.now += 3.0
+    excuse_standstill()
+    assert watch.late_s() <= 0
+    assert watch.time() - began_at < TICK_S + 1e-9
+
+
+def test_a_router_imports_its_http_frontend_before_the_loop_is_watched(tmp_path: Path) -> None:
+    """The import takes most of a second, in which the loop stands still."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 100, "max_position_embeddings": 512}')
+    program = f"""
+import asyncio, sys
+from router import runtime
+from router.config import RouterConfig
+
+class Watched(Exception):
+    pass
+
+def watch_loop():
+    assert "router.frontend.http_frontend" in sys.modules
+    raise Watched
+
+assert "router.frontend.http_frontend" not in sys.modules
+runtime.watch_loop = watch_loop
+try:
+    asyncio.run(runtime.start_router(RouterConfig.parse({{"model": {str(tmp_path)!r}, "http_port": 0, "port": 0}})))
+except Watched:
+    print("imported first")
+"""
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert answer.stdout == "imported first\n", answer.stderr

@@ -32,15 +32,80 @@ app.kubernetes.io/instance: '{{ .Release.Name }}'
 {{- end -}}
 
 {{- define "tandem.redisUrl" -}}
-{{- if and .Values.redis.enabled .Values.redis.url }}{{ fail "redis: either enabled or url" }}{{ end -}}
-{{- if regexMatch "//[^@]*:.*@|[?&]password=" .Values.redis.url -}}
+{{- $url := .Values.redis.url | default "" -}}
+{{- if and .Values.redis.enabled $url }}{{ fail "redis: either enabled or url" }}{{ end -}}
+{{- if regexMatch "//[^@]*:.*@|[?&]password=" $url -}}
 {{- fail "redis.url: has a password in it, which everybody who may read ConfigMaps would see: it belongs in a secret, with the key `password`, which redis.passwordSecret names" -}}
 {{- end -}}
 {{- if .Values.redis.enabled -}}
 redis://{{ include "tandem.name" . }}-redis:6379/0
 {{- else -}}
-{{ .Values.redis.url }}
+{{ $url }}
 {{- end -}}
+{{- end -}}
+
+{{- /* Values that Kubernetes or a process would refuse later, in a pod: refused here by their names. */ -}}
+{{- define "tandem.checks" -}}
+{{- $router := .Values.router -}}
+{{- $worker := .Values.worker -}}
+{{- include "tandem.distinct" (dict "of" "router" "values" $router "ports" (list "grpcPort" "internalPort" "healthPort" "httpPort" "metricsPort")) -}}
+{{- include "tandem.distinct" (dict "of" "worker" "values" $worker "ports" (list "grpcPort" "healthPort" "metricsPort")) -}}
+{{- include "tandem.distinct" (dict "of" "planner" "values" .Values.planner "ports" (list "metricsPort" "healthPort")) -}}
+{{- if gt (int $worker.ucxPortFirst) (int $worker.ucxPortLast) -}}
+{{- fail (printf "worker.ucxPortFirst: %d is above worker.ucxPortLast, %d" (int $worker.ucxPortFirst) (int $worker.ucxPortLast)) -}}
+{{- end -}}
+{{- range $port := list "grpcPort" "healthPort" "metricsPort" -}}
+{{- $number := int (get $worker $port) -}}
+{{- if and (ge $number (int $worker.ucxPortFirst)) (le $number (int $worker.ucxPortLast)) -}}
+{{- fail (printf "worker.%s: %d is one of UCX's ports, worker.ucxPortFirst to worker.ucxPortLast" $port $number) -}}
+{{- end -}}
+{{- end -}}
+{{- $security := .Values.podSecurityContext | default dict -}}
+{{- if and $security.runAsNonRoot (hasKey $security "runAsUser") (eq (int $security.runAsUser) 0) -}}
+{{- fail "podSecurityContext.runAsUser: 0 is root, which podSecurityContext.runAsNonRoot refuses: set another user, or runAsNonRoot to false" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.distinct" -}}
+{{- $taken := dict -}}
+{{- range $port := .ports -}}
+{{- $number := toString (int (get $.values $port)) -}}
+{{- if hasKey $taken $number -}}
+{{- fail (printf "%s.%s: %s is %s.%s too: a pod has each port once" $.of $port $number $.of (get $taken $number)) -}}
+{{- end -}}
+{{- $_ := set $taken $number $port -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Size of a Deployment or StatefulSet. A size that somebody set since the last install or upgrade stays: any size where
+a planner or autoscaler (`scaled`) owns it, else one that replaced the size in the values while these did not change.
+Without a cluster, as in `helm template`, and at the first install it is the values' size, within the scaler's bounds. */ -}}
+{{- define "tandem.size" -}}
+{{- $live := lookup "apps/v1" .kind .root.Release.Namespace .name -}}
+{{- $size := int .size -}}
+{{- if and .scaled (gt (int .least) (int .most)) -}}
+{{- fail (printf "%s: %d is more than %s, %d" .leastName (int .least) .mostName (int .most)) -}}
+{{- end -}}
+{{- if not $live -}}
+{{- if .scaled }}{{ $size = max (int .least) (min $size (int .most)) }}{{ end -}}
+{{- else if or .scaled (eq (dig "metadata" "annotations" "tandem/values-replicas" "" $live) (toString $size)) -}}
+{{- $size = int $live.spec.replicas -}}
+{{- end -}}
+{{- $size -}}
+{{- end -}}
+
+{{- /* A planner's bounds of a pool: the defaults are those of planner/config.py. */ -}}
+{{- define "tandem.plannerLeast" -}}
+{{- ternary .min_workers 1 (hasKey . "min_workers") | int -}}
+{{- end -}}
+
+{{- define "tandem.plannerMost" -}}
+{{- ternary .max_workers 8 (hasKey . "max_workers") | int -}}
+{{- end -}}
+
+{{- define "tandem.routerSize" -}}
+{{- $scaler := .Values.router.autoscaling -}}
+{{- include "tandem.size" (dict "root" . "kind" "StatefulSet" "name" (printf "%s-router" (include "tandem.name" .)) "size" .Values.router.replicas "scaled" $scaler.enabled "least" $scaler.minReplicas "most" $scaler.maxReplicas "leastName" "router.autoscaling.minReplicas" "mostName" "maxReplicas") -}}
 {{- end -}}
 
 {{- /* Stable names of the routers' pods: workers join each of them. */ -}}
@@ -48,7 +113,7 @@ redis://{{ include "tandem.name" . }}-redis:6379/0
 {{- $name := include "tandem.name" . -}}
 {{- $port := int .Values.router.internalPort -}}
 {{- $routers := list -}}
-{{- range $number := until (int .Values.router.replicas) -}}
+{{- range $number := until (max (int .Values.router.replicas) (int (include "tandem.routerSize" .)) | int) -}}
 {{- $routers = append $routers (printf "%s-router-%d.%s-routers:%d" $name $number $name $port) -}}
 {{- end -}}
 {{- $routers | toJson -}}
@@ -69,6 +134,15 @@ redis://{{ include "tandem.name" . }}-redis:6379/0
 {{- $spread = append $spread $constraint -}}
 {{- end -}}
 {{- toYaml $spread -}}
+{{- end -}}
+
+{{- /* Fail where a cluster lacks the kind of an object that `value` asks for. Only a cluster that was asked names its kinds:
+without one, as in `helm template`, everything is rendered. */ -}}
+{{- define "tandem.needs" -}}
+{{- $known := .root.Capabilities.APIVersions -}}
+{{- if and ($known.Has "apps/v1/Deployment") (not ($known.Has (printf "%s/%s" .api .kind))) -}}
+{{- fail (printf "%s: the cluster has no %s (%s), which %s brings: install that first, or unset %s" .value .kind .api .from .value) -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "tandem.containerSecurity" -}}
@@ -234,7 +308,7 @@ livenessProbe:
     {{- end }}
   securityContext: {{- include "tandem.containerSecurity" . | nindent 4 }}
   resources:
-    requests: {cpu: 500m, memory: 512Mi}
+    requests: {cpu: 100m, memory: 128Mi}
     limits: {cpu: "2", memory: 2Gi}
   volumeMounts:
     - {name: 'model-{{ include "tandem.slug" .model }}', mountPath: {{ include "tandem.modelPath" .model }}}
