@@ -153,11 +153,12 @@ $(LOAD_VENV)/.installed: bench/clients/load-requirements.txt
 	@$(LOAD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r bench/clients/load-requirements.txt
 	@touch $@
 
-# instructor's own bounds exclude the jiter of today's openai, with which it works.
+# Bounds of instructor and llama-index exclude today's openai, with which both work.
 $(CLIENTS_VENV)/.installed: bench/clients/requirements.txt
 	@$(PYTHON) -m venv $(CLIENTS_VENV)
 	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r bench/clients/requirements.txt
-	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'instructor>=1.17,<2'
+	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  'instructor==1.17.*' 'llama-index-llms-openai==0.8.*' 'llama-index-llms-openai-like==0.8.*'
 	@touch $@
 
 bench-neighbours: $(INSTALLED)
