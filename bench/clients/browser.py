@@ -82,7 +82,11 @@ async def _serving(page: str, port: int) -> AsyncIterator["asyncio.Future[str]"]
     failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        except asyncio.IncompleteReadError:  # a spare connection that Chromium opened and never used
+            writer.close()
+            return
         length = head.partition("content-length:")[2].partition("\r\n")[0]
         posted = (await reader.readexactly(int(length or 0))).decode()
         if head.startswith("post") and not failure.done():
