@@ -102,7 +102,7 @@ class RedisLink:
             cause = str(error) or f"no answer within {self._limit_s:g} s"
             raise RedisAway(f"Redis at {self.where}: {cause}") from None
         except Exception as error:  # errors of the client library: none may end processes that can go on without Redis
-            log.exception("unexpected, from Redis at %s", self.where)
+            log.exception("unexpected error from Redis at %s", self.where)
             raise RedisAway(f"Redis at {self.where}: {type(error).__name__}") from error
         finally:
             # The library uses asyncio.wait_for, which up to Python 3.11 drops a cancellation that coincides with an
@@ -135,4 +135,4 @@ def check_url(url: str) -> None:
     try:
         BlockingConnectionPool.from_url(url)
     except (ValueError, TypeError):
-        raise StartError("redis_url", "is no url such as redis://:password@host:6379/0") from None
+        raise StartError("redis_url", "is not a URL such as redis://:password@host:6379/0") from None

@@ -299,9 +299,11 @@ def flags_of(text: str) -> Iterator[Flag]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise EngineStartError("vllm_args", f"{error}: quote values as a shell needs it") from None
+        raise EngineStartError("vllm_args", f"{error}: quote values as in a shell") from None
     if words and not _is_flag(words[0]):
-        raise EngineStartError("vllm_args", f"{words[0]!r} comes before the first flag: the model is the setting model")
+        raise EngineStartError(
+            "vllm_args", f"{words[0]!r} comes before the first flag: name the model in the setting `model`"
+        )
     starts = [number for number, word in enumerate(words) if _is_flag(word)]
     for start, end in zip(starts, [*starts, len(words)][1:], strict=True):
         yield _flag(words[start], words[start + 1 : end])
@@ -400,7 +402,7 @@ def _mapped(flag: Flag, ranks: object) -> int | str:
     if flag.name == "dtype":
         return _DTYPES.get(text, text)
     if (count := count_of(text)) is None:
-        raise EngineStartError("vllm_args", f"{flag.written}: {text!r} is no number")
+        raise EngineStartError("vllm_args", f"{flag.written}: {text!r} is not a number")
     if flag.name != "kv_cache_memory_bytes":
         return count
     return count * int(str(ranks) if str(ranks).isdecimal() else 1) >> 20  # other values are refused as tensor_parallel

@@ -65,9 +65,9 @@ class ProcessAddress:
         host, pid, secret_at = fields["host"], fields["pid"], fields["secret_at"]
         secret = bytes.fromhex(fields["secret"])
         if type(host) is not str or type(pid) is not int or not 0 < pid < 1 << 31:
-            raise ValueError(f"process {pid!r} on {host!r}")
+            raise ValueError(f"no valid process: pid {pid!r} on host {host!r}")
         if type(secret_at) is not int or not 0 < secret_at < 1 << 63 or len(secret) != SECRET_BYTES:
-            raise ValueError(f"a secret of {len(secret)} bytes at {secret_at!r}")
+            raise ValueError(f"no valid secret: {len(secret)} bytes at address {secret_at!r}")
         return cls(host, pid, secret_at, secret)
 
 
@@ -119,7 +119,7 @@ class Attached:
         if folding is not None:
             part_bytes = folding.num_words * WORD_BYTES
             if any(span.length % part_bytes for span in spans):
-                raise ValueError(f"spans of whole parts of {part_bytes} bytes, not {spans}")
+                raise ValueError(f"spans must be whole parts of {part_bytes} bytes, not {spans}")
             found = np.empty(sum(span.length for span in spans) // part_bytes, np.uint64)
             of = (*folding.arguments, found.ctypes.data)
         error = self._copy(flat.buffer_info()[0], len(spans), *of)

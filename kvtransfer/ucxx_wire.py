@@ -119,7 +119,7 @@ class FrameReader:
         while len(self._buffer) >= HEADER.size:
             size, kind = HEADER.unpack_from(self._buffer)
             if size > self.max_body_bytes:
-                raise Malformed(f"a frame of {size} bytes; {self.max_body_bytes} is the limit here")
+                raise Malformed(f"a frame has {size} bytes; the limit is {self.max_body_bytes}")
             if kind not in KINDS:
                 raise Malformed(f"a frame of unknown kind {kind}")
             if len(self._buffer) < HEADER.size + size:
@@ -142,11 +142,11 @@ def unpack_greeting(body: bytes, incarnation: bytes, secret: bytes) -> bytes:
     """
     signature, said = body[:MAC_BYTES], body[MAC_BYTES:]
     if said[:ID_BYTES] != incarnation:
-        raise Malformed("another incarnation was meant")
+        raise Malformed("the greeting is for another incarnation of this process")
     if not hmac.compare_digest(signature, _sign(secret, said)):
-        raise Malformed("the signature is not that of the endpoint")
+        raise Malformed("the greeting's signature does not match the endpoint's secret")
     if not 0 < len(said) - ID_BYTES <= MAX_ADDRESS_BYTES:
-        raise Malformed(f"an address of {len(said) - ID_BYTES} bytes; 1 to {MAX_ADDRESS_BYTES} are possible")
+        raise Malformed(f"the UCX address has {len(said) - ID_BYTES} bytes, not 1 to {MAX_ADDRESS_BYTES}")
     return said[ID_BYTES:]
 
 
@@ -167,17 +167,17 @@ class ReadRequest:
         Raises Malformed, also for pieces outside the pool or more bytes than a read may carry.
         """
         if len(body) < NUMBER.size + SPAN.size or (len(body) - NUMBER.size) % SPAN.size:
-            raise Malformed(f"a read request of {len(body)} bytes")
+            raise Malformed(f"a read request cannot have {len(body)} bytes")
         (number,) = NUMBER.unpack_from(body)
         pieces = tuple(SPAN.iter_unpack(body[NUMBER.size :]))
         for offset, length in pieces:
             if length == 0 or offset + length > pool_bytes:
-                raise Malformed(f"{length} bytes at {offset} of a pool of {pool_bytes}")
+                raise Malformed(f"{length} bytes at offset {offset} lie outside the pool of {pool_bytes} bytes")
         total = sum(length for _, length in pieces)
         if total > MAX_POSTED_BYTES_ON_GPU:  # of a borrower with any kind of memory
-            raise Malformed(f"a read of {total} bytes; {MAX_POSTED_BYTES_ON_GPU} is the limit")
+            raise Malformed(f"a read asks for {total} bytes; the limit is {MAX_POSTED_BYTES_ON_GPU}")
         if number >> (64 - INDEX_BITS):
-            raise Malformed(f"read number {number}")
+            raise Malformed(f"read number {number} is too large")
         return cls(number, pieces)
 
     def tags(self) -> range:
@@ -191,5 +191,5 @@ def _sign(secret: bytes, said: bytes) -> bytes:
 
 def _string(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no string")
+        raise TypeError(f"{value!r} is not a string")
     return value

@@ -63,7 +63,7 @@ class PlannerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySetti
         """
         super().check()
         if not self.routers and not self.redis_url:
-            raise StartError("routers", "are none, and without redis_url none can be found")
+            raise StartError("routers", "is empty: list routers, or set redis_url to find them")
         if self.executor == "switch" and not self.switch:
             raise StartError("switch", "must be set for `executor: switch`, which does nothing else")
         if self.executor == "kubernetes" and self.switch:
@@ -265,7 +265,7 @@ class Planner:
             spare = seen.pool(giver).serving + seen.pool(giver).starting - desired.pool(giver)
             if self._config.switch and self._executor.switches and min(short, spare) > 0:
                 chosen = self._idlest(giver, min(short, spare))
-                log.info("%s: to be %s workers", ", ".join(worker.worker_id for worker in chosen), taker)
+                log.info("%s: switching to %s workers", ", ".join(worker.worker_id for worker in chosen), taker)
                 await self._executor.switch(chosen, taker)
                 self._planner_metrics.switched(taker, len(chosen))
         for role in ROLES:

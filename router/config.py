@@ -122,7 +122,9 @@ class RouterConfig(
     def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
         for origin in origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ValueError(f"{origin!r} is no origin: scheme://host or scheme://host:port, without a path, or *")
+                raise ValueError(
+                    f"{origin!r} is not an origin: scheme://host or scheme://host:port, without a path, or *"
+                )
         return origins
 
     def priors(self) -> Priors:

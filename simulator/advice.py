@@ -148,7 +148,7 @@ def check_seeds(repeat: int) -> None:
     Raises BadSetup.
     """
     if not 1 <= repeat <= len(LEVELS):
-        raise BadSetup("repeat", f"{repeat} is not from 1 to {len(LEVELS)}")
+        raise BadSetup("repeat", f"must be 1 to {len(LEVELS)}, not {repeat}")
 
 
 def settle(first: Sequence[Sample], most: int, again: Callable[[int, int], Sample]) -> Comparison:

@@ -121,7 +121,9 @@ def calibrate(
     """
     timed = [each for served in log if (each := _timed(served)) is not None]
     if len(timed) < LEAST_ROWS:
-        raise BadSetup("log", f"{len(timed)} undisturbed requests with receipts are less than {LEAST_ROWS}")
+        raise BadSetup(
+            "log", f"{len(timed)} undisturbed requests with receipts are too few; at least {LEAST_ROWS} are needed"
+        )
     fits: dict[str, Fit] = {}
     decode, fits["decode"] = _fit(list(_decode_rows(timed, decode_chunk)))
     message_s = _message_s(timed)
@@ -139,15 +141,15 @@ def calibrate(
         block_bytes = moved[0].moved_bytes // moved[0].moved_blocks
     else:
         raise BadSetup(
-            "block_bytes", "no KV moved in this log, so that it is not measured: say --block-bytes or --model"
+            "block_bytes", "no KV moved in this log, so the block size was not measured: set --block-bytes or --model"
         )
     link = _link(timed, prefill_chunk, block_bytes)
     if given.nic_bytes_per_s is not None:
         notes["nic_bytes_per_s"] = "given"
         link = (link[0] if link else READ_LATENCY_S, given.nic_bytes_per_s)
     elif link is None:
-        few = f"fewer than {LEAST_ROWS} transfers in this log, so that links are not measured"
-        raise BadSetup("nic_gbps", f"{few}: say --nic-gbps or --gpu")
+        few = f"fewer than {LEAST_ROWS} transfers in this log, so links were not measured"
+        raise BadSetup("nic_gbps", f"{few}: set --nic-gbps or --gpu")
     if prefill is None:
         notes["prefill"] = "as decode: hardly anything was computed for others"
     if num_blocks is None:

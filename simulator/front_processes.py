@@ -237,7 +237,7 @@ class FrontProcesses(Listener):
 
     def _ask(self, stream: LoanStream, lend: Lend) -> None:
         if not stream.lender.alive:
-            self._end(stream, "nobody is there")
+            self._end(stream, "the worker has no server")
         elif stream.lender.draining and lend.may_compute:
             self._end(stream, TOLD)
         else:

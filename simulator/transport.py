@@ -103,6 +103,6 @@ class VirtualTransport(Transport):
             self.num_bytes_read += read.num_bytes
             read.future.set_result(None)
         else:
-            read.future.set_exception(PeerGone(f"{peer.name} is gone"))
+            read.future.set_exception(PeerGone(f"{peer.name} has ended"))
         if not self._closed:
             self._post(peer)

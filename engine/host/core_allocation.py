@@ -69,7 +69,7 @@ class CoreAllocation:
             if share != self._share:
                 settle_on(share, self._niceness)
         except OSError as error:  # it still computes, on the cores where the system puts it
-            log.warning("cannot keep off other engines' cores: %s", error)
+            log.warning("cannot avoid the cores of other engines: %s", error)
             self._leave()
             self._apart = True
             return None
@@ -77,7 +77,7 @@ class CoreAllocation:
         if share == self._share:
             return None
         self._share = share
-        log.info("computes on %s", share)
+        log.info("the engine computes on %s", share)
         return share
 
     def _look(self) -> CoreShare:

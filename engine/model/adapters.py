@@ -45,7 +45,7 @@ def _read(name: str, path: Path) -> Adapter:
             content = (path / file).read_bytes()
             digest.update(len(content).to_bytes(8, "little") + content)
     except (OSError, ValueError) as error:
-        raise EngineStartError(FIELD, f"{name}: {path} is no adapter of PEFT: {error}") from error
+        raise EngineStartError(FIELD, f"{name}: {path} is not a PEFT adapter: {error}") from error
     ranks = said.get("r"), *(said.get("rank_pattern") or {}).values()
     if said.get("peft_type") != "LORA" or not all(isinstance(rank, int) and rank > 0 for rank in ranks):
         raise EngineStartError(FIELD, f"{name}: {path / config} describes no LoRA adapter")

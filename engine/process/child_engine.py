@@ -74,7 +74,7 @@ class ChildEngine(EngineHost):
         try:
             self._link.send(message)
         except OSError:
-            log.info("the engine is gone")  # the socket's end reports it too, and that tells everyone
+            log.info("the engine process has ended")  # the socket's end reports it too, and that tells everyone
             return
         if self._link.has_unsent:
             self._loop.add_writer(self._link.fileno(), self._on_writable)

@@ -45,7 +45,7 @@ def open_plugin_runner(config: WorkerConfig, role: Role) -> ModelRunner:
     open_runner: OpenRunner | None = load_plugin(GROUP, config.engine)
     if open_runner is None:
         installed = ", ".join([*OWN_ENGINES, *plugin_names(GROUP)])
-        raise EngineStartError("engine", f"no engine {config.engine!r} is installed; installed are {installed}")
+        raise EngineStartError("engine", f"unknown engine {config.engine!r}; installed are {installed}")
     return open_runner(config, role)
 
 

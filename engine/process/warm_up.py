@@ -69,7 +69,7 @@ class WarmUp:
         except Exception as error:
             log.exception("the warm-up failed")
             cause = " ".join(f"{type(error).__name__}: {error}".split())
-            raise EngineStartError("engine", f"it cannot compute: {cause}") from error
+            raise EngineStartError("engine", f"cannot compute: {cause}") from error
         core.drop_cache()
         return time.monotonic() - began_at
 

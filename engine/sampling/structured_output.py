@@ -33,7 +33,9 @@ def read_structured(sampling: pb.Sampling) -> StructuredOutput | None:
         given.append(StructuredOutput("choice", tuple(message.choice)))
     if len(given) != 1:
         what = f"{' and '.join(one.kind for one in given)} were given" if given else "none was given"
-        raise InvalidRequest(FIELD, f"exactly one of json_schema, json_object, regex, grammar, choice; {what}")
+        raise InvalidRequest(
+            FIELD, f"must have exactly one of json_schema, json_object, regex, grammar, choice; {what}"
+        )
     _check_size(given[0])
     return given[0]
 

@@ -29,7 +29,7 @@ class MappedFiles:
         sizes = [path.stat().st_size for path in paths]
         offsets, total = layout_of(sizes)
         if not total:
-            raise OSError("there is no byte of weights to map")
+            raise OSError("the weight files are empty")
         area = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
         memory = np.frombuffer(area, np.uint8)
         for path, num_bytes, offset in zip(paths, sizes, offsets, strict=True):

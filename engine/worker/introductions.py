@@ -59,7 +59,7 @@ class Introductions:
         Raises Incompatible.
         """
         if request.incarnation != self._incarnation:
-            raise Incompatible("this worker is another one than the one asked", "incarnation")
+            raise Incompatible("does not match: another worker process listens at this address now", "incarnation")
         if request.model_fingerprint != self._ready.model_fingerprint:
             raise Incompatible("weights, layout or dtype differ from the caller's", "model_fingerprint")
         if self._lenders.num_streams < MAX_STREAMS:

@@ -137,7 +137,7 @@ class Memberships:
         give_up_at = time.monotonic() + timeout_s
         while any(router.hello is not self._hello or not router.router_id for router in known):
             if time.monotonic() > give_up_at:
-                log.warning("not every router has this worker as %s yet", pb.Role.Name(role))
+                log.warning("not every router knows this worker as %s yet", pb.Role.Name(role))
                 return
             await asyncio.sleep(RETRY_S / 10)
 
@@ -165,7 +165,7 @@ class Memberships:
             router.task = asyncio.ensure_future(self._stay_joined(router))
             router.task.add_done_callback(self._ended)
         for address in set(self._routers).difference(self._roster.wanted):
-            log.warning("router %s is gone: not tried any more", address)
+            log.warning("router %s has left and is not tried any more", address)
             task = self._routers.pop(address).task
             assert task is not None
             task.cancel()
@@ -302,8 +302,8 @@ class Memberships:
         for other in self._routers.values():
             if other is not router and other.router_id == welcome.router_id:
                 raise Incompatible(
-                    f"{other.address} and {router.address} both say that they are router {welcome.router_id!r}; "
-                    "each needs an id of its own, and one address",
+                    f"{other.address} and {router.address} both have the id {welcome.router_id!r}; "
+                    "each router needs its own router_id, and one address",
                     "router_id",
                 )
         router.router_id, router.said = welcome.router_id, ""

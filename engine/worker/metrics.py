@@ -146,7 +146,7 @@ class GpuCollector(Collector):
         try:
             return float(read(gpu))
         except self._nvml.NVMLError as error:
-            log.debug("a figure that this GPU does not have: %s", error)
+            log.debug("this GPU does not report a value: %s", error)
             return None
 
 

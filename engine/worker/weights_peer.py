@@ -78,7 +78,7 @@ class WeightsSource:
             if may_replace(offer, wanted, known, trusted=config.weights_from == "peer"):
                 self.offer = offer
                 return
-            log.info("the weight files of %s are not known to be those of %s", offer.worker_id, model_dir.path)
+            log.info("no weights from %s: its files may differ from those of %s", offer.worker_id, model_dir.path)
             await self._open.aclose()
 
     async def close(self) -> None:

@@ -96,11 +96,11 @@ class WorkerService(pb_grpc.WorkerServicer):
         if drop.all == bool(drop.token_ids):
             raise InvalidRequest("drop.token_ids", "give either a prompt or all")
         if drop.all and drop.store:
-            raise InvalidRequest("drop.store", "only objects of a prompt are removed, not all")
+            raise InvalidRequest("drop.store", "needs a prompt: the store cannot drop all objects")
         check_token_ids(drop.token_ids, "drop.token_ids", self._ready.vocab_size)
         adapters = dict(self._ready.adapters)
         if drop.adapter and drop.adapter not in adapters:
-            raise InvalidRequest("drop.adapter", f"no adapter {drop.adapter!r} is loaded here")
+            raise InvalidRequest("drop.adapter", f"this worker has no adapter {drop.adapter!r}")
         token_ids = None if drop.all else tuple(drop.token_ids)
         return CacheDrop(token_ids, drop.cache_salt, adapters.get(drop.adapter, b""), drop.store)
 
@@ -130,7 +130,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         try:
             wanted = [role for role, number in ON_WIRE.items() if number == request.role]
             if not wanted:
-                raise InvalidRequest("role", f"{request.role} is neither ROLE_PREFILL nor ROLE_DECODE")
+                raise InvalidRequest("role", f"must be ROLE_PREFILL or ROLE_DECODE, not {request.role}")
             switching = asyncio.ensure_future(self._roles.to(wanted[0]))
             handed_over = await asyncio.shield(switching)
         except ServiceError as error:

@@ -213,7 +213,7 @@ class RedisLedger:
     def _refused(self, error: RedisRefused) -> None:
         if str(error) not in self._refusals and len(self._refusals) < MAX_REFUSALS:
             self._refusals.add(str(error))
-            log.error("this router counts alone: %s", error)
+            log.error("this router counts tenants' tokens alone: %s", error)
 
     # ------------------------------------------------------------------ without Redis
 

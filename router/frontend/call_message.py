@@ -50,4 +50,4 @@ def parsed(kind: type[_Parsed], raw: bytes) -> _Parsed:
     try:
         return kind.FromString(raw)
     except DecodeError as error:
-        raise InvalidRequest("request", f"is no {kind.DESCRIPTOR.name}: {error}") from None
+        raise InvalidRequest("request", f"is not a valid {kind.DESCRIPTOR.name}: {error}") from None

@@ -138,7 +138,7 @@ def make_app(
 
     async def tell_metrics(request: Request) -> Response:
         if not config.metrics_on_http_port:
-            raise HTTPException(404, "metrics_on_http_port is not set; metrics_port has a port of their own")
+            raise HTTPException(404, "metrics_on_http_port is not set: metrics are served at metrics_port")
         caller_of(request.headers, keys).principal.check_operator()
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), headers={"content-type": content_type})

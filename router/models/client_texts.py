@@ -126,7 +126,9 @@ class ClientTexts:
         free = (character for code in STAND_INS if (character := chr(code)) not in taken)
         of_name = dict(zip(hidden, free, strict=False))
         if len(of_name) < len(hidden):
-            raise InvalidRequest("messages", "they use nearly every private character of Unicode and special tokens")
+            raise InvalidRequest(
+                "messages", "the texts use special tokens and nearly all private-use characters of Unicode"
+            )
         self.stand_ins = {stand_in: name for name, stand_in in of_name.items()}
         made: list[Any] = _replaced(values, names, of_name)
         for message, given in zip(made[0], chat, strict=True):

@@ -106,7 +106,7 @@ class ModelSelector:
         models = [model for model in self._models if allowed(rule, model.name)]
         if request.token_ids and len({model.encoder.vocabulary for model in models}) > 1:
             names = ", ".join(model.name for model in models)
-            raise InvalidRequest("token_ids", f"mean different things to {names}: name a model, or send text")
+            raise InvalidRequest("token_ids", f"have different meanings in {names}: name a model, or send text")
 
 
 @dataclass(frozen=True, slots=True)

@@ -365,7 +365,7 @@ def _fields_of(setting: str, families: Mapping[str, Family], same: Mapping[str, 
         return {}
     if (family := families.get(name)) is None:
         known = ", ".join(sorted({NONE, AUTO, *families, *same}))
-        raise StartError(setting, f"{name!r} is not known; known are {known}")
+        raise StartError(setting, f"unknown format {name!r}; known are {known}")
     return family.fields
 
 

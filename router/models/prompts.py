@@ -52,7 +52,9 @@ def prompt_kind(request: pb.GenerateRequest) -> str:
     ]
     if len(given) != 1:
         what = f"{' and '.join(given)} were given" if given else "none was given"
-        raise InvalidRequest(given[-1] if given else "text", f"exactly one of text, messages, token_ids; {what}")
+        raise InvalidRequest(
+            given[-1] if given else "text", f"exactly one of text, messages, token_ids is needed; {what}"
+        )
     return given[0]
 
 
@@ -161,7 +163,7 @@ class PromptEncoder:
         chars = num_chars(request)
         if self._max_chars is not None and chars > self._max_chars:
             limit = f"{self._max_chars}, the most that {self._max_context_tokens} tokens can hold"
-            raise InvalidRequest(kind, f"prompt of {chars} characters; at most {limit}")
+            raise InvalidRequest(kind, f"the prompt has {chars} characters, at most {limit}")
         if chars <= INLINE_CHARS and len(request.messages) <= INLINE_MESSAGES:
             prompt = self._read(request)
         else:

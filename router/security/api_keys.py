@@ -54,7 +54,7 @@ class Principal:
         if self.tenant is None:
             return asked
         if asked not in ("", self.tenant):
-            raise Forbidden(f"this key is of another tenant than {asked!r}", "tenant")
+            raise Forbidden(f"this key does not belong to tenant {asked!r}", "tenant")
         return self.tenant
 
 
@@ -103,7 +103,7 @@ class ApiKeys:
             raise Unauthenticated("must be `Bearer KEY`", "authorization")
         found = self._keys.get(hash_of(key.strip()))
         if found is None:
-            raise Unauthenticated("is no key that is known here", "authorization")
+            raise Unauthenticated("is not a known API key", "authorization")
         return self._principal_of(found)
 
     def named(self, name: str) -> Principal:
@@ -116,7 +116,7 @@ class ApiKeys:
         self._look()
         found = next((key for key in self._keys.values() if key.name == name), None)
         if found is None:
-            raise Unauthenticated(f"no key {name!r} is known here any more", "authorization")
+            raise Unauthenticated(f"the key {name!r} was removed", "authorization")
         return self._principal_of(found)
 
     def _principal_of(self, found: ApiKey) -> Principal:
@@ -135,7 +135,7 @@ class ApiKeys:
         try:
             self._keys = _by_hash([*self._configured, *self._read()])
         except StartError as error:
-            log.error("the API keys have changed and cannot be used, so the old ones are: %s", error)
+            log.error("the changed API keys cannot be used, the old ones stay in use: %s", error)
         else:
             log.info("%d API keys are known", len(self._keys))
 
@@ -212,7 +212,7 @@ def _by_hash(keys: Iterable[ApiKey]) -> dict[str, ApiKey]:
         if key.sha256 in found:
             raise StartError("api_keys", f"{found[key.sha256].name!r} and {key.name!r} are the same key")
         if key.name in names:
-            raise StartError("api_keys", f"two are called {key.name!r}")
+            raise StartError("api_keys", f"two keys have the name {key.name!r}")
         found[key.sha256] = key
         names.add(key.name)
     return found

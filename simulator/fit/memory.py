@@ -321,7 +321,7 @@ def _context_tokens(shape: ModelShape, config: WorkerConfig) -> int:
     if name not in config.vllm_options:
         chosen = count_of(chosen) or chosen
     if isinstance(chosen, bool) or not isinstance(chosen, int) or chosen < 1:
-        raise Unchecked(_written(config, name), f"{shown(chosen)} is no number of tokens")
+        raise Unchecked(_written(config, name), f"{shown(chosen)} is not a number of tokens")
     return chosen
 
 
@@ -334,4 +334,4 @@ def _vllm_bits(config: WorkerConfig, option: str, value: object) -> float:
     if isinstance(value, str) and value in _VLLM_DTYPE_BITS:
         return _VLLM_DTYPE_BITS[value]
     known = ", ".join(_VLLM_DTYPE_BITS)
-    raise Unchecked(_written(config, option), f"the size of {shown(value)} is not known, only that of {known}")
+    raise Unchecked(_written(config, option), f"unknown dtype {shown(value)}; known are {known}")

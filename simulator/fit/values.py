@@ -54,9 +54,9 @@ class ValuesPool:
         if not self.gpus:
             return Device(MEMORY_LIMIT, quantity(f"{self.name}.{MEMORY_LIMIT}", self.memory_limit), is_gpu=False)
         if not (named := self.product or otherwise):
-            raise Unchecked(f"nodeSelector.{PRODUCT}", "no GPU is named there, nor by --gpu")
+            raise Unchecked(f"nodeSelector.{PRODUCT}", "names no GPU, and --gpu is not set")
         if (device := gpu_of_product(named)) is None:
-            raise Unchecked(f"nodeSelector.{PRODUCT}", f"{shown(named)} is none of {', '.join(GPUS)}")
+            raise Unchecked(f"nodeSelector.{PRODUCT}", f"unknown GPU {shown(named)}; known are {', '.join(GPUS)}")
         return device
 
 
@@ -88,7 +88,7 @@ def quantity(field: str, value: object) -> float:
     """
     parts = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kMGT]|[KMGT]i)?", str(value))
     if parts is None or isinstance(value, bool) or not math.isfinite(float(parts[1])):
-        raise BadSetup(field, f"{shown(value)} is no number of bytes, such as 64Gi")
+        raise BadSetup(field, f"{shown(value)} is not a number of bytes, such as 64Gi")
     return float(parts[1]) * _UNITS[parts[2] or ""]
 
 
@@ -110,7 +110,7 @@ def _of_model(worker: Mapping[str, Any], model: object, field: str) -> Iterator[
     entry = _mapping(model, field)
     name = entry.get("name")
     if not isinstance(name, str) or not name:
-        raise BadSetup(f"{field}.name", f"{shown(name)} is no name")
+        raise BadSetup(f"{field}.name", f"{shown(name)} is not a name")
     source = _mapping(entry.get("source"), f"{name}.source")
     repository = _mapping(source.get("hub"), f"{name}.source.hub").get("repository", "")
     for role in ROLES:
@@ -146,12 +146,12 @@ def _mapping(value: object, field: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise BadSetup(field, f"{shown(value)} is no mapping of names")
+        raise BadSetup(field, f"{shown(value)} is not a mapping of names")
     return value
 
 
 def _count(value: object, field: str) -> int:
     """Return a number of things; helm's own values have them as floats."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != math.floor(value):
-        raise BadSetup(field, f"{shown(value)} is no number from 0")
+        raise BadSetup(field, f"{shown(value)} is not a number from 0")
     return int(value)

@@ -140,7 +140,7 @@ def take_up(target: Path) -> set[str]:
                     values = json.loads(text)
                     name, failed = values["id"], "error" in values
                 except (ValueError, KeyError, TypeError):
-                    raise StartError("output", f"{target}, line {number}: is no answer of an earlier run") from None
+                    raise StartError("output", f"{target}, line {number}: is not an answer of an earlier run") from None
                 if not failed:
                     done.add(name)
                     kept.write(text)

@@ -83,7 +83,7 @@ async def show_decisions(console: Console, target: Target, request_id: str, most
         with log.open() as lines:
             entry = read_decisions(lines, request_id)
         if entry is None:
-            raise UnknownRequest(f"{log} says nothing of {request_id!r}", "request_id")
+            raise UnknownRequest(f"{log} has no line of request {request_id!r}", "request_id")
         past = to_response(entry)
     if past.model:
         console.print(f"model {past.model}: {past.model_reason}", markup=False)

@@ -70,7 +70,7 @@ def refuse_beside_values(others: Mapping[str, object]) -> None:
     """
     for name, value in others.items():
         if value is not None:
-            raise BadSetup(name, "is of a load, and does not go with --values")
+            raise BadSetup(name, "describes a load and cannot be combined with --values")
 
 
 def show_fit(console: Console, values: Mapping[str, Any], shapes: Shapes, gpu: str, json_path: Path | None) -> bool:

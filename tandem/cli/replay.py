@@ -40,7 +40,9 @@ def compare(
     undecided; tables, files and logs are of the first. Raises BadTrace and BadSetup.
     """
     if log_path is not None and not any(_logged(scenario) for scenario in found):
-        raise BadSetup("log_decisions", "nothing would be logged: only ours, aggregated or conditional, is")
+        raise BadSetup(
+            "log_decisions", "has no effect: only the policy ours in mode aggregated or conditional logs decisions"
+        )
     check_seeds(most_seeds)
     if png_path is not None:
         open_figures()  # so that a missing matplotlib is reported before the work
@@ -103,7 +105,7 @@ def refuse_beside_calibration(options: Sequence[str]) -> None:
     Raises BadSetup.
     """
     if options:
-        raise BadSetup(options[0], "says a calibration for itself: leave it out, or --calibration")
+        raise BadSetup(options[0], "is already set by the calibration file: leave out this option or --calibration")
 
 
 def parse_splits(texts: Sequence[str]) -> list[tuple[int, int]]:

@@ -72,7 +72,7 @@ def plan_cluster(
             raise typer.Exit(1)
         return
     if shape:
-        raise typer.BadParameter("goes with --values only", param_hint="--shape")
+        raise typer.BadParameter("needs --values", param_hint="--shape")
     setup = Setup(
         model=open_shape(model),
         gpu=gpu_named("H100" if gpu is None else gpu),

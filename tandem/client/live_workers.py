@@ -52,7 +52,7 @@ class LiveWorkers:
             if worker.worker_id == worker_id:
                 return worker
         known = ", ".join(worker.worker_id for worker in workers) or "none"
-        raise InvalidRequest(field, f"{worker_id!r} is not there; there are {known}")
+        raise InvalidRequest(field, f"unknown worker {worker_id!r}; known are {known}")
 
     async def call(self, worker: public_pb.WorkerStatus, call: Callable[[Any], Awaitable[Answer]]) -> Answer:
         """Return what a call of the worker's `Worker` service answers.

@@ -55,7 +55,7 @@ def run_doctor(
     """
     least = 1 if others else 2
     if not least <= workers <= MAX_WORKERS:
-        raise StartError("workers", f"a pair takes 2, and {MAX_WORKERS} are the most; not {workers}")
+        raise StartError("workers", f"must be 2 to {MAX_WORKERS}, not {workers}")
     if others and settings.get("host", LOOPBACK) == LOOPBACK:
         settings = settings | {"host": _address_toward(others[0])}
     config, machine = _settled(settings, model)
@@ -147,4 +147,4 @@ def _address_toward(other: str) -> str:
             address: str = probe.getsockname()[0]
             return address
     except (OSError, ValueError) as error:
-        raise StartError("peer", f"{other!r} is no HOST:PORT that can be reached: {error}") from None
+        raise StartError("peer", f"{other!r} is not a HOST:PORT that can be reached: {error}") from None

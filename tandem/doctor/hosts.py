@@ -69,7 +69,7 @@ class DoctorService:
 
     async def _examine(self, requests: AsyncIterator[bytes], asker: str) -> AsyncGenerator[dict[str, Any]]:
         if self._examined:
-            raise Overloaded("another doctor examines this host now")
+            raise Overloaded("another `tandem doctor` examines this host now")
         self._examined, peer = True, None
         try:
             yield {"host": socket.gethostname(), "findings": self._findings}
@@ -82,7 +82,7 @@ class DoctorService:
                     peer = await ProcessLink.start(spec, self._command)
                     yield await _heard(peer)
                 elif peer is None:
-                    raise InvalidRequest("start", "must come before anything that is for the peer")
+                    raise InvalidRequest("start", "must come before requests to the peer")
                 else:
                     await peer.send(asked)
                     yield await _heard(peer)
@@ -103,7 +103,7 @@ def _parsed(raw: bytes) -> dict[str, Any]:
     try:
         asked = json.loads(raw)
     except ValueError as error:
-        raise InvalidRequest("request", f"is no JSON: {error}") from None
+        raise InvalidRequest("request", f"is not JSON: {error}") from None
     if not isinstance(asked, dict):
         raise InvalidRequest("request", "must be a JSON object")
     return asked

@@ -64,9 +64,9 @@ class OfferedLoad:
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise BadSetup({"most": "requests"}.get(name, "duration"), f"{value} is not above 0")
         if not 0 <= self.warmup_s < (self.duration_s or math.inf):
-            raise BadSetup("warmup", f"{self.warmup_s} s of {self.duration_s} s")
+            raise BadSetup("warmup", f"{self.warmup_s} s is not from 0 to below the duration, {self.duration_s} s")
         if self.trace is None and self.duration_s is None and self.most is None:
-            raise BadSetup("duration", "how long? Say it, or a number of requests")
+            raise BadSetup("duration", "is missing: set a duration, or a number of requests")
 
     def left_out(self, context: int) -> LeftOut:
         """Read a trace once, to report its errors before sending anything.
@@ -84,7 +84,7 @@ class OfferedLoad:
             found.of += 1
             found.count += request.input_tokens + request.output_tokens > context
         if found.count == found.of:
-            raise BadSetup("trace", f"all of its {found.of} requests are longer than the context, {context} tokens")
+            raise BadSetup("trace", f"all {found.of} requests are longer than the context of {context} tokens")
         return found
 
     def _in_time(self, found: Iterable[TraceRequest]) -> Iterable[TraceRequest]:

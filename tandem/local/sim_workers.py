@@ -157,7 +157,7 @@ async def start_pool(config: SimPoolConfig) -> _Process:
     found = await fetch_beside(config.model, CONFIG_FILES)  # once, not for each worker
     workers = config.model_copy(update={"model": found}).workers()
     if not workers:
-        raise StartError("decode", "no worker at all is asked for")
+        raise StartError("decode", "at least one worker is needed")
     for role, worker in workers:
         await pool.start(role, worker)
     return _Process(pool)

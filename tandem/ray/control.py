@@ -79,7 +79,7 @@ def order(cluster_name: str, what: str, counts: dict[str, int], model: str = "")
         control: Any = ray.get_actor(name_of(cluster_name))
         refused, told = ray.get(control.order.remote(what, counts, model))
     except ValueError:
-        raise StartError("name", f"no cluster called {cluster_name!r} runs on this Ray cluster") from None
+        raise StartError("name", f"no cluster named {cluster_name!r} runs on this Ray cluster") from None
     except ray.exceptions.RayActorError:
         if what != "down":
             raise TandemError("the cluster ended") from None

@@ -41,7 +41,10 @@ class RaySettings(Config):
         Raises StartError.
         """
         if autoscale and self.strategy.startswith("STRICT"):
-            raise StartError("ray.strategy", f"{self.strategy} is of a fixed number of workers: not with --autoscale")
+            raise StartError(
+                "ray.strategy",
+                f"{self.strategy} needs a fixed number of workers and cannot be combined with --autoscale",
+            )
 
     def options(self, module: str) -> dict[str, Any]:
         """Return the actor options of a worker that is placed by itself, by its module."""

@@ -252,7 +252,7 @@ class Supervisor:
             elif order.what == "restart":
                 await self._restart()
             else:
-                raise TandemError(f"no such order: {order.what}")
+                raise TandemError(f"unknown order {order.what}")
         return told
 
     async def sizes(self, model: str) -> dict[str, int]:
@@ -277,7 +277,7 @@ class Supervisor:
     async def _scale(self, role: str, count: int, model: str) -> list[str]:
         """Add workers like the initial ones, or let the last ones leave; return how the new ones started."""
         if role not in MODULES or count < 0:
-            raise TandemError(f"{role}={count}: a role is {' or '.join(MODULES)}, and their number not negative")
+            raise TandemError(f"{role}={count}: must be {' or '.join(MODULES)}, and a number from 0")
         pattern, prefix = self._pattern(role, model)
         await self._look()
         there = self._of_role(role, model)
@@ -382,7 +382,7 @@ class Supervisor:
         self._roles[again.name] = again
         self._keep(again, cause)
         if cause:
-            raise TandemError(f"{cause}; it is tried again, and who was to follow is not restarted")
+            raise TandemError(f"{cause}; its start is tried again, and no further process is restarted")
         await self._joined(again)
 
     async def _joined(self, role: Role) -> None:
@@ -416,7 +416,7 @@ class Supervisor:
         patterns = self._patterns(role, model)
         if len(patterns) != 1:
             known = ", ".join(prefix.removesuffix(f"-{role}-") for prefix in patterns) or "none"
-            raise TandemError(f"{role}: of which model? There are workers of {known}")
+            raise TandemError(f"{role}: name one of several models: {known}")
         ((prefix, config),) = patterns.items()
         return config, prefix
 

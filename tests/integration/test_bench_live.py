@@ -108,7 +108,7 @@ async def test_requests_longer_than_the_context_are_left_out_and_said_to_be(
     assert json.loads(figures.read_text())["left_out"] == {"longer_than_context": 1, "of": 3}
     trace.write_text(json.dumps(rows[1]) + "\n")
     async with cluster_of(model, prefill=0, decode=1, **TIMING) as cluster:
-        with pytest.raises(BadSetup, match="all of its 1 requests are longer"):
+        with pytest.raises(BadSetup, match="all 1 requests are longer"):
             await run_bench(console, GrpcFrontend([cluster.address], "", 60), load, OutputOptions(Slo(5.0, 1.0)))
 
 

@@ -350,7 +350,7 @@ def test_a_worker_that_does_not_come_back_is_tried_again_and_the_others_stay() -
 
     async def scene() -> None:
         world.machine.broken = {"decode-0"}
-        with pytest.raises(TandemError, match="its weights cannot be read; it is tried again"):
+        with pytest.raises(TandemError, match="its weights cannot be read; its start is tried again"):
             await world.supervisor.perform(RESTART)
         await asyncio.sleep(2 * LOAD_S)
         assert len(world.machine.starts_of("decode-0")) == 3

@@ -99,7 +99,7 @@ def test_receipts_are_read_as_they_were_written(tmp_path: Path) -> None:
         (GOOD | {"timestamp": "now"}, "timestamp is 'now'"),
         (GOOD | {"timestamp": float("nan")}, "timestamp is nan"),
         (GOOD | {"timestamp": 999}, "before the line above"),
-        (GOOD | {"hash_ids": [0], "input_length": 1024}, "a prompt of 1024 tokens 2 of 512"),
+        (GOOD | {"hash_ids": [0], "input_length": 1024}, "a prompt of 1024 tokens has 2, of 512"),
         (GOOD | {"hash_ids": [0, 1, 2]}, "hash_ids has 3"),
         (GOOD | {"hash_ids": [0, "x"]}, "not a list of whole numbers"),
         (GOOD | {"hash_ids": [0, 1 << 40]}, "outside"),
@@ -160,7 +160,7 @@ def test_a_file_that_may_not_be_looked_at(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(BadTrace, match="is no file"):
+    with pytest.raises(BadTrace, match="is not a file"):
         Trace(tmp_path, Window())
 
 

@@ -47,7 +47,7 @@ def test_noise_is_frames_or_malformed(noise: bytes) -> None:
 
 
 def test_a_frame_is_refused_by_its_head() -> None:
-    with pytest.raises(Malformed, match="100 bytes; 99 is the limit"):
+    with pytest.raises(Malformed, match="100 bytes; the limit is 99"):
         FrameReader(99).feed(HEADER.pack(100, Kind.READ))
     with pytest.raises(Malformed, match="unknown kind 9"):
         FrameReader(99).feed(HEADER.pack(1, 9))

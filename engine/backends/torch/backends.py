@@ -54,7 +54,7 @@ def join(model: nn.Module, pool: Tensor, layout: KvLayout, backend: Backend, ran
     if backend not in ("auto", "sdpa") and on_gpu != (backend in ON_GPU):
         raise EngineStartError("backend", f"{backend} does not run on {pool.device.type}")
     if layout.kept == "fp8" and not on_gpu and backend != "sdpa":
-        raise EngineStartError("kv_dtype", "fp8 has no CPU kernels: int8 has; backend: sdpa computes it, slowly")
+        raise EngineStartError("kv_dtype", "fp8 has no CPU kernels: use int8, or set backend: sdpa, which is slow")
     if backend == "sdpa":
         return _sdpa(pool, layout)
     heads = query_heads(model) // ranks

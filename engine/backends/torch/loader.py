@@ -146,7 +146,7 @@ def _refuse_by_device(quantization: QuantizationConfig, device: torch.device) ->
 
         check_gpu(quantization.weights, device)
     elif quantization.weights == "fp8":
-        raise EngineStartError("weights", f"fp8 is for GPUs, not for the {device.type.upper()}: int8 is for that")
+        raise EngineStartError("weights", f"fp8 needs a GPU: use int8 on the {device.type.upper()}")
 
 
 def kv_layout(model: torch.nn.Module, block_tokens: int, kv_dtype: KvDtype = "auto") -> KvLayout:
@@ -164,7 +164,7 @@ def _quantised(layout: KvLayout, kv_dtype: KvDtype) -> KvLayout:
     if layout.head_dim % 2 or quantised.head_bytes % WORD_BYTES:
         shape = f"{layout.layers} layers of {layout.block_tokens} tokens x {layout.head_dim}"
         raise EngineStartError(
-            "kv_dtype", f"{kv_dtype} blocks of {shape} are no multiple of {WORD_BYTES} bytes; larger ones are"
+            "kv_dtype", f"{kv_dtype} blocks of {shape} are not a multiple of {WORD_BYTES} bytes: increase block_tokens"
         )
     return quantised
 
@@ -187,7 +187,9 @@ def _read_config(model_dir: ModelDir) -> Any:
         return AutoConfig.from_pretrained(model_dir.path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if "trust_remote_code" in str(error):
-            raise ModelRefused("it needs code that lies in its directory, which is never run") from error
+            raise ModelRefused(
+                "it needs Python code from its own directory, and Tandem never runs such code"
+            ) from error
         raise ModelRefused(f"unsupported architecture or config: {error}") from error
 
 
@@ -219,11 +221,15 @@ def _refuse_by_quantisation(config: Any, quantization: QuantizationConfig) -> Pa
     settings = saved if isinstance(saved, dict) else saved.to_dict()
     method = settings.get("quant_method", "a method that config.json does not name")
     if quantization.weights != "auto":
-        raise EngineStartError("weights", f"the model was saved quantised, by {method}; only auto is left")
+        raise EngineStartError(
+            "weights", f"only auto is possible: the model's files are already quantised, by {method}"
+        )
     if quantization.lora is not None:
-        raise EngineStartError("lora", f"the model was saved quantised, by {method}: nothing can be merged into it")
+        raise EngineStartError(
+            "lora", f"the model's files are already quantised, by {method}: no adapter can be merged"
+        )
     if "quant_method" not in settings or not AutoHfQuantizer.supports_quant_method(settings):
-        raise ModelRefused(f"it was quantised by {method}, which transformers does not know")
+        raise ModelRefused(f"it was quantised by {method}, which transformers does not support")
     return packed_scheme(settings)
 
 

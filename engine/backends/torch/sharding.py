@@ -135,7 +135,7 @@ def refuse_by_plan(config: Any, size: int) -> None:
     Raises ModelRefused.
     """
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelRefused("its weights are quantised, and are not cut: tensor_parallel must be 1")
+        raise ModelRefused("its weights are quantised and cannot be split: tensor_parallel must be 1")
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -149,7 +149,7 @@ def refuse_by_plan(config: Any, size: int) -> None:
             f"transformers has no tensor-parallel plan for {config.model_type}: tensor_parallel must be 1"
         )
     if strange := {style for _, style in _planned(model)} - KNOWN:
-        raise ModelRefused(f"its tensor-parallel plan uses {', '.join(sorted(strange))}, which is not known here")
+        raise ModelRefused(f"its tensor-parallel plan uses {', '.join(sorted(strange))}, which Tandem does not support")
     output = model.get_output_embeddings()
     for name, style in _planned(model):
         _refuse_cut(model, name, style, output, size)
@@ -166,7 +166,7 @@ def _refuse_cut(model: Any, name: str, style: str, output: nn.Module, size: int)
     if isinstance(found, nn.Module):
         if not isinstance(found, nn.Embedding if style == "embedding_rowwise" else nn.Linear):
             kind = type(found).__name__
-            raise ModelRefused(f"its tensor-parallel plan cuts {name}, a {kind}: tensor_parallel must be 1")
+            raise ModelRefused(f"its tensor-parallel plan splits {name}, a {kind}: tensor_parallel must be 1")
         if style == "colwise_gather_output" and found is not output:
             raise ModelRefused(f"its tensor-parallel plan gathers {name} on every rank: tensor_parallel must be 1")
         found = found.weight

@@ -193,7 +193,7 @@ class BlockStore(SharedStore):
             self._settle()
         self._writers.shutdown(wait=False, cancel_futures=True)
         if self._writing:
-            log.warning("%d blocks were not written to the shared store in %g s", len(self._writing), FLUSH_S)
+            log.warning("%d blocks were not written to the shared store within %g s", len(self._writing), FLUSH_S)
         else:
             self._objects.close()
 

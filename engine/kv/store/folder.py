@@ -170,7 +170,7 @@ class FolderObjects(Objects):
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size != self._object_bytes:
-                return ObjectMissing(f"{name} is no file of {self._object_bytes} bytes")
+                return ObjectMissing(f"{name} is not a file of {self._object_bytes} bytes")
             left, offset = into.data, 0
             while left:
                 num_read = os.preadv(fd, [left], offset)

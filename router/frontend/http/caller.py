@@ -47,5 +47,5 @@ def check_name(value: str, field: str) -> str:
     if not (value.isascii() and value.isprintable()):
         raise InvalidRequest(field, "must be printable ASCII")
     if len(value) > MAX_NAME_CHARS:
-        raise InvalidRequest(field, f"longer than {MAX_NAME_CHARS} characters")
+        raise InvalidRequest(field, f"is longer than {MAX_NAME_CHARS} characters")
     return value

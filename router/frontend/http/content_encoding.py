@@ -45,9 +45,9 @@ def inflated(body: bytes, encoding: str, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         return content
     if not inflater.eof:
-        raise _bad(encoding, "the body is not whole")
+        raise _bad(encoding, "the compressed body is incomplete")
     if inflater.unused_data:
-        raise _bad(encoding, "more follows the end of the compressed body")
+        raise _bad(encoding, "the request has bytes after the end of the compressed body")
     return content
 
 

@@ -63,7 +63,7 @@ def _read_logprobs(fields: Fields, options: GenerationOptions) -> None:
     if wanted:
         options.sampling.logprobs = top or 0
     elif top:
-        raise fields.refuse("top_logprobs", "means nothing without logprobs")
+        raise fields.refuse("top_logprobs", "needs logprobs")
 
 
 # ------------------------------------------------------------------------------------------------ messages
@@ -128,7 +128,7 @@ def _part(fields: Fields) -> str:
     elif kind == "text":
         text = fields.text("text", required=True)
     else:
-        raise fields.refuse("type", f"must be text, not {shown(kind)}: the models here read nothing else")
+        raise fields.refuse("type", f"must be text, not {shown(kind)}: the models here read text only")
     fields.finish()
     return text
 

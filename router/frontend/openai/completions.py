@@ -34,9 +34,7 @@ def read_completion(fields: Fields, caller: Caller) -> ApiRequest:
     asked.echo, asked.only_echo = echo, only_echo
     asked.echo_logprobs = echo and options.sampling.HasField("logprobs")
     if asked.stream and (only_echo or asked.echo_logprobs):
-        raise fields.refuse(
-            "echo", "with logprobs or max_tokens 0 comes with the whole answer only, and not as a stream"
-        )
+        raise fields.refuse("echo", "with logprobs or max_tokens 0 cannot be combined with stream")
     if asked.echo_logprobs and not request.sampling.HasField("prompt_logprobs"):
         request.sampling.prompt_logprobs = request.sampling.logprobs
     fields.finish()

@@ -83,7 +83,7 @@ def read_rerank(fields: Fields, caller: Caller) -> EmbeddingRequest:
 def _asked(fields: Fields, caller: Caller, inputs: list[Input], many: str) -> EmbeddingRequest:
     """Read the common fields; `many` names the field with the most inputs."""
     if len(inputs) > MAX_INPUTS:
-        raise fields.refuse(many, f"at most {MAX_INPUTS} inputs of a request, not {len(inputs)}")
+        raise fields.refuse(many, f"must have at most {MAX_INPUTS} inputs, not {len(inputs)}")
     request = pb.GenerateRequest(
         model=fields.text("model"),
         priority=-(fields.integer("priority", 1 - INT32, INT32 - 1) or 0),  # vLLM's lower priorities go first

@@ -71,7 +71,7 @@ def common(fields: Fields, caller: Caller, options: GenerationOptions) -> tuple[
     )
     _read_stream_options(fields, asked)
     if asked.stream and options.sampling.HasField("prompt_logprobs"):
-        raise fields.refuse("prompt_logprobs", "comes with the whole answer only, and not with a stream")
+        raise fields.refuse("prompt_logprobs", "cannot be combined with stream")
     return request, asked
 
 
@@ -99,7 +99,7 @@ def check_choices(asked: ApiRequest, field_at_fault: str) -> None:
     """
     num_choices = len(asked.requests) * max(1, asked.choices_per_prompt)
     if num_choices > MAX_CHOICES:
-        raise InvalidRequest(field_at_fault, f"at most {MAX_CHOICES} choices of all prompts, not {num_choices}")
+        raise InvalidRequest(field_at_fault, f"at most {MAX_CHOICES} choices over all prompts, not {num_choices}")
 
 
 def read_deadline_s(fields: Fields) -> float | None:
@@ -120,7 +120,7 @@ def _read_stream_options(fields: Fields, asked: ApiRequest) -> None:
     if options is None:
         return
     if not asked.stream:
-        raise fields.refuse("stream_options", "means nothing without stream")
+        raise fields.refuse("stream_options", "needs stream")
     asked.include_usage = options.boolean("include_usage")
     asked.continuous_usage = options.boolean("continuous_usage_stats")
     options.boolean("include_obfuscation")  # padding against eavesdroppers, which changes no answer

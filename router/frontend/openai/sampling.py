@@ -73,7 +73,7 @@ def _read_max_tokens(
     given = {name: fields.integer(name, -INT32, INT32 - 1) for name in most_tokens}
     values = {value for value in given.values() if value is not None}
     if len(values) > 1:
-        raise fields.refuse(most_tokens[0], f"and {most_tokens[1]} say different things; {most_tokens[0]} is enough")
+        raise fields.refuse(most_tokens[0], f"and {most_tokens[1]} differ: set one of them")
     value = values.pop() if values else default_max_tokens
     if value is not None:
         options.sampling.max_tokens = value
@@ -92,7 +92,7 @@ def _read_structured(fields: Fields, options: GenerationOptions) -> None:
             given.append((name, _form(fields, name, ours)))
     forms = [(name, form) for name, form in given if form is not None]
     if len(forms) > 1:
-        raise InvalidRequest(forms[1][0], f"and {forms[0][0]} cannot both say what form the output has")
+        raise InvalidRequest(forms[1][0], f"cannot be combined with {forms[0][0]}: each sets the form of the output")
     if forms:
         name, form = forms[0]
         options.sampling.structured.CopyFrom(form)
@@ -132,7 +132,7 @@ def _without_whitespace(form: pb.StructuredOutput, fields: Fields) -> pb.Structu
     if form.json_object:
         return pb.StructuredOutput(json_schema=json.dumps({"type": "object"} | COMPACT))
     if not form.HasField("json_schema"):
-        raise fields.refuse("disable_any_whitespace", "means nothing without json or json_object")
+        raise fields.refuse("disable_any_whitespace", "needs json or json_object")
     try:
         schema = json.loads(form.json_schema)
     except ValueError:

@@ -102,7 +102,7 @@ def add_files_and_batches(
             try:
                 caller = caller_of(request.headers, keys)
                 if batches is None:
-                    raise NotConfigured("batches_folder is not set: this router has no files and batches")
+                    raise NotConfigured("batches_folder is not set: this router serves no files and batches")
                 call = _Call(request, caller, batches)
                 if not changes:
                     return await act(call)
@@ -198,7 +198,7 @@ async def _make_batch(call: _Call) -> Response:
     form = read_batch_form(parse_object(await _body(call.request), MAX_VALUES), batches.endpoints)
     file: StoredFile | None = await call.on_disk(batches.files.find, form.input_file_id, call.sees)
     if file is None:
-        raise InvalidRequest("input_file_id", f"no file {form.input_file_id[:80]!r} is known here")
+        raise InvalidRequest("input_file_id", f"unknown file {form.input_file_id[:80]!r}")
     if file.info.purpose != PURPOSE:
         raise InvalidRequest("input_file_id", f"must be a file of purpose {PURPOSE!r}, not {file.info.purpose!r}")
     now = batches.clock()

@@ -91,7 +91,7 @@ class Form:
         Raises InvalidRequest.
         """
         if not self._is_whole:
-            raise InvalidRequest("", "the form is not whole: its last boundary is missing")
+            raise InvalidRequest("", "the form is incomplete: its last boundary is missing")
         if self.filename is None:
             raise InvalidRequest("file", "is missing: the form needs a part `file` with a filename")
         return self.filename
@@ -115,7 +115,7 @@ class Form:
             self._part = []
             return
         if self.filename is not None:
-            raise InvalidRequest("file", "is there twice")
+            raise InvalidRequest("file", "appears twice")
         name = options.get(b"filename", b"").decode(errors="replace")
         self.filename = name[:MAX_FILENAME_CHARS] or "upload"
         self._part = self._content
