@@ -56,7 +56,7 @@ class PolicyConfig(Config):
     nothing."""
 
     prefill_tokens_per_s: PositiveFloat = 4000.0
-    """Prompt tokens per second of a busy prefill worker, assumed until measured; likewise the three below."""
+    """Prompt tokens per second of a busy prefill worker, assumed until measured, as are the three figures below."""
     prompt_tokens: PositiveFloat = 2000.0
     """Prompt tokens of a request."""
     step_s: PositiveFloat = 0.02

@@ -90,7 +90,7 @@ class PlannerMetrics:
             "tandem_planner_arrival_rate", "Requests per second, smoothed.", ("model_name",), registry=registry
         )
         self._switches = Counter(
-            "tandem_planner_switches", "Workers told to take this role.", labels, registry=registry
+            "tandem_planner_switches", "Workers told to switch to this role.", labels, registry=registry
         )
         self._failures = Counter(
             "tandem_planner_failures", "Failures of the planner, by the step that failed.", ("what",), registry=registry

@@ -23,7 +23,7 @@ class ApiKey(Config):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
     """SHA-256 of the key, in hexadecimal."""
     tenant: str = Field(default="", max_length=256)
-    """Tenant against whose limits, quota and fair share its requests count, whatever they name."""
+    """Tenant of the key's requests, for limits, quota and fair share, whatever tenant they name."""
     models: tuple[str, ...] = ()
     """Models that the key may use and see. Empty: all."""
     operator: bool = False
@@ -51,7 +51,7 @@ class SecuritySettings(TlsSettings):
     client_certificates: Literal["none", "required"] = "none"
     """Client certificates. required: clients must have one signed by tls_client_ca."""
     tls_client_ca: Path | None = None
-    """Authority of client certificates; not tls_ca, whose certificates make members."""
+    """Authority of client certificates. It must differ from tls_ca, whose certificates admit members of the cluster."""
 
     api_keys: tuple[ApiKey, ...] = Field(default=(), repr=False)
     """API keys. With these, or a file of them, every call needs a key."""

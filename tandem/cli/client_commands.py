@@ -155,7 +155,7 @@ def explain(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="file of a router's decisions_file to read, with --request",
+            help="log of placements, a router's decisions_file, in which --request is looked up",
             exists=True,
             dir_okay=False,
         ),

@@ -190,7 +190,7 @@ def cache(
     everything: Annotated[bool, typer.Option("--all", help="drop all cached blocks that nothing uses")] = False,
     store: Annotated[bool, typer.Option(help="warm, drop: also the prompt's objects in the shared store")] = False,
     salt: Annotated[str, typer.Option(help="cache_salt of the prompt")] = "",
-    worker: Annotated[str, typer.Option(help="only this one, by its id; default: all")] = "",
+    worker: Annotated[str, typer.Option(help="id of one worker; default: all workers")] = "",
     model: Annotated[str, typer.Option(help="served model of the prompt; default: the only one")] = "",
     member_ca: Annotated[Path | None, access_option("CA certificate of the cluster's members (PEM)")] = None,
     member_cert: Annotated[Path | None, access_option("certificate of a member (PEM)")] = None,

@@ -331,9 +331,12 @@ def calibrate(
     ] = None,
     prefill_chunk: Annotated[int, typer.Option(help="max_prefill_tokens of the prefill workers", min=1)] = 512,
     decode_chunk: Annotated[int, typer.Option(help="max_prefill_tokens of the decode workers", min=1)] = 128,
-    block_bytes: Annotated[int | None, typer.Option(help="bytes of a KV block, where no block moved")] = None,
+    block_bytes: Annotated[
+        int | None, typer.Option(help="size of a KV block in bytes, needed where the log shows no KV transfer")
+    ] = None,
     nic_gbps: Annotated[
-        float | None, typer.Option(help="speed of a worker's NIC in Gbit/s, where little KV moved")
+        float | None,
+        typer.Option(help="speed of a worker's NIC in Gbit/s, needed where the log shows few KV transfers"),
     ] = None,
     model: Annotated[
         Path | None, model_option("model that tells the bytes of a KV block, instead of --block-bytes")
