@@ -117,7 +117,7 @@ class RedisLink:
         said = str(error)
         if "WRONGTYPE" in said:
             key = ", ".join(map(repr, keys))
-            return RedisRefused("cluster_name", f"in Redis at {self.where}, {key} is something else: {said}")
+            return RedisRefused("cluster_name", f"Redis at {self.where} has {key} in use for another type: {said}")
         if "NOAUTH" in said or "WRONGPASS" in said or "without any password" in said:
             return RedisRefused("redis_url", f"Redis at {self.where} refuses this user or password: {said}")
         if "NOPERM" in said or "permission" in said:

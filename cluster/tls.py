@@ -138,7 +138,7 @@ class Credentials:
         try:
             context.load_cert_chain(self._cert.path, self._key.path, password=_no_password)
         except (OSError, ValueError) as error:
-            reason = f"{self._cert.path} and {self._key.path} are no certificate and its unencrypted key: "
+            reason = f"{self._cert.path} and {self._key.path} are not a certificate and its unencrypted key: "
             raise StartError(self._cert.setting, reason + _reason(error)) from None
         for file in self._authorities:
             try:

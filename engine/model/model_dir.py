@@ -77,7 +77,7 @@ class ModelDir:
     def hidden_size(self) -> int:
         """Length of a hidden state."""
         if not isinstance(size := self._text_config.get("hidden_size"), int):
-            raise ModelRefused("config.json does not say how long its hidden states are")
+            raise ModelRefused("config.json does not give the size of the hidden states")
         return size
 
     @property

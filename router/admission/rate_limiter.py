@@ -137,7 +137,7 @@ class RateLimiter:
             del self._states[tenant]
         if not fresh:
             error = Overloaded(
-                f"{len(self._states)} tenants are served already, the limit of those not named in `tenants`",
+                f"{len(self._states)} tenants are served already, the limit for tenants without an entry in `tenants`",
                 retry_after_s=DEFAULT_RETRY_AFTER_S,
             )
             raise Refusal(Reason.TOO_MANY_TENANTS, error)

@@ -40,7 +40,7 @@ class Verdict:
             if self.proposal is not None:
                 lines.append(f"fits with {self.proposal.in_words()}")
             elif self.fit.need is not None:
-                lines.append("no change of the KV pool, ranks, weights or GPU is known with which it fits")
+                lines.append("no known change of the KV pool, ranks, weights or GPU makes it fit")
         return lines
 
 

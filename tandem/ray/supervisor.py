@@ -333,7 +333,7 @@ class Supervisor:
                 await self._follow(role, options)
                 continue
             if alone:
-                self._say(f"{role.name}: no room for another one beside it; nobody does its work until it is back")
+                self._say(f"{role.name}: no room for a replacement beside it; its work waits until it runs again")
             await self._start_anew(role)
         self._say(f"{len(workers)} workers restarted")
         self._say.done()

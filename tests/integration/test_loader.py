@@ -153,7 +153,9 @@ def test_tokens_that_depend_on_others_by_more_than_attention(
 ) -> None:
     changed = type(f"Other{part}", (getattr(modeling_llama, part),), {"forward": computes})
     monkeypatch.setattr(modeling_llama, part, changed)
-    with pytest.raises(ModelRefused, match="a token depends on others by more than attention, or on where in a batch"):
+    with pytest.raises(
+        ModelRefused, match="a token's result depends on other tokens outside attention, or on its place in"
+    ):
         load(make_model("llama"))
 
 

@@ -38,7 +38,7 @@ from engine.sampling.grammar import Grammars, TokenMasks
 LEAST_TEMPERATURE = 1e-5
 """Temperature below which the likeliest token is taken: sampling would draw nothing else, and quotients would leave
 float32."""
-NO_NUMBERS = RequestFailure("model", "its logits are no finite numbers; dtype float16 may be too small for it")
+NO_NUMBERS = RequestFailure("model", "its logits are not finite numbers; the range of dtype float16 may be too small")
 _WORD = 32
 LIKELIEST: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1)
 

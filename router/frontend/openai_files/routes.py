@@ -276,4 +276,4 @@ def _too_large() -> HttpRefusal:
 
 
 def _not_found(kind: str, object_id: str) -> HttpRefusal:
-    return HttpRefusal(404, "not_found", f"no {kind} {object_id[:80]!r} is known here")
+    return HttpRefusal(404, "not_found", f"unknown {kind} {object_id[:80]!r}")

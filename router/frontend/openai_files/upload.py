@@ -229,4 +229,4 @@ def _too_large(batches: Batches) -> HttpRefusal:
 
 
 def _no_form(error: FormParserError) -> InvalidRequest:
-    return InvalidRequest("", f"the body is no multipart form: {error}")
+    return InvalidRequest("", f"the body is not a multipart form: {error}")
