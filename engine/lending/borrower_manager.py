@@ -141,7 +141,7 @@ class BorrowerManager:
         if not lender.fast_path:
             return False
         if lender.fast_path.popleft() != message:
-            self._handle(loan, Failed("protocol error: the lender announced another message on the fast path"))
+            self._handle(loan, Failed("protocol error: the lender announced another message"))
         return True
 
     def _start(self, loan: Loan, lender: LenderSource, message: LoanStarted) -> None:

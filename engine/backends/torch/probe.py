@@ -130,8 +130,8 @@ def _refuse_other_ways(model: torch.nn.Module) -> None:
         one, other = call.key[0, :, 1].float(), call.key[0, :, 3].float()
         if (one - other).norm() > TOLERANCE * one.norm():
             raise ModelRefused(
-                f"in its layer {call.layer} a token's result depends on other tokens outside attention, or on its place in"
-                " the batch"
+                f"in its layer {call.layer} a token's result depends on other tokens outside attention, or on its"
+                " place in the batch"
             )
 
 
