@@ -121,8 +121,8 @@ class RedisDiscovery(Discovery):
         return entries
 
     async def _exchange(self, entry: str) -> list[RouterEntry]:
-        said: list[str] = await self._link.run(_EXCHANGE, [self._key], [self._expiry_ms, entry])
-        return [router for text in said if (router := _read_entry(text)) is not None]
+        reply: list[str] = await self._link.run(_EXCHANGE, [self._key], [self._expiry_ms, entry])
+        return [router for text in reply if (router := _read_entry(text)) is not None]
 
     def _failed(self, error: RedisFailure) -> None:
         """Log each kind of failure once."""

@@ -114,15 +114,15 @@ class RedisLink:
         await self._client.aclose()
 
     def _refused(self, error: ResponseError, keys: Sequence[str]) -> RedisFailure:
-        said = str(error)
-        if "WRONGTYPE" in said:
+        message = str(error)
+        if "WRONGTYPE" in message:
             key = ", ".join(map(repr, keys))
-            return RedisRefused("cluster_name", f"Redis at {self.where} has {key} in use for another type: {said}")
-        if "NOAUTH" in said or "WRONGPASS" in said or "without any password" in said:
-            return RedisRefused("redis_url", f"Redis at {self.where} refuses this user or password: {said}")
-        if "NOPERM" in said or "permission" in said:
-            return RedisRefused("redis_url", f"Redis at {self.where} does not permit this user: {said}")
-        return RedisAway(f"Redis at {self.where}: {said}")  # out of memory, read-only for now, and similar
+            return RedisRefused("cluster_name", f"Redis at {self.where} has {key} in use for another type: {message}")
+        if "NOAUTH" in message or "WRONGPASS" in message or "without any password" in message:
+            return RedisRefused("redis_url", f"Redis at {self.where} refuses this user or password: {message}")
+        if "NOPERM" in message or "permission" in message:
+            return RedisRefused("redis_url", f"Redis at {self.where} does not permit this user: {message}")
+        return RedisAway(f"Redis at {self.where}: {message}")  # out of memory, read-only for now, and similar
 
 
 def check_url(url: str) -> None:

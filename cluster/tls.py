@@ -106,14 +106,14 @@ class Credentials:
 
     def _stamp(self) -> tuple[tuple[int, int, int], ...]:
         """Return a value that differs when contents differ; a file replaced by renaming has another inode."""
-        found = []
+        stamps = []
         for file in (self._cert, self._key, *self._authorities):
             try:
                 at = os.stat(file.path)
-                found.append((at.st_ino, at.st_mtime_ns, at.st_size))
+                stamps.append((at.st_ino, at.st_mtime_ns, at.st_size))
             except OSError:
-                found.append((0, 0, 0))  # the reader reports the reason
-        return tuple(found)
+                stamps.append((0, 0, 0))  # the reader reports the reason
+        return tuple(stamps)
 
     def _read_again(self, stamp: tuple[tuple[int, int, int], ...]) -> None:
         try:

@@ -311,8 +311,8 @@ def flags_of(text: str) -> Iterator[Flag]:
 
 def value_of(text: str, name: str) -> str | None:
     """Return the first value of a passed argument in validated `vllm_args`; None where it is not there."""
-    found = [flag for flag in flags_of(text) if flag.name == name]
-    return (*found[-1].values, "")[0] if found else None
+    flags = [flag for flag in flags_of(text) if flag.name == name]
+    return (*flags[-1].values, "")[0] if flags else None
 
 
 def count_of(text: str) -> int | None:
@@ -344,10 +344,10 @@ def _flag(word: str, values: list[str]) -> Flag:
         near = get_close_matches(_dashed(base), FLAGS, n=1, cutoff=0.6)
         meant = f"; did you mean {near[0]}?" if near else ""
         raise EngineStartError("vllm_args", f"{base}: vLLM 0.32 has no such flag{meant}")
-    given = ([attached] if attached else [value] if equals else []) + values
-    if dot and not given:
+    arguments = ([attached] if attached else [value] if equals else []) + values
+    if dot and not arguments:
         raise EngineStartError("vllm_args", f"{key}: a value must follow")
-    return Flag(base, name, tuple(given), is_off, (word, *values))
+    return Flag(base, name, tuple(arguments), is_off, (word, *values))
 
 
 def _argument(flag: str) -> str | None:

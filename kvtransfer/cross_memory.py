@@ -114,21 +114,21 @@ class Attached:
         that are no whole parts.
         """
         flat = array("q", [value for span in spans for value in (span.local_offset, span.remote_offset, span.length)])
-        found = None
+        fingerprints = None
         of: tuple[Any, ...] = (0, None, 0, None, 0, None)
         if folding is not None:
             part_bytes = folding.num_words * WORD_BYTES
             if any(span.length % part_bytes for span in spans):
                 raise ValueError(f"spans must be whole parts of {part_bytes} bytes, not {spans}")
-            found = np.empty(sum(span.length for span in spans) // part_bytes, np.uint64)
-            of = (*folding.arguments, found.ctypes.data)
+            fingerprints = np.empty(sum(span.length for span in spans) // part_bytes, np.uint64)
+            of = (*folding.arguments, fingerprints.ctypes.data)
         error = self._copy(flat.buffer_info()[0], len(spans), *of)
         if error == ESRCH or self._has_ended():
             raise PeerGone(f"process {self._pid} has ended")
         if error:
             raise TransferError(f"the memory of process {self._pid} cannot be read: {os.strerror(error)}")
         self.lanes = (ATTACHED if self._pool is None else MAPPED,)
-        return found
+        return fingerprints
 
     def _copy(self, *what: Any) -> int:
         """Copy by native code; return 0 or an errno.
@@ -147,10 +147,10 @@ class Attached:
 
         Raises TransferError.
         """
-        found = ctypes.create_string_buffer(len(expected))
-        self.read([Span(ctypes.addressof(found), address, len(expected))])
+        buffer = ctypes.create_string_buffer(len(expected))
+        self.read([Span(ctypes.addressof(buffer), address, len(expected))])
         self.lanes = ()
-        return found.raw == expected
+        return buffer.raw == expected
 
     def let_go(self) -> None:
         """Unmap the memory of an ended process, which the mapping would keep allocated."""

@@ -131,8 +131,8 @@ class FrameReader:
 
 def pack_greeting(endpoint: UcxxEndpoint, address: bytes) -> bytes:
     """Pack Hello or Welcome; `endpoint` is the lender's, `address` that of the sender's UCX worker."""
-    said = endpoint.incarnation + address
-    return _sign(endpoint.secret, said) + said
+    content = endpoint.incarnation + address
+    return _sign(endpoint.secret, content) + content
 
 
 def unpack_greeting(body: bytes, incarnation: bytes, secret: bytes) -> bytes:
@@ -140,14 +140,14 @@ def unpack_greeting(body: bytes, incarnation: bytes, secret: bytes) -> bytes:
 
     Raises Malformed, also for another incarnation.
     """
-    signature, said = body[:MAC_BYTES], body[MAC_BYTES:]
-    if said[:ID_BYTES] != incarnation:
+    signature, content = body[:MAC_BYTES], body[MAC_BYTES:]
+    if content[:ID_BYTES] != incarnation:
         raise Malformed("the greeting is for another incarnation of this process")
-    if not hmac.compare_digest(signature, _sign(secret, said)):
+    if not hmac.compare_digest(signature, _sign(secret, content)):
         raise Malformed("the greeting's signature does not match the endpoint's secret")
-    if not 0 < len(said) - ID_BYTES <= MAX_ADDRESS_BYTES:
-        raise Malformed(f"the UCX address has {len(said) - ID_BYTES} bytes, not 1 to {MAX_ADDRESS_BYTES}")
-    return said[ID_BYTES:]
+    if not 0 < len(content) - ID_BYTES <= MAX_ADDRESS_BYTES:
+        raise Malformed(f"the UCX address has {len(content) - ID_BYTES} bytes, not 1 to {MAX_ADDRESS_BYTES}")
+    return content[ID_BYTES:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +185,8 @@ class ReadRequest:
         return range(self.number << INDEX_BITS, (self.number << INDEX_BITS) + len(self.pieces))
 
 
-def _sign(secret: bytes, said: bytes) -> bytes:
-    return hmac.digest(secret, said, "sha256")
+def _sign(secret: bytes, content: bytes) -> bytes:
+    return hmac.digest(secret, content, "sha256")
 
 
 def _string(value: Any) -> str:

@@ -247,8 +247,8 @@ class Planner:
         self._looked_at = time.monotonic()
         before, policy = self._state, self._config
         if not self._executor.scales:
-            there = sum(seen.pool(role).serving for role in ROLES)
-            policy = policy.model_copy(update={"max_total": max(1, there)})
+            num_serving = sum(seen.pool(role).serving for role in ROLES)
+            policy = policy.model_copy(update={"max_total": max(1, num_serving)})
         self._state, desired = decide(before, seen, policy)
         self._planner_metrics.decided(self._state, desired)
         if before is None or (before.prefill.wanted, before.decode.wanted) != (desired.prefill, desired.decode):
@@ -272,8 +272,8 @@ class Planner:
             await self._executor.scale(role, desired.pool(role))
 
     def _idlest(self, role: Role, count: int) -> list[public_pb.WorkerStatus]:
-        there = [worker for worker in self._watch.workers.values() if worker.role == role and not worker.draining]
-        return sorted(there, key=lambda worker: (worker.running + worker.loans, worker.worker_id))[:count]
+        workers = [worker for worker in self._watch.workers.values() if worker.role == role and not worker.draining]
+        return sorted(workers, key=lambda worker: (worker.running + worker.loans, worker.worker_id))[:count]
 
     def _failed(self, what: str, error: Exception) -> None:
         log.warning("%s: %s", what, error)

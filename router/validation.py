@@ -255,8 +255,8 @@ def _check_stops(sampling: pb.Sampling, model_dir: ModelDir) -> None:
     if any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in sampling.stop):
         raise InvalidRequest("sampling.stop", f"each must have 1 to {MAX_STOP_CHARS} characters")
     if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        given = len(sampling.stop_token_ids)
-        raise InvalidRequest("sampling.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} token ids, not {given}")
+        num_ids = len(sampling.stop_token_ids)
+        raise InvalidRequest("sampling.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} token ids, not {num_ids}")
     if any(token_id >= vocab_size for token_id in sampling.stop_token_ids):
         raise InvalidRequest("sampling.stop_token_ids", f"token ids must be below {vocab_size}")
 
@@ -300,9 +300,9 @@ def check_beam_search(sampling: pb.Sampling, num_choices: int, vocab_size: int) 
         limits = f"{-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
         raise InvalidRequest("sampling.length_penalty", f"must be {limits}, not {sampling.length_penalty}")
     if len(sampling.stop_token_ids) > MAX_BEAM_STOP_TOKEN_IDS:
-        given = len(sampling.stop_token_ids)
+        num_ids = len(sampling.stop_token_ids)
         raise InvalidRequest(
-            "sampling.stop_token_ids", f"at most {MAX_BEAM_STOP_TOKEN_IDS} with beam search, not {given}"
+            "sampling.stop_token_ids", f"at most {MAX_BEAM_STOP_TOKEN_IDS} with beam search, not {num_ids}"
         )
     for name, value in BEAM_NEUTRAL.items():
         if sampling.HasField(name) and getattr(sampling, name) != value:  # type: ignore[arg-type]

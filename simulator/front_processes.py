@@ -215,8 +215,8 @@ class FrontProcesses(Listener):
             tokens = [*attempt.generate.prompt, *attempt.generate.emitted]
             priority = attempt.generate.priority
         else:
-            given = self._given[message.request_id]
-            lender, tokens, priority = given.source, given.tokens, 0
+            request = self._given[message.request_id]
+            lender, tokens, priority = request.source, request.tokens, 0
         assert lender is not None
         self.num_loans += 1
         wanted = tokens[: message.end_block * worker.spec.layout.block_tokens]

@@ -177,25 +177,25 @@ def scenarios(
     if not wanted:
         quarters = (max(1, min(setup.workers - 1, round(setup.workers * part / 4))) for part in (1, 2, 3))
         wanted = [(prefill, setup.workers - prefill) for prefill in dict.fromkeys(quarters) if setup.workers > 1]
-    found: list[Scenario] = []
+    chosen: list[Scenario] = []
     for mode in modes:
         for policy in policies:
             if mode == "aggregated":
-                found.append(Scenario(mode, 0, setup.workers, policy))
+                chosen.append(Scenario(mode, 0, setup.workers, policy))
             elif mode == "disaggregated" or policy == "ours":  # only the real placement decides for each request
-                found += [Scenario(mode, prefill, decode, policy) for prefill, decode in wanted]
-    if not found:
+                chosen += [Scenario(mode, prefill, decode, policy) for prefill, decode in wanted]
+    if not chosen:
         raise BadSetup("modes", "nothing is left to compare")
-    names = {name for scenario in found for name, _ in scenario.workers}
+    names = {name for scenario in chosen for name, _ in scenario.workers}
     for failure in setup.failures:
         if failure.worker_id not in names or not 0 <= failure.at_s < math.inf:
-            there = sorted(names)
-            known = ", ".join(there if len(there) <= 8 else [*there[:4], "...", *there[-4:]])
+            workers = sorted(names)
+            known = ", ".join(workers if len(workers) <= 8 else [*workers[:4], "...", *workers[-4:]])
             raise BadSetup("kill", f"no worker {shown(failure.worker_id)} at {failure.at_s:g} s; known are {known}")
     killed = [failure.worker_id for failure in setup.failures]
     if twice := next((name for name in killed if killed.count(name) > 1), None):
         raise BadSetup("kill", f"{twice} is named twice, but can be killed once")
-    return found
+    return chosen
 
 
 @dataclass(slots=True)

@@ -104,8 +104,8 @@ def open_torch_runner(
     share = CoreShare(config.cores or (), config.shared_cores)
     threads = num_threads(config)
     # After torch is loaded: the cores of a process when it loads OpenMP decide for good how many threads wait actively.
-    if core_allocation is not None and (found := core_allocation.settle()) is not None:
-        share, threads = found, len(found.own)
+    if core_allocation is not None and (settled := core_allocation.settle()) is not None:
+        share, threads = settled, len(settled.own)
     set_threads(threads)
     gpu = gpu_of(choose_device(config.device, rank.rank if rank is not None else None))
     runner = TorchRunner(

@@ -104,12 +104,12 @@ class WarmUp:
             if not steps.end() and not steps.ready:
                 turn()
             steps.begin()
-            said, self._told = self._told, []
-            for told in said:
-                self._process(core, told)
+            pending, self._told = self._told, []
+            for event in pending:
+                self._process(core, event)
 
-    def _process(self, core: LoanHost, told: FromEngine) -> None:
-        match told:
+    def _process(self, core: LoanHost, message: FromEngine) -> None:
+        match message:
             case LendReady(loan_id, first, block_ids):
                 if first + len(block_ids) == self._num_tokens // self._block_tokens:
                     core.handle(LendClosed(loan_id))

@@ -59,10 +59,10 @@ class WeightsLender:
 
     def answers(self) -> list[WeightsOffered]:
         """Return the answers since the last call."""
-        found = []
+        answers = []
         while not self._answers.empty():  # only this method takes from it
-            found.append(self._answers.get_nowait())
-        return found
+            answers.append(self._answers.get_nowait())
+        return answers
 
     def close(self) -> None:
         """End all loans."""

@@ -140,7 +140,7 @@ class BeamSearch:
     def _finish(self, candidate: _Candidate, length: int, stops: bool) -> None:
         beam = Beam((*self._live[candidate.slot].token_ids, candidate.token_id), candidate.logprob)
         self._found.append(FinishedBeam(beam, self._score(candidate.logprob, length), stops))
-        self._found.sort(key=lambda found: -found.score)
+        self._found.sort(key=lambda hypothesis: -hypothesis.score)
         del self._found[self._params.width :]
 
     def _cannot_improve(self, best_logprob: float, length: int) -> bool:

@@ -69,13 +69,13 @@ class GrammarCompiler:
 
         Raises InvalidRequest with llguidance's cause.
         """
-        if (found := self._find(structured)) is None:
+        if (compiled := self._find(structured)) is None:
             with self._compiling:
-                if (found := self._find(structured)) is None:  # another thread may have compiled it meanwhile
-                    found = self._add(structured, _on_stack(self._stack_bytes, lambda: self._built(structured)))
-        if isinstance(found, InvalidRequest):
-            raise InvalidRequest(found.field, found.message)
-        return found.deep_copy()
+                if (compiled := self._find(structured)) is None:  # another thread may have compiled it meanwhile
+                    compiled = self._add(structured, _on_stack(self._stack_bytes, lambda: self._built(structured)))
+        if isinstance(compiled, InvalidRequest):
+            raise InvalidRequest(compiled.field, compiled.message)
+        return compiled.deep_copy()
 
     def knows(self, structured: StructuredOutput) -> bool:
         """Return whether the result of compiling a grammar is at hand."""

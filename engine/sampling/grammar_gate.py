@@ -54,13 +54,13 @@ class GrammarGate:
 
     def released(self) -> list[Generate]:
         """Return the requests whose grammars were compiled meanwhile, but for cancelled ones."""
-        found: list[Generate] = []
+        messages: list[Generate] = []
         while not self._compiled.empty():  # only this method takes from it
             message = self._compiled.get_nowait()
             if self._held.get(message.request_id) is message:
                 del self._held[message.request_id]
-                found.append(message)
-        return found
+                messages.append(message)
+        return messages
 
     def _start(self) -> None:
         if self._thread is None:

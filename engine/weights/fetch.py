@@ -137,9 +137,9 @@ class WeightsFetch:
                     self._digest.update(self.memory[offset + begin : offset + end].data)
         except WeightsLost:
             return
-        if (found := self._digest.digest()) != self.offer.fingerprint:
+        if (fingerprint := self._digest.digest()) != self.offer.fingerprint:
             self.give_up("the bytes that arrived have another fingerprint")
             return
         with self._changed:
-            self._found = found
+            self._found = fingerprint
             self._changed.notify_all()

@@ -149,8 +149,8 @@ def _start_stopper(command: list[str]) -> tuple["subprocess.Popen[str]", bool]:
         start_new_session=True,  # a signal for the worker's group must not end it: nothing else wakes the worker
     )
     assert stopper.stdout is not None
-    with stopper.stdout as said:
-        return stopper, bool(said.readline())
+    with stopper.stdout as output:
+        return stopper, bool(output.readline())
 
 
 def _send(signum: signal.Signals, pids: Iterable[int]) -> None:

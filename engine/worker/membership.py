@@ -205,16 +205,16 @@ class Memberships:
 
     def _log(self, router: _Router, failure: ServiceError) -> None:
         """Log a refusal at once, an unreachable router (it may be starting) after a while and then every minute."""
-        now, said = time.monotonic(), str(failure)
+        now, reason = time.monotonic(), str(failure)
         if isinstance(failure, AlreadyExists | Incompatible):
-            if said != router.said:
-                log.error("not joined to %s: %s", router.address, said)
+            if reason != router.said:
+                log.error("not joined to %s: %s", router.address, reason)
         elif now - router.apart_since >= WARN_AFTER_S and now - router.warned_at >= WARN_EVERY_S:
-            log.warning("not joined to %s for %.0f s: %s", router.address, now - router.apart_since, said)
+            log.warning("not joined to %s for %.0f s: %s", router.address, now - router.apart_since, reason)
             router.warned_at = now
-        elif said != router.said:
-            log.info("not joined to %s: %s", router.address, said)
-        router.said = said
+        elif reason != router.said:
+            log.info("not joined to %s: %s", router.address, reason)
+        router.said = reason
 
     async def _join_once(self, stub: pb_grpc.MembershipStub, router: _Router) -> ServiceError:
         """Join once; return the error that ended the stream."""
@@ -265,12 +265,12 @@ class Memberships:
                 spoke_at = time.monotonic()
                 load: pb.LoadReport | None = None
                 caches: list[pb.CacheEvents] = []
-                for said in summary(news):
-                    if isinstance(said, Load):
-                        load = load_report(said, self._draining())
-                    elif synchronised or said.snapshot:
+                for event in summary(news):
+                    if isinstance(event, Load):
+                        load = load_report(event, self._draining())
+                    elif synchronised or event.snapshot:
                         synchronised = True
-                        caches.append(cache_events(said))
+                        caches.append(cache_events(event))
                 for message in messages_of(chain.from_iterable(map(parts_of, caches)), load):
                     yield message
 

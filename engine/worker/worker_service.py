@@ -64,28 +64,28 @@ class WorkerService(pb_grpc.WorkerServicer):
 
     async def _cache(self, request: pb.CacheRequest, drop: CacheDrop | None) -> pb.CacheReport:
         tenant = request.tenant if request.HasField("tenant") else None
-        found = await self._engine.inspect_cache(request.drop_pins, tenant, drop)
-        if found.refused:
-            raise InvalidRequest("drop.store", found.refused)
-        from_pool, from_tiers, pins = found.dropped_in_pool, found.dropped_in_tiers, found.dropped
-        while not found.is_whole:  # the engine drops some at a time, and computes in between
-            found = await self._engine.inspect_cache(False, None, drop)
-            from_pool += found.dropped_in_pool
-            from_tiers += found.dropped_in_tiers
+        cache = await self._engine.inspect_cache(request.drop_pins, tenant, drop)
+        if cache.refused:
+            raise InvalidRequest("drop.store", cache.refused)
+        from_pool, from_tiers, pins = cache.dropped_in_pool, cache.dropped_in_tiers, cache.dropped
+        while not cache.is_whole:  # the engine drops some at a time, and computes in between
+            cache = await self._engine.inspect_cache(False, None, drop)
+            from_pool += cache.dropped_in_pool
+            from_tiers += cache.dropped_in_tiers
         return pb.CacheReport(
             worker_id=self._worker_id,
-            num_blocks=found.num_blocks,
-            held_blocks=found.held,
-            filled_blocks=found.filled,
-            max_pinned_blocks=found.max_pinned,
-            pins=[pb.TenantPins(tenant=tenant, blocks=blocks, ends_in_s=ends) for tenant, blocks, ends in found.pins],
+            num_blocks=cache.num_blocks,
+            held_blocks=cache.held,
+            filled_blocks=cache.filled,
+            max_pinned_blocks=cache.max_pinned,
+            pins=[pb.TenantPins(tenant=tenant, blocks=blocks, ends_in_s=ends) for tenant, blocks, ends in cache.pins],
             dropped_blocks=pins,
             block_tokens=self._ready.block_tokens,
             dropped_from_pool=from_pool,
             dropped_from_tiers=from_tiers,
-            in_use=found.in_use,
-            removed_objects=found.removed_objects,
-            store_failure=found.store_failure,
+            in_use=cache.in_use,
+            removed_objects=cache.removed_objects,
+            store_failure=cache.store_failure,
         )
 
     def _drop_of(self, drop: pb.CacheDrop) -> CacheDrop:

@@ -107,14 +107,14 @@ class KubernetesExecutor(Executor):
         finally:
             connection.close()
         try:
-            said = json.loads(raw)
+            reply = json.loads(raw)
         except ValueError:
-            said = None
-        if answer.status != http.client.OK or not isinstance(said, dict):
-            message = said.get("message", "") if isinstance(said, dict) else raw.decode(errors="replace")
+            reply = None
+        if answer.status != http.client.OK or not isinstance(reply, dict):
+            message = reply.get("message", "") if isinstance(reply, dict) else raw.decode(errors="replace")
             reason = f"{answer.status} {answer.reason} {message}"[:LONGEST_REASON]
             raise ExecutorFailed(f"{method} of {name}'s scale: {reason.strip()}")
-        return said
+        return reply
 
     def _connect(self) -> http.client.HTTPConnection:
         server = self._server

@@ -20,8 +20,8 @@ class CallMessage:
     gRPC then holds no more of it than its flow control lets pass.
     """
 
-    def __init__(self, given: bytes | AsyncIterator[bytes], turns: FairTurns) -> None:
-        self._given = given
+    def __init__(self, raw: bytes | AsyncIterator[bytes], turns: FairTurns) -> None:
+        self._given = raw
         self._turns = turns
 
     async def read(self, tenant: str) -> bytes:
@@ -29,13 +29,13 @@ class CallMessage:
 
         Raises InvalidRequest for a call without a message, or with one that is too slow.
         """
-        given, self._given = self._given, b""
-        if isinstance(given, bytes):
-            return given
+        raw, self._given = self._given, b""
+        if isinstance(raw, bytes):
+            return raw
         async with self._turns.turn(tenant):
             try:
                 async with asyncio.timeout(READ_S):
-                    return await anext(given)
+                    return await anext(raw)
             except TimeoutError:
                 raise InvalidRequest("request", f"did not arrive within {READ_S:g} s") from None
             except StopAsyncIteration:

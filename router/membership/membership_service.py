@@ -96,8 +96,8 @@ class MembershipService(pb_grpc.MembershipServicer):
                     other.fleet.left(old)
                     other.dispatcher.kick()
         log.info("%s joined from %s for %s", hello.worker_id, hello.address, model.name)
-        if said := _strangers(hello, model.fleet.workers):
-            log.warning("%s", said)
+        if warning := _strangers(hello, model.fleet.workers):
+            log.warning("%s", warning)
         worker = model.fleet.joined(hello)
         self._last_report_at[worker] = time.monotonic()
         return model, worker

@@ -122,14 +122,14 @@ class ChatTemplate:
 
     def shown(self) -> str:
         """Return what the template writes around some small chats without tools, those that it takes."""
-        found = []
+        texts = []
         for roles in PROBES:
             chat = [{"role": role, "content": "a"} for role in roles]
             try:
-                found.append(self._rendered(chat, [], self._source, True, {}))
+                texts.append(self._rendered(chat, [], self._source, True, {}))
             except Exception:  # many templates refuse some of these
                 log.debug("the chat template refuses a chat of %s", ", ".join(roles), exc_info=True)
-        return "\n".join(found)
+        return "\n".join(texts)
 
     def _generation_prompt(self, variables: dict[str, Any], has_tools: bool) -> str:
         source = self._source_with_tools if has_tools else self._source
@@ -164,12 +164,12 @@ class ChatTemplate:
 
     def _variables(self, request: pb.GenerateRequest) -> dict[str, Any]:
         """Return the template's variables: those of the effort to reason, and the request's own."""
-        given = self._read_variables(request.chat_template_kwargs)
+        variables = self._read_variables(request.chat_template_kwargs)
         effort = request.reasoning_effort
         if not effort:
-            return given
+            return variables
         off = {"enable_thinking": False, "thinking": False} if effort == NO_REASONING else {}
-        return {"reasoning_effort": effort, **off, **given}
+        return {"reasoning_effort": effort, **off, **variables}
 
     def _read_variables(self, text: str) -> dict[str, Any]:
         if not text:

@@ -263,12 +263,12 @@ class ModelRuntime:
 
         Several versions exist while workers are being replaced.
         """
-        there = {
+        versions = {
             worker.hello.model_fingerprint
             for worker in self.workers()
             if worker.hello.block_tokens == hello.block_tokens
         }
-        return [hello.model_fingerprint, *sorted(there - {hello.model_fingerprint})[: MAX_VERSIONS - 1]]
+        return [hello.model_fingerprint, *sorted(versions - {hello.model_fingerprint})[: MAX_VERSIONS - 1]]
 
     def predicted_ttft_s(self, priority: int, demand: Demand, keys: Sequence[BlockKey]) -> float | None:
         """Return the predicted TTFT of a request that arrived now, its wait in the queue included.
@@ -382,8 +382,8 @@ class ModelRuntimes:
         alike = [repr(model.name) for model in self if model.config_fingerprint == hello.config_fingerprint]
         worker = f"worker {hello.worker_id} serves {hello.model!r}"
         if alike:
-            said = f"its config and tokenizer match {' and '.join(alike)}, but its name matches neither"
-            raise Incompatible(f"{worker}: {said}", "model")
+            reason = f"its config and tokenizer match {' and '.join(alike)}, but its name matches neither"
+            raise Incompatible(f"{worker}: {reason}", "model")
         whose = f"this router's {self._names()}" if len(self) == 1 else f"those of all served here: {self._names()}"
         raise Incompatible(f"{worker}, whose config or tokenizer differs from {whose}", "model")
 

@@ -169,9 +169,9 @@ class _Selection:
         return math.inf if ttft_s is None else ttft_s
 
     def option(self, model: ModelRuntime) -> ModelOption:
-        found = self.found.get(model.name)
-        if found is not None and found.reading is not None:
-            num_prompt, sampling = len(found.reading.prompt), found.reading.sampling
+        finding = self.found.get(model.name)
+        if finding is not None and finding.reading is not None:
+            num_prompt, sampling = len(finding.reading.prompt), finding.reading.sampling
             num_output = sampling.max_tokens * sampling.n
         else:
             num_prompt = model.encoder.estimate(self.request)
@@ -184,16 +184,16 @@ class _Selection:
             tasks=model.entry.tasks,
             num_prompt_tokens=num_prompt,
             num_output_tokens=num_output,
-            counted=found is not None,
-            fault=self._fault(model, found),
-            ttft_s=None if found is None else found.ttft_s,
+            counted=finding is not None,
+            fault=self._fault(model, finding),
+            ttft_s=None if finding is None else finding.ttft_s,
         )
 
-    def _fault(self, model: ModelRuntime, found: _Found | None) -> str:
+    def _fault(self, model: ModelRuntime, finding: _Found | None) -> str:
         if not model.decode_workers():
             return NO_WORKER
-        if found is not None:
-            return str(found.error or "")
+        if finding is not None:
+            return str(finding.error or "")
         if fault := model.encoder.fault(self.request):
             return fault
         if len(self._prompts) >= self._max_tokenizers and model.encoder.reading not in self._prompts:
@@ -229,7 +229,7 @@ def _error(verdict: Verdict, criteria: ModelCriteria, looking: _Selection) -> In
     option = verdict.option
     if (lack := unfit(option.name, option.quality, option.tasks, criteria)) is not None:
         return InvalidRequest(*lack)
-    found = looking.found.get(option.name)
-    if found is not None and found.error is not None:
-        return found.error
+    finding = looking.found.get(option.name)
+    if finding is not None and finding.error is not None:
+        return finding.error
     return InvalidRequest(prompt_kind(looking.request), verdict.why)

@@ -41,7 +41,7 @@ def prompt_kind(request: pb.GenerateRequest) -> str:
 
     Raises InvalidRequest unless exactly one kind of prompt was given.
     """
-    given = [
+    kinds = [
         name
         for name, present in (
             ("text", request.HasField("text")),
@@ -50,12 +50,12 @@ def prompt_kind(request: pb.GenerateRequest) -> str:
         )
         if present
     ]
-    if len(given) != 1:
-        what = f"{' and '.join(given)} were given" if given else "none was given"
+    if len(kinds) != 1:
+        what = f"{' and '.join(kinds)} were given" if kinds else "none was given"
         raise InvalidRequest(
-            given[-1] if given else "text", f"exactly one of text, messages, token_ids is needed; {what}"
+            kinds[-1] if kinds else "text", f"exactly one of text, messages, token_ids is needed; {what}"
         )
-    return given[0]
+    return kinds[0]
 
 
 class PromptEncoder:

@@ -84,9 +84,9 @@ class Samples:
                 raise InvalidRequest(field, f"is longer than {MAX_TEXT_CHARS} characters")
         if not (feedback.HasField("rating") or feedback.corrected_text or feedback.comment):
             raise InvalidRequest("rating", "one of rating, corrected_text and comment must be set")
-        said = MessageToDict(feedback, preserving_proto_field_name=True)
+        values = MessageToDict(feedback, preserving_proto_field_name=True)
         who = {"tenant": principal.tenant or "", "key": principal.name}
-        line = said | who | {"at": time.time()}
+        line = values | who | {"at": time.time()}
         if not self._lines.write(lambda: {"feedback": line}):
             raise Overloaded(
                 f"{MAX_UNWRITTEN} lines of samples_file wait to be written, the most that may", retry_after_s=1.0

@@ -102,7 +102,7 @@ def gpu_of_product(product: str) -> Device | None:
     gpu = GPUS.get(words[0]) if words else None
     if gpu is None or "SHARED" in words:
         return None
-    sizes = [float(found[1]) for word in words[1:] if (found := re.fullmatch(r"(?:\d+G\.)?(\d+)GB", word))]
+    sizes = [float(match[1]) for word in words[1:] if (match := re.fullmatch(r"(?:\d+G\.)?(\d+)GB", word))]
     return Device(gpu.name, min([gpu.memory_bytes, *(size * 1e9 for size in sizes)]))
 
 
@@ -125,17 +125,17 @@ def _pool(
     worker: Mapping[str, Any], pool: Mapping[str, Any], model: str, repository: str, role: Role, name: str
 ) -> ValuesPool:
     own = {key: value for key, value in pool.items() if key not in _NOT_OF_WORKERS}
-    given = merged({key: value for key, value in worker.items() if key != "config"}, own)
+    values = merged({key: value for key, value in worker.items() if key != "config"}, own)
     config = merged(_mapping(worker.get("config"), "worker.config"), _mapping(pool.get("config"), f"{name}.config"))
-    selector = _mapping(given.get("nodeSelector"), f"{name}.nodeSelector")
-    limits = _mapping(_mapping(given.get("resources"), f"{name}.resources").get("limits"), f"{name}.resources.limits")
+    selector = _mapping(values.get("nodeSelector"), f"{name}.nodeSelector")
+    limits = _mapping(_mapping(values.get("resources"), f"{name}.resources").get("limits"), f"{name}.resources.limits")
     return ValuesPool(
         name=name,
         model=model,
         repository=repository,
         role=role,
         replicas=_count(pool.get("replicas", 0), f"{name}.replicas"),
-        gpus=_count(given.get("gpus", 0), f"{name}.gpus"),
+        gpus=_count(values.get("gpus", 0), f"{name}.gpus"),
         settings={**config, "model": f"/models/{model}"},
         product=str(selector.get(PRODUCT, "")),
         memory_limit=limits.get("memory"),

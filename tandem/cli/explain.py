@@ -41,14 +41,14 @@ _EXPENDABLE = (
 
 
 async def show_explanation(
-    console: Console, target: Target, prompt: str, sampling: pb.Sampling, most: int, **asked: Any
+    console: Console, target: Target, prompt: str, sampling: pb.Sampling, most: int, **options: Any
 ) -> None:
     """Show the candidates of a prompt.
 
     `asked` has further options of Client.explain.
     """
     async with target.client() as client:
-        explanation = await client.explain(prompt, sampling=sampling, **asked)
+        explanation = await client.explain(prompt, sampling=sampling, **options)
     console.print(f"model {explanation.model}: {explanation.model_reason}", markup=False)
     if explanation.models:
         with uncut(console):

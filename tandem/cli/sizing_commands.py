@@ -210,15 +210,15 @@ def replay_trace(
         seed=seed,
     )
     window = Window(rate, start, math.inf if duration is None else duration, requests, spread, seed)
-    found = scenarios(setup, parse_modes(modes), parse_policies(policies), parse_splits(split or []))
+    compared = scenarios(setup, parse_modes(modes), parse_policies(policies), parse_splits(split or []))
     if autoscale is not None:
-        found.append(autoscaled(setup, autoscale, worker_start))
+        compared.append(autoscaled(setup, autoscale, worker_start))
     seeds = seeds_that_differ(repeat, spread, routers)
 
     def trace_of(seed: int) -> RateSwing:
         return RateSwing(Trace(trace, replace(window, seed=seed)), swing, period)
 
-    compare(console, setup, found, trace_of, seeds, trace.name, json_path, png, log_decisions)
+    compare(console, setup, compared, trace_of, seeds, trace.name, json_path, png, log_decisions)
 
 
 @app.command(rich_help_panel=SIZE)
@@ -358,7 +358,7 @@ def calibrate(
     if nic_bytes_per_s is None and gpu is not None:
         nic_bytes_per_s = gpu_named(gpu).nic_bytes_per_s
     kv_token_bytes = None if model is None else open_shape(model).kv_bytes_per_token
-    given = AssumedRates(kv_token_bytes, block_bytes, nic_bytes_per_s)
-    found = fit(served_of(log), blocks, prefill_chunk, decode_chunk, given)
-    found.write(out)
-    show_calibration(console, found, out)
+    assumed = AssumedRates(kv_token_bytes, block_bytes, nic_bytes_per_s)
+    calibration = fit(served_of(log), blocks, prefill_chunk, decode_chunk, assumed)
+    calibration.write(out)
+    show_calibration(console, calibration, out)

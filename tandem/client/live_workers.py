@@ -33,14 +33,14 @@ class LiveWorkers:
         Raises ServiceError.
         """
         models = (await self._client.cluster_status()).models
-        found = [
+        workers = [
             worker
             for model in models
             if self._model in ("", model.name)
             for worker in model.workers
             if worker.has_reported
         ]
-        return sorted(found, key=lambda worker: (worker.role, worker.worker_id))
+        return sorted(workers, key=lambda worker: (worker.role, worker.worker_id))
 
     async def worker(self, worker_id: str, field: str) -> public_pb.WorkerStatus:
         """Return a worker.

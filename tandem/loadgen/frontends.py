@@ -86,13 +86,13 @@ class GrpcFrontend(Frontend):
     async def __aenter__(self) -> Self:
         self._clients = [Client(address, api_key=self._api_key, tls=self._tls) for address in self._addresses]
         served = await self._clients[0].list_models()
-        found = [model for model in served if not self.model or model.name == self.model]
-        if len(found) != 1:
+        matches = [model for model in served if not self.model or model.name == self.model]
+        if len(matches) != 1:
             names = ", ".join(model.name for model in served)
             raise StartError("model", f"name one of {names}, which are served at {self._addresses[0]}")
-        self.model, self._vocab_size = found[0].name, found[0].vocab_size
-        self.max_context_tokens = found[0].max_context_tokens
-        self.num_workers = found[0].prefill_workers + found[0].decode_workers
+        self.model, self._vocab_size = matches[0].name, matches[0].vocab_size
+        self.max_context_tokens = matches[0].max_context_tokens
+        self.num_workers = matches[0].prefill_workers + matches[0].decode_workers
         if self._as_text:
             finish = await self._stream({"text": sample(PROBE_WORDS)}, pb.Sampling(max_tokens=1), 0, lambda _: None)
             self._words = PromptWords(finish.usage.prompt_tokens / PROBE_WORDS)
@@ -204,11 +204,11 @@ class HttpFrontend(Frontend):
             served = [(model["id"], int(model.get("max_model_len") or 0)) for model in served]
         except (self._http.ClientError, ValueError, KeyError, TypeError, AttributeError, TimeoutError) as error:
             raise Unavailable(f"{self._url}/v1/models: {error!r:.200}") from None
-        found = [model for model in served if not self.model or model[0] == self.model]
-        if len(found) != 1:
+        matches = [model for model in served if not self.model or model[0] == self.model]
+        if len(matches) != 1:
             raise StartError("model", f"name one of {', '.join(name for name, _ in served)}")
-        self.model = found[0][0]
-        self.max_context_tokens = self.max_context_tokens or found[0][1]
+        self.model = matches[0][0]
+        self.max_context_tokens = self.max_context_tokens or matches[0][1]
         if not self.max_context_tokens:
             raise StartError("context", f"{self._url} does not say how long {self.model}'s context is: set it")
         if self._as_text:
@@ -294,8 +294,8 @@ def _error(status: int, body: bytes, headers: Mapping[str, str]) -> ServiceError
     """Return the typed error of a server's answer."""
     message, field = body[:500].decode(errors="replace"), ""
     try:
-        said = json.loads(body)["error"]
-        message, field = str(said["message"]), str(said.get("param") or "")
+        details = json.loads(body)["error"]
+        message, field = str(details["message"]), str(details.get("param") or "")
     except (ValueError, KeyError, TypeError):
         pass  # a proxy's page, or another server's format: its text is the message
     if status == 429:

@@ -65,9 +65,9 @@ MODEL = {"name": "llama-3.1-8b", "source": {"pvc": {"claimName": "m"}}, "decode"
     [
         ({}, "models: the values have no list of models"),
         ({"models": {}}, "models: the values have no list"),
-        ({"models": ["a"]}, "models.0: 'a' is no mapping"),
+        ({"models": ["a"]}, "models.0: 'a' is not a mapping"),
         ({"models": [{"name": 1}]}, "models.0.name: 1 is not a name"),
-        ({"models": [MODEL | {"decode": []}]}, "llama-3.1-8b.decode: \\[\\] is no mapping"),
+        ({"models": [MODEL | {"decode": []}]}, "llama-3.1-8b.decode: \\[\\] is not a mapping"),
         ({"models": [MODEL | {"decode": {"replicas": "two"}}]}, "llama-3.1-8b.decode.replicas: 'two' is not a number"),
         ({"models": [MODEL], "worker": {"gpus": 0.5}}, "llama-3.1-8b.decode.gpus: 0.5 is not a number"),
         ({"models": [MODEL], "worker": {"resources": {"limits": {"memory": "x"}}}}, "resources.limits.memory: 'x'"),
@@ -203,7 +203,10 @@ def test_options_that_are_wrong(
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [([], "rate: give --rate of a load"), (["--rate", "1", "--prompt", "9"], "output: give --output of a load")],
+    [
+        ([], "rate: is missing: describe a load with --rate"),
+        (["--rate", "1", "--prompt", "9"], "output: is missing: describe a load with --output"),
+    ],
 )
 def test_without_values_a_load_is_needed(options: list[str], said: str) -> None:
     done = CliRunner().invoke(app, ["plan", *options])

@@ -190,7 +190,7 @@ def test_an_address_that_is_none(url: str) -> None:
         (["--price", "nan"], "price: nan is not at least 0"),
         (["--rate", "0"], "rate: 0 is not above 0"),
         (["--scale", "-1"], "scale: -1 is not above 0"),
-        (["--http", "foo"], "http: 'foo' is no address"),
+        (["--http", "foo"], "http: 'foo' is not an address"),
         (["--log", "/nonexistent/x"], "there is no directory /nonexistent"),
         (["--json", "."], "--json: cannot write .: it is a directory"),
     ],

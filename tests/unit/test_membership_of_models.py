@@ -97,7 +97,7 @@ async def test_an_id_means_one_worker_whatever_it_serves(
     await first.welcomed()
     listens = await first.reports()
     second = Member(service, of_b, b"2")
-    with pytest.raises(Aborted, match="ALREADY_EXISTS: worker_id: a worker 'w' at a:1 is there"):
+    with pytest.raises(Aborted, match="ALREADY_EXISTS: worker_id: 'w' is in use by the worker at a:1"):
         await second.welcomed()
     assert ids(models) == [["w"], []]
 

@@ -38,8 +38,8 @@ def test_one_model_or_several(byte_model: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "config", "field", "reason"),
     [
-        ([{}, {"name": "bytes"}], {}, "models.1.name", "both be called 'bytes'"),
-        ([{}, {"copy": True}], {}, "models.1.name", "both be called 'bytes'"),
+        ([{}, {"name": "bytes"}], {}, "models.1.name", "have the same name, 'bytes'"),
+        ([{}, {"copy": True}], {}, "models.1.name", "have the same name, 'bytes'"),
         ([{}, {"copy": True, "name": "other"}], {}, "models.1.name", "have equal configs and names"),
         ([{"name": "auto"}], {}, "models.0.name", "is reserved: clients send it"),
         ([{}], {"default_model": "x"}, "default_model", "'x' is not among bytes, auto"),
@@ -80,7 +80,7 @@ def test_the_model_that_a_request_means(byte_model: Path, word_model: Path) -> N
     with pytest.raises(UnknownModel, match="'words' is not served here; 'bytes', 'large' are") as caught:
         models.asked_for("words")
     assert caught.value.field == "model"
-    with pytest.raises(InvalidRequest, match="several are served: 'bytes', 'large'; or say 'auto'"):
+    with pytest.raises(InvalidRequest, match="several models are served: name one of 'bytes', 'large', or 'auto'"):
         models.asked_for("")
     for default, expected in (("large", "large"), ("auto", None)):
         _, models = served([{"path": byte_model}, {"path": word_model, "name": "large"}], default_model=default)

@@ -91,7 +91,7 @@ def test_eight_bit_weights_have_the_same_kv_in_memory_and_on_links() -> None:
         ({"num_attention_heads": 8192}, "8192 attention heads are more than the hidden size, 4096"),
         ({"torch_dtype": 9 * "int3"}, "torch_dtype 'int3int3"),
         ({"quantization_config": {"quant_method": "hqq"}}, "unknown quant_method 'hqq'; known are gptq"),
-        ({"hidden_size": None}, "does not say hidden_size"),
+        ({"hidden_size": None}, "has no hidden_size"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"torch_dtype": "int3"}, "'int3'"),

@@ -127,7 +127,7 @@ def test_a_bad_line_is_named(tmp_path: Path, second: object, reason: str) -> Non
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1\n", 2, "has 2 columns"),
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,-1,2\n", 2, "ContextTokens is -1"),
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,many,2\n", 2, "ContextTokens is 'many'"),
-        (b'{"a": 1}\n', 1, "no known format"),
+        (b'{"a": 1}\n', 1, "an unknown format"),
         (b"{" + 17 * (1 << 20) * b" ", 1, "is longer than"),
         (gzip.compress(b"{}", mtime=0), 0, r"is compressed \(gzip\): unpack it first"),
         (

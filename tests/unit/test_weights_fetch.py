@@ -77,8 +77,8 @@ def test_other_bytes_than_offered_are_not_confirmed() -> None:
     ("content", "reason"),
     [
         ((1 << 40).to_bytes(8, "little") + b"{}", "a header of 1099511627776 bytes"),
-        ((4).to_bytes(8, "little") + b"nono", "none of safetensors"),
-        ((2).to_bytes(8, "little") + b"[]", "none of safetensors"),
+        ((4).to_bytes(8, "little") + b"nono", "not one of safetensors"),
+        ((2).to_bytes(8, "little") + b"[]", "not one of safetensors"),
     ],
 )
 def test_a_header_that_is_none(tmp_path: Path, content: bytes, reason: str) -> None:
@@ -94,7 +94,7 @@ def test_a_tensor_that_cannot_be_where_its_header_says(tmp_path: Path, changed: 
     entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} | changed
     header = json.dumps({"a": entry}).encode()
     content = len(header).to_bytes(8, "little") + header + bytes(24)
-    with pytest.raises(WeightsLost, match="none of safetensors"):
+    with pytest.raises(WeightsLost, match="not one of safetensors"):
         arriving_tensors(model_dir(tmp_path), fetch_of(("model.safetensors", content)))
 
 

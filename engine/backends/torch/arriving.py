@@ -57,15 +57,15 @@ def arriving_tensors(model_dir: ModelDir, fetch: WeightsFetch) -> dict[str, Any]
     Raises WeightsLost where the headers cannot be read, or where it is not known which file has which tensor.
     """
     where = model_dir.read_json(INDEX).get("weight_map")
-    found: dict[str, Any] = {}
+    arriving: dict[str, Any] = {}
     for file, offset in zip(fetch.offer.files, fetch.offsets, strict=True):
         if where is None and file.name != SINGLE:
             continue
         tensors = _tensors_of(fetch, offset, file.num_bytes)
-        found |= {name: each for name, each in tensors.items() if where is None or where.get(name) == file.name}
-    if not found:
+        arriving |= {name: each for name, each in tensors.items() if where is None or where.get(name) == file.name}
+    if not arriving:
         raise WeightsLost(f"the peer's files contain neither {SINGLE} nor {INDEX}")
-    return found
+    return arriving
 
 
 def _tensors_of(fetch: WeightsFetch, offset: int, num_bytes: int) -> dict[str, ArrivingTensor]:

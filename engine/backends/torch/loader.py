@@ -65,18 +65,18 @@ def load_model(
             return load_shard(model_dir.path, config, wanted, group).to(device)
         model: torch.nn.Module
         if scheme is not None:
-            model, told = load_packed(model_dir.path, config, wanted, scheme, device)
+            model, loading_info = load_packed(model_dir.path, config, wanted, scheme, device)
         elif fetch is None or (arrived := _load_arriving(model_dir, config, wanted, fetch)) is None:
-            model, told = AutoModelForCausalLM.from_pretrained(
+            model, loading_info = AutoModelForCausalLM.from_pretrained(
                 model_dir.path, dtype=wanted, local_files_only=True, trust_remote_code=False, output_loading_info=True
             )
         else:
-            model, told = arrived
+            model, loading_info = arrived
     except torch.cuda.OutOfMemoryError as error:
         raise _no_room(error) from error
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelRefused(f"transformers cannot load it: {error}") from error
-    missing = sorted(told["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
     if missing == [OUTPUT_LAYER] and is_embedding_model(model_dir):
         log.info("the model has no output layer and serves embeddings only")
     elif missing:
@@ -177,8 +177,8 @@ def whole_layout(model: torch.nn.Module, part: KvLayout, ranks: int) -> KvLayout
     text = model.config.get_text_config()  # type: ignore[union-attr,operator]
     kv_heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if part.kv_heads * ranks != kv_heads:
-        found = f"{part.kv_heads} of its {kv_heads} KV heads on each of {ranks} ranks"
-        raise ModelRefused(f"its tensor-parallel plan leaves {found}: tensor_parallel must be 1")
+        left = f"{part.kv_heads} of its {kv_heads} KV heads on each of {ranks} ranks"
+        raise ModelRefused(f"its tensor-parallel plan leaves {left}: tensor_parallel must be 1")
     return replace(part, kv_heads=kv_heads)
 
 

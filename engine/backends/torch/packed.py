@@ -136,10 +136,10 @@ def _text(settings: Mapping[str, Any], *names: str) -> str:
 
     Raises ModelRefused where two of them differ.
     """
-    said = {str(settings[name]).lower() for name in names if settings.get(name) is not None}
-    if len(said) > 1:
-        raise ModelRefused(f"its quantization settings {' and '.join(names)} differ: {', '.join(sorted(said))}")
-    return said.pop() if said else ""
+    values = {str(settings[name]).lower() for name in names if settings.get(name) is not None}
+    if len(values) > 1:
+        raise ModelRefused(f"its quantization settings {' and '.join(names)} differ: {', '.join(sorted(values))}")
+    return values.pop() if values else ""
 
 
 # ------------------------------------------------------------------------------------------------------- unpacking
@@ -301,12 +301,12 @@ class _PackedQuantizer(HfQuantizer):  # type: ignore[misc]
         for name in self.quantization_config.layers:
             parent, _dot, child = name.rpartition(".")
             try:
-                found = model.get_submodule(name)
+                module = model.get_submodule(name)
             except AttributeError:
                 raise ModelRefused(f"it has packed weights of {name}, which is not a module of the model") from None
-            if type(found) is not nn.Linear:
-                raise ModelRefused(f"it has packed weights of {name}, a {type(found).__name__}, not a linear layer")
-            setattr(model.get_submodule(parent), child, PackedPlaceholder(found))
+            if type(module) is not nn.Linear:
+                raise ModelRefused(f"it has packed weights of {name}, a {type(module).__name__}, not a linear layer")
+            setattr(model.get_submodule(parent), child, PackedPlaceholder(module))
 
     def _process_model_after_weight_loading(self, model: Any, **_: object) -> None:
         self.remove_quantization_config(model)
@@ -337,7 +337,7 @@ def load_packed(
                 f"config.json says it was quantised by {scheme.method}, but the files have no packed weights"
             )
         _leave_to_us(config, files.layers)
-        model, told = AutoModelForCausalLM.from_pretrained(
+        model, loading_info = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             quantization_config=_PackedConfig(files.layers),
@@ -356,7 +356,7 @@ def load_packed(
         log.warning(
             "no kernel here supports these weights: they are served as %s, at its memory and speed", model.dtype
         )
-    return model, told
+    return model, loading_info
 
 
 def stays_quantised(scheme: PackedScheme, device: torch.device) -> bool:
@@ -388,8 +388,8 @@ def _read_layers(
         except ValueError as error:
             raise ModelRefused(f"the packed weights of {name} cannot be read: {error}") from error
         if (layer.in_features, layer.out_features) != (absent.in_features, absent.out_features):
-            found, wanted = (f"{each.out_features} x {each.in_features}" for each in (layer, absent))
-            raise ModelRefused(f"the packed weights of {name} are {found}, not {wanted}")
+            shape, wanted = (f"{each.out_features} x {each.in_features}" for each in (layer, absent))
+            raise ModelRefused(f"the packed weights of {name} are {shape}, not {wanted}")
         if stays_quantised:
             from engine.backends.torch.cuda.quantised import of_checkpoint
 

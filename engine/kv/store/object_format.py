@@ -71,7 +71,7 @@ class ObjectFormat:
         Raises ObjectRefused unless it is the block `key` of this model.
         """
         head = stored[: self.payload_offset].tobytes()
-        magic, version, kv_heads, block_bytes, model, parent, found = _HEADER.unpack_from(head)
+        magic, version, kv_heads, block_bytes, model, parent, stored_key = _HEADER.unpack_from(head)
         if magic != MAGIC or version != VERSION:
             raise ObjectRefused("the object is not a KV block of this format version")
         fields = head[: self._checked_bytes]
@@ -79,7 +79,7 @@ class ObjectFormat:
             raise ObjectRefused("the object's checksum is wrong")
         if (kv_heads, block_bytes, model) != (self.kv_heads, self.block_bytes, self._model):
             raise ObjectRefused("the object belongs to another model or KV layout")
-        if found != key:
+        if stored_key != key:
             raise ObjectRefused("the object contains another block")
         return NamedBlock(parent, key, fields[_HEADER.size :])
 

@@ -145,7 +145,7 @@ class DiskTier:
                 newest[header.block.key] = slot, header
             if other is not None:
                 self.erase(slot if newest[header.block.key] is other else other[0])
-        return sorted(newest.values(), key=lambda found: found[1].generation)
+        return sorted(newest.values(), key=lambda entry: entry[1].generation)
 
     def _headers(self, num_slots: int) -> list[tuple[int, bytes]]:
         """Return packed headers of non-empty slots; those at the file's end may be truncated."""
@@ -196,10 +196,10 @@ def _check_own(fd: int, path: Path) -> None:
 
     Raises OSError.
     """
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         raise OSError(0, f"{path} is not a regular file of this user")
-    if stat.S_IMODE(found.st_mode) != 0o600:
+    if stat.S_IMODE(status.st_mode) != 0o600:
         os.fchmod(fd, 0o600)
 
 

@@ -28,8 +28,8 @@ def error_form(
     status: int, kind: str, message: str, param: str | None, code: str | None
 ) -> tuple[dict[str, Any], bytes]:
     """Return an error in Anthropic's form."""
-    said = {"type": ERRORS.get(status, "api_error"), "message": message}
-    return {"type": "error", "error": said}, b"event: error\n"
+    error = {"type": ERRORS.get(status, "api_error"), "message": message}
+    return {"type": "error", "error": error}, b"event: error\n"
 
 
 class MessagesAnswer(BlockAnswer[MessagesRequest]):
@@ -59,12 +59,12 @@ class MessagesAnswer(BlockAnswer[MessagesRequest]):
 
     def ended(self) -> bytes:
         reason, stop = self._reason()
-        said: dict[str, Any] = {
+        body: dict[str, Any] = {
             "type": "message_delta",
             "delta": {"stop_reason": reason, "stop_sequence": stop},
             "usage": self._usage(),
         }
-        return event("message_delta", said) + event("message_stop", {"type": "message_stop"})
+        return event("message_delta", body) + event("message_stop", {"type": "message_stop"})
 
     def new_id(self, kind: str) -> str:
         return f"toolu_{secrets.token_hex(12)}" if kind == CALL else ""

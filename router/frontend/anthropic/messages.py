@@ -44,11 +44,11 @@ def read_messages(fields: Fields, caller: Caller) -> MessagesRequest:
     if (top_k := fields.integer("top_k", 0, INT32 - 1)) is not None:
         sampling.top_k = top_k
     sampling.stop.extend(fields.strings("stop_sequences"))
-    asked = MessagesRequest(request.request_id, [request], dict(NAMES), stream=fields.boolean("stream"))
+    api_request = MessagesRequest(request.request_id, [request], dict(NAMES), stream=fields.boolean("stream"))
     if request.tool_choice not in ("", "auto", "none"):
-        asked.names["structured"] = "tools"
+        api_request.names["structured"] = "tools"
     fields.finish()
-    return asked
+    return api_request
 
 
 NAMES = {

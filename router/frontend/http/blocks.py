@@ -39,8 +39,8 @@ class BlockAnswer(Answer, Generic[Asked]):
     A stream's events and the whole answer are made by the same steps.
     """
 
-    def __init__(self, asked: Asked, request_id: str) -> None:
-        self.asked = asked
+    def __init__(self, api_request: Asked, request_id: str) -> None:
+        self.asked = api_request
         self.request_id = request_id
         self.served: PromptInfo | None = None
         self.blocks: list[Block] = []

@@ -34,9 +34,9 @@ def caller_of(headers: Mapping[str, str], keys: ApiKeys) -> Caller:
 
 def authorization_of(headers: Mapping[str, str]) -> str | None:
     """Return the key as `Bearer KEY`; Anthropic's clients send it in `x-api-key`."""
-    given = headers.get("authorization")
+    header = headers.get("authorization")
     key = headers.get("x-api-key")
-    return f"Bearer {key}" if given is None and key is not None else given
+    return f"Bearer {key}" if header is None and key is not None else header
 
 
 def check_name(value: str, field: str) -> str:

@@ -45,11 +45,11 @@ class JsonEndpoint(Generic[Asked]):
             exchange.request_id = caller.request_id
             with context.arrivals.arriving(caller.tenant) as arrival:
                 body = await exchange.body(context.limits.max_bytes, arrival)
-                asked, exchange.ignored = await asyncio.to_thread(self._asked, body, caller)
+                api_request, exchange.ignored = await asyncio.to_thread(self._asked, body, caller)
                 context.handler.count_ignored(exchange.ignored)
             with exchange.lasting(context.drain):
-                said = await self._answer(asked, caller)
-                await exchange.send_json(compact(said).encode())
+                reply = await self._answer(api_request, caller)
+                await exchange.send_json(compact(reply).encode())
         except ClientGone:
             return
         except ServiceError as error:

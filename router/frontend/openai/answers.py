@@ -40,8 +40,8 @@ class OpenAiAnswer(Answer):
     nothing: bytes
     """Bytes in place of all three in the last event of a choice."""
 
-    def __init__(self, asked: ApiRequest, request_id: str) -> None:
-        self._asked = asked
+    def __init__(self, api_request: ApiRequest, request_id: str) -> None:
+        self._asked = api_request
         self._id = self.id_prefix + request_id
         self._choices: dict[int, ChoiceAnswer] = {}
         """Choices by index."""
@@ -49,8 +49,8 @@ class OpenAiAnswer(Answer):
         self._receipts: dict[int, Any] = {}
         """Receipts, and the next field, by number of the prompt."""
         self._scored: dict[int, list[pb.TokenLogprobs]] = {}
-        self._num_open = len(asked.requests) * asked.choices_per_prompt
-        self._end = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
+        self._num_open = len(api_request.requests) * api_request.choices_per_prompt
+        self._end = b',"usage":null}\n\n' if api_request.include_usage else b"}\n\n"
         self._plain = self.after + PLAIN + self._end
 
     def begin(self, number: int, served: PromptInfo) -> None:
@@ -141,8 +141,8 @@ class OpenAiAnswer(Answer):
         """Return the bytes after the text for a choice with further fields."""
         logprobs = self.message_logprobs(choice, message) if message.logprobs else None
         token_ids = f',"token_ids":{compact(list(message.token_ids))}' if self._asked.token_ids else ""
-        said = f',"logprobs":{compact(logprobs)},"finish_reason":null{token_ids}}}]'
-        return self.after + said.encode() + self._so_far(choice)
+        tail = f',"logprobs":{compact(logprobs)},"finish_reason":null{token_ids}}}]'
+        return self.after + tail.encode() + self._so_far(choice)
 
     def _only_text(self, choice: ChoiceAnswer) -> bytes:
         """Return the bytes after the text for a choice with text only."""
@@ -209,36 +209,36 @@ class OpenAiAnswer(Answer):
         """Return the whole answer, once all messages were absorbed."""
         choices = [self._whole_choice(choice) for _, choice in sorted(self._choices.items())]
         top = self._top(self.whole_name, self._choices[0].served.model)
-        said = f'{top},"choices":{compact(choices)},"usage":{compact(self.usage())}'
-        return said.encode() + self._receipts_field() + b"}"
+        body = f'{top},"choices":{compact(choices)},"usage":{compact(self.usage())}'
+        return body.encode() + self._receipts_field() + b"}"
 
     def _whole_choice(self, choice: ChoiceAnswer) -> dict[str, Any]:
         served, parts = choice.served, choice.logprobs
         scored = self._scored.get(choice.index // self._asked.choices_per_prompt)
         if self._asked.echo_logprobs:
             parts = [echoed(served.prompt, scored or (), served.text_of), *parts]
-        said = {"index": choice.index, **self.whole_content(choice), "logprobs": self.whole_logprobs(parts)}
-        said |= {"finish_reason": choice.reason, "stop_reason": choice.stop_reason}
+        values = {"index": choice.index, **self.whole_content(choice), "logprobs": self.whole_logprobs(parts)}
+        values |= {"finish_reason": choice.reason, "stop_reason": choice.stop_reason}
         if self._asked.token_ids:
-            said |= {"token_ids": choice.token_ids, "prompt_token_ids": served.prompt}
+            values |= {"token_ids": choice.token_ids, "prompt_token_ids": served.prompt}
         if scored is not None and not self._asked.echo_logprobs:
-            said["prompt_logprobs"] = prompt_logprobs(served.prompt, scored, served.text_of)
-        return said
+            values["prompt_logprobs"] = prompt_logprobs(served.prompt, scored, served.text_of)
+        return values
 
     # --------------------------------------------------------------------------------------------- common
 
     def usage(self) -> dict[str, Any]:
         """Return the usage of all finished prompts and choices."""
         usage = self._usage
-        said = {
+        values = {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         }
         if any(choice.parser is not None for choice in self._choices.values()):
-            said["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
-        return said
+            values["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+        return values
 
     def _top(self, name: str, model: str) -> str:
         """Return the beginning of an object."""

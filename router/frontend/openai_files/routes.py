@@ -60,9 +60,9 @@ class _Call:
         """Tenant whose files and batches the caller sees; None for all."""
         return None if self.caller.principal.operator else self.caller.tenant
 
-    async def on_disk(self, call: Callable[..., Any], *given: Any) -> Any:
+    async def on_disk(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Make a blocking call on a thread; tenants take turns."""
-        return await self.batches.threads.fair(self.tenant, call, *given)
+        return await self.batches.threads.fair(self.tenant, call, *arguments)
 
     async def file(self) -> StoredFile:
         """Return the file that the path names.
@@ -147,12 +147,12 @@ async def _list_files(call: _Call) -> Response:
     def read() -> tuple[list[dict[str, Any]], bool]:
         files, sees = call.batches.files, call.sees
         ids = files.ids(sees)
-        found: dict[str, FileInfo] = {}
+        listed: dict[str, FileInfo] = {}
         if purpose is not None:  # only then all records are needed
-            found = {each: file.info for each in ids if (file := files.find(each, sees)) is not None}
-            ids = [each for each, info in found.items() if info.purpose == purpose]
+            listed = {each: file.info for each in ids if (file := files.find(each, sees)) is not None}
+            ids = [each for each, info in listed.items() if info.purpose == purpose]
         shown, has_more = page_of(ids, page)
-        infos = [found[each] for each in shown if each in found]
+        infos = [listed[each] for each in shown if each in listed]
         if purpose is None:
             infos = [file.info for each in shown if (file := files.find(each, sees)) is not None]
         return [file_object(info) for info in infos], has_more
@@ -225,8 +225,8 @@ async def _list_batches(call: _Call) -> Response:
     def read() -> tuple[list[dict[str, Any]], bool]:
         store, sees = call.batches.batches, call.sees
         shown, has_more = page_of(store.ids(sees), page)
-        found = filter(None, map(partial(store.find, tenant=sees), shown))
-        return [_object_of(batch) for batch in found], has_more
+        listed = filter(None, map(partial(store.find, tenant=sees), shown))
+        return [_object_of(batch) for batch in listed], has_more
 
     return JSONResponse(list_object(*await call.on_disk(read)))
 
@@ -247,9 +247,9 @@ async def _cancel_batch(call: _Call) -> Response:
             batch.record(Cancelled(at=call.batches.clock()))
         return _object_of(batch)
 
-    said = await call.on_disk(cancel)
+    body = await call.on_disk(cancel)
     call.batches.runner.changed(batch.id)
-    return JSONResponse(said)
+    return JSONResponse(body)
 
 
 def _object_of(batch: BatchFolder) -> dict[str, Any]:

@@ -192,7 +192,7 @@ async def _store(request: Request, body: AsyncGenerator[bytes], tenant: str, bat
 
 def _info(form: Form, new: NewFile, tenant: str, now: float) -> FileInfo:
     filename = form.finish()
-    asked = read_upload_form(form.texts)
+    upload = read_upload_form(form.texts)
     return FileInfo(
         id=new.id,
         tenant=tenant,
@@ -200,7 +200,7 @@ def _info(form: Form, new: NewFile, tenant: str, now: float) -> FileInfo:
         created_at=now,
         filename=filename,
         purpose=PURPOSE,
-        expires_at=None if asked.lasts_s is None else now + asked.lasts_s,
+        expires_at=None if upload.lasts_s is None else now + upload.lasts_s,
     )
 
 

@@ -52,9 +52,9 @@ def check_gpu(kind: Weights, device: torch.device) -> None:
     load_kernels()
     if kind != "fp8":
         return
-    if (found := torch.cuda.get_device_capability(device)) < FLOAT8_CAPABILITY:
+    if (capability := torch.cuda.get_device_capability(device)) < FLOAT8_CAPABILITY:
         needed = "a GPU of compute capability 8.9 (Ada, Hopper) or more"
-        raise EngineStartError("weights", f"fp8 needs {needed}, this GPU has {found[0]}.{found[1]}: use int8")
+        raise EngineStartError("weights", f"fp8 needs {needed}, this GPU has {capability[0]}.{capability[1]}: use int8")
     try:
         Float8Linear.of(nn.Linear(32, 32, bias=False), device)(torch.ones(3, 32, dtype=torch.bfloat16, device=device))
     except RuntimeError as error:  # some of torch's kernels exist for some GPUs only
