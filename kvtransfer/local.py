@@ -62,7 +62,7 @@ class LocalTransport(Transport):
 
     def connect(self, endpoint: bytes) -> LocalPeer:
         if not endpoint.startswith(PREFIX):
-            raise EndpointMismatch("not an endpoint of the local transport")
+            raise EndpointMismatch("the endpoint is not one of the local transport")
         if self._closed:
             raise TransferError("the transport was closed")
         remote = self._network.transports.get(endpoint)

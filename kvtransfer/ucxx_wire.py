@@ -89,7 +89,7 @@ class UcxxEndpoint:
             incarnation, secret = (bytes.fromhex(_string(fields[name])) for name in ("incarnation", "secret"))
             port, num_bytes = fields["port"], fields["bytes"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise EndpointMismatch("not an endpoint of the ucxx transport") from error
+            raise EndpointMismatch("the endpoint is not one of the ucxx transport") from error
         for name, value, limit in (("port", port, 1 << 16), ("bytes", num_bytes, 1 << 63)):
             if type(value) is not int or not 0 < value < limit:
                 raise EndpointMismatch(f"the endpoint's {name!r} is {value!r}, not a positive number below {limit}")

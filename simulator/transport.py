@@ -59,7 +59,7 @@ class VirtualTransport(Transport):
 
     def connect(self, endpoint: bytes) -> VirtualPeer:
         if not endpoint.startswith(PREFIX):
-            raise EndpointMismatch("not an endpoint of the virtual transport")
+            raise EndpointMismatch("the endpoint is not one of the virtual transport")
         if self._closed:
             raise TransferError("the transport was closed")
         name = endpoint.removeprefix(PREFIX).decode()

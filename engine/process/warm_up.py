@@ -48,11 +48,11 @@ class WarmUp:
         self._block_tokens = block_tokens
         self._vocab_size = info.vocab_size
         self._grammars = grammars
-        self._told: list[FromEngine] = []
+        self._messages: list[FromEngine] = []
 
     def emit(self, message: FromEngine) -> None:
         """Take a message of the core that is warmed up."""
-        self._told.append(message)
+        self._messages.append(message)
 
     def run(self, core: LoanHost, steps: Steps, turn: Callable[[], None]) -> float:
         """Compute a loan and several requests; return the seconds that it took.
@@ -104,7 +104,7 @@ class WarmUp:
             if not steps.end() and not steps.ready:
                 turn()
             steps.begin()
-            pending, self._told = self._told, []
+            pending, self._messages = self._messages, []
             for event in pending:
                 self._process(core, event)
 

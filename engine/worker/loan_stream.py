@@ -30,7 +30,7 @@ TOGETHER_S = 0.005
 """Seconds that a release may wait for the next loan's message, with which it costs nothing."""
 
 
-class _Told(NamedTuple):
+class _Recipient(NamedTuple):
     """Ids of a loan for messages and logs."""
 
     engine_id: str
@@ -63,7 +63,7 @@ class LoanStream:
         """Id of the lender."""
         self._engine = engine
         self._on_broken = on_broken
-        self._loans: dict[int, _Told] = {}
+        self._loans: dict[int, _Recipient] = {}
         self._numbers = 0
         self._leaving: dict[int, list[pb.LoanRequest]] = {}
         """Messages not sent yet, by loan."""
@@ -93,7 +93,7 @@ class LoanStream:
         The engine is told its progress, also when the lender cannot be reached.
         """
         self._numbers += 1
-        loan, recipient = Loan(self, self._numbers), _Told(engine_id, want.request_id)
+        loan, recipient = Loan(self, self._numbers), _Recipient(engine_id, want.request_id)
         if want.ByteSize() > MAX_MESSAGE_BYTES - MARGIN_BYTES:
             self._tell_failed(recipient, f"{want.ByteSize()} bytes of tokens are more than a message takes")
         elif self.broken:
@@ -141,13 +141,13 @@ class LoanStream:
         self._hurry()
         self._on_broken()
 
-    def _forget(self, number: int) -> "_Told":
+    def _forget(self, number: int) -> "_Recipient":
         recipient = self._loans.pop(number)
         if not self._loans:
             self._heartbeat.stop()
         return recipient
 
-    def _tell_failed(self, recipient: "_Told", failure: str) -> None:
+    def _tell_failed(self, recipient: "_Recipient", failure: str) -> None:
         log.info(
             "loan of %s from %s failed: %s", recipient.engine_id, self.name, failure, extra=of(recipient.request_id)
         )

@@ -137,7 +137,7 @@ class Memberships:
         give_up_at = time.monotonic() + timeout_s
         while any(router.hello is not self._hello or not router.router_id for router in known):
             if time.monotonic() > give_up_at:
-                log.warning("not every router knows this worker as %s yet", pb.Role.Name(role))
+                log.warning("some routers do not know this worker as %s yet", pb.Role.Name(role))
                 return
             await asyncio.sleep(RETRY_S / 10)
 
@@ -208,12 +208,14 @@ class Memberships:
         now, reason = time.monotonic(), str(failure)
         if isinstance(failure, AlreadyExists | Incompatible):
             if reason != router.said:
-                log.error("not joined to %s: %s", router.address, reason)
+                log.error("router %s could not be joined: %s", router.address, reason)
         elif now - router.apart_since >= WARN_AFTER_S and now - router.warned_at >= WARN_EVERY_S:
-            log.warning("not joined to %s for %.0f s: %s", router.address, now - router.apart_since, reason)
+            log.warning(
+                "router %s could not be joined for %.0f s: %s", router.address, now - router.apart_since, reason
+            )
             router.warned_at = now
         elif reason != router.said:
-            log.info("not joined to %s: %s", router.address, reason)
+            log.info("router %s could not be joined: %s", router.address, reason)
         router.said = reason
 
     async def _join_once(self, stub: pb_grpc.MembershipStub, router: _Router) -> ServiceError:

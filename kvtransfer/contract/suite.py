@@ -61,7 +61,7 @@ def test_the_whole_pool_to_its_last_byte(world: World) -> None:
 
 
 def test_fingerprints_that_a_read_says_are_those_of_what_it_brought(world: World) -> None:
-    """In the order of the spans; a transport that does not look says nothing."""
+    """Fingerprints come in the order of the spans; a transport that computes none returns none."""
     lender = world.lender(0)
     pairs = [(8, 3), (9, 4), (20, 6), (3, 1), (40, 2)]
     heads = 4

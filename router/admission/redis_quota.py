@@ -65,7 +65,7 @@ MAX_EXTENSIONS = 5
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _Charge:
     """A charge in flight."""
 
     tenant: str
@@ -99,7 +99,7 @@ class RedisLedger:
         """
         self._link = RedisLink(url, limit_s * (1 + MAX_EXTENSIONS))
         self._limit_s = limit_s
-        self._asked: list[_Asked] = []
+        self._waiting: list[_Charge] = []
         """Charges not sent yet."""
         self._sending: asyncio.Task[None] | None = None
         self._prefix = f"{cluster_name}:quota"
@@ -146,35 +146,35 @@ class RedisLedger:
         """Return whether the tokens were counted, and the seconds until the window ends; None without Redis."""
         if self._probing is not None:
             return None
-        charge = _Asked(tenant, tokens, limit, window_s, asyncio.get_running_loop().create_future())
-        self._asked.append(charge)
+        charge = _Charge(tenant, tokens, limit, window_s, asyncio.get_running_loop().create_future())
+        self._waiting.append(charge)
         if self._sending is None:  # a context of no request, since it sends other requests' charges too
             self._sending = asyncio.get_running_loop().create_task(self._send(), context=Context())
         return await charge.answer
 
     async def _send(self) -> None:
         """Send one call at a time, with all charges collected during the one before."""
-        batch: list[_Asked] = []
+        batch: list[_Charge] = []
         try:
-            while self._asked:
-                batch, self._asked = self._asked[:MAX_TOGETHER], self._asked[MAX_TOGETHER:]
+            while self._waiting:
+                batch, self._waiting = self._waiting[:MAX_TOGETHER], self._waiting[MAX_TOGETHER:]
                 try:
                     answers = await self._call(batch)
                 except RedisRefused as error:  # at once, so that no request waits; an operator must act
                     self._refused(error)
                 except RedisFailure as error:
                     self._lost(error)
-                    batch, self._asked = [*batch, *self._asked], []
+                    batch, self._waiting = [*batch, *self._waiting], []
                 else:
                     for charge, answer in zip(batch, answers, strict=True):
                         self._answered(charge, answer)
                 _leave(batch)
         finally:
             self._sending = None
-            _leave([*batch, *self._asked])
-            self._asked = []
+            _leave([*batch, *self._waiting])
+            self._waiting = []
 
-    async def _call(self, batch: Sequence[_Asked]) -> Sequence[Any]:
+    async def _call(self, batch: Sequence[_Charge]) -> Sequence[Any]:
         """Run the script.
 
         Raises RedisFailure. A process too busy to read the answer extends the time limit.
@@ -195,7 +195,7 @@ class RedisLedger:
         finally:
             call.cancel()
 
-    def _answered(self, charge: _Asked, answer: Sequence[Any]) -> None:
+    def _answered(self, charge: _Charge, answer: Sequence[Any]) -> None:
         taken, *rest = answer
         if taken == -1:
             key = f"{self._prefix}:{charge.window_s}:{charge.tenant}"
@@ -208,7 +208,7 @@ class RedisLedger:
             charge.answer.set_result((bool(taken), left_s))
         elif taken and charge.tokens > 0:  # the caller is gone
             unheard = asyncio.get_running_loop().create_future()
-            self._asked.append(_Asked(charge.tenant, -charge.tokens, NO_LIMIT, charge.window_s, unheard))
+            self._waiting.append(_Charge(charge.tenant, -charge.tokens, NO_LIMIT, charge.window_s, unheard))
 
     def _refused(self, error: RedisRefused) -> None:
         if str(error) not in self._refusals and len(self._refusals) < MAX_REFUSALS:
@@ -254,7 +254,7 @@ class RedisLedger:
             return
 
 
-def _leave(batch: Sequence[_Asked]) -> None:
+def _leave(batch: Sequence[_Charge]) -> None:
     """Answer charges without a result as without Redis."""
     for charge in batch:
         if not charge.answer.done():

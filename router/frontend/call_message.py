@@ -21,7 +21,7 @@ class CallMessage:
     """
 
     def __init__(self, raw: bytes | AsyncIterator[bytes], turns: FairTurns) -> None:
-        self._given = raw
+        self._raw = raw
         self._turns = turns
 
     async def read(self, tenant: str) -> bytes:
@@ -29,7 +29,7 @@ class CallMessage:
 
         Raises InvalidRequest for a call without a message, or with one that is too slow.
         """
-        raw, self._given = self._given, b""
+        raw, self._raw = self._raw, b""
         if isinstance(raw, bytes):
             return raw
         async with self._turns.turn(tenant):

@@ -82,7 +82,7 @@ class ModelSelector:
             if isinstance(outcome, CountNeeded):
                 await looking.count(self._models.named(outcome.name), predict)
             elif outcome.name:
-                reading = looking.found[outcome.name].reading
+                reading = looking.findings[outcome.name].reading
                 assert reading is not None, "what is chosen is counted and has no fault"
                 return SelectedModel(self._models.named(outcome.name), outcome.words, reading, outcome.verdicts)
             elif any(verdict.why == NO_WORKER for verdict in outcome.verdicts) and time.monotonic() < give_up_at:
@@ -110,7 +110,7 @@ class ModelSelector:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Finding:
     """Result of one model's tokenisation."""
 
     reading: PreparedPrompt | None
@@ -125,7 +125,7 @@ class _Selection:
         self.request = request
         self._arrival = arrival
         self._cache_salt = cache_salt
-        self.found: dict[str, _Found] = {}
+        self.findings: dict[str, _Finding] = {}
         """Results by model."""
         self._max_tokenizers = max_tokenizers
         self._prompts: dict[bytes, list[int]] = {}
@@ -150,9 +150,9 @@ class _Selection:
             if model.decode_workers():  # without one it is not chosen now, and looked at again when there is one
                 ttft_s = self._hold(model, reading, predict)
         except InvalidRequest as error:
-            self.found[model.name] = _Found(None, error, None)
+            self.findings[model.name] = _Finding(None, error, None)
         else:
-            self.found[model.name] = _Found(reading, None, ttft_s)
+            self.findings[model.name] = _Finding(reading, None, ttft_s)
 
     def _hold(self, model: ModelRuntime, reading: PreparedPrompt, predict: bool) -> float | None:
         """Return the predicted TTFT.
@@ -169,7 +169,7 @@ class _Selection:
         return math.inf if ttft_s is None else ttft_s
 
     def option(self, model: ModelRuntime) -> ModelOption:
-        finding = self.found.get(model.name)
+        finding = self.findings.get(model.name)
         if finding is not None and finding.reading is not None:
             num_prompt, sampling = len(finding.reading.prompt), finding.reading.sampling
             num_output = sampling.max_tokens * sampling.n
@@ -189,7 +189,7 @@ class _Selection:
             ttft_s=None if finding is None else finding.ttft_s,
         )
 
-    def _fault(self, model: ModelRuntime, finding: _Found | None) -> str:
+    def _fault(self, model: ModelRuntime, finding: _Finding | None) -> str:
         if not model.decode_workers():
             return NO_WORKER
         if finding is not None:
@@ -229,7 +229,7 @@ def _error(verdict: Verdict, criteria: ModelCriteria, looking: _Selection) -> In
     option = verdict.option
     if (lack := unfit(option.name, option.quality, option.tasks, criteria)) is not None:
         return InvalidRequest(*lack)
-    finding = looking.found.get(option.name)
+    finding = looking.findings.get(option.name)
     if finding is not None and finding.error is not None:
         return finding.error
     return InvalidRequest(prompt_kind(looking.request), verdict.why)

@@ -242,7 +242,7 @@ class HttpFrontend(Frontend):
         except self._http.ClientError as error:
             raise Unavailable(f"{self._url}: {error!r}") from None
         except TimeoutError:
-            raise DeadlineExceeded(f"not done within {self._timeout_s:g} s") from None
+            raise DeadlineExceeded(f"the request was not done within {self._timeout_s:g} s") from None
         if finish.usage.completion_tokens > seen:
             on_tokens(finish.usage.completion_tokens - seen)
         return finish

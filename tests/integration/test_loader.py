@@ -54,7 +54,7 @@ def test_code_in_a_model_directory(tmp_path: Path) -> None:
     config = {"model_type": "telepathy", "auto_map": {"AutoConfig": "strange.Strange", "AutoModelForCausalLM": "a.B"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "strange.py").write_text("raise SystemExit('this was run')")
-    with pytest.raises(ModelRefused, match="needs Python code from its own directory"):
+    with pytest.raises(ModelRefused, match="needs Python code from its directory"):
         load(tmp_path)
 
 

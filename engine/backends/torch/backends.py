@@ -82,7 +82,7 @@ def _sdpa(pool: Tensor, layout: KvLayout) -> BoundModel:
 def _native(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) -> BoundModel:
     dtype: torch.dtype = getattr(torch, layout.dtype)
     if dtype not in TYPES:
-        raise KernelsUnavailable(f"there are no CPU kernels for {layout.dtype}")
+        raise KernelsUnavailable(f"the CPU kernels do not support {layout.dtype}")
     needed = [attention_part(dtype, layout.quantised)]
     if any(isinstance(module, QuantisedLinear) for module in model.modules()):
         needed.append(QUANTISED)

@@ -188,7 +188,7 @@ def _read_config(model_dir: ModelDir) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         if "trust_remote_code" in str(error):
             raise ModelRefused(
-                "it needs Python code from its own directory, and Tandem never runs such code"
+                "the model needs Python code from its directory, and Tandem never runs such code"
             ) from error
         raise ModelRefused(f"unsupported architecture or config: {error}") from error
 
@@ -229,7 +229,7 @@ def _refuse_by_quantisation(config: Any, quantization: QuantizationConfig) -> Pa
             "lora", f"the model's files are already quantised, by {method}: no adapter can be merged"
         )
     if "quant_method" not in settings or not AutoHfQuantizer.supports_quant_method(settings):
-        raise ModelRefused(f"it was quantised by {method}, which transformers does not support")
+        raise ModelRefused(f"the model was quantised by {method}, which transformers does not support")
     return packed_scheme(settings)
 
 

@@ -89,20 +89,24 @@ def packed_scheme(settings: Mapping[str, Any]) -> PackedScheme | None:
     bits, group = settings.get("bits", settings.get("w_bit")), settings.get("group_size", settings.get("q_group_size"))
     if bits not in ((4, 8) if method == "gptq" else (4,)):
         known = "4 and 8" if method == "gptq" else "4"
-        raise ModelRefused(f"it was quantised by {method} with bits {bits!r}; only {known} are supported")
+        raise ModelRefused(f"the model was quantised by {method} with bits {bits!r}; only {known} are supported")
     if type(group) is not int or (group < 1 and group != -1):
-        raise ModelRefused(f"it was quantised by {method} with group_size {group!r}, which is not a number of inputs")
+        raise ModelRefused(
+            f"the model was quantised by {method} with group_size {group!r}, which is not a number of inputs"
+        )
     for name, idle in _IDLE.items():
         if settings.get(name) not in idle:
-            raise ModelRefused(f"it was quantised by {method} with {name} {settings[name]!r}, which is not supported")
+            raise ModelRefused(
+                f"the model was quantised by {method} with {name} {settings[name]!r}, which is not supported"
+            )
     if method == "awq":
         form = _text(settings, "version", "format", "checkpoint_format") or "gemm"
         if form != "gemm":
-            raise ModelRefused(f"it was quantised by awq in the format {form}; only gemm is supported")
+            raise ModelRefused(f"the model was quantised by awq in the format {form}; only gemm is supported")
         return PackedScheme("awq", bits, group)
     form = _text(settings, "checkpoint_format", "format") or "gptq"
     if form not in ("gptq", "gptq_v2"):
-        raise ModelRefused(f"it was quantised by gptq in the format {form}; only gptq and gptq_v2 are supported")
+        raise ModelRefused(f"the model was quantised by gptq in the format {form}; only gptq and gptq_v2 are supported")
     return PackedScheme("gptq", bits, group, zeros_less_one=form == "gptq")
 
 
@@ -303,9 +307,13 @@ class _PackedQuantizer(HfQuantizer):  # type: ignore[misc]
             try:
                 module = model.get_submodule(name)
             except AttributeError:
-                raise ModelRefused(f"it has packed weights of {name}, which is not a module of the model") from None
+                raise ModelRefused(
+                    f"the files have packed weights of {name}, which is not a module of the model"
+                ) from None
             if type(module) is not nn.Linear:
-                raise ModelRefused(f"it has packed weights of {name}, a {type(module).__name__}, not a linear layer")
+                raise ModelRefused(
+                    f"the files have packed weights of {name}, a {type(module).__name__}, not a linear layer"
+                )
             setattr(model.get_submodule(parent), child, PackedPlaceholder(module))
 
     def _process_model_after_weight_loading(self, model: Any, **_: object) -> None:
@@ -334,7 +342,7 @@ def load_packed(
     try:
         if not files.layers:
             raise ModelRefused(
-                f"config.json says it was quantised by {scheme.method}, but the files have no packed weights"
+                f"config.json says the model was quantised by {scheme.method}, but the files have no packed weights"
             )
         _leave_to_us(config, files.layers)
         model, loading_info = AutoModelForCausalLM.from_pretrained(

@@ -115,7 +115,7 @@ def _refuse_windows_of_caches(model: torch.nn.Module, calls: list[Call]) -> None
     config = model.config.get_text_config()  # type: ignore[union-attr,operator]
     window = getattr(config, "sliding_window", None)
     if window is not None and getattr(config, "layer_types", None) is None and any(c.window is None for c in calls):
-        raise ModelRefused(f"it has a window of {window}, which it does not pass to the attention function")
+        raise ModelRefused(f"the model has a window of {window}, which it does not pass to the attention function")
 
 
 def _refuse_other_ways(model: torch.nn.Module) -> None:
@@ -130,7 +130,7 @@ def _refuse_other_ways(model: torch.nn.Module) -> None:
         one, other = call.key[0, :, 1].float(), call.key[0, :, 3].float()
         if (one - other).norm() > TOLERANCE * one.norm():
             raise ModelRefused(
-                f"in its layer {call.layer} a token's result depends on other tokens outside attention, or on its"
+                f"in layer {call.layer} a token's result depends on other tokens outside attention, or on its"
                 " place in the batch"
             )
 

@@ -101,7 +101,7 @@ class MessagesAnswer(BlockAnswer[MessagesRequest]):
         assert self.finish is not None, "the answer is complete"
         if self.finish.reason == pb.FINISH_REASON_LENGTH:
             return "max_tokens", None
-        if self.finish.stop_match in self.asked.requests[0].sampling.stop and self.finish.stop_match:
+        if self.finish.stop_match in self.api_request.requests[0].sampling.stop and self.finish.stop_match:
             return "stop_sequence", self.finish.stop_match
         return ("tool_use" if any(block.call is not None for block in self.blocks) else "end_turn"), None
 

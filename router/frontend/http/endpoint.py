@@ -105,9 +105,9 @@ class Endpoint(Generic[Asked, Made]):
             with self._arrivals.arriving(caller.tenant) as arrival:
                 body = await exchange.body(self._context.limits.max_bytes, arrival)
                 if len(body) <= INLINE_BYTES:
-                    api_request = self._asked(body, caller)
+                    api_request = self._parsed(body, caller)
                 else:
-                    api_request = await asyncio.to_thread(self._asked, body, caller)
+                    api_request = await asyncio.to_thread(self._parsed, body, caller)
                 del body
                 names = api_request.names
                 self._handler.count_ignored(api_request.ignored)
@@ -144,7 +144,7 @@ class Endpoint(Generic[Asked, Made]):
             error.field = client_field(error.field, names)
             raise
 
-    def _asked(self, body: bytes, caller: Caller) -> Asked:
+    def _parsed(self, body: bytes, caller: Caller) -> Asked:
         return self._read_values(parse_object(body, self._context.limits.max_values), caller)
 
     def _read_values(self, values: dict[str, Any], caller: Caller) -> Asked:

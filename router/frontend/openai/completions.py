@@ -34,7 +34,7 @@ def read_completion(fields: Fields, caller: Caller) -> ApiRequest:
     api_request.echo, api_request.only_echo = echo, only_echo
     api_request.echo_logprobs = echo and options.sampling.HasField("logprobs")
     if api_request.stream and (only_echo or api_request.echo_logprobs):
-        raise fields.refuse("echo", "with logprobs or max_tokens 0 cannot be combined with stream")
+        raise fields.refuse("echo", "cannot be streamed with logprobs or max_tokens 0")
     if api_request.echo_logprobs and not request.sampling.HasField("prompt_logprobs"):
         request.sampling.prompt_logprobs = request.sampling.logprobs
     fields.finish()

@@ -48,7 +48,7 @@ def read_embeddings(fields: Fields, caller: Caller) -> EmbeddingRequest:
     """
     inputs = _inputs(fields, "input")
     is_base64 = one_of(fields, "encoding_format", FORMATS) == "base64"
-    api_request = _asked(fields, caller, inputs, "input")
+    api_request = _new_request(fields, caller, inputs, "input")
     api_request.is_base64 = is_base64
     return api_request
 
@@ -62,7 +62,7 @@ def read_score(fields: Fields, caller: Caller) -> EmbeddingRequest:
     left, right = (_texts(fields, name) for name in names)
     if len(left) not in (1, len(right)):
         raise fields.refuse(names[0], f"must be one text or as many as {names[1]}, {len(right)}, not {len(left)}")
-    api_request = _asked(fields, caller, [*left, *right], names[1])
+    api_request = _new_request(fields, caller, [*left, *right], names[1])
     api_request.pairs = [(index if len(left) > 1 else 0, len(left) + index) for index in range(len(right))]
     return api_request
 
@@ -74,13 +74,13 @@ def read_rerank(fields: Fields, caller: Caller) -> EmbeddingRequest:
     """
     query, documents = fields.text("query", required=True), _texts(fields, "documents")
     num_wanted = fields.integer("top_n", 0, INT32 - 1) or len(documents)
-    api_request = _asked(fields, caller, [query, *documents], "documents")
+    api_request = _new_request(fields, caller, [query, *documents], "documents")
     api_request.documents, api_request.num_wanted = documents, num_wanted
     api_request.pairs = [(0, 1 + index) for index in range(len(documents))]
     return api_request
 
 
-def _asked(fields: Fields, caller: Caller, inputs: list[Input], many: str) -> EmbeddingRequest:
+def _new_request(fields: Fields, caller: Caller, inputs: list[Input], many: str) -> EmbeddingRequest:
     """Read the common fields; `many` names the field with the most inputs."""
     if len(inputs) > MAX_INPUTS:
         raise fields.refuse(many, f"must have at most {MAX_INPUTS} inputs, not {len(inputs)}")
@@ -140,7 +140,7 @@ class VectorAnswer(Answer):
     id_prefix: str
 
     def __init__(self, api_request: EmbeddingRequest, request_id: str) -> None:
-        self._asked = api_request
+        self._api_request = api_request
         self._id = self.id_prefix + request_id
         self._model = ""
         self._num_tokens = 0
@@ -156,7 +156,7 @@ class VectorAnswer(Answer):
 
     @property
     def complete(self) -> bool:
-        return len(self._vectors) == len(self._asked.requests)
+        return len(self._vectors) == len(self._api_request.requests)
 
     def absorb(self, number: int, message: pb.GenerateResponse) -> None:
         """Add the vector of an input."""
@@ -166,7 +166,7 @@ class VectorAnswer(Answer):
     def whole(self) -> bytes:
         """Return the answer."""
         usage = {"prompt_tokens": self._num_tokens, "total_tokens": self._num_tokens}
-        top = {"id": self._id, "object": "list", "created": self._asked.created, "model": self._model}
+        top = {"id": self._id, "object": "list", "created": self._api_request.created, "model": self._model}
         return compact({**top, **self._data(), "usage": usage}).encode()
 
     @abstractmethod
@@ -175,7 +175,7 @@ class VectorAnswer(Answer):
 
     def _scores(self) -> list[float]:
         """Return the cosine of each wanted pair."""
-        return [_cosine(self._vectors[left], self._vectors[right]) for left, right in self._asked.pairs]
+        return [_cosine(self._vectors[left], self._vectors[right]) for left, right in self._api_request.pairs]
 
 
 class EmbeddingsAnswer(VectorAnswer):
@@ -191,7 +191,7 @@ class EmbeddingsAnswer(VectorAnswer):
         }
 
     def _sent(self, vector: Vector) -> str | list[float]:
-        if self._asked.is_base64:
+        if self._api_request.is_base64:
             return base64.b64encode(vector.astype("<f4").tobytes()).decode()
         values: list[float] = vector.tolist()
         return values
@@ -212,8 +212,8 @@ class RerankAnswer(VectorAnswer):
         ranked = sorted(enumerate(self._scores()), key=lambda each: (-each[1], each[0]))
         return {
             "results": [
-                {"index": index, "document": {"text": self._asked.documents[index]}, "relevance_score": score}
-                for index, score in ranked[: self._asked.num_wanted]
+                {"index": index, "document": {"text": self._api_request.documents[index]}, "relevance_score": score}
+                for index, score in ranked[: self._api_request.num_wanted]
             ]
         }
 

@@ -63,7 +63,7 @@ class ResponsesAnswer(BlockAnswer[ResponsesRequest]):
 
     def object(self) -> dict[str, Any]:
         status = self._status()
-        api_request, usage = self.asked, None
+        api_request, usage = self.api_request, None
         if self.finish is not None:
             usage = {
                 "input_tokens": self.usage.prompt_tokens,
@@ -120,7 +120,7 @@ class ResponsesAnswer(BlockAnswer[ResponsesRequest]):
         if block.call is not None:
             call = block.call
             values |= {"call_id": call.id or block.id, "name": call.name}
-            if call.name in self.asked.custom_tools:
+            if call.name in self.api_request.custom_tools:
                 return values | {"type": "custom_tool_call", "input": _input_of(call.arguments)}
             return values | {"type": "function_call", "arguments": call.arguments}
         parts = [self._part(block, block.text)]

@@ -73,7 +73,7 @@ def _read_max_tokens(
     limits = {name: fields.integer(name, -INT32, INT32 - 1) for name in most_tokens}
     values = {value for value in limits.values() if value is not None}
     if len(values) > 1:
-        raise fields.refuse(most_tokens[0], f"and {most_tokens[1]} differ: set one of them")
+        raise fields.refuse(most_tokens[0], f"differs from {most_tokens[1]}: set one of them")
     value = values.pop() if values else default_max_tokens
     if value is not None:
         options.sampling.max_tokens = value
