@@ -109,7 +109,7 @@ def test_what_is_unknown_is_named() -> None:
     values = {"worker": worker, "models": [MODEL, MODEL | {"name": "mine"}]}
     known, unknown = verdicts(values, {}, gpu="L4")
     assert known.said == "fits"
-    assert unknown.reasons()[0].startswith("unchecked: shape: unknown model 'mine'; known are llama-3.1-8b,  ")
+    assert unknown.reasons()[0].startswith("unchecked: shape: unknown model 'mine'; known are llama-3.1-8b, ")
     (without, _) = verdicts(values, {})
     assert without.reasons() == ["unchecked: nodeSelector.nvidia.com/gpu.product: names no GPU, and --gpu is not set"]
     (refused, _) = verdicts(values, {"llama-3.1-8b": BadSetup("model", "latent attention")}, gpu="L4")

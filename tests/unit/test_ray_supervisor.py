@@ -321,7 +321,7 @@ def test_without_room_for_two_the_only_one_leaves_first_and_that_is_said() -> No
     async def scene() -> None:
         await world.supervisor.perform(RESTART)
         assert world.machine.events == [("leaves", "decode-0"), ("starts", "decode-0"), ("serves", "decode-0")]
-        assert "decode-0: no room for another one beside it" in world.said
+        assert "decode-0: no room for a replacement beside it" in world.said
 
     virtually(world, scene)
 
