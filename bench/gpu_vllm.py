@@ -96,7 +96,7 @@ def setting_of(run: Run, name: str) -> Setting:
     command = [str(run.python), "-m", "bench.models", name, str(model), dtype]
     made = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
     if made.returncode:
-        raise RuntimeError(f"{model.name} could not be made: {made.stderr[-600:]}")
+        raise RuntimeError(f"{model.name} could not be built: {made.stderr[-600:]}")
     options = {"max_model_len": min(MAX_CONTEXT, shape["max_position_embeddings"]), "max_num_seqs": MAX_STREAMS}
     kv_mib = KV_TOKENS * kv_bytes_per_token(shape) >> 20
     setting = Setting(

@@ -48,8 +48,14 @@ class Config(BaseModel):
     def from_command_line(cls, prog: str, arguments: Sequence[str] | None = None) -> Self:
         """Read the configuration of `python -m ROLE --config FILE --set key=value ...`."""
         parser = argparse.ArgumentParser(prog=prog, description=cls.__doc__)
-        parser.add_argument("--config", type=Path, help="a YAML file of the keys below; - is standard input")
-        parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides the file")
+        parser.add_argument("--config", type=Path, help="YAML file with the keys below; - reads standard input")
+        parser.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="setting that overrides the file; may be repeated",
+        )
         parser.epilog = "keys: " + ", ".join(cls.model_fields)
         options = parser.parse_args(arguments)
         return cls.parse(read_file(options.config) | parse_overrides(options.set))

@@ -51,7 +51,7 @@ def level_of(settings: LogSettings, environment: Mapping[str, str]) -> int:
     """
     wanted = environment.get(VARIABLE, "").strip().lower() or settings.log_level
     if wanted not in LEVELS:
-        raise StartError(VARIABLE, f"{wanted!r} is no level; levels are {', '.join(LEVELS)}")
+        raise StartError(VARIABLE, f"unknown level {wanted!r}; known are {', '.join(LEVELS)}")
     return logging.getLevelNamesMapping()[wanted.upper()]
 
 

@@ -108,8 +108,8 @@ class _Ticking:
             log.warning("the event loop stood still for %.2f s: the process was stopped or had no CPU", lag_s)
             return
         garbage = f", {self._garbage_s:.2f} s of it collecting garbage" if self._garbage_s >= lag_s / 10 else ""
-        said = "the event loop stood still for %.2f s, with %.2f s of CPU%s, in:\n%s"
-        log.warning(said, lag_s, used_s, garbage, self._stack)
+        message = "the event loop stood still for %.2f s, with %.2f s of CPU%s, in:\n%s"
+        log.warning(message, lag_s, used_s, garbage, self._stack)
 
 
 def _stack_of(frame: FrameType | None) -> str:

@@ -80,7 +80,7 @@ def _credentials(settings: MetricsSettings) -> Credentials | None:
     """Return the credentials of the endpoint: metrics show tenants' usage, so TLS restricts who may scrape."""
     if settings.tls_cert is None or settings.tls_key is None or settings.tls_ca is None:
         if settings.tls_metrics_ca is not None:
-            raise StartError("tls_metrics_ca", "means nothing without tls_cert, tls_key and tls_ca")
+            raise StartError("tls_metrics_ca", "needs tls_cert, tls_key and tls_ca")
         return None
     scrapers = File("tls_ca", settings.tls_ca)
     if settings.tls_metrics_ca is not None:

@@ -96,13 +96,13 @@ async def _run(start: Callable[[], Awaitable[Running]]) -> int:
     excuse_standstill()
     print(json.dumps(ready), flush=True)
     failing = asyncio.ensure_future(role.failed())
-    asked = asyncio.ensure_future(role.stop_requested())
-    await asyncio.wait([failing, stopping, asked], return_when=asyncio.FIRST_COMPLETED)
+    requested = asyncio.ensure_future(role.stop_requested())
+    await asyncio.wait([failing, stopping, requested], return_when=asyncio.FIRST_COMPLETED)
     draining = asyncio.ensure_future(role.drain())
     if not failing.done():
         await asyncio.wait([failing, draining], return_when=asyncio.FIRST_COMPLETED)
     failure = failing.result() if failing.done() else None
-    for task in (failing, stopping, asked, draining):
+    for task in (failing, stopping, requested, draining):
         task.cancel()
     await asyncio.gather(draining, return_exceptions=failure is not None)
     await role.stop()

@@ -13,7 +13,7 @@ def children(pid: int) -> list[int]:
 
 def descendants(pid: int) -> list[int]:
     """Return the process ids of all children of a process, and theirs."""
-    found = [pid]
-    for each in found:
-        found += children(each)
-    return found[1:]
+    pids = [pid]
+    for each in pids:
+        pids += children(each)
+    return pids[1:]

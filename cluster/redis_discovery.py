@@ -82,7 +82,7 @@ class RedisDiscovery(Discovery):
         try:
             await self._link.run(_WITHDRAW, [self._key], [self._entry])
         except RedisFailure as error:
-            log.info("not withdrawn, and so forgotten a little later: %s", error)
+            log.info("this router's entry in Redis was not removed and expires by itself: %s", error)
 
     async def listings(self) -> AsyncIterator[frozenset[str]]:
         while True:
@@ -116,19 +116,19 @@ class RedisDiscovery(Discovery):
             self._failed(error)
             return None
         if self._failure:
-            log.warning("discovery is back: Redis at %s answers", self._link.where)
+            log.warning("discovery works again: Redis at %s answers", self._link.where)
             self._failure = ""
         return entries
 
     async def _exchange(self, entry: str) -> list[RouterEntry]:
-        said: list[str] = await self._link.run(_EXCHANGE, [self._key], [self._expiry_ms, entry])
-        return [router for text in said if (router := _read_entry(text)) is not None]
+        reply: list[str] = await self._link.run(_EXCHANGE, [self._key], [self._expiry_ms, entry])
+        return [router for text in reply if (router := _read_entry(text)) is not None]
 
     def _failed(self, error: RedisFailure) -> None:
         """Log each kind of failure once."""
         kind = "refused" if isinstance(error, RedisRefused) else "away"
         if self._failure != kind:
-            log.warning("no discovery until it is mended, known routers are kept: %s", error)
+            log.warning("discovery does not work, the routers known so far are kept: %s", error)
             self._failure = kind
 
 
@@ -137,6 +137,6 @@ def _read_entry(text: str) -> RouterEntry | None:
     try:
         entry = RouterEntry(**json.loads(text))
     except (TypeError, ValueError):
-        log.info("an entry that is none of a router: %.200s", text)
+        log.info("ignored an entry in Redis that does not describe a router: %.200s", text)
         return None
     return entry if all(isinstance(value, str) and value for value in asdict(entry).values()) else None

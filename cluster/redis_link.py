@@ -102,7 +102,7 @@ class RedisLink:
             cause = str(error) or f"no answer within {self._limit_s:g} s"
             raise RedisAway(f"Redis at {self.where}: {cause}") from None
         except Exception as error:  # errors of the client library: none may end processes that can go on without Redis
-            log.exception("unexpected, from Redis at %s", self.where)
+            log.exception("unexpected error from Redis at %s", self.where)
             raise RedisAway(f"Redis at {self.where}: {type(error).__name__}") from error
         finally:
             # The library uses asyncio.wait_for, which up to Python 3.11 drops a cancellation that coincides with an
@@ -114,15 +114,15 @@ class RedisLink:
         await self._client.aclose()
 
     def _refused(self, error: ResponseError, keys: Sequence[str]) -> RedisFailure:
-        said = str(error)
-        if "WRONGTYPE" in said:
+        message = str(error)
+        if "WRONGTYPE" in message:
             key = ", ".join(map(repr, keys))
-            return RedisRefused("cluster_name", f"in Redis at {self.where}, {key} is something else: {said}")
-        if "NOAUTH" in said or "WRONGPASS" in said or "without any password" in said:
-            return RedisRefused("redis_url", f"Redis at {self.where} refuses this user or password: {said}")
-        if "NOPERM" in said or "permission" in said:
-            return RedisRefused("redis_url", f"Redis at {self.where} does not permit this user: {said}")
-        return RedisAway(f"Redis at {self.where}: {said}")  # out of memory, read-only for now, and similar
+            return RedisRefused("cluster_name", f"Redis at {self.where} has {key} in use for another type: {message}")
+        if "NOAUTH" in message or "WRONGPASS" in message or "without any password" in message:
+            return RedisRefused("redis_url", f"Redis at {self.where} refuses this user or password: {message}")
+        if "NOPERM" in message or "permission" in message:
+            return RedisRefused("redis_url", f"Redis at {self.where} does not permit this user: {message}")
+        return RedisAway(f"Redis at {self.where}: {message}")  # out of memory, read-only for now, and similar
 
 
 def check_url(url: str) -> None:
@@ -135,4 +135,4 @@ def check_url(url: str) -> None:
     try:
         BlockingConnectionPool.from_url(url)
     except (ValueError, TypeError):
-        raise StartError("redis_url", "is no url such as redis://:password@host:6379/0") from None
+        raise StartError("redis_url", "is not a URL such as redis://:password@host:6379/0") from None

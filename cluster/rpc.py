@@ -167,12 +167,12 @@ class Server:
             await self._health_only.stop(None)
 
     async def _watch(self, ready: Callable[[], bool]) -> None:
-        said: bool | None = None
+        reported: bool | None = None
         while not self._stopping:
-            if (now := ready()) != said:
+            if (now := ready()) != reported:
                 status = health_pb2.HealthCheckResponse
                 await self._health.set(READINESS, status.SERVING if now else status.NOT_SERVING)
-                said = now
+                reported = now
             await asyncio.sleep(READY_EVERY_S)
 
     async def _set(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:

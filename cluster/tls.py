@@ -106,14 +106,14 @@ class Credentials:
 
     def _stamp(self) -> tuple[tuple[int, int, int], ...]:
         """Return a value that differs when contents differ; a file replaced by renaming has another inode."""
-        found = []
+        stamps = []
         for file in (self._cert, self._key, *self._authorities):
             try:
                 at = os.stat(file.path)
-                found.append((at.st_ino, at.st_mtime_ns, at.st_size))
+                stamps.append((at.st_ino, at.st_mtime_ns, at.st_size))
             except OSError:
-                found.append((0, 0, 0))  # the reader reports the reason
-        return tuple(found)
+                stamps.append((0, 0, 0))  # the reader reports the reason
+        return tuple(stamps)
 
     def _read_again(self, stamp: tuple[tuple[int, int, int], ...]) -> None:
         try:
@@ -123,7 +123,7 @@ class Credentials:
                 self._load(context)
         except StartError as error:
             if str(error) != self._complaint:  # log once, not at each connection
-                log.error("certificates have changed and cannot be used, so the old ones are: %s", error)
+                log.error("the changed certificates cannot be used, the old ones stay in use: %s", error)
             self._complaint = str(error)
         else:
             self._complaint = ""
@@ -138,7 +138,7 @@ class Credentials:
         try:
             context.load_cert_chain(self._cert.path, self._key.path, password=_no_password)
         except (OSError, ValueError) as error:
-            reason = f"{self._cert.path} and {self._key.path} are no certificate and its unencrypted key: "
+            reason = f"{self._cert.path} and {self._key.path} are not a certificate and its unencrypted key: "
             raise StartError(self._cert.setting, reason + _reason(error)) from None
         for file in self._authorities:
             try:
@@ -195,7 +195,10 @@ class ClientIdentity:
         Raises StartError.
         """
         if (self.cert is None) != (self.key is None):
-            raise StartError("tls_key" if self.key is None else "tls_cert", "a certificate and its key go together")
+            raise StartError(
+                "tls_key" if self.key is None else "tls_cert",
+                "is missing: a certificate and its key must be set together",
+            )
         ca, cert, key = (
             None if path is None else _contents(File(setting, path))
             for setting, path in (("tls_ca", self.ca), ("tls_cert", self.cert), ("tls_key", self.key))
@@ -224,11 +227,11 @@ def member_of(settings: TlsSettings) -> MemberIdentity | None:
     cert, key, ca = settings.tls_cert, settings.tls_key, settings.tls_ca
     if cert is None and key is None and ca is None:
         if settings.tls_server_name:
-            raise StartError("tls_server_name", "means nothing without tls_cert, tls_key and tls_ca")
+            raise StartError("tls_server_name", "needs tls_cert, tls_key and tls_ca")
         return None
     if cert is None or key is None or ca is None:
         missing = "tls_cert" if cert is None else "tls_key" if key is None else "tls_ca"
-        raise StartError(missing, "is missing: tls_cert, tls_key and tls_ca go together")
+        raise StartError(missing, "is missing: tls_cert, tls_key and tls_ca must be set together")
     credentials = Credentials(File("tls_cert", cert), File("tls_key", key), [File("tls_ca", ca)])
     return MemberIdentity(credentials, settings.tls_server_name)
 

@@ -25,5 +25,5 @@ def from_headers(headers: Mapping[str, str]) -> str:
 def trace_id() -> str:
     """Return the trace id of the current task's request; empty without a valid trace context."""
     version, _, rest = traceparent.get().partition("-")
-    found, _, rest = rest.partition("-")
-    return found if len(version) == 2 and len(found) == 32 and rest and _HEX.issuperset(found) else ""
+    trace, _, rest = rest.partition("-")
+    return trace if len(version) == 2 and len(trace) == 32 and rest and _HEX.issuperset(trace) else ""

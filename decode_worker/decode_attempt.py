@@ -41,7 +41,9 @@ class DecodeAttempt:
         """
         ready = context.ready
         if request.worker_incarnation != context.incarnation:
-            raise Incompatible("this worker is another one than the one asked", "worker_incarnation")
+            raise Incompatible(
+                "does not match: another worker process listens at this address now", "worker_incarnation"
+            )
         context.check_taking()
         check_request(request, ready.vocab_size, context.config.engine)
         self._engine = context.engine
@@ -99,7 +101,7 @@ class DecodeAttempt:
         except ServiceError as failure:
             self.failure = failure
         except Exception as error:  # a bug here ends this request only, not every request of the engine
-            log.exception("%s failed", self._engine_id, extra=of(self._request_id))
+            log.exception("request %s failed", self._engine_id, extra=of(self._request_id))
             self.failure = ServiceError(f"the decode worker failed: {error!r}")
         for choice in self._generation.take_stopped():
             self._engine.send(Cancel(self._engine_id, choice))

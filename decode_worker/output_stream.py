@@ -126,7 +126,7 @@ class OutputStream:
             case Failed(_, failure):
                 raise InvalidRequest(failure.field, failure.reason)
             case None:
-                raise Unavailable("the engine of the decode worker is gone")
+                raise Unavailable("the engine process of the decode worker has ended")
 
     def take(self) -> pb.GenerateResponse | None:
         """Return the next message of one choice, or None when nothing is pending."""

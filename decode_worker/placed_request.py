@@ -29,13 +29,13 @@ def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> No
     if not request.prompt_token_ids:
         raise InvalidRequest("prompt_token_ids", "the prompt is empty")
     if request.emitted_prompt_logprobs >= len(request.prompt_token_ids):
-        raise InvalidRequest("emitted_prompt_logprobs", "more than the prompt has")
+        raise InvalidRequest("emitted_prompt_logprobs", "has more entries than the prompt has tokens")
     for field in ("n", "beam_width"):
         if sampling.HasField(field) and not 1 <= getattr(sampling, field) <= MAX_CHAINS:
             raise InvalidRequest(f"sampling.{field}", f"must be 1 to {MAX_CHAINS}, not {getattr(sampling, field)}")
     choices = set(range(num_choices(sampling)))
     if sampling.HasField("beam_width") and len(choices) > sampling.beam_width:
-        raise InvalidRequest("sampling.n", f"at most beam_width, {sampling.beam_width}, not {len(choices)}")
+        raise InvalidRequest("sampling.n", f"must be at most beam_width, {sampling.beam_width}, not {len(choices)}")
     if not choices - set(request.finished_choices):
         raise InvalidRequest("finished_choices", "nothing to generate: all choices are finished")
     if not {*request.finished_choices, *(emitted.index for emitted in request.emitted_choices)} <= choices:
@@ -49,26 +49,26 @@ def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> No
     if request.HasField("embedding"):
         _check_embedding(request, engine)
     if sampling.HasField("beam_width") and engine == "vllm":
-        raise InvalidRequest("sampling.beam_width", "this model runs on vLLM, which has no beam search here")
+        raise InvalidRequest("sampling.beam_width", "beam search is not available for models that run on vLLM")
     if read_structured(sampling) is not None and engine == "sim":
-        raise InvalidRequest(FIELD, "the sim engine's tokens are hashes of its KV blocks and keep to no grammar")
+        raise InvalidRequest(FIELD, "the sim engine cannot follow a grammar: its tokens are hashes of its KV blocks")
 
 
 def _check_warm(request: pb.DecodeRequest) -> None:
     sampling = request.sampling
     if sampling.max_tokens or num_choices(sampling) != 1 or sampling.HasField("beam_width"):
-        raise InvalidRequest("sampling", "a request without output goes with max_tokens 0 and n 1")
+        raise InvalidRequest("sampling", "a request without output needs max_tokens 0 and n 1")
     if request.emitted_token_ids or request.HasField("embedding"):
         raise InvalidRequest("warm", "cannot be combined with tokens of an earlier attempt, or with an embedding")
 
 
 def _check_embedding(request: pb.DecodeRequest, engine: str) -> None:
     if request.embedding.pooling not in POOLINGS:
-        raise InvalidRequest("embedding.pooling", f"no pooling {request.embedding.pooling} is known here")
+        raise InvalidRequest("embedding.pooling", f"unknown pooling {request.embedding.pooling}")
     if request.sampling.max_tokens != 1 or num_choices(request.sampling) != 1:
-        raise InvalidRequest("sampling", "an embedding goes with max_tokens 1 and n 1")
+        raise InvalidRequest("sampling", "an embedding needs max_tokens 1 and n 1")
     if engine == "vllm":
-        raise InvalidRequest("embedding", "this model runs on vLLM, which computes no embeddings here")
+        raise InvalidRequest("embedding", "embeddings are not available for models that run on vLLM")
 
 
 def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:

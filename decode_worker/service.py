@@ -88,7 +88,7 @@ async def _read(connection: RouterStream, frames: AsyncIterator[pb.RouterFrame])
         async for frame in frames:
             connection.absorb(frame)
     except DecodeError as error:
-        raise InvalidRequest("frame", f"is no message: {error}") from error
+        raise InvalidRequest("frame", f"is not a valid message: {error}") from error
 
 
 def add_decode_service(server: Any, context: WorkerContext) -> list[str]:

@@ -295,8 +295,8 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
             "lora": self.lora is not None,
             "a draft model in speculation": self.speculates(role) not in ("off", NGRAM),
         }
-        if found := [name for name, is_set in others.items() if is_set]:
-            reason = f"{self.tensor_parallel} cannot be combined with {', '.join(found)}"
+        if unsupported := [name for name, is_set in others.items() if is_set]:
+            reason = f"{self.tensor_parallel} cannot be combined with {', '.join(unsupported)}"
             raise EngineStartError("tensor_parallel", reason)
 
     def of_rank(self, rank: int) -> "WorkerConfig":

@@ -25,5 +25,5 @@ class RankLost(Exception):
     """The loss of a tensor-parallel rank, which ends the engine."""
 
     def __init__(self, rank: int, how: str) -> None:
-        super().__init__(f"rank {rank} is gone: {how}")
+        super().__init__(f"rank {rank} has ended: {how}")
         self.rank = rank

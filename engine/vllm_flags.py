@@ -299,9 +299,11 @@ def flags_of(text: str) -> Iterator[Flag]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise EngineStartError("vllm_args", f"{error}: quote values as a shell needs it") from None
+        raise EngineStartError("vllm_args", f"{error}: quote values as in a shell") from None
     if words and not _is_flag(words[0]):
-        raise EngineStartError("vllm_args", f"{words[0]!r} comes before the first flag: the model is the setting model")
+        raise EngineStartError(
+            "vllm_args", f"{words[0]!r} comes before the first flag: name the model in the setting `model`"
+        )
     starts = [number for number, word in enumerate(words) if _is_flag(word)]
     for start, end in zip(starts, [*starts, len(words)][1:], strict=True):
         yield _flag(words[start], words[start + 1 : end])
@@ -309,8 +311,8 @@ def flags_of(text: str) -> Iterator[Flag]:
 
 def value_of(text: str, name: str) -> str | None:
     """Return the first value of a passed argument in validated `vllm_args`; None where it is not there."""
-    found = [flag for flag in flags_of(text) if flag.name == name]
-    return (*found[-1].values, "")[0] if found else None
+    flags = [flag for flag in flags_of(text) if flag.name == name]
+    return (*flags[-1].values, "")[0] if flags else None
 
 
 def count_of(text: str) -> int | None:
@@ -342,10 +344,10 @@ def _flag(word: str, values: list[str]) -> Flag:
         near = get_close_matches(_dashed(base), FLAGS, n=1, cutoff=0.6)
         meant = f"; did you mean {near[0]}?" if near else ""
         raise EngineStartError("vllm_args", f"{base}: vLLM 0.32 has no such flag{meant}")
-    given = ([attached] if attached else [value] if equals else []) + values
-    if dot and not given:
+    arguments = ([attached] if attached else [value] if equals else []) + values
+    if dot and not arguments:
         raise EngineStartError("vllm_args", f"{key}: a value must follow")
-    return Flag(base, name, tuple(given), is_off, (word, *values))
+    return Flag(base, name, tuple(arguments), is_off, (word, *values))
 
 
 def _argument(flag: str) -> str | None:
@@ -400,7 +402,7 @@ def _mapped(flag: Flag, ranks: object) -> int | str:
     if flag.name == "dtype":
         return _DTYPES.get(text, text)
     if (count := count_of(text)) is None:
-        raise EngineStartError("vllm_args", f"{flag.written}: {text!r} is no number")
+        raise EngineStartError("vllm_args", f"{flag.written}: {text!r} is not a number")
     if flag.name != "kv_cache_memory_bytes":
         return count
     return count * int(str(ranks) if str(ranks).isdecimal() else 1) >> 20  # other values are refused as tensor_parallel

@@ -65,9 +65,9 @@ class ProcessAddress:
         host, pid, secret_at = fields["host"], fields["pid"], fields["secret_at"]
         secret = bytes.fromhex(fields["secret"])
         if type(host) is not str or type(pid) is not int or not 0 < pid < 1 << 31:
-            raise ValueError(f"process {pid!r} on {host!r}")
+            raise ValueError(f"no valid process: pid {pid!r} on host {host!r}")
         if type(secret_at) is not int or not 0 < secret_at < 1 << 63 or len(secret) != SECRET_BYTES:
-            raise ValueError(f"a secret of {len(secret)} bytes at {secret_at!r}")
+            raise ValueError(f"no valid secret: {len(secret)} bytes at address {secret_at!r}")
         return cls(host, pid, secret_at, secret)
 
 
@@ -114,21 +114,21 @@ class Attached:
         that are no whole parts.
         """
         flat = array("q", [value for span in spans for value in (span.local_offset, span.remote_offset, span.length)])
-        found = None
+        fingerprints = None
         of: tuple[Any, ...] = (0, None, 0, None, 0, None)
         if folding is not None:
             part_bytes = folding.num_words * WORD_BYTES
             if any(span.length % part_bytes for span in spans):
-                raise ValueError(f"spans of whole parts of {part_bytes} bytes, not {spans}")
-            found = np.empty(sum(span.length for span in spans) // part_bytes, np.uint64)
-            of = (*folding.arguments, found.ctypes.data)
+                raise ValueError(f"spans must be whole parts of {part_bytes} bytes, not {spans}")
+            fingerprints = np.empty(sum(span.length for span in spans) // part_bytes, np.uint64)
+            of = (*folding.arguments, fingerprints.ctypes.data)
         error = self._copy(flat.buffer_info()[0], len(spans), *of)
         if error == ESRCH or self._has_ended():
             raise PeerGone(f"process {self._pid} has ended")
         if error:
             raise TransferError(f"the memory of process {self._pid} cannot be read: {os.strerror(error)}")
         self.lanes = (ATTACHED if self._pool is None else MAPPED,)
-        return found
+        return fingerprints
 
     def _copy(self, *what: Any) -> int:
         """Copy by native code; return 0 or an errno.
@@ -147,10 +147,10 @@ class Attached:
 
         Raises TransferError.
         """
-        found = ctypes.create_string_buffer(len(expected))
-        self.read([Span(ctypes.addressof(found), address, len(expected))])
+        buffer = ctypes.create_string_buffer(len(expected))
+        self.read([Span(ctypes.addressof(buffer), address, len(expected))])
         self.lanes = ()
-        return found.raw == expected
+        return buffer.raw == expected
 
     def let_go(self) -> None:
         """Unmap the memory of an ended process, which the mapping would keep allocated."""

@@ -62,12 +62,12 @@ class LocalTransport(Transport):
 
     def connect(self, endpoint: bytes) -> LocalPeer:
         if not endpoint.startswith(PREFIX):
-            raise EndpointMismatch("not an endpoint of the local transport")
+            raise EndpointMismatch("the endpoint is not one of the local transport")
         if self._closed:
             raise TransferError("the transport was closed")
         remote = self._network.transports.get(endpoint)
         if remote is None or remote.pool is None:
-            raise PeerGone(f"nobody at {endpoint!r}")
+            raise PeerGone(f"no pool is registered at {endpoint!r}")
         name = endpoint.removeprefix(PREFIX).decode()
         return self._peers.setdefault(endpoint, LocalPeer(name, endpoint, remote.pool.num_bytes))
 
@@ -121,7 +121,7 @@ class LocalTransport(Transport):
     def _copy(self, peer: LocalPeer, spans: tuple[Span, ...], future: Read) -> None:
         remote = self._network.transports.get(peer.endpoint)
         if remote is None or remote.pool is None or self.pool is None:
-            future.set_exception(PeerGone(f"{peer.name} is gone"))
+            future.set_exception(PeerGone(f"{peer.name} has ended"))
             return
         target, source = self.pool.memory.reshape(-1), remote.pool.memory.reshape(-1)
         for span in spans:

@@ -43,7 +43,7 @@ class FileAddress:
         """
         descriptor, secret = fields["descriptor"], bytes.fromhex(fields["secret"])
         if type(descriptor) is not int or not 0 <= descriptor < 1 << 31 or len(secret) != SECRET_BYTES:
-            raise ValueError(f"a secret of {len(secret)} bytes in file {descriptor!r}")
+            raise ValueError(f"no valid secret: {len(secret)} bytes in file {descriptor!r}")
         return cls(descriptor, secret)
 
 
@@ -96,6 +96,6 @@ class MappedFile:
         finally:
             os.close(descriptor)
         if self._mapped[num_bytes:] != file.secret:
-            raise TransferError(f"file {file.descriptor} of process {pid} is another one by now")
+            raise TransferError(f"file {file.descriptor} of process {pid} was replaced by another file")
         self.base = int(np.frombuffer(self._mapped, np.uint8).ctypes.data)
         """Address of the first byte in this process, valid as long as this object exists."""

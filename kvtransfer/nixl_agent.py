@@ -112,12 +112,12 @@ def parse_endpoint(endpoint: bytes) -> Endpoint:
         process = ProcessAddress.parse(fields["process"]) if "process" in fields else None
         file = FileAddress.parse(fields["file"]) if "file" in fields else None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise EndpointMismatch("not an endpoint of the nixl transport") from error
+        raise EndpointMismatch("the endpoint is not one of the nixl transport") from error
     for name, value in (("base", base), ("bytes", num_bytes)):
         if type(value) is not int or not 0 < value < 1 << 63:
             raise EndpointMismatch(f"the endpoint's {name!r} is {value!r}, not a positive number")
     if base + num_bytes > 1 << 63:
-        raise EndpointMismatch(f"the endpoint's {num_bytes} bytes at {base} are beyond any address")
+        raise EndpointMismatch(f"the endpoint's {num_bytes} bytes at {base} exceed the address space")
     if kind not in ("DRAM", "VRAM") or type(device) is not int or not 0 <= device < 1 << 16:
         raise EndpointMismatch(f"the endpoint's memory is {kind!r} of device {device!r}")
     return Endpoint(Memory(base, num_bytes, kind, device), metadata, process, file)

@@ -54,7 +54,7 @@ def split_endpoint(endpoint: bytes) -> tuple[bytes, ...]:
     try:
         count, at = _count(endpoint, len(MAGIC))
         if not 1 < count <= MAX_RANKS:
-            raise EndpointMismatch(f"an endpoint of {count} ranks, 2 to {MAX_RANKS} are possible")
+            raise EndpointMismatch(f"the endpoint has {count} ranks, not 2 to {MAX_RANKS}")
         ranks: list[bytes] = []
         for _ in range(count):
             size, at = _count(endpoint, at)
@@ -63,7 +63,7 @@ def split_endpoint(endpoint: bytes) -> tuple[bytes, ...]:
     except struct.error:
         raise EndpointMismatch("the endpoint of several ranks is cut short") from None
     if at != len(endpoint):
-        raise EndpointMismatch(f"the endpoint of several ranks has {len(endpoint)} bytes and says {at}")
+        raise EndpointMismatch(f"the endpoint of several ranks has {len(endpoint)} bytes, its header says {at}")
     return tuple(ranks)
 
 
@@ -89,7 +89,9 @@ def without_planes(endpoint: bytes) -> tuple[int, int, bytes]:
     except struct.error:
         raise EndpointMismatch("the endpoint of several planes is cut short") from None
     if not 1 < planes <= MAX_PLANES or not num_blocks:
-        raise EndpointMismatch(f"an endpoint of {planes} planes of {num_blocks} blocks")
+        raise EndpointMismatch(
+            f"the endpoint has {planes} planes of {num_blocks} blocks; 2 to {MAX_PLANES} planes and 1 block are needed"
+        )
     return planes, num_blocks, endpoint[start + _PLANES.size :]
 
 
@@ -159,7 +161,7 @@ def parts_of(block_bytes: int, ranks: int, planes: int = 1, num_blocks: int = 0)
     Raises EndpointMismatch when the size does not divide evenly.
     """
     if block_bytes % (ranks * planes):
-        raise EndpointMismatch(f"a block of {block_bytes} bytes on {ranks} ranks in {planes} planes")
+        raise EndpointMismatch(f"a block of {block_bytes} bytes cannot be split over {ranks} ranks and {planes} planes")
     return [BlockPart(block_bytes, rank, ranks, planes, num_blocks) for rank in range(ranks)]
 
 

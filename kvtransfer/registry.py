@@ -71,5 +71,5 @@ def open_transport(
         return NixlTransport(agent_name, options.strict)
     open_plugin: OpenTransport | None = load_plugin(GROUP, name)
     if open_plugin is None:
-        raise TransportUnavailable(f"no transport {name!r} is installed; installed are {', '.join(transport_names())}")
+        raise TransportUnavailable(f"unknown transport {name!r}; installed are {', '.join(transport_names())}")
     return open_plugin(options)

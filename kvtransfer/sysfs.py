@@ -57,18 +57,18 @@ def first_gpu(environment: Mapping[str, str]) -> str | None:
         return None
     query = ["nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True).stdout
+        output = subprocess.run(query, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return pick_gpu(said, environment.get("CUDA_VISIBLE_DEVICES"))
+    return pick_gpu(output, environment.get("CUDA_VISIBLE_DEVICES"))
 
 
-def pick_gpu(said: str, visible: str | None) -> str | None:
+def pick_gpu(listing: str, visible: str | None) -> str | None:
     """Pick the address from nvidia-smi's output: a line "index, uuid, address" per GPU.
 
     `visible` has the format of CUDA_VISIBLE_DEVICES.
     """
-    rows = [[field.strip() for field in line.split(",")] for line in said.splitlines()]
+    rows = [[field.strip() for field in line.split(",")] for line in listing.splitlines()]
     gpus = [row for row in rows if len(row) == 3]
     wanted = "0" if visible is None else visible.split(",")[0].strip()
     for index, uuid, address in gpus:

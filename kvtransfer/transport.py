@@ -177,9 +177,9 @@ def check_spans(spans: Sequence[Span], local_bytes: int, remote_bytes: int, max_
     """Raise ValueError for spans outside either pool, or for more than `max_bytes` together."""
     for span in spans:
         if span.length <= 0 or span.local_offset < 0 or span.remote_offset < 0:
-            raise ValueError(f"bad span {span}")
+            raise ValueError(f"invalid span {span}")
         if span.local_offset + span.length > local_bytes:
-            raise ValueError(f"{span} ends beyond the own pool of {local_bytes} bytes")
+            raise ValueError(f"{span} ends beyond the local pool of {local_bytes} bytes")
         if span.remote_offset + span.length > remote_bytes:
             raise ValueError(f"{span} ends beyond the peer's pool of {remote_bytes} bytes")
     total = sum(span.length for span in spans)

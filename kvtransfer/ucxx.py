@@ -283,7 +283,7 @@ def _resolve(host: str) -> str:
     except OSError as error:
         raise TransportUnavailable(f"host {host!r} has no address: {error}") from error
     if ipaddress.ip_address(address).is_unspecified:
-        raise TransportUnavailable(f"nobody reaches this process by {host!r}: set advertise_host")
+        raise TransportUnavailable(f"other hosts cannot reach this process at {host!r}: set advertise_host")
     return address
 
 

@@ -204,7 +204,7 @@ class BorrowLink(Link):
         elif kind == Kind.REFUSED:
             raise TransferError(f"{self._peer.name} refused: {body[:1000].decode(errors='replace')}")
         else:
-            raise Malformed(f"{self._peer.name} said {kind.name}")
+            raise Malformed(f"{self._peer.name} sent an unexpected message {kind.name}")
 
 
 class LendLink(Link):
@@ -235,7 +235,7 @@ class LendLink(Link):
         elif kind == Kind.READ and self.end is not None:
             self._send(ReadRequest.unpack(body, self._endpoint.num_bytes), self.end)
         else:
-            raise Malformed(f"{kind.name} is not what comes now")
+            raise Malformed(f"unexpected message {kind.name}")
 
     def _welcome(self, address: bytes) -> None:
         assert self.control is not None
@@ -248,7 +248,7 @@ class LendLink(Link):
     def _send(self, request: ReadRequest, end: UcxEnd) -> None:
         self._number += 1
         if request.number != self._number:
-            raise Malformed(f"read {request.number} where {self._number} should come")
+            raise Malformed(f"unexpected read number {request.number}, expected {self._number}")
         oldest = self._number if end.oldest_pending is None else end.oldest_pending >> INDEX_BITS
         if self._number - oldest >= MAX_UNFINISHED:
             raise Malformed(f"more than {MAX_UNFINISHED} reads at a time")

@@ -89,7 +89,7 @@ class UcxxEndpoint:
             incarnation, secret = (bytes.fromhex(_string(fields[name])) for name in ("incarnation", "secret"))
             port, num_bytes = fields["port"], fields["bytes"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise EndpointMismatch("not an endpoint of the ucxx transport") from error
+            raise EndpointMismatch("the endpoint is not one of the ucxx transport") from error
         for name, value, limit in (("port", port, 1 << 16), ("bytes", num_bytes, 1 << 63)):
             if type(value) is not int or not 0 < value < limit:
                 raise EndpointMismatch(f"the endpoint's {name!r} is {value!r}, not a positive number below {limit}")
@@ -119,7 +119,7 @@ class FrameReader:
         while len(self._buffer) >= HEADER.size:
             size, kind = HEADER.unpack_from(self._buffer)
             if size > self.max_body_bytes:
-                raise Malformed(f"a frame of {size} bytes; {self.max_body_bytes} is the limit here")
+                raise Malformed(f"a frame has {size} bytes; the limit is {self.max_body_bytes}")
             if kind not in KINDS:
                 raise Malformed(f"a frame of unknown kind {kind}")
             if len(self._buffer) < HEADER.size + size:
@@ -131,8 +131,8 @@ class FrameReader:
 
 def pack_greeting(endpoint: UcxxEndpoint, address: bytes) -> bytes:
     """Pack Hello or Welcome; `endpoint` is the lender's, `address` that of the sender's UCX worker."""
-    said = endpoint.incarnation + address
-    return _sign(endpoint.secret, said) + said
+    content = endpoint.incarnation + address
+    return _sign(endpoint.secret, content) + content
 
 
 def unpack_greeting(body: bytes, incarnation: bytes, secret: bytes) -> bytes:
@@ -140,14 +140,14 @@ def unpack_greeting(body: bytes, incarnation: bytes, secret: bytes) -> bytes:
 
     Raises Malformed, also for another incarnation.
     """
-    signature, said = body[:MAC_BYTES], body[MAC_BYTES:]
-    if said[:ID_BYTES] != incarnation:
-        raise Malformed("another incarnation was meant")
-    if not hmac.compare_digest(signature, _sign(secret, said)):
-        raise Malformed("the signature is not that of the endpoint")
-    if not 0 < len(said) - ID_BYTES <= MAX_ADDRESS_BYTES:
-        raise Malformed(f"an address of {len(said) - ID_BYTES} bytes; 1 to {MAX_ADDRESS_BYTES} are possible")
-    return said[ID_BYTES:]
+    signature, content = body[:MAC_BYTES], body[MAC_BYTES:]
+    if content[:ID_BYTES] != incarnation:
+        raise Malformed("the greeting is for another incarnation of this process")
+    if not hmac.compare_digest(signature, _sign(secret, content)):
+        raise Malformed("the greeting's signature does not match the endpoint's secret")
+    if not 0 < len(content) - ID_BYTES <= MAX_ADDRESS_BYTES:
+        raise Malformed(f"the UCX address has {len(content) - ID_BYTES} bytes, not 1 to {MAX_ADDRESS_BYTES}")
+    return content[ID_BYTES:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,17 +167,17 @@ class ReadRequest:
         Raises Malformed, also for pieces outside the pool or more bytes than a read may carry.
         """
         if len(body) < NUMBER.size + SPAN.size or (len(body) - NUMBER.size) % SPAN.size:
-            raise Malformed(f"a read request of {len(body)} bytes")
+            raise Malformed(f"a read request cannot have {len(body)} bytes")
         (number,) = NUMBER.unpack_from(body)
         pieces = tuple(SPAN.iter_unpack(body[NUMBER.size :]))
         for offset, length in pieces:
             if length == 0 or offset + length > pool_bytes:
-                raise Malformed(f"{length} bytes at {offset} of a pool of {pool_bytes}")
+                raise Malformed(f"{length} bytes at offset {offset} lie outside the pool of {pool_bytes} bytes")
         total = sum(length for _, length in pieces)
         if total > MAX_POSTED_BYTES_ON_GPU:  # of a borrower with any kind of memory
-            raise Malformed(f"a read of {total} bytes; {MAX_POSTED_BYTES_ON_GPU} is the limit")
+            raise Malformed(f"a read asks for {total} bytes; the limit is {MAX_POSTED_BYTES_ON_GPU}")
         if number >> (64 - INDEX_BITS):
-            raise Malformed(f"read number {number}")
+            raise Malformed(f"read number {number} is too large")
         return cls(number, pieces)
 
     def tags(self) -> range:
@@ -185,11 +185,11 @@ class ReadRequest:
         return range(self.number << INDEX_BITS, (self.number << INDEX_BITS) + len(self.pieces))
 
 
-def _sign(secret: bytes, said: bytes) -> bytes:
-    return hmac.digest(secret, said, "sha256")
+def _sign(secret: bytes, content: bytes) -> bytes:
+    return hmac.digest(secret, content, "sha256")
 
 
 def _string(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no string")
+        raise TypeError(f"{value!r} is not a string")
     return value

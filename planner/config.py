@@ -56,7 +56,7 @@ class PolicyConfig(Config):
     nothing."""
 
     prefill_tokens_per_s: PositiveFloat = 4000.0
-    """Prompt tokens per second of a busy prefill worker, assumed until measured; likewise the three below."""
+    """Prompt tokens per second of a busy prefill worker, assumed until measured, as are the three figures below."""
     prompt_tokens: PositiveFloat = 2000.0
     """Prompt tokens of a request."""
     step_s: PositiveFloat = 0.02
@@ -81,6 +81,6 @@ class PolicyConfig(Config):
                     f"{role}.min_workers", f"{pool.min_workers} is more than max_workers, {pool.max_workers}"
                 )
         if not self.decode.max_workers:
-            raise StartError("decode.max_workers", "0 would serve nothing")
+            raise StartError("decode.max_workers", "must be at least 1: without decode workers nothing is served")
         if self.max_total is not None and self.max_total < max(1, least):
             raise StartError("max_total", f"{self.max_total} is less than both pools' min_workers, {max(1, least)}")

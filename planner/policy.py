@@ -128,8 +128,8 @@ def _begin(seen: Observation, config: PolicyConfig) -> PolicyState:
 def _remember(state: PolicyState, seen: Observation, config: PolicyConfig) -> PolicyState:
     over_s = seen.at_s - state.seen.at_s
     learned = state.learned.updated(state.seen, seen)
-    asked = seen.counters.arrived != state.seen.counters.arrived or seen.waiting or seen.decode.running
-    state = replace(state, learned=learned, seen=seen, asked_at=seen.at_s if asked else state.asked_at)
+    has_requests = seen.counters.arrived != state.seen.counters.arrived or seen.waiting or seen.decode.running
+    state = replace(state, learned=learned, seen=seen, asked_at=seen.at_s if has_requests else state.asked_at)
     pools = {}
     for role in ROLES:
         pool, load = state.pool(role), load_of(role, learned, seen, config)

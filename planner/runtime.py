@@ -63,7 +63,7 @@ class PlannerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySetti
         """
         super().check()
         if not self.routers and not self.redis_url:
-            raise StartError("routers", "are none, and without redis_url none can be found")
+            raise StartError("routers", "is empty: list routers, or set redis_url to find them")
         if self.executor == "switch" and not self.switch:
             raise StartError("switch", "must be set for `executor: switch`, which does nothing else")
         if self.executor == "kubernetes" and self.switch:
@@ -90,7 +90,7 @@ class PlannerMetrics:
             "tandem_planner_arrival_rate", "Requests per second, smoothed.", ("model_name",), registry=registry
         )
         self._switches = Counter(
-            "tandem_planner_switches", "Workers told to take this role.", labels, registry=registry
+            "tandem_planner_switches", "Workers told to switch to this role.", labels, registry=registry
         )
         self._failures = Counter(
             "tandem_planner_failures", "Failures of the planner, by the step that failed.", ("what",), registry=registry
@@ -247,8 +247,8 @@ class Planner:
         self._looked_at = time.monotonic()
         before, policy = self._state, self._config
         if not self._executor.scales:
-            there = sum(seen.pool(role).serving for role in ROLES)
-            policy = policy.model_copy(update={"max_total": max(1, there)})
+            num_serving = sum(seen.pool(role).serving for role in ROLES)
+            policy = policy.model_copy(update={"max_total": max(1, num_serving)})
         self._state, desired = decide(before, seen, policy)
         self._planner_metrics.decided(self._state, desired)
         if before is None or (before.prefill.wanted, before.decode.wanted) != (desired.prefill, desired.decode):
@@ -265,15 +265,15 @@ class Planner:
             spare = seen.pool(giver).serving + seen.pool(giver).starting - desired.pool(giver)
             if self._config.switch and self._executor.switches and min(short, spare) > 0:
                 chosen = self._idlest(giver, min(short, spare))
-                log.info("%s: to be %s workers", ", ".join(worker.worker_id for worker in chosen), taker)
+                log.info("%s: switching to %s workers", ", ".join(worker.worker_id for worker in chosen), taker)
                 await self._executor.switch(chosen, taker)
                 self._planner_metrics.switched(taker, len(chosen))
         for role in ROLES:
             await self._executor.scale(role, desired.pool(role))
 
     def _idlest(self, role: Role, count: int) -> list[public_pb.WorkerStatus]:
-        there = [worker for worker in self._watch.workers.values() if worker.role == role and not worker.draining]
-        return sorted(there, key=lambda worker: (worker.running + worker.loans, worker.worker_id))[:count]
+        workers = [worker for worker in self._watch.workers.values() if worker.role == role and not worker.draining]
+        return sorted(workers, key=lambda worker: (worker.running + worker.loans, worker.worker_id))[:count]
 
     def _failed(self, what: str, error: Exception) -> None:
         log.warning("%s: %s", what, error)

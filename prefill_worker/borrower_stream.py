@@ -62,7 +62,7 @@ class BorrowerStream:
                     self._changed.pop(request.number, None)
                     self._forget(request.number)
                 case _:
-                    raise InvalidRequest("message", f"nothing is said of loan {request.number}")
+                    raise InvalidRequest("message", f"the message for loan {request.number} is empty")
 
     async def frames(self) -> AsyncIterator[pb.LenderFrame]:
         """Yield frames until `end`."""
@@ -114,7 +114,7 @@ class BorrowerStream:
         self._waker.wake()
 
     def _fall_silent(self, failure: ServiceError) -> None:
-        log.info("%s; it had %d loans", failure, len(self._loans))
+        log.info("%s; %d loans were open", failure, len(self._loans))
         self.end(failure)
 
     def _forget(self, number: int) -> None:

@@ -84,7 +84,7 @@ class Loan:
             case LendRefused(_, reason, bad_request):
                 self._fail(InvalidRequest("release", reason) if bad_request else Overloaded(reason))
             case None:
-                self._fail(Unavailable("the lender's engine is gone"))
+                self._fail(Unavailable("the lender's engine process has ended"))
             case _:
                 raise AssertionError(f"unexpected {message!r}")
 
@@ -109,7 +109,7 @@ def announcements(message: LendReady) -> Iterator[pb.BlocksReady]:
 
 def _lend(context: WorkerContext, loan_id: str, want: pb.Want) -> Lend:
     if want.lender_incarnation != context.incarnation:
-        raise Incompatible("this worker is another one than the one asked", "lender_incarnation")
+        raise Incompatible("does not match: another worker process listens at this address now", "lender_incarnation")
     if want.may_compute:  # a loan that computes nothing is allowed while draining: blocks stay readable until the end
         context.check_taking()
     if want.model_fingerprint != context.ready.model_fingerprint:
@@ -117,10 +117,10 @@ def _lend(context: WorkerContext, loan_id: str, want: pb.Want) -> Lend:
     tokens = _tokens(want)
     check_token_ids(tokens, "token_ids", context.ready.vocab_size)
     if want.fast_path and len(want.fast_path) != ADDRESS_BYTES:
-        raise InvalidRequest("fast_path", f"{len(want.fast_path)} bytes, not {ADDRESS_BYTES}")
+        raise InvalidRequest("fast_path", f"must have {ADDRESS_BYTES} bytes, not {len(want.fast_path)}")
     num_blocks = len(tokens) // context.ready.block_tokens
     if want.first_block >= num_blocks:
-        raise InvalidRequest("first_block", f"no block wanted in [{want.first_block}, {num_blocks})")
+        raise InvalidRequest("first_block", f"must be below the prompt's {num_blocks} blocks, not {want.first_block}")
     return Lend(
         loan_id=loan_id,
         token_ids=tokens,
@@ -140,7 +140,7 @@ def _tokens(want: pb.Want) -> "array[int]":
     try:
         return unpack_tokens(want.token_ids)
     except ValueError as error:
-        raise InvalidRequest("token_ids", f"{len(want.token_ids)} bytes are no whole number of uint32") from error
+        raise InvalidRequest("token_ids", f"{len(want.token_ids)} bytes are not a whole number of uint32") from error
 
 
 def _chain(want: pb.Want) -> LoanChain:

@@ -65,7 +65,7 @@ async def _read(connection: BorrowerStream, frames: AsyncIterator[pb.BorrowerFra
         async for frame in frames:
             connection.absorb(frame)
     except DecodeError as error:
-        raise InvalidRequest("frame", f"is no message: {error}") from error
+        raise InvalidRequest("frame", f"is not a valid message: {error}") from error
 
 
 def add_lend_service(server: Any, context: WorkerContext) -> list[str]:

@@ -62,8 +62,9 @@ class RouterConfig(
     max_body_mib: int = Field(default=4, ge=1, le=16)
     """Largest HTTP body and gRPC message of a client in MiB. 4 MiB of text are about a million tokens."""
     responses_store_mib: int = Field(default=64, ge=0, le=65_536)
-    """Memory of responses that later ones go on from (`previous_response_id`) in MiB, those used longest ago going
-    first. With `redis_url` they are in Redis, for a day, and this is the largest one. 0: none are kept."""
+    """Memory in MiB for responses that later requests may continue (`previous_response_id`); the least recently used
+    are dropped first. With `redis_url` they are in Redis, for a day, and this is the largest size of one. 0: none are
+    kept."""
     strict_fields: bool = False
     """Whether the HTTP API refuses a field that it does not know. Otherwise such a field is ignored and named in the
     header `x-tandem-ignored`, unless its loss would change the answer's meaning."""
@@ -78,10 +79,10 @@ class RouterConfig(
     once, beside its steps."""
 
     learn_rates: bool = True
-    """Whether placement learns speeds from receipts. Without, it uses the figures below for good: for benchmarks and
+    """Whether placement learns speeds from receipts. Otherwise it always uses the figures below, for benchmarks and
     tests."""
     prefill_tokens_per_s: PositiveFloat = 4000.0
-    """Prompt tokens per second of a prefill worker, assumed until receipts arrive; likewise the figures below."""
+    """Prompt tokens per second of a prefill worker, assumed until receipts arrive, as are the figures below."""
     decode_prefill_tokens_per_s: PositiveFloat = 1000.0
     """Prompt tokens per second of a decode worker, whose prompts are computed in small chunks between decode steps."""
     kv_bytes_per_s: PositiveFloat = 1e9
@@ -122,7 +123,9 @@ class RouterConfig(
     def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
         for origin in origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ValueError(f"{origin!r} is no origin: scheme://host or scheme://host:port, without a path, or *")
+                raise ValueError(
+                    f"{origin!r} is not an origin: scheme://host or scheme://host:port, without a path, or *"
+                )
         return origins
 
     def priors(self) -> Priors:

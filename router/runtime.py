@@ -227,7 +227,7 @@ def _nothing() -> None:
 
 async def _open_discovery(config: RouterConfig) -> Discovery:
     if config.redis_url and config.host in EVERYWHERE and not config.advertise_host:
-        raise StartError("advertise_host", f"is needed with redis_url: nobody can reach {config.host!r}")
+        raise StartError("advertise_host", f"is needed with redis_url: other hosts cannot reach {config.host!r}")
     discovery = open_discovery(config.redis_url, config.cluster_name)
     await discovery.start()
     return discovery

@@ -71,7 +71,7 @@ def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir
         check_beam_search(sampling, resolved.n, model_dir.vocab_size)
     elif sampling.HasField("length_penalty") or sampling.early_stopping:
         field = "length_penalty" if sampling.HasField("length_penalty") else "early_stopping"
-        raise InvalidRequest(f"sampling.{field}", "means nothing without beam_width")
+        raise InvalidRequest(f"sampling.{field}", "needs beam_width")
     _check_stops(resolved, model_dir)
     _check_bias(resolved, model_dir.vocab_size)
     _check_structured(resolved, model_dir)
@@ -79,7 +79,7 @@ def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir
         raise InvalidRequest(
             "sampling.max_tokens",
             f"prompt of {num_prompt} tokens + max_tokens of {resolved.max_tokens} exceed the context of {context}; "
-            "an operator can have it lowered (clamp_max_tokens)",
+            "the setting clamp_max_tokens lowers max_tokens instead",
         )
     return resolved
 
@@ -135,7 +135,7 @@ def check_name_length(name: str, field: str) -> None:
     Raises InvalidRequest for one that is too long.
     """
     if len(name) > MAX_NAME_CHARS:
-        raise InvalidRequest(field, f"longer than {MAX_NAME_CHARS} characters")
+        raise InvalidRequest(field, f"is longer than {MAX_NAME_CHARS} characters")
 
 
 def check_names(request: pb.GenerateRequest) -> None:
@@ -154,7 +154,7 @@ def check_messages(messages: Sequence[pb.ChatMessage]) -> None:
     Raises InvalidRequest for too many of them, or of their tool calls, and for a role or name that is too long.
     """
     if len(messages) > MAX_MESSAGES:
-        raise InvalidRequest("messages", f"at most {MAX_MESSAGES}, not {len(messages)}")
+        raise InvalidRequest("messages", f"at most {MAX_MESSAGES} messages, not {len(messages)}")
     num_calls = 0
     for number, message in enumerate(messages):
         num_calls += len(message.tool_calls)
@@ -202,7 +202,7 @@ def check_retention(request: pb.GenerateRequest) -> None:
         reason = f"must be above 0 and at most {MAX_RETENTION_S:g}, not {request.cache_retention_s:g}"
         raise InvalidRequest("cache_retention_s", reason)
     if request.HasField("embedding") or request.sampling.HasField("beam_width"):
-        raise InvalidRequest("cache_retention_s", "keeps no blocks of embeddings and of beam searches")
+        raise InvalidRequest("cache_retention_s", "is not available for embeddings and beam searches")
 
 
 def check_quality(request: pb.GenerateRequest) -> None:
@@ -255,8 +255,8 @@ def _check_stops(sampling: pb.Sampling, model_dir: ModelDir) -> None:
     if any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in sampling.stop):
         raise InvalidRequest("sampling.stop", f"each must have 1 to {MAX_STOP_CHARS} characters")
     if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        given = len(sampling.stop_token_ids)
-        raise InvalidRequest("sampling.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} token ids, not {given}")
+        num_ids = len(sampling.stop_token_ids)
+        raise InvalidRequest("sampling.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} token ids, not {num_ids}")
     if any(token_id >= vocab_size for token_id in sampling.stop_token_ids):
         raise InvalidRequest("sampling.stop_token_ids", f"token ids must be below {vocab_size}")
 
@@ -275,7 +275,9 @@ def _check_bias(sampling: pb.Sampling, vocab_size: int) -> None:
 def _check_structured(sampling: pb.Sampling, model_dir: ModelDir) -> None:
     """Check the form's fields; `router/models/grammar_checker.py` checks that the grammar compiles."""
     if read_structured(sampling) is not None and not model_dir.has_tokenizer:
-        raise InvalidRequest(FIELD, "this model has no tokenizer, so its tokens cannot be told apart by their text")
+        raise InvalidRequest(
+            FIELD, "this model has no tokenizer, so its tokens have no text that a grammar could check"
+        )
 
 
 def _check_range(value: float, field: str, low: float, high: float) -> None:
@@ -298,9 +300,9 @@ def check_beam_search(sampling: pb.Sampling, num_choices: int, vocab_size: int) 
         limits = f"{-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
         raise InvalidRequest("sampling.length_penalty", f"must be {limits}, not {sampling.length_penalty}")
     if len(sampling.stop_token_ids) > MAX_BEAM_STOP_TOKEN_IDS:
-        given = len(sampling.stop_token_ids)
+        num_ids = len(sampling.stop_token_ids)
         raise InvalidRequest(
-            "sampling.stop_token_ids", f"at most {MAX_BEAM_STOP_TOKEN_IDS} with beam search, not {given}"
+            "sampling.stop_token_ids", f"at most {MAX_BEAM_STOP_TOKEN_IDS} with beam search, not {num_ids}"
         )
     for name, value in BEAM_NEUTRAL.items():
         if sampling.HasField(name) and getattr(sampling, name) != value:  # type: ignore[arg-type]

@@ -148,7 +148,7 @@ def check_seeds(repeat: int) -> None:
     Raises BadSetup.
     """
     if not 1 <= repeat <= len(LEVELS):
-        raise BadSetup("repeat", f"{repeat} is not from 1 to {len(LEVELS)}")
+        raise BadSetup("repeat", f"must be 1 to {len(LEVELS)}, not {repeat}")
 
 
 def settle(first: Sequence[Sample], most: int, again: Callable[[int, int], Sample]) -> Comparison:
@@ -162,9 +162,9 @@ def settle(first: Sequence[Sample], most: int, again: Callable[[int, int], Sampl
     blocks = [[each.blocks] for each in first]
     places = list(range(1, len(first)))
     for number in range(1, most):
-        found = _compare(first, blocks, places, level)
-        if found.settled:
-            return found
+        comparison = _compare(first, blocks, places, level)
+        if comparison.settled:
+            return comparison
         if number == 1:
             places = _contenders(blocks, places, level)
         for place in (0, *places):

@@ -64,10 +64,10 @@ class Autoscaler:
     def _run_round(self) -> None:
         cluster, policy = self.cluster, self.settings.policy
         now = cluster.clock.now
-        said = [load_status(MODEL, router.fleet, router.admission) for router in cluster.routers]
-        for router, status in zip(cluster.routers, said, strict=True):
+        statuses = [load_status(MODEL, router.fleet, router.admission) for router in cluster.routers]
+        for router, status in zip(cluster.routers, statuses, strict=True):
             self._tallies.record(router.fleet.router_id, counters_of(status, policy.ttft_s, policy.itl_s))
-        seen = observe(now, said, {role: self._on_their_way(role) for role in ROLES}, self._tallies.total)
+        seen = observe(now, statuses, {role: self._on_their_way(role) for role in ROLES}, self._tallies.total)
         self._state, desired = decide(self._state, seen, policy)
         self._perform(desired)
         self._note(desired)
@@ -109,9 +109,9 @@ class Autoscaler:
     def _staying(self, role: Role) -> Sequence[SimWorker]:
         """Return the workers in the order in which they should leave: fewest requests and loans, then youngest."""
         cluster = self.cluster
-        there = [worker for worker in cluster.workers.values() if worker.role == role and not worker.draining]
-        there.reverse()
-        return sorted(there, key=lambda w: cluster.fronts.num_requests(w) + cluster.fronts.num_lent(w))
+        workers = [worker for worker in cluster.workers.values() if worker.role == role and not worker.draining]
+        workers.reverse()
+        return sorted(workers, key=lambda w: cluster.fronts.num_requests(w) + cluster.fronts.num_lent(w))
 
     def _note(self, desired: DesiredSizes) -> None:
         cluster = self.cluster

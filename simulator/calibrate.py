@@ -111,7 +111,7 @@ def calibrate(
     num_blocks: int | None = None,
     prefill_chunk: int = 512,
     decode_chunk: int = 128,
-    given: AssumedRates = NOTHING,
+    assumed: AssumedRates = NOTHING,
 ) -> Calibration:
     """Fit a calibration.
 
@@ -121,7 +121,9 @@ def calibrate(
     """
     timed = [each for served in log if (each := _timed(served)) is not None]
     if len(timed) < LEAST_ROWS:
-        raise BadSetup("log", f"{len(timed)} undisturbed requests with receipts are less than {LEAST_ROWS}")
+        raise BadSetup(
+            "log", f"{len(timed)} undisturbed requests with receipts are too few; at least {LEAST_ROWS} are needed"
+        )
     fits: dict[str, Fit] = {}
     decode, fits["decode"] = _fit(list(_decode_rows(timed, decode_chunk)))
     message_s = _message_s(timed)
@@ -133,21 +135,21 @@ def calibrate(
     block_tokens = max(each.block_tokens for each in kv)
     notes: dict[str, str] = {}
     moved = [each for each in kv if each.moved_blocks]
-    if (block_bytes := given.of_block(block_tokens)) is not None:
+    if (block_bytes := assumed.of_block(block_tokens)) is not None:
         notes["block_bytes"] = "given"
     elif moved:
         block_bytes = moved[0].moved_bytes // moved[0].moved_blocks
     else:
         raise BadSetup(
-            "block_bytes", "no KV moved in this log, so that it is not measured: say --block-bytes or --model"
+            "block_bytes", "no KV moved in this log, so the block size was not measured: set --block-bytes or --model"
         )
     link = _link(timed, prefill_chunk, block_bytes)
-    if given.nic_bytes_per_s is not None:
+    if assumed.nic_bytes_per_s is not None:
         notes["nic_bytes_per_s"] = "given"
-        link = (link[0] if link else READ_LATENCY_S, given.nic_bytes_per_s)
+        link = (link[0] if link else READ_LATENCY_S, assumed.nic_bytes_per_s)
     elif link is None:
-        few = f"fewer than {LEAST_ROWS} transfers in this log, so that links are not measured"
-        raise BadSetup("nic_gbps", f"{few}: say --nic-gbps or --gpu")
+        few = f"fewer than {LEAST_ROWS} transfers in this log, so links were not measured"
+        raise BadSetup("nic_gbps", f"{few}: set --nic-gbps or --gpu")
     if prefill is None:
         notes["prefill"] = "as decode: hardly anything was computed for others"
     if num_blocks is None:
@@ -286,10 +288,10 @@ def _message_s(timed: Sequence[_Timed]) -> float:
 
 
 def _by_worker(timed: Sequence[_Timed]) -> list[list[_Timed]]:
-    found: dict[str, list[_Timed]] = defaultdict(list)
+    by_worker: dict[str, list[_Timed]] = defaultdict(list)
     for each in timed:
-        found[each.worker].append(each)
-    return list(found.values())
+        by_worker[each.worker].append(each)
+    return list(by_worker.values())
 
 
 class _Streams:
@@ -351,14 +353,14 @@ def _fit(rows: Sequence[_Row]) -> tuple[StepTiming, Fit]:
     seconds = np.array([row.seconds for row in rows])
     least = SHORT * float(np.median(seconds))
     weights, expected = np.ones(len(rows)), np.maximum(seconds, least)
-    found = np.zeros(len(TERMS))
+    coefficients = np.zeros(len(TERMS))
     for _ in range(ROUNDS):
         by = weights / expected
-        found = _best_subset(amounts * by[:, None], seconds * by)
-        expected = np.maximum(amounts @ found, least)
-        off = np.abs(seconds / expected - amounts @ found / expected)
+        coefficients = _best_subset(amounts * by[:, None], seconds * by)
+        expected = np.maximum(amounts @ coefficients, least)
+        off = np.abs(seconds / expected - amounts @ coefficients / expected)
         weights = np.sqrt(np.minimum(1.0, DISTURBED * max(1e-9, float(np.median(off))) / np.maximum(off, 1e-12)))
-    timing = StepTiming(**dict(zip(TERMS, map(float, found), strict=True)))
+    timing = StepTiming(**dict(zip(TERMS, map(float, coefficients), strict=True)))
     return timing, Fit(rows=len(rows), error=float(np.median(off)), jitter=_jitter(amounts[:, 0], seconds, expected))
 
 

@@ -118,8 +118,8 @@ class Calibration(BaseModel):
     @property
     def caveat(self) -> str:
         """Text naming fields that were not measured; empty where all were."""
-        told = "; ".join(f"{_IN_WORDS.get(name, name)}: {said}" for name, said in self.not_measured.items())
-        return f"not measured: {told}" if told else ""
+        reasons = "; ".join(f"{_IN_WORDS.get(name, name)}: {reason}" for name, reason in self.not_measured.items())
+        return f"not measured: {reasons}" if reasons else ""
 
     def timing(self, role: Role) -> Timing:
         if role == "prefill" and self.prefill is not None:

@@ -238,10 +238,10 @@ class SimCluster:
             self.gaps.add((after + to_client_s) - (before + to_client_s), num_streams)
 
     def _report(self, worker: SimWorker, message: CacheChanged | Load) -> None:
-        said: pb.LoadReport | pb.CacheEvents
-        said = self._loads.of(worker, message) if isinstance(message, Load) else cache_events(message)
+        report: pb.LoadReport | pb.CacheEvents
+        report = self._loads.of(worker, message) if isinstance(message, Load) else cache_events(message)
         for router in self.routers:
-            self.clock.after(self.spec.event_lag_s, router.reported, worker, said)
+            self.clock.after(self.spec.event_lag_s, router.reported, worker, report)
 
     def _worker(self, worker_id: str, spec: WorkerSpec) -> SimWorker:
         self.links.add(worker_id, spec.nic_bytes_per_s)
@@ -269,9 +269,9 @@ class _Loads:
         last = self._last.get(worker.worker_id)
         if last is not None and last[0] == load and last[1] == worker.draining:
             return last[2]
-        said = load_report(load, worker.draining)
-        self._last[worker.worker_id] = load, worker.draining, said
-        return said
+        report = load_report(load, worker.draining)
+        self._last[worker.worker_id] = load, worker.draining, report
+        return report
 
 
 def hello_of(worker: SimWorker, ready: Ready) -> pb.Hello:

@@ -105,7 +105,7 @@ class FrontProcesses(Listener):
         self._attempts: dict[str, Attempt] = {}
         self._taken: dict[str, LoanStream] = {}
         """Loans taken, by the borrower's id."""
-        self._given: dict[str, LoanStream] = {}
+        self._by_lender: dict[str, LoanStream] = {}
         """Loans given, by the lender's id."""
         self._numbers = 0
         self.num_loans = 0
@@ -135,7 +135,7 @@ class FrontProcesses(Listener):
 
     def num_lent(self, worker: SimWorker) -> int:
         """Return the loans a worker gives."""
-        return sum(stream.lender is worker for stream in self._given.values())
+        return sum(stream.lender is worker for stream in self._by_lender.values())
 
     def hand_over(self, worker: SimWorker) -> None:
         """Hand a worker's requests over to others."""
@@ -146,7 +146,7 @@ class FrontProcesses(Listener):
 
     def end_loans(self, worker: SimWorker) -> None:
         """End all loans that a worker gives."""
-        for stream in [s for s in self._given.values() if s.lender is worker]:
+        for stream in [s for s in self._by_lender.values() if s.lender is worker]:
             self._end(stream, TOLD)
             worker.send(LendClosed(stream.lender_id))
 
@@ -215,13 +215,13 @@ class FrontProcesses(Listener):
             tokens = [*attempt.generate.prompt, *attempt.generate.emitted]
             priority = attempt.generate.priority
         else:
-            given = self._given[message.request_id]
-            lender, tokens, priority = given.source, given.tokens, 0
+            request = self._by_lender[message.request_id]
+            lender, tokens, priority = request.source, request.tokens, 0
         assert lender is not None
         self.num_loans += 1
         wanted = tokens[: message.end_block * worker.spec.layout.block_tokens]
         stream = LoanStream(worker, message.request_id, lender, self.new_id("loan"), wanted, source)
-        self._taken[stream.borrower_id] = self._given[stream.lender_id] = stream
+        self._taken[stream.borrower_id] = self._by_lender[stream.lender_id] = stream
         lend = Lend(
             loan_id=stream.lender_id,
             token_ids=wanted,
@@ -237,14 +237,14 @@ class FrontProcesses(Listener):
 
     def _ask(self, stream: LoanStream, lend: Lend) -> None:
         if not stream.lender.alive:
-            self._end(stream, "nobody is there")
+            self._end(stream, "the worker has no server")
         elif stream.lender.draining and lend.may_compute:
             self._end(stream, TOLD)
         else:
             stream.lender.send(lend)
 
     def _answer(self, message: LendStarting | LendReady | LendRefused) -> None:
-        stream = self._given.get(message.loan_id)
+        stream = self._by_lender.get(message.loan_id)
         if stream is None:
             return  # the borrower closed it before the lender knew
         match message:
@@ -267,7 +267,7 @@ class FrontProcesses(Listener):
 
     def _end(self, stream: LoanStream, reason: str) -> None:
         """End a stream from the lender's side."""
-        self._given.pop(stream.lender_id, None)
+        self._by_lender.pop(stream.lender_id, None)
         self._forward(stream, LoanFailed(stream.borrower_id, reason))
 
     def _close(self, stream: LoanStream) -> None:
@@ -277,7 +277,7 @@ class FrontProcesses(Listener):
 
     def _forget(self, stream: LoanStream) -> None:
         stream.closed = True
-        self._given.pop(stream.lender_id, None)
+        self._by_lender.pop(stream.lender_id, None)
         if self._taken.get(stream.borrower_id) is stream:
             del self._taken[stream.borrower_id]
 

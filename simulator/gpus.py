@@ -124,6 +124,7 @@ class Roofline:
         if count < 1:
             weights, memory = self.model.weight_bytes / 1e9, self.gpu.memory_bytes * self.tp / 1e9
             raise BadSetup(
-                "tp", f"{self.model.name} has {weights:.0f} GB of weights, {self.tp} x {self.gpu.name} {memory:.0f} GB"
+                "tp",
+                f"{self.model.name} has {weights:.0f} GB of weights, {self.tp} x {self.gpu.name} have {memory:.0f} GB",
             )
         return count

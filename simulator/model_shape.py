@@ -155,7 +155,7 @@ def shape_of(name: str, config: dict[str, Any]) -> ModelShape:
     hidden, layers = _number(config, "hidden_size", "n_embd"), _number(config, "num_hidden_layers", "n_layer")
     heads = _number(config, "num_attention_heads", "n_head")
     if heads > hidden:
-        raise BadSetup("model", f"config.json: {heads} heads of a hidden size of {hidden}")
+        raise BadSetup("model", f"config.json: {heads} attention heads are more than the hidden size, {hidden}")
     kv_heads = _number(config, "num_key_value_heads", default=_default_kv_heads(config, kind, heads))
     head_dim = _number(config, "head_dim", default=hidden // heads)
     inner = _number(config, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", default=4 * hidden)
@@ -163,9 +163,9 @@ def shape_of(name: str, config: dict[str, Any]) -> ModelShape:
     per_token = _number(config, "num_experts_per_tok", default=0, least=0)
     dtype = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
     if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
-        raise BadSetup("model", f"config.json: torch_dtype {shown(dtype)} is none of {', '.join(_DTYPE_BYTES)}")
+        raise BadSetup("model", f"config.json: unknown torch_dtype {shown(dtype)}; known are {', '.join(_DTYPE_BYTES)}")
     if bool(experts) != bool(per_token) or per_token > experts:
-        raise BadSetup("model", f"config.json: {experts} experts, of which a token is sent to {per_token}")
+        raise BadSetup("model", f"config.json: a token cannot be sent to {per_token} of {experts} experts")
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
     dense = 0 if experts else (2 if kind in _TWO_MATRICES else 3) * hidden * inner
     expert_inner = _number(config, "moe_intermediate_size", default=inner)
@@ -228,15 +228,17 @@ def _layer_bits(quantised: Any) -> int | None:
             weights = first.get("weights") if isinstance(first, dict) else None
             return _number(weights if isinstance(weights, dict) else {}, "num_bits")
     known = "gptq, awq, bitsandbytes, fp8, fbgemm_fp8, compressed-tensors"
-    raise BadSetup("model", f"config.json: quantization_config: quant_method {shown(method)} is none of {known}")
+    raise BadSetup(
+        "model", f"config.json: quantization_config: unknown quant_method {shown(method)}; known are {known}"
+    )
 
 
 def _number(config: dict[str, Any], *names: str, default: int | None = None, least: int = 1) -> int:
     for name in names:
         if (value := config.get(name)) is not None:
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
-                raise BadSetup("model", f"config.json: {name} is {shown(value)}")
+                raise BadSetup("model", f"config.json: {name} is {shown(value)}, not {least} to {MOST}")
             return value
     if default is None:
-        raise BadSetup("model", f"config.json does not say {names[0]}")
+        raise BadSetup("model", f"config.json has no {names[0]}")
     return default

@@ -17,7 +17,7 @@ def autoscaled(setup: Setup, most: int, start_s: float) -> Scenario:
     if most < 1:
         raise BadSetup("autoscale", f"{most} is not at least 1")
     if not 0 <= start_s < math.inf:
-        raise BadSetup("worker_start", f"{start_s} is not a time")
+        raise BadSetup("worker_start", f"{start_s} is not a number of seconds from 0")
     return Scenario("conditional", 1, 1, autoscale=Autoscale(policy_of(setup, most, start_s)))
 
 

@@ -84,7 +84,7 @@ class Setup:
                 raise BadSetup(_OPTIONS.get(name, name), f"{getattr(self, name)} is not at least 1")
         for name in ("message_s", "event_lag_s"):
             if not 0 <= (value := getattr(self, name)) < math.inf:
-                raise BadSetup(_OPTIONS.get(name, name), f"{1e3 * value:g} ms is not a time")
+                raise BadSetup(_OPTIONS.get(name, name), f"{1e3 * value:g} ms is not a number from 0")
         check_above_0("price", self.usd_per_gpu_hour, or_0=True)
         if self.decode_tp is not None and self.decode_tp < 1:
             raise BadSetup("decode_tp", f"{self.decode_tp} is not at least 1")
@@ -92,7 +92,7 @@ class Setup:
             if self.calibration is None and self.model.heads % (tp := getattr(self, name) or 1):
                 raise BadSetup(name, f"{tp} does not divide the {self.model.heads} heads of {self.model.name}")
         if self.gpus % self.tp:
-            raise BadSetup("tp", f"{self.gpus} GPUs are no whole number of workers of {self.tp}")
+            raise BadSetup("tp", f"{self.gpus} GPUs cannot be divided into workers of {self.tp}")
 
     @property
     def workers(self) -> int:
@@ -172,30 +172,30 @@ def scenarios(
         if prefill < 1 or decode < 1 or prefill + decode != setup.workers:
             raise BadSetup(
                 "split",
-                f"{prefill}:{decode} are not {setup.workers} workers, the number of those not split, at least 1 each",
+                f"{prefill}:{decode} must add up to the {setup.workers} workers, with at least 1 on each side",
             )
     if not wanted:
         quarters = (max(1, min(setup.workers - 1, round(setup.workers * part / 4))) for part in (1, 2, 3))
         wanted = [(prefill, setup.workers - prefill) for prefill in dict.fromkeys(quarters) if setup.workers > 1]
-    found: list[Scenario] = []
+    chosen: list[Scenario] = []
     for mode in modes:
         for policy in policies:
             if mode == "aggregated":
-                found.append(Scenario(mode, 0, setup.workers, policy))
+                chosen.append(Scenario(mode, 0, setup.workers, policy))
             elif mode == "disaggregated" or policy == "ours":  # only the real placement decides for each request
-                found += [Scenario(mode, prefill, decode, policy) for prefill, decode in wanted]
-    if not found:
+                chosen += [Scenario(mode, prefill, decode, policy) for prefill, decode in wanted]
+    if not chosen:
         raise BadSetup("modes", "nothing is left to compare")
-    names = {name for scenario in found for name, _ in scenario.workers}
+    names = {name for scenario in chosen for name, _ in scenario.workers}
     for failure in setup.failures:
         if failure.worker_id not in names or not 0 <= failure.at_s < math.inf:
-            there = sorted(names)
-            known = ", ".join(there if len(there) <= 8 else [*there[:4], "...", *there[-4:]])
-            raise BadSetup("kill", f"{shown(failure.worker_id)} at {failure.at_s:g} s: there are {known}")
+            workers = sorted(names)
+            known = ", ".join(workers if len(workers) <= 8 else [*workers[:4], "...", *workers[-4:]])
+            raise BadSetup("kill", f"no worker {shown(failure.worker_id)} at {failure.at_s:g} s; known are {known}")
     killed = [failure.worker_id for failure in setup.failures]
     if twice := next((name for name in killed if killed.count(name) > 1), None):
-        raise BadSetup("kill", f"{twice} dies only once")
-    return found
+        raise BadSetup("kill", f"{twice} is named twice, but can be killed once")
+    return chosen
 
 
 @dataclass(slots=True)

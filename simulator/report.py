@@ -19,45 +19,45 @@ SHOWN = ("p50", "p95", "p99")
 MOMENTS = 24
 
 
-def advice(runs: Sequence[Run], found: Comparison | None = None) -> str:
+def advice(runs: Sequence[Run], comparison: Comparison | None = None) -> str:
     """Return whether to disaggregate, in a sentence; without a comparison, which cluster is best."""
     if runs and not any(run.results.finished for run in runs):
         reasons = sum((Counter(run.reasons) for run in runs), Counter[str]())
         return f"Nothing was served: {reasons.most_common(1)[0][0]}" if reasons else "Nothing was served"
-    if found is None:
+    if comparison is None:
         best = _best(runs)
         return "" if best is None else f"Best: {best.scenario.name}, {_goodput(best.results.goodput_per_gpu)}"
-    name, together, apart = found.split.name, _goodput(found.together), _goodput(found.apart)
-    match verdict(found):
+    name, together, apart = comparison.split.name, _goodput(comparison.together), _goodput(comparison.apart)
+    match verdict(comparison):
         case None:
             return "Nothing keeps the SLO: more GPUs, or a looser SLO"
         case "disaggregate":
-            return f"Disaggregate: {name} gives {apart}, {_change(found)} beside aggregated"
+            return f"Disaggregate: {name} gives {apart}, {_change(comparison)} beside aggregated"
         case "aggregate":
-            return f"Do not disaggregate: aggregated gives {together}; the best split, {name}, {_change(found)}"
+            return f"Do not disaggregate: aggregated gives {together}; the best split, {name}, {_change(comparison)}"
         case "even":
-            told = "" if found.settled else " as far as this trace tells"
+            qualifier = "" if comparison.settled else " as far as this trace tells"
             return (
-                f"Even{told}, so do not disaggregate: aggregated has fewer parts and gives {together}; the best split,"
-                f" {name}, {_change(found)}"
+                f"Even{qualifier}, so do not disaggregate: aggregated has fewer parts and gives {together};"
+                f" the best split, {name}, {_change(comparison)}"
             )
 
 
-def verdict(found: Comparison | None) -> Verdict | None:
+def verdict(comparison: Comparison | None) -> Verdict | None:
     """Return the verdict; None without a comparison, or where neither cluster keeps the SLO."""
-    return found.verdict if found is not None and (found.together or found.apart) else None
+    return comparison.verdict if comparison is not None and (comparison.together or comparison.apart) else None
 
 
-def _change(found: Comparison) -> str:
+def _change(comparison: Comparison) -> str:
     """Return the difference beside its interval."""
-    seeds = len(found.together_by_seed)
+    seeds = len(comparison.together_by_seed)
     of = f"95 % interval, {seeds} seed{'s' if seeds > 1 else ''}"
-    lower, upper = found.interval
-    if not math.isfinite(lower) and found.together:
-        return f"{found.change:+.1%} (no interval: too few requests)"
-    if not found.together:
-        return f"more by {found.lower:.3g} to {found.upper:.3g} ({of})"
-    return f"{found.change:+.1%} ({lower:+.1%} to {upper:+.1%}: {of})"
+    lower, upper = comparison.interval
+    if not math.isfinite(lower) and comparison.together:
+        return f"{comparison.change:+.1%} (no interval: too few requests)"
+    if not comparison.together:
+        return f"more by {comparison.lower:.3g} to {comparison.upper:.3g} ({of})"
+    return f"{comparison.change:+.1%} ({lower:+.1%} to {upper:+.1%}: {of})"
 
 
 def _best(runs: Sequence[Run]) -> Run | None:
@@ -132,33 +132,33 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     return table
 
 
-def as_json(runs: Sequence[Run], setup: Setup, trace: str, found: Comparison | None = None) -> dict[str, Any]:
+def as_json(runs: Sequence[Run], setup: Setup, trace: str, comparison: Comparison | None = None) -> dict[str, Any]:
     """Return everything as JSON values; the same run gives the same.
 
     Values that are no numbers are null, and so are those a calibration does not have: model, GPU and cost. `runs` are
     those of the first seed; `difference` is over all seeds.
     """
-    said = finite(dataclasses.asdict(setup))
+    settings = finite(dataclasses.asdict(setup))
     if setup.calibration is not None:
-        said |= {"model": None, "gpu": None}
-    told = []
+        settings |= {"model": None, "gpu": None}
+    run_rows = []
     for run in runs:
         figures = {**finite(dataclasses.asdict(run)), "within_slo": finite(run.results.kept_share)}
         if not setup.priced:
             figures["results"]["usd_per_million_output_tokens"] = None
-        told.append({"name": run.scenario.name, **figures})
+        run_rows.append({"name": run.scenario.name, **figures})
     return {
         "trace": trace,
-        "verdict": verdict(found),
-        "advice": advice(runs, found),
-        "difference": None if found is None else finite(found.as_json()),
-        "setup": said,
-        "runs": told,
+        "verdict": verdict(comparison),
+        "advice": advice(runs, comparison),
+        "difference": None if comparison is None else finite(comparison.as_json()),
+        "setup": settings,
+        "runs": run_rows,
     }
 
 
-def write_json(path: Path, runs: Sequence[Run], setup: Setup, trace: str, found: Comparison | None) -> None:
-    path.write_text(json.dumps(as_json(runs, setup, trace, found), indent=1) + "\n")
+def write_json(path: Path, runs: Sequence[Run], setup: Setup, trace: str, comparison: Comparison | None) -> None:
+    path.write_text(json.dumps(as_json(runs, setup, trace, comparison), indent=1) + "\n")
 
 
 def finite(value: Any) -> Any:

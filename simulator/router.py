@@ -137,7 +137,7 @@ class SimRouter:
         request, now = result.request, self._clock.now
         self.fleet.traffic.arrived(request.input_tokens)
         if not self._decoders:
-            result.reason = "no decode worker is there"
+            result.reason = "no decode worker is running"
             self._finish(result, EndState.FAILED, on_end)
             return
         context = next(iter(self._decoders.values())).max_context_tokens

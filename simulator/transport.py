@@ -59,7 +59,7 @@ class VirtualTransport(Transport):
 
     def connect(self, endpoint: bytes) -> VirtualPeer:
         if not endpoint.startswith(PREFIX):
-            raise EndpointMismatch("not an endpoint of the virtual transport")
+            raise EndpointMismatch("the endpoint is not one of the virtual transport")
         if self._closed:
             raise TransferError("the transport was closed")
         name = endpoint.removeprefix(PREFIX).decode()
@@ -103,6 +103,6 @@ class VirtualTransport(Transport):
             self.num_bytes_read += read.num_bytes
             read.future.set_result(None)
         else:
-            read.future.set_exception(PeerGone(f"{peer.name} is gone"))
+            read.future.set_exception(PeerGone(f"{peer.name} has ended"))
         if not self._closed:
             self._post(peer)

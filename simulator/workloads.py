@@ -75,7 +75,7 @@ PROFILES = {
         ),
         Profile(
             "offline-batch",
-            "one instruction, many texts, nobody waits",
+            "one instruction, many texts, no user waits",
             Lengths(20, 0.1),
             Lengths(300),
             1,

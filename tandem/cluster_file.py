@@ -101,11 +101,11 @@ class Cluster:
         A folder that the settings name stays. Otherwise it is `batches_folder` of this cluster, by name and port,
         in $XDG_STATE_HOME or ~/.local/state.
         """
-        given = self.settings.router | router
-        if "batches_folder" in given or given.get("http_port") is None:
+        settings = self.settings.router | router
+        if "batches_folder" in settings or settings.get("http_port") is None:
             return router, ""
         base = Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser())
-        known_by = [given.get(name, RouterConfig.model_fields[name].default) for name in ("cluster_name", "port")]
+        known_by = [settings.get(name, RouterConfig.model_fields[name].default) for name in ("cluster_name", "port")]
         folder = base / "tandem" / "-".join(map(str, known_by)) / "batches"
         try:
             check_folder(folder, Disk())
@@ -118,8 +118,8 @@ class Cluster:
 
         Raises StartError.
         """
-        given = self.settings.router
-        choice = {key: value for key, value in given.items() if key in ModelsConfig.model_fields and key != "model"}
+        settings = self.settings.router
+        choice = {key: value for key, value in settings.items() if key in ModelsConfig.model_fields and key != "model"}
         config = ModelsConfig.parse(choice | {"models": [model.entry for model in self.models]})
         read_models(config, asyncio.run(fetch_models(config)))
 

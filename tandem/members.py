@@ -47,14 +47,14 @@ async def await_members(
             if prefill >= num_prefill and decode >= num_decode:
                 return
             if time.monotonic() > give_up_at:
-                there = f"{prefill} prefill and {decode} decode workers"
-                raise Unavailable(f"only {there} joined within {timeout_s:g} s")
+                joined = f"{prefill} prefill and {decode} decode workers"
+                raise Unavailable(f"only {joined} joined within {timeout_s:g} s")
             await asyncio.sleep(POLL_S)
 
 
 async def _ask(stub: Any, timeout_s: float) -> tuple[int, int]:
     try:
-        there = await stub.Members(pb.MembersRequest(), timeout=timeout_s, wait_for_ready=True)
+        reply = await stub.Members(pb.MembersRequest(), timeout=timeout_s, wait_for_ready=True)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from None
-    return there.prefill_workers, there.decode_workers
+    return reply.prefill_workers, reply.decode_workers

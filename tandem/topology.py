@@ -98,7 +98,7 @@ def plan_topology(
     if num_decode < 1:
         raise StartError("decode", f"at least one decode worker is needed, not {num_decode}")
     if num_prefill < 0:
-        raise StartError("prefill", f"must not be negative: {num_prefill}")
+        raise StartError("prefill", f"must be at least 0, not {num_prefill}")
     model = ClusterModel.parse({"path": worker["model"], "prefill": num_prefill, "decode": num_decode})
     return _plan([model], router, worker, cores, num_routers, finds_cores)
 
@@ -113,7 +113,7 @@ def plan_models(
 ) -> Topology:
     """Plan a cluster of several models, whose workers are named after them; else like `plan_topology`."""
     if "model" in router or "models" in router:
-        raise StartError("router", "its models are those of the cluster: name none in its settings")
+        raise StartError("router", "must not name models: the router serves those of the cluster")
     entries = [model.entry for model in models]
     return _plan(models, router | {"models": entries}, worker, cores, num_routers, finds_cores)
 

@@ -66,7 +66,9 @@ async def main(parts: list[str], only: list[str]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="bench.compare", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--only", action="append", default=[], help="systems of `load` whose names hold this")
+    parser.add_argument(
+        "--only", action="append", default=[], help="only systems of `load` whose names contain this text"
+    )
     arguments = parser.parse_args()
     chosen = arguments.parts or list(PARTS)
     if unknown := set(chosen) - set(PARTS):

@@ -49,7 +49,7 @@ async def load(console: Console, folder: Path) -> tuple[Calibration, Results]:
             report = await run_bench(console, GrpcFrontend([site.router.address], "", 120), offered, options)
     given = AssumedRates(block_bytes=BLOCK_KIB << 10, nic_bytes_per_s=NIC_BYTES_PER_S)
     num_blocks = (POOL_MIB << 10) // BLOCK_KIB
-    return calibrate(served_of(folder / "learn.log"), num_blocks, given=given), report.results
+    return calibrate(served_of(folder / "learn.log"), num_blocks, assumed=given), report.results
 
 
 def store_of(log: Path) -> StoreSpec:

@@ -27,7 +27,8 @@ SUBJECTLESS = re.compile(rf"({'|'.join(BEGINNINGS)})\b(?!-)", re.IGNORECASE)
 """Beginning of a text without a subject. A hyphen after the word makes it part of a noun ("By-products ...")."""
 INNER = re.compile(
     r"\b(so many|so much later|those of these|what it|by that name|another one than|than the one|is said|are said"
-    r"|given so|of that,|it dies then|who asks|likewise)\b",
+    r"|given so|of that,|it dies then|who asks|likewise|is none of|are none of|none of this|means nothing|is not there"
+    r"|are others|nobody|somebody|cannot both say|say it|is no number|is no name|is no file|goes with|is known here)\b",
     re.IGNORECASE,
 )
 """Phrases that a reader without the code cannot resolve."""
@@ -74,10 +75,10 @@ def texts_of(tree: ast.Module) -> Iterator[Text]:
         if isinstance(node, ast.Tuple) and node.elts and (text := constant(node.elts[0])) and text.endswith("."):
             yield Text("metric", node.lineno, text)  # description beside the value, in a table of metrics
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            # A field's name comes first; the last text is what is wrong with it.
-            told = [text for argument in node.exc.args if (text := constant(argument))]
-            if told and " " in told[-1]:
-                yield Text("error", node.lineno, told[-1])
+            # A field's name comes first or last; the text with spaces is what is wrong with it.
+            reasons = [text for argument in node.exc.args if (text := constant(argument)) and " " in text]
+            if reasons:
+                yield Text("error", node.lineno, reasons[-1])
 
 
 def _texts_of_call(call: ast.Call) -> Iterator[Text]:
@@ -129,7 +130,7 @@ def main() -> int:
             if SUBJECTLESS.match(text) or (kind != "docstring" and INNER.search(text)):
                 flagged.append(f"{path}:{line}: {kind}: {text.splitlines()[0]}")
     share = len(flagged) / max(1, totals.total())
-    if "--list" in sys.argv or share > MAX_SHARE:
+    if flagged and ("--list" in sys.argv or share > MAX_SHARE):
         print("\n".join(flagged))
     counted = ", ".join(f"{number} {kind}s" for kind, number in sorted(totals.items()))
     print(f"{counted}; {len(flagged)} without a subject or unclear: {share:.1%} (at most {MAX_SHARE:.0%})")

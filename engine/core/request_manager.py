@@ -163,12 +163,12 @@ class RequestManager(RequestTable[_Request]):
             return
         sequence.token_ids.append(sampled.token_id)
         finish = self._finish_reason(sequence, sampled.token_id)
-        said = account if news else None
+        new_account = account if news else None
         token = Token(
             sequence.request_id,
             sampled.token_id,
             sampled.logprobs,
-            said,
+            new_account,
             finish,
             choice=sequence.choice,
             drafted=sampled.num_draft_tokens,
@@ -229,13 +229,13 @@ class RequestManager(RequestTable[_Request]):
         """Send the best beams and end the request."""
         request_id = next(iter(request.chains.values())).request_id
         account: KvAccount | None = request.account
-        for rank, found in enumerate(search.found()[: request.num_choices]):
-            *others, last = found.beam.token_ids
+        for rank, finished in enumerate(search.found()[: request.num_choices]):
+            *others, last = finished.beam.token_ids
             for token_id in others:
                 self._emit(Token(request_id, token_id, account=account, choice=rank))
                 account = None
-            finish = FinishReason.STOP if found.stopped else FinishReason.LENGTH
-            self._emit(Token(request_id, last, None, account, finish, rank, found.beam.logprob))
+            finish = FinishReason.STOP if finished.stopped else FinishReason.LENGTH
+            self._emit(Token(request_id, last, None, account, finish, rank, finished.beam.logprob))
             account = None
         self._finish(request_id)
 

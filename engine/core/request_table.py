@@ -135,7 +135,7 @@ class RequestTable(ABC, Generic[R]):
         if message.request_id in self._requests:
             return "a request of this id is running here"
         if message.adapter and message.adapter not in self._adapters:
-            return f"no adapter {message.adapter.hex()} is loaded here"
+            return f"this worker has no adapter {message.adapter.hex()}"
         if not message.prompt or not chains or any(is_complete(chain) for chain in chains):
             return f"nothing to compute: {len(message.prompt)} prompt tokens, {len(message.emitted)} emitted"
         if (total := num_blocks_at_most(chains, self._kv_cache.layout)) > pool.num_blocks:
@@ -159,7 +159,7 @@ class RequestTable(ABC, Generic[R]):
     def _lost(self, sequence: Sequence) -> None:
         """End a request whose blocks a posted read may still write, for lack of others."""
         self._finish(sequence.request_id)
-        reason = "blocks are quarantined for a silent lender and no others are available"
+        reason = "blocks are quarantined for a silent lender and no other blocks are free"
         self._reject(sequence.request_id, reason, permanent=False)
 
     def _count_left(self, sequence: Sequence) -> None:

@@ -39,7 +39,7 @@ class CoreAllocation:
     Used by one thread.
     """
 
-    def __init__(self, role: Role, told: Sequence[int]) -> None:
+    def __init__(self, role: Role, cores: Sequence[int]) -> None:
         """Join the allocation.
 
         `told` are the cores that the engine was told to use; empty: all it may use.
@@ -47,12 +47,12 @@ class CoreAllocation:
         Raises OSError where there are no such sockets, or no list of them.
         """
         self._role = role
-        self._explicit = self._apart = bool(told)
+        self._explicit = self._apart = bool(cores)
         """Whether others are to make room for it, and whether it need not for them."""
         self._niceness = os.getpriority(os.PRIO_PROCESS, os.getpid())
         self._since = time.monotonic_ns()
         self._socket: socket.socket | None = None
-        self._claim(tuple(sorted(told)) or _allowed())
+        self._claim(tuple(sorted(cores)) or _allowed())
         _read_claims()
         self._share: CoreShare | None = None
         self._look_at = 0.0
@@ -69,7 +69,7 @@ class CoreAllocation:
             if share != self._share:
                 settle_on(share, self._niceness)
         except OSError as error:  # it still computes, on the cores where the system puts it
-            log.warning("cannot keep off other engines' cores: %s", error)
+            log.warning("cannot avoid the cores of other engines: %s", error)
             self._leave()
             self._apart = True
             return None
@@ -77,7 +77,7 @@ class CoreAllocation:
         if share == self._share:
             return None
         self._share = share
-        log.info("computes on %s", share)
+        log.info("the engine computes on %s", share)
         return share
 
     def _look(self) -> CoreShare:
@@ -107,7 +107,7 @@ class CoreAllocation:
 
 def _read_claims() -> list[CoreClaim]:
     listed = islice(_LISTED.finditer(SOCKETS.read_bytes()), MAX_HEEDED)
-    names = (found[1].decode(errors="replace") for found in listed)
+    names = (match[1].decode(errors="replace") for match in listed)
     return [claim for name in names if (claim := CoreClaim.parse(name)) is not None]
 
 

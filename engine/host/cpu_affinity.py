@@ -102,12 +102,12 @@ def settle_on(share: CoreShare, niceness: int) -> None:
     """
     settled: set[int] = set()
     # a thread that is not settled yet may start another
-    while found := set(map(int, os.listdir("/proc/self/task"))) - settled:
-        for thread in found:
+    while threads := set(map(int, os.listdir("/proc/self/task"))) - settled:
+        for thread in threads:
             with contextlib.suppress(ProcessLookupError):  # the thread has just ended
                 os.sched_setaffinity(thread, share.own)
                 _step_back(thread, min(niceness + share.niceness, MAX_NICENESS))
-        settled |= found
+        settled |= threads
     if share.niceness:
         _weigh_alone(share.niceness)
 

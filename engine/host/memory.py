@@ -29,7 +29,7 @@ def huge_memory(num_bytes: int) -> NDArray[np.uint8]:
     try:
         memory = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
-        raise MemoryError(f"{num_bytes >> 20} MiB cannot be had here: {error}") from None
+        raise MemoryError(f"cannot allocate {num_bytes >> 20} MiB of memory: {error}") from None
     with contextlib.suppress(AttributeError, OSError):  # systems and kernels without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, np.uint8)
@@ -48,7 +48,7 @@ def pool_memory(num_blocks: int, block_bytes: int, in_file: bool) -> Pool:
             file = MemoryFile(num_bytes)
             return Pool(file.memory.reshape(num_blocks, block_bytes), file=file)
         except (OSError, OverflowError, ValueError) as error:
-            log.warning("others on this host cannot map the KV blocks: %s", error)
+            log.warning("other processes on this host cannot map the KV blocks: %s", error)
     try:
         return Pool(huge_memory(num_bytes).reshape(num_blocks, block_bytes))
     except MemoryError as error:

@@ -127,7 +127,7 @@ class KVCacheManager:
         width, first = self.layout.block_tokens, len(sequence.keys)
         if sequence.num_computed != first * width or len(sequence.blocks) != first:
             return 0
-        found: list[int] = []
+        blocks: list[int] = []
         keys: list[BlockKey] = []
         last = self._last_key(sequence)
         for start in range(first * width, sequence.num_reusable // width * width, width):
@@ -135,17 +135,17 @@ class KVCacheManager:
             hit = self.pool.match([last])
             if not hit:
                 break
-            found += hit
+            blocks += hit
             keys.append(last)
-        if found:
-            self.pool.unreserve(len(found))
-            sequence.num_reserved -= len(found)
-            kept = self.pool.reserve_with(found, 0)
+        if blocks:
+            self.pool.unreserve(len(blocks))
+            sequence.num_reserved -= len(blocks)
+            kept = self.pool.reserve_with(blocks, 0)
             assert kept, "what was promised is there"
-            sequence.blocks += found
+            sequence.blocks += blocks
             sequence.keys += keys
-            sequence.num_computed += len(found) * width
-        return len(found)
+            sequence.num_computed += len(blocks) * width
+        return len(blocks)
 
     def fork(
         self, parent: Sequence, child: Sequence, num_tokens: int, num_total_blocks: int

@@ -160,13 +160,13 @@ class BlockRead:
             self._num_reading -= 1
             if self._num_reading:
                 return
-        found = list[bytes]()
+        folds = list[bytes]()
         for each in self._pieces:
             if each.arrived is None:
                 self._on_quiet(None, self._peer_gone)
                 return
-            found += each.arrived
-        self._on_quiet(tuple(found), self._peer_gone)
+            folds += each.arrived
+        self._on_quiet(tuple(folds), self._peer_gone)
 
 
 class _Piece:

@@ -115,19 +115,19 @@ class BorrowerManager:
 
     def started(self, message: LoanStarted) -> None:
         self._fast_path.met(message.endpoint)
-        if (found := self._of_lender(message.request_id)) is not None and not self._was_announced(*found, message):
-            self._start(*found, message)
+        if (pair := self._of_lender(message.request_id)) is not None and not self._was_announced(*pair, message):
+            self._start(*pair, message)
 
     def announced(self, message: LoanBlocks) -> None:
-        if (found := self._of_lender(message.request_id)) is not None and not self._was_announced(*found, message):
-            self._announce(*found, message)
+        if (pair := self._of_lender(message.request_id)) is not None and not self._was_announced(*pair, message):
+            self._announce(*pair, message)
 
     def handle_fast_path(self) -> None:
         """Process fast-path announcements that are the next message of their loan."""
         for word in self._fast_path.take():
-            if (found := self._of_lender(word.request_id)) is None:
+            if (pair := self._of_lender(word.request_id)) is None:
                 continue
-            loan, lender = found
+            loan, lender = pair
             match word:
                 case LoanStarted() if loan.machine.opening:
                     lender.fast_path.append(word)
@@ -141,7 +141,7 @@ class BorrowerManager:
         if not lender.fast_path:
             return False
         if lender.fast_path.popleft() != message:
-            self._handle(loan, Failed("protocol error: the lender said something else early"))
+            self._handle(loan, Failed("protocol error: the lender announced another message"))
         return True
 
     def _start(self, loan: Loan, lender: LenderSource, message: LoanStarted) -> None:
@@ -165,17 +165,17 @@ class BorrowerManager:
         self._handle(loan, Announced(message.first, message.block_ids, self._split(message.fingerprints)))
 
     def failed(self, message: LoanFailed) -> None:
-        if (found := self._of_lender(message.request_id)) is not None:
-            self._handle(found[0], Failed(message.reason))
+        if (pair := self._of_lender(message.request_id)) is not None:
+            self._handle(pair[0], Failed(message.reason))
 
     def silent(self, message: LenderSilent) -> None:
         """Compute the missing blocks here if the lender has been silent for longer than that takes.
 
         Blocks that arrive later are still used, as far as they are ahead. A loan whose reads hang is over.
         """
-        if (found := self._of_lender(message.request_id)) is None:
+        if (pair := self._of_lender(message.request_id)) is None:
             return
-        loan, machine, sequence = found[0], found[0].machine, found[0].wanted.sequence
+        loan, machine, sequence = pair[0], pair[0].machine, pair[0].wanted.sequence
         silent_s = min(message.silent_s, self._kv_cache.clock() - loan.heard_at)
         if silent_s < self._hedge_after_s(machine.end - machine.bound_end):
             return

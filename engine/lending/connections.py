@@ -76,7 +76,7 @@ class Connections:
         if opening.peer_gone:
             for rank in self._ranks:
                 rank.drop(opening.endpoint)
-        failure = "" if opening.whole else "the peer is gone" if opening.peer_gone else "its memory cannot be read"
+        failure = "" if opening.whole else "the peer has ended" if opening.peer_gone else "its memory cannot be read"
         self._emit(Connected(message.query_id, failure))
 
     def _quiet(self, number: int, fingerprints: tuple[bytes, ...] | None, peer_gone: bool) -> None:

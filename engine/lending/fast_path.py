@@ -82,11 +82,11 @@ class FastPath:
         """Set the endpoint that this engine's front announces."""
         self._own_digest = _digest(endpoint)
 
-    def announce(self, address: bytes, said: LendStarting | LendReady) -> None:
+    def announce(self, address: bytes, message: LendStarting | LendReady) -> None:
         """Send an announcement to the borrower at `address`, as OpenLoan gave it; to no engine if it is empty."""
         if self._link is None or not address:
             return
-        match said:
+        match message:
             case LendStarting(_, end, cached_end, queued_ms):
                 word = _IS_STARTING + self._own_digest + _STARTING.pack(end, cached_end, queued_ms)
             case LendReady(_, first, block_ids, fingerprints, fetched):

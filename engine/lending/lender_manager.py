@@ -118,9 +118,9 @@ class LenderManager:
         width = self._kv_cache.layout.block_tokens
         num_blocks = len(request.token_ids) // width
         if request.loan_id in self._loans or not request.first_block < num_blocks:
-            self._refuse(request.loan_id, f"no block wanted in [{request.first_block}, {num_blocks})", bad=True)
+            self._refuse(request.loan_id, f"no block is requested in [{request.first_block}, {num_blocks})", bad=True)
         elif request.adapter and request.adapter not in self._adapters:
-            self._refuse(request.loan_id, f"no adapter {request.adapter.hex()} is loaded here", bad=True)
+            self._refuse(request.loan_id, f"this worker has no adapter {request.adapter.hex()}", bad=True)
         elif num_blocks > self._kv_cache.pool.num_blocks:
             self._refuse(
                 request.loan_id, f"{num_blocks} blocks in a pool of {self._kv_cache.pool.num_blocks}", bad=False
@@ -134,7 +134,7 @@ class LenderManager:
             if not request.may_compute:
                 if not self._try_start(loan):
                     del self._loans[request.loan_id]
-                    self._refuse(request.loan_id, "no room to lend what is cached", bad=False)
+                    self._refuse(request.loan_id, "no room in the pool for the cached blocks", bad=False)
                 return
             self._waiting.append(request.loan_id)
             # a stable sort: equal priorities stay in order of arrival
@@ -166,11 +166,11 @@ class LenderManager:
         loan = self._loans[sequence.request_id]
         loan.fetching = False
         if lost_blocks:
-            self._lose(loan, "blocks are quarantined for a silent source and no others are available")
+            self._lose(loan, "blocks are quarantined for a silent source and no other blocks are free")
         elif sequence.num_remaining == 0:
             self._stop_job(loan)
         elif not loan.request.may_compute:
-            self._lose(loan, "what a lower tier held could not be brought back")
+            self._lose(loan, "the blocks of a lower tier could not be restored")
 
     def _lose(self, loan: _Loan, reason: str) -> None:
         self._perform(loan.request.loan_id, lambda machine: machine.handle(Lost(reason)))

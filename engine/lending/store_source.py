@@ -74,14 +74,14 @@ class StoreSource(LoanSource):
             self._store.give_back(fetched)
             return
         self._fetched[first - self._first] = fetched
-        while (found := self._fetched.get(self._next_announced)) is not None and self.shortened is None:
-            at, count = self._next_announced, len(found.contents)
+        while (batch := self._fetched.get(self._next_announced)) is not None and self.shortened is None:
+            at, count = self._next_announced, len(batch.contents)
             self._next_announced = min(at + self._store.blocks_per_fetch, self._end)
-            if found.failure:
-                self.shortened = self._first + at + count, found.failure
+            if batch.failure:
+                self.shortened = self._first + at + count, batch.failure
             if count:
                 self._unread[at] = count
-                yield Announced(self._first + at, tuple(range(at, at + count)), found.fingerprints)
+                yield Announced(self._first + at, tuple(range(at, at + count)), batch.fingerprints)
 
     def start_read(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[RankRead]:
         def read(block_ids: Sequence[int], blocks: Sequence[int]) -> "list[Future[None]]":

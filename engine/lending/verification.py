@@ -75,10 +75,10 @@ class BatchVerifier:
         wanted, unwanted = list[Arrival](), list[Arrival]()
         for arrival in arrivals:
             (unwanted if arrival.withdrawn else wanted).append(arrival)
-        found, at = self._look(wanted), 0
+        fingerprints, at = self._look(wanted), 0
         for arrival in wanted:
             end = at + len(arrival.blocks)
-            _report(arrival, None if found is None else found[at:end])
+            _report(arrival, None if fingerprints is None else fingerprints[at:end])
             at = end
         for arrival in unwanted:
             _report(arrival, None)

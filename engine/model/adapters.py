@@ -40,13 +40,13 @@ def _read(name: str, path: Path) -> Adapter:
     digest = blake2b(digest_size=ADAPTER_BYTES)
     config, _ = ADAPTER_FILES
     try:
-        said = json.loads((path / config).read_bytes())
+        settings = json.loads((path / config).read_bytes())
         for file in ADAPTER_FILES:
             content = (path / file).read_bytes()
             digest.update(len(content).to_bytes(8, "little") + content)
     except (OSError, ValueError) as error:
-        raise EngineStartError(FIELD, f"{name}: {path} is no adapter of PEFT: {error}") from error
-    ranks = said.get("r"), *(said.get("rank_pattern") or {}).values()
-    if said.get("peft_type") != "LORA" or not all(isinstance(rank, int) and rank > 0 for rank in ranks):
+        raise EngineStartError(FIELD, f"{name}: {path} is not a PEFT adapter: {error}") from error
+    ranks = settings.get("r"), *(settings.get("rank_pattern") or {}).values()
+    if settings.get("peft_type") != "LORA" or not all(isinstance(rank, int) and rank > 0 for rank in ranks):
         raise EngineStartError(FIELD, f"{name}: {path / config} describes no LoRA adapter")
     return Adapter(name, path, digest.digest(), max(ranks))

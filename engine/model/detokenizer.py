@@ -117,9 +117,9 @@ class TextStream:
         return "" if self.stopped else held
 
     def _certain(self, early: bool) -> str:
-        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        if found and not early:
-            at, self.stopped = min(found)
+        matches = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if matches and not early:
+            at, self.stopped = min(matches)
             text, self._held = self._held[:at], ""
             return text
         hold = max((_overlap(self._held, stop) for stop in self._stop), default=0)

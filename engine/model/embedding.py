@@ -37,7 +37,7 @@ def read_embedding(model_dir: ModelDir) -> EmbeddingConfig:
     """
     path = model_dir.path / "modules.json"
     if not path.exists():
-        raise ModelRefused("it is no embedding model: its folder has no modules.json")
+        raise ModelRefused("the model is not an embedding model: its folder has no modules.json")
     pooling: Pooling | None = None
     normalize = False
     for module in _read_modules(path):

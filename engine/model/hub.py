@@ -153,7 +153,7 @@ class _Download:
         for pattern in self._files.required:
             if not any(path.glob(pattern)):
                 raise ModelRefused(f"the repository {self._setting} has no {pattern}", self._field)
-        size = _size(answer["done"]) if answer["done"] else "nothing that was not there"
+        size = _size(answer["done"]) if answer["done"] else "no new files"
         self._say(f"fetched {self._setting}: {size} in {self._seconds:.1f} s, to {path}")
         return path
 

@@ -65,19 +65,19 @@ class ModelDir:
 
         Fine-tunes for chats often change only the tokenizer's end token.
         """
-        found = self._tokenizer_eos()
+        eos_ids = self._tokenizer_eos()
         for source in (self.read_json("generation_config.json"), self.config, self._text_config):
             ids = source.get("eos_token_id")
             if isinstance(ids, int | list):
-                found |= set(ids) if isinstance(ids, list) else {ids}
+                eos_ids |= set(ids) if isinstance(ids, list) else {ids}
                 break
-        return frozenset(each for each in found if type(each) is int and 0 <= each < self.vocab_size)
+        return frozenset(each for each in eos_ids if type(each) is int and 0 <= each < self.vocab_size)
 
     @property
     def hidden_size(self) -> int:
         """Length of a hidden state."""
         if not isinstance(size := self._text_config.get("hidden_size"), int):
-            raise ModelRefused("config.json does not say how long its hidden states are")
+            raise ModelRefused("config.json does not give the size of the hidden states")
         return size
 
     @property

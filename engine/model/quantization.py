@@ -52,7 +52,7 @@ class QuantizationConfig:
         try:
             return (self.lora / name).read_bytes()
         except OSError as error:
-            raise EngineStartError("lora", f"{self.lora} is no adapter of PEFT: {error}") from error
+            raise EngineStartError("lora", f"{self.lora} is not a PEFT adapter: {error}") from error
 
 
 AS_SAVED = QuantizationConfig()

@@ -74,7 +74,7 @@ class ChildEngine(EngineHost):
         try:
             self._link.send(message)
         except OSError:
-            log.info("the engine is gone")  # the socket's end reports it too, and that tells everyone
+            log.info("the engine process has ended")  # the socket's end reports it too, and that tells everyone
             return
         if self._link.has_unsent:
             self._loop.add_writer(self._link.fileno(), self._on_writable)
@@ -100,8 +100,8 @@ class ChildEngine(EngineHost):
         code = await asyncio.to_thread(self._process.wait)
         if self._relaying is not None:
             await asyncio.to_thread(self._relaying.join, LAST_LINE_S)
-        said = f": {self._last_line}" if self._last_line else ""
-        self._listener.ended(f"its process ended with code {code}{said}")
+        last_line = f": {self._last_line}" if self._last_line else ""
+        self._listener.ended(f"its process ended with code {code}{last_line}")
 
     def _relay(self, log_lines: IO[bytes]) -> None:
         """Forward the engine's log, and keep its last line."""
@@ -129,6 +129,6 @@ def _preloads(config: WorkerConfig) -> dict[str, str]:
     if config.engine != "vllm":
         return {}
     lib = vllm_python(config).parent.parent / "lib"
-    found = [*lib.glob("libiomp5.so"), *lib.glob("python3*/site-packages/vllm/libs/libtcmalloc*.so*")]
+    libraries = [*lib.glob("libiomp5.so"), *lib.glob("python3*/site-packages/vllm/libs/libtcmalloc*.so*")]
     others = [path for path in [os.environ.get("LD_PRELOAD", "")] if path]
-    return {"LD_PRELOAD": ":".join([*map(str, found), *others])} if found else {}
+    return {"LD_PRELOAD": ":".join([*map(str, libraries), *others])} if libraries else {}

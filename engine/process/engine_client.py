@@ -39,7 +39,7 @@ class EngineHost(ABC):
 
     @abstractmethod
     def send(self, messages: Sequence[ToEngine]) -> None:
-        """Send messages; they are dropped when the engine is gone."""
+        """Send messages; they are dropped when the engine process has ended."""
 
     @abstractmethod
     async def stop(self) -> None:
@@ -114,7 +114,7 @@ class EngineClient(EngineListener):
     def listen(self, name: str, listener: Callable[[EngineMessage], None]) -> None:
         """Call `listener` on the event loop with every message about request or loan `name`.
 
-        When the engine is gone the listener gets None; at once, if it is gone already.
+        When the engine process has ended the listener gets None; at once, if it is gone already.
         """
         assert name not in self._listeners
         self._listeners[name] = listener
@@ -137,7 +137,7 @@ class EngineClient(EngineListener):
     async def audit(self) -> Audited:
         """Have the engine check its records.
 
-        Raises Unavailable when the engine is gone.
+        Raises Unavailable when the engine process has ended.
         """
         audited: Audited = await self._ask(Audit)
         return audited
@@ -145,7 +145,7 @@ class EngineClient(EngineListener):
     async def inspect_cache(self, drop_pins: bool, tenant: str | None, drop: CacheDrop | None = None) -> CacheInspected:
         """Return what the engine's pool holds, after dropping pins and blocks if wanted.
 
-        Raises Unavailable when the engine is gone.
+        Raises Unavailable when the engine process has ended.
         """
         inspected: CacheInspected = await self._ask(lambda number: InspectCache(number, drop_pins, tenant, drop))
         return inspected
@@ -153,7 +153,7 @@ class EngineClient(EngineListener):
     async def connect(self, endpoint: bytes) -> str:
         """Connect to the KV memory of another worker; return why there is no connection, or nothing.
 
-        Raises Unavailable when the engine is gone.
+        Raises Unavailable when the engine process has ended.
         """
         connected: Connected = await self._ask(lambda number: Connect(number, endpoint))
         return connected.failure
@@ -161,7 +161,7 @@ class EngineClient(EngineListener):
     async def _ask(self, question: Callable[[int], ToEngine]) -> Any:
         """Return the answer to a question, which has the number it is given."""
         if self._dead:
-            raise Unavailable("the engine is gone")
+            raise Unavailable("the engine process has ended")
         self._num_asked += 1
         answer = self._answers[self._num_asked] = asyncio.get_running_loop().create_future()
         self.send(question(self._num_asked))
@@ -174,7 +174,7 @@ class EngineClient(EngineListener):
         Raises Unavailable when it refuses, or is gone.
         """
         if self._dead:
-            raise Unavailable("the engine is gone")
+            raise Unavailable("the engine process has ended")
         self._borrower_count += 1
         borrower = self._borrower_count
         answer = self._offers[borrower] = asyncio.get_running_loop().create_future()
@@ -232,8 +232,8 @@ class EngineClient(EngineListener):
             listener(None)
         for answer in [*self._answers.values(), *self._offers.values()]:
             if not answer.done():
-                answer.set_exception(Unavailable("the engine is gone"))
+                answer.set_exception(Unavailable("the engine process has ended"))
         if not self._ready.done():
             self._ready.set_exception(StartError("engine", f"{how} while starting"))
         if not self.died.done():
-            self.died.set_result(Unavailable(f"the engine is gone: {how}"))
+            self.died.set_result(Unavailable(f"the engine process has ended: {how}"))

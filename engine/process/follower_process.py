@@ -234,8 +234,8 @@ def _serve(
             case OpenDisk(path):
                 copies.open_disk(path)
             case Withdraw(number):
-                found = block_reads.get(number)
-                say(Answer(tuple(found.withdraw()) if found is not None else ()))
+                pending_read = block_reads.get(number)
+                say(Answer(tuple(pending_read.withdraw()) if pending_read is not None else ()))
             case Copy(source, target):
                 copy(source, target)
                 say(Answer())

@@ -192,7 +192,7 @@ class Follower(RemoteRank, FollowingRank):
         except Empty:
             raise self._is_lost(f"no answer for {ANSWER_S:.0f} s") from None
         if answer is None:
-            raise self._is_lost("it ended")
+            raise self._is_lost("its process ended")
         return answer
 
     # ------------------------------------------------------------------ what it says, on a thread of its own

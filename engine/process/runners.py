@@ -45,7 +45,7 @@ def open_plugin_runner(config: WorkerConfig, role: Role) -> ModelRunner:
     open_runner: OpenRunner | None = load_plugin(GROUP, config.engine)
     if open_runner is None:
         installed = ", ".join([*OWN_ENGINES, *plugin_names(GROUP)])
-        raise EngineStartError("engine", f"no engine {config.engine!r} is installed; installed are {installed}")
+        raise EngineStartError("engine", f"unknown engine {config.engine!r}; installed are {installed}")
     return open_runner(config, role)
 
 
@@ -104,8 +104,8 @@ def open_torch_runner(
     share = CoreShare(config.cores or (), config.shared_cores)
     threads = num_threads(config)
     # After torch is loaded: the cores of a process when it loads OpenMP decide for good how many threads wait actively.
-    if core_allocation is not None and (found := core_allocation.settle()) is not None:
-        share, threads = found, len(found.own)
+    if core_allocation is not None and (settled := core_allocation.settle()) is not None:
+        share, threads = settled, len(settled.own)
     set_threads(threads)
     gpu = gpu_of(choose_device(config.device, rank.rank if rank is not None else None))
     runner = TorchRunner(

@@ -37,7 +37,7 @@ def vllm_python(config: WorkerConfig) -> Path:
 def check_version(version: str) -> None:
     """Raise EngineStartError unless vLLM is of the supported minor version."""
     if not version.startswith(f"{VERSION}."):
-        raise EngineStartError("vllm_python", f"vLLM {version} is installed there; this Tandem needs {VERSION}")
+        raise EngineStartError("vllm_python", f"its environment has vLLM {version}; Tandem needs {VERSION}")
 
 
 def engine_arguments(config: WorkerConfig) -> dict[str, Any]:

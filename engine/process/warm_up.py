@@ -48,11 +48,11 @@ class WarmUp:
         self._block_tokens = block_tokens
         self._vocab_size = info.vocab_size
         self._grammars = grammars
-        self._told: list[FromEngine] = []
+        self._messages: list[FromEngine] = []
 
     def emit(self, message: FromEngine) -> None:
         """Take a message of the core that is warmed up."""
-        self._told.append(message)
+        self._messages.append(message)
 
     def run(self, core: LoanHost, steps: Steps, turn: Callable[[], None]) -> float:
         """Compute a loan and several requests; return the seconds that it took.
@@ -69,7 +69,7 @@ class WarmUp:
         except Exception as error:
             log.exception("the warm-up failed")
             cause = " ".join(f"{type(error).__name__}: {error}".split())
-            raise EngineStartError("engine", f"it cannot compute: {cause}") from error
+            raise EngineStartError("engine", f"cannot compute: {cause}") from error
         core.drop_cache()
         return time.monotonic() - began_at
 
@@ -104,12 +104,12 @@ class WarmUp:
             if not steps.end() and not steps.ready:
                 turn()
             steps.begin()
-            said, self._told = self._told, []
-            for told in said:
-                self._process(core, told)
+            pending, self._messages = self._messages, []
+            for event in pending:
+                self._process(core, event)
 
-    def _process(self, core: LoanHost, told: FromEngine) -> None:
-        match told:
+    def _process(self, core: LoanHost, message: FromEngine) -> None:
+        match message:
             case LendReady(loan_id, first, block_ids):
                 if first + len(block_ids) == self._num_tokens // self._block_tokens:
                     core.handle(LendClosed(loan_id))

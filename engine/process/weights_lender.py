@@ -59,10 +59,10 @@ class WeightsLender:
 
     def answers(self) -> list[WeightsOffered]:
         """Return the answers since the last call."""
-        found = []
+        answers = []
         while not self._answers.empty():  # only this method takes from it
-            found.append(self._answers.get_nowait())
-        return found
+            answers.append(self._answers.get_nowait())
+        return answers
 
     def close(self) -> None:
         """End all loans."""
@@ -86,7 +86,7 @@ class WeightsLender:
         paths = directory.weight_files()
         fingerprint = directory.weights_fingerprint()  # remembered, unless a file changed
         if not self._is_loaded(fingerprint):
-            raise ModelRefused("the files are others than those that were loaded")
+            raise ModelRefused("the weight files have changed since they were loaded")
         mapped = MappedFiles(paths)
         self._transport = self._open_transport()
         endpoint = self._transport.register(mapped.pool)

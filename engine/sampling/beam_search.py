@@ -65,7 +65,7 @@ class BeamSearch:
         self._ends = end_token_ids
         self._live = dict.fromkeys(range(params.width), Beam())
         self._logprobs: dict[int, TokenLogprobs] = {}
-        self._found: list[FinishedBeam] = []
+        self._finished: list[FinishedBeam] = []
         self.over = False
 
     @property
@@ -116,7 +116,7 @@ class BeamSearch:
 
     def found(self) -> list[FinishedBeam]:
         """Return finished beams, best first."""
-        return list(self._found)
+        return list(self._finished)
 
     def _candidates(self) -> list[_Candidate]:
         """Return the best candidates of all sequences, best first; ties by slot and by rank within the slot."""
@@ -139,14 +139,14 @@ class BeamSearch:
 
     def _finish(self, candidate: _Candidate, length: int, stops: bool) -> None:
         beam = Beam((*self._live[candidate.slot].token_ids, candidate.token_id), candidate.logprob)
-        self._found.append(FinishedBeam(beam, self._score(candidate.logprob, length), stops))
-        self._found.sort(key=lambda found: -found.score)
-        del self._found[self._params.width :]
+        self._finished.append(FinishedBeam(beam, self._score(candidate.logprob, length), stops))
+        self._finished.sort(key=lambda hypothesis: -hypothesis.score)
+        del self._finished[self._params.width :]
 
     def _cannot_improve(self, best_logprob: float, length: int) -> bool:
-        if len(self._found) < self._params.width:
+        if len(self._finished) < self._params.width:
             return False
-        return self._params.early_stopping or self._score(best_logprob, length) <= self._found[-1].score
+        return self._params.early_stopping or self._score(best_logprob, length) <= self._finished[-1].score
 
     def _seat(self, going_on: list[_Candidate]) -> list[BeamMove]:
         parents = {candidate.slot for candidate in going_on}

@@ -69,13 +69,13 @@ class GrammarCompiler:
 
         Raises InvalidRequest with llguidance's cause.
         """
-        if (found := self._find(structured)) is None:
+        if (compiled := self._find(structured)) is None:
             with self._compiling:
-                if (found := self._find(structured)) is None:  # another thread may have compiled it meanwhile
-                    found = self._add(structured, _on_stack(self._stack_bytes, lambda: self._built(structured)))
-        if isinstance(found, InvalidRequest):
-            raise InvalidRequest(found.field, found.message)
-        return found.deep_copy()
+                if (compiled := self._find(structured)) is None:  # another thread may have compiled it meanwhile
+                    compiled = self._add(structured, _on_stack(self._stack_bytes, lambda: self._built(structured)))
+        if isinstance(compiled, InvalidRequest):
+            raise InvalidRequest(compiled.field, compiled.message)
+        return compiled.deep_copy()
 
     def knows(self, structured: StructuredOutput) -> bool:
         """Return whether the result of compiling a grammar is at hand."""
@@ -163,7 +163,9 @@ def _literally(text: str) -> str:
 def _tokens_of(model_dir: ModelDir) -> LLTokenizer:
     tokenizer = load_tokenizer(model_dir)
     if tokenizer is None:
-        raise InvalidRequest(FIELD, "this model has no tokenizer, so its tokens cannot be told apart by their text")
+        raise InvalidRequest(
+            FIELD, "this model has no tokenizer, so its tokens have no text that a grammar could check"
+        )
     eos_token_ids = sorted(model_dir.eos_token_ids)
     if not eos_token_ids:
         raise InvalidRequest(FIELD, "this model has no end token, so its output can never be complete")
@@ -174,7 +176,7 @@ def _tokens_of(model_dir: ModelDir) -> LLTokenizer:
     try:
         return LLTokenizer(tokenizer.to_str(), n_vocab=num_tokens, eos_token=eos_token_ids)
     except ValueError as error:
-        raise InvalidRequest(FIELD, _shortened(f"not with this model's tokenizer: {error}")) from None
+        raise InvalidRequest(FIELD, _shortened(f"cannot be compiled for this model's tokenizer: {error}")) from None
 
 
 def _on_stack(stack_bytes: int, work: Callable[[], _T]) -> _T:

@@ -33,7 +33,7 @@ class GrammarGate:
         self._wake = wake
         self._held: dict[str, Generate] = {}
         """Requests that are held, by id."""
-        self._asked: SimpleQueue[Generate] = SimpleQueue()
+        self._waiting: SimpleQueue[Generate] = SimpleQueue()
         self._compiled: SimpleQueue[Generate] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -49,18 +49,18 @@ class GrammarGate:
             return True
         self._held[message.request_id] = message
         self._start()
-        self._asked.put(message)
+        self._waiting.put(message)
         return False
 
     def released(self) -> list[Generate]:
         """Return the requests whose grammars were compiled meanwhile, but for cancelled ones."""
-        found: list[Generate] = []
+        messages: list[Generate] = []
         while not self._compiled.empty():  # only this method takes from it
             message = self._compiled.get_nowait()
             if self._held.get(message.request_id) is message:
                 del self._held[message.request_id]
-                found.append(message)
-        return found
+                messages.append(message)
+        return messages
 
     def _start(self) -> None:
         if self._thread is None:
@@ -71,7 +71,7 @@ class GrammarGate:
         # Of this thread and of those that it starts.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
-            message = self._asked.get()
+            message = self._waiting.get()
             structured = message.sampling.structured
             assert structured is not None
             assert self._grammars is not None

@@ -20,22 +20,24 @@ def read_structured(sampling: pb.Sampling) -> StructuredOutput | None:
     if not sampling.HasField("structured"):
         return None
     message = sampling.structured
-    given: list[StructuredOutput] = []
+    forms: list[StructuredOutput] = []
     if message.HasField("json_schema"):
-        given.append(StructuredOutput("json_schema", (message.json_schema,)))
+        forms.append(StructuredOutput("json_schema", (message.json_schema,)))
     if message.json_object:
-        given.append(StructuredOutput("json_object", ()))
+        forms.append(StructuredOutput("json_object", ()))
     if message.HasField("regex"):
-        given.append(StructuredOutput("regex", (message.regex,)))
+        forms.append(StructuredOutput("regex", (message.regex,)))
     if message.HasField("grammar"):
-        given.append(StructuredOutput("grammar", (message.grammar,)))
+        forms.append(StructuredOutput("grammar", (message.grammar,)))
     if message.choice:
-        given.append(StructuredOutput("choice", tuple(message.choice)))
-    if len(given) != 1:
-        what = f"{' and '.join(one.kind for one in given)} were given" if given else "none was given"
-        raise InvalidRequest(FIELD, f"exactly one of json_schema, json_object, regex, grammar, choice; {what}")
-    _check_size(given[0])
-    return given[0]
+        forms.append(StructuredOutput("choice", tuple(message.choice)))
+    if len(forms) != 1:
+        what = f"{' and '.join(one.kind for one in forms)} were given" if forms else "none was given"
+        raise InvalidRequest(
+            FIELD, f"must have exactly one of json_schema, json_object, regex, grammar, choice; {what}"
+        )
+    _check_size(forms[0])
+    return forms[0]
 
 
 def _check_size(structured: StructuredOutput) -> None:

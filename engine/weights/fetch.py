@@ -54,7 +54,7 @@ class WeightsFetch:
         """First reason why it failed; empty while it did not."""
         self.taken = False
         """Whether the model was loaded from it."""
-        self._found = b""
+        self._fingerprint = b""
         """Fingerprint of all bytes; empty until all of them went through the digest."""
         self.offsets, self._num_bytes = layout_of([file.num_bytes for file in offer.files])
         self.memory: NDArray[np.uint8] = huge_memory(self._num_bytes)
@@ -72,10 +72,10 @@ class WeightsFetch:
     def confirm(self) -> bytes:
         """Wait for the fingerprint of all bytes and return it. Raises WeightsLost where it is not the offered one."""
         with self._changed:
-            self._changed.wait_for(lambda: self.failure or self._found)
+            self._changed.wait_for(lambda: self.failure or self._fingerprint)
             if self.failure:
                 raise WeightsLost(self.failure)
-        return self._found
+        return self._fingerprint
 
     def release(self) -> None:
         """Let the memory go, after every tensor was taken."""
@@ -137,9 +137,9 @@ class WeightsFetch:
                     self._digest.update(self.memory[offset + begin : offset + end].data)
         except WeightsLost:
             return
-        if (found := self._digest.digest()) != self.offer.fingerprint:
+        if (fingerprint := self._digest.digest()) != self.offer.fingerprint:
             self.give_up("the bytes that arrived have another fingerprint")
             return
         with self._changed:
-            self._found = found
+            self._fingerprint = fingerprint
             self._changed.notify_all()

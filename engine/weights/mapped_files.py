@@ -29,7 +29,7 @@ class MappedFiles:
         sizes = [path.stat().st_size for path in paths]
         offsets, total = layout_of(sizes)
         if not total:
-            raise OSError("there is no byte of weights to map")
+            raise OSError("the weight files are empty")
         area = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
         memory = np.frombuffer(area, np.uint8)
         for path, num_bytes, offset in zip(paths, sizes, offsets, strict=True):
@@ -44,8 +44,8 @@ def _map_at(path: Path, num_bytes: int, address: int) -> None:
     system.mmap.argtypes, system.mmap.restype = [pointer, size, number, number, number, ctypes.c_long], pointer
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        found = system.mmap(address, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0)
+        mapped = system.mmap(address, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0)
     finally:
         os.close(descriptor)
-    if found != address:
+    if mapped != address:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))

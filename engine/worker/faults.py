@@ -74,7 +74,7 @@ class Faults:
         Raises Forbidden unless the setting `faults` is true, and InvalidRequest.
         """
         if not self._config.faults:
-            raise Forbidden(f"is false in the settings of {self._worker_id}, which takes no faults", "faults")
+            raise Forbidden(f"is false in the settings of {self._worker_id}: it accepts no faults", "faults")
         log.warning("an operator injects %s", MessageToString(request, as_one_line=True))
         match request.WhichOneof("fault"):
             case "kill":
@@ -91,7 +91,7 @@ class Faults:
             case "partition":
                 self._cut_off(request.partition.peer, _seconds(request.partition.seconds))
             case _:
-                raise InvalidRequest("fault", "is none of kill, stop, delay, corrupt, partition")
+                raise InvalidRequest("fault", "must be one of kill, stop, delay, corrupt, partition")
 
     async def hold_frame(self) -> None:
         """Wait as long as frames are delayed now."""
@@ -104,7 +104,7 @@ class Faults:
 
     def _check_own_processes(self, fault: str) -> None:
         if not self._engine.processes():
-            raise InvalidRequest(fault, "this worker has no engine process of its own, or it has ended")
+            raise InvalidRequest(fault, "this worker has no engine process of its own, or that process has ended")
 
     def _kill(self) -> None:
         _send(signal.SIGKILL, self._engine.processes())
@@ -149,8 +149,8 @@ def _start_stopper(command: list[str]) -> tuple["subprocess.Popen[str]", bool]:
         start_new_session=True,  # a signal for the worker's group must not end it: nothing else wakes the worker
     )
     assert stopper.stdout is not None
-    with stopper.stdout as said:
-        return stopper, bool(said.readline())
+    with stopper.stdout as output:
+        return stopper, bool(output.readline())
 
 
 def _send(signum: signal.Signals, pids: Iterable[int]) -> None:

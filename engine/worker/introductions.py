@@ -59,7 +59,7 @@ class Introductions:
         Raises Incompatible.
         """
         if request.incarnation != self._incarnation:
-            raise Incompatible("this worker is another one than the one asked", "incarnation")
+            raise Incompatible("does not match: another worker process listens at this address now", "incarnation")
         if request.model_fingerprint != self._ready.model_fingerprint:
             raise Incompatible("weights, layout or dtype differ from the caller's", "model_fingerprint")
         if self._lenders.num_streams < MAX_STREAMS:
@@ -88,13 +88,13 @@ class Introductions:
                 reply = await pb_grpc.LendStub(link).Meet(request, timeout=GIVE_UP_S)
             await self._connect(peer, reply.endpoint)
         except grpc.aio.AioRpcError as error:
-            log.info("not connected to %s: %s", peer.worker_id, from_rpc_error(error))
+            log.info("no connection to %s: %s", peer.worker_id, from_rpc_error(error))
         except ServiceError as error:
-            log.info("not connected to %s: %s", peer.worker_id, error)
+            log.info("no connection to %s: %s", peer.worker_id, error)
 
     async def _connect(self, peer: pb.Holder, endpoint: bytes) -> None:
         self._lenders.connect(peer)
         if failure := await self._engine.connect(endpoint):
-            log.info("not connected to the memory of %s: %s", peer.worker_id, failure)
+            log.info("no connection to the memory of %s: %s", peer.worker_id, failure)
         else:
             log.info("connected to %s", peer.worker_id)

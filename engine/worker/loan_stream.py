@@ -30,7 +30,7 @@ TOGETHER_S = 0.005
 """Seconds that a release may wait for the next loan's message, with which it costs nothing."""
 
 
-class _Told(NamedTuple):
+class _Recipient(NamedTuple):
     """Ids of a loan for messages and logs."""
 
     engine_id: str
@@ -63,7 +63,7 @@ class LoanStream:
         """Id of the lender."""
         self._engine = engine
         self._on_broken = on_broken
-        self._loans: dict[int, _Told] = {}
+        self._loans: dict[int, _Recipient] = {}
         self._numbers = 0
         self._leaving: dict[int, list[pb.LoanRequest]] = {}
         """Messages not sent yet, by loan."""
@@ -93,15 +93,15 @@ class LoanStream:
         The engine is told its progress, also when the lender cannot be reached.
         """
         self._numbers += 1
-        loan, told = Loan(self, self._numbers), _Told(engine_id, want.request_id)
+        loan, recipient = Loan(self, self._numbers), _Recipient(engine_id, want.request_id)
         if want.ByteSize() > MAX_MESSAGE_BYTES - MARGIN_BYTES:
-            self._tell_failed(told, f"{want.ByteSize()} bytes of tokens are more than a message takes")
+            self._tell_failed(recipient, f"{want.ByteSize()} bytes of tokens are more than a message takes")
         elif self.broken:
-            self._tell_failed(told, "the stream to the lender is broken")
+            self._tell_failed(recipient, "the stream to the lender is broken")
         else:
             if not self._loans:
                 self._heartbeat.start()
-            self._loans[loan.number] = told
+            self._loans[loan.number] = recipient
             self.send(pb.LoanRequest(number=loan.number, want=want))
         return loan
 
@@ -130,8 +130,8 @@ class LoanStream:
         if self.broken:
             return
         self.broken = True
-        for told in self._loans.values():
-            self._tell_failed(told, failure)
+        for recipient in self._loans.values():
+            self._tell_failed(recipient, failure)
         if self._loans:
             self._heartbeat.stop()
         self._loans.clear()
@@ -141,18 +141,20 @@ class LoanStream:
         self._hurry()
         self._on_broken()
 
-    def _forget(self, number: int) -> "_Told":
-        told = self._loans.pop(number)
+    def _forget(self, number: int) -> "_Recipient":
+        recipient = self._loans.pop(number)
         if not self._loans:
             self._heartbeat.stop()
-        return told
+        return recipient
 
-    def _tell_failed(self, told: "_Told", failure: str) -> None:
-        log.info("loan of %s from %s failed: %s", told.engine_id, self.name, failure, extra=of(told.request_id))
-        self._engine.send(LoanFailed(told.engine_id, failure))
+    def _tell_failed(self, recipient: "_Recipient", failure: str) -> None:
+        log.info(
+            "loan of %s from %s failed: %s", recipient.engine_id, self.name, failure, extra=of(recipient.request_id)
+        )
+        self._engine.send(LoanFailed(recipient.engine_id, failure))
 
     def _tell_silent(self, seconds: float) -> None:
-        self._engine.send(*(LenderSilent(told.engine_id, seconds) for told in self._loans.values()))
+        self._engine.send(*(LenderSilent(recipient.engine_id, seconds) for recipient in self._loans.values()))
 
     def _send_heartbeat(self) -> None:
         self._due = True
@@ -176,8 +178,8 @@ class LoanStream:
         self._due = False
         requests: list[pb.LoanRequest] = []
         num_bytes = 0
-        for number, said in tuple(self._leaving.items()):
-            num_bytes += sum(request.ByteSize() for request in said)
+        for number, queued in tuple(self._leaving.items()):
+            num_bytes += sum(request.ByteSize() for request in queued)
             if requests and num_bytes > FRAME_BYTES:
                 self._hurry()
                 break
@@ -198,27 +200,33 @@ class LoanStream:
     def _absorb(self, frame: pb.LenderFrame) -> None:
         if frame.engine_turned:
             self._heartbeat.record_received()
-        told: list[ToEngine] = []
+        messages: list[ToEngine] = []
         for response in frame.responses:
             if (loan := self._loans.get(response.number)) is None:
                 continue  # closed meanwhile
             engine_id = loan.engine_id
             match response.WhichOneof("message"):
                 case "starting":
-                    said = response.starting
-                    told.append(
-                        LoanStarted(engine_id, said.endpoint, said.end_block, said.cached_end_block, said.queued_ms)
+                    starting = response.starting
+                    messages.append(
+                        LoanStarted(
+                            engine_id,
+                            starting.endpoint,
+                            starting.end_block,
+                            starting.cached_end_block,
+                            starting.queued_ms,
+                        )
                     )
                 case "blocks_ready":
                     ready = response.blocks_ready
                     block_ids = tuple(ready.block_ids)
-                    told.append(LoanBlocks(engine_id, ready.first, block_ids, ready.fingerprints, ready.fetched))
+                    messages.append(LoanBlocks(engine_id, ready.first, block_ids, ready.fingerprints, ready.fetched))
                 case "refused":
                     refusal = from_proto(status_pb2.Status.FromString(response.refused))
                     self._leaving.pop(response.number, None)
                     self._tell_failed(self._forget(response.number), str(refusal))
-        if told:
-            self._engine.send(*told)
+        if messages:
+            self._engine.send(*messages)
 
 
 class Loan:

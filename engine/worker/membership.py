@@ -137,7 +137,7 @@ class Memberships:
         give_up_at = time.monotonic() + timeout_s
         while any(router.hello is not self._hello or not router.router_id for router in known):
             if time.monotonic() > give_up_at:
-                log.warning("not every router has this worker as %s yet", pb.Role.Name(role))
+                log.warning("some routers do not know this worker as %s yet", pb.Role.Name(role))
                 return
             await asyncio.sleep(RETRY_S / 10)
 
@@ -165,7 +165,7 @@ class Memberships:
             router.task = asyncio.ensure_future(self._stay_joined(router))
             router.task.add_done_callback(self._ended)
         for address in set(self._routers).difference(self._roster.wanted):
-            log.warning("router %s is gone: not tried any more", address)
+            log.warning("router %s has left and is not tried any more", address)
             task = self._routers.pop(address).task
             assert task is not None
             task.cancel()
@@ -205,16 +205,18 @@ class Memberships:
 
     def _log(self, router: _Router, failure: ServiceError) -> None:
         """Log a refusal at once, an unreachable router (it may be starting) after a while and then every minute."""
-        now, said = time.monotonic(), str(failure)
+        now, reason = time.monotonic(), str(failure)
         if isinstance(failure, AlreadyExists | Incompatible):
-            if said != router.said:
-                log.error("not joined to %s: %s", router.address, said)
+            if reason != router.said:
+                log.error("router %s could not be joined: %s", router.address, reason)
         elif now - router.apart_since >= WARN_AFTER_S and now - router.warned_at >= WARN_EVERY_S:
-            log.warning("not joined to %s for %.0f s: %s", router.address, now - router.apart_since, said)
+            log.warning(
+                "router %s could not be joined for %.0f s: %s", router.address, now - router.apart_since, reason
+            )
             router.warned_at = now
-        elif said != router.said:
-            log.info("not joined to %s: %s", router.address, said)
-        router.said = said
+        elif reason != router.said:
+            log.info("router %s could not be joined: %s", router.address, reason)
+        router.said = reason
 
     async def _join_once(self, stub: pb_grpc.MembershipStub, router: _Router) -> ServiceError:
         """Join once; return the error that ended the stream."""
@@ -265,12 +267,12 @@ class Memberships:
                 spoke_at = time.monotonic()
                 load: pb.LoadReport | None = None
                 caches: list[pb.CacheEvents] = []
-                for said in summary(news):
-                    if isinstance(said, Load):
-                        load = load_report(said, self._draining())
-                    elif synchronised or said.snapshot:
+                for event in summary(news):
+                    if isinstance(event, Load):
+                        load = load_report(event, self._draining())
+                    elif synchronised or event.snapshot:
                         synchronised = True
-                        caches.append(cache_events(said))
+                        caches.append(cache_events(event))
                 for message in messages_of(chain.from_iterable(map(parts_of, caches)), load):
                     yield message
 
@@ -302,8 +304,8 @@ class Memberships:
         for other in self._routers.values():
             if other is not router and other.router_id == welcome.router_id:
                 raise Incompatible(
-                    f"{other.address} and {router.address} both say that they are router {welcome.router_id!r}; "
-                    "each needs an id of its own, and one address",
+                    f"{other.address} and {router.address} both have the id {welcome.router_id!r}; "
+                    "each router needs its own router_id, and one address",
                     "router_id",
                 )
         router.router_id, router.said = welcome.router_id, ""

@@ -67,11 +67,9 @@ def _of_kv(kv: KvUse) -> Iterator[Metric]:
     blocks = GaugeMetricFamily("tandem_engine_kv_tier_blocks", "Blocks that the tier has room for.", labels=("tier",))
     used = GaugeMetricFamily("tandem_engine_kv_tier_blocks_used", "Blocks of the tier that hold KV.", labels=("tier",))
     queries = CounterMetricFamily(
-        "tandem_engine_kv_tier_queries", "Blocks that the tier was asked for.", labels=("tier",)
+        "tandem_engine_kv_tier_queries", "Blocks that were looked up in the tier.", labels=("tier",)
     )
-    hits = CounterMetricFamily(
-        "tandem_engine_kv_tier_hits", "Blocks that the tier was asked for and had.", labels=("tier",)
-    )
+    hits = CounterMetricFamily("tandem_engine_kv_tier_hits", "Blocks that were found in the tier.", labels=("tier",))
     for each in kv.tiers:
         if each.blocks:
             blocks.add_metric((each.tier,), each.blocks)
@@ -146,7 +144,7 @@ class GpuCollector(Collector):
         try:
             return float(read(gpu))
         except self._nvml.NVMLError as error:
-            log.debug("a figure that this GPU does not have: %s", error)
+            log.debug("this GPU does not report a value: %s", error)
             return None
 
 

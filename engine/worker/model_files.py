@@ -14,13 +14,13 @@ async def with_local_files(config: WorkerConfig, role: Role) -> WorkerConfig:
     Raises EngineStartError.
     """
     files = CONFIG_FILES if config.engine == "sim" else MODEL_FILES
-    found: dict[str, object] = {"model": await fetch_beside(config.model, files)}
+    paths: dict[str, object] = {"model": await fetch_beside(config.model, files)}
     if config.lora is not None:
-        found["lora"] = await fetch_beside(config.lora, LORA_FILES, "lora")
+        paths["lora"] = await fetch_beside(config.lora, LORA_FILES, "lora")
     if config.adapters:
         adapters = config.adapters.items()
-        found["adapters"] = {name: await fetch_beside(path, LORA_FILES, "adapters") for name, path in adapters}
+        paths["adapters"] = {name: await fetch_beside(path, LORA_FILES, "adapters") for name, path in adapters}
     drafts = config.engine == "torch" and role == "decode"  # a prefill worker never loads a draft model
     if drafts and config.speculation not in (None, "off", NGRAM):
-        found["speculation"] = str(await fetch_beside(Path(config.speculation), MODEL_FILES, "speculation"))
-    return config.model_copy(update=found)
+        paths["speculation"] = str(await fetch_beside(Path(config.speculation), MODEL_FILES, "speculation"))
+    return config.model_copy(update=paths)

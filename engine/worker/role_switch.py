@@ -68,7 +68,7 @@ class RoleSwitch:
             if role == self.role:
                 return 0
             if (memberships := self._memberships) is None:
-                raise Unavailable("this worker has not joined anybody yet")
+                raise Unavailable("this worker has not joined a router yet")
             if role == "decode":
                 for load in self.before_decode:
                     await asyncio.to_thread(load)
@@ -76,7 +76,7 @@ class RoleSwitch:
             self._engine.send(SetBudget(step_budget(self._config, role, self._gpu)))
             if not self._resume():
                 raise Draining("this worker was told to stop")
-            log.info("a %s worker from now on; %d requests handed over", role, handed_over)
+            log.info("this worker is a %s worker from now on; %d requests handed over", role, handed_over)
             self.role = role
             self._on_role(role)
             await memberships.rejoin(ON_WIRE[role], JOIN_S)

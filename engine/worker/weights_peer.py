@@ -78,7 +78,7 @@ class WeightsSource:
             if may_replace(offer, wanted, known, trusted=config.weights_from == "peer"):
                 self.offer = offer
                 return
-            log.info("the weight files of %s are not known to be those of %s", offer.worker_id, model_dir.path)
+            log.info("no weights from %s: its files may differ from those of %s", offer.worker_id, model_dir.path)
             await self._open.aclose()
 
     async def close(self) -> None:
@@ -117,11 +117,11 @@ async def _addresses(
     done, pending = await asyncio.wait(asking, timeout=LOOK_S, return_when=asyncio.ALL_COMPLETED)
     for each in pending:
         each.cancel()
-    found: dict[str, bool] = {}
+    addresses: dict[str, bool] = {}
     for name, address in (pair for each in done for pair in each.result()):
-        found[address] = found.get(address, False) or name == model_dir.name
-    order = random.sample(sorted(found), len(found))
-    return sorted(order, key=lambda address: not found[address])[:MAX_ASKED]
+        addresses[address] = addresses.get(address, False) or name == model_dir.name
+    order = random.sample(sorted(addresses), len(addresses))
+    return sorted(order, key=lambda address: not addresses[address])[:MAX_ASKED]
 
 
 async def _loads(router: str, trust: MemberIdentity | None) -> Iterable[tuple[str, str]]:

@@ -64,28 +64,28 @@ class WorkerService(pb_grpc.WorkerServicer):
 
     async def _cache(self, request: pb.CacheRequest, drop: CacheDrop | None) -> pb.CacheReport:
         tenant = request.tenant if request.HasField("tenant") else None
-        found = await self._engine.inspect_cache(request.drop_pins, tenant, drop)
-        if found.refused:
-            raise InvalidRequest("drop.store", found.refused)
-        from_pool, from_tiers, pins = found.dropped_in_pool, found.dropped_in_tiers, found.dropped
-        while not found.is_whole:  # the engine drops some at a time, and computes in between
-            found = await self._engine.inspect_cache(False, None, drop)
-            from_pool += found.dropped_in_pool
-            from_tiers += found.dropped_in_tiers
+        cache = await self._engine.inspect_cache(request.drop_pins, tenant, drop)
+        if cache.refused:
+            raise InvalidRequest("drop.store", cache.refused)
+        from_pool, from_tiers, pins = cache.dropped_in_pool, cache.dropped_in_tiers, cache.dropped
+        while not cache.is_whole:  # the engine drops some at a time, and computes in between
+            cache = await self._engine.inspect_cache(False, None, drop)
+            from_pool += cache.dropped_in_pool
+            from_tiers += cache.dropped_in_tiers
         return pb.CacheReport(
             worker_id=self._worker_id,
-            num_blocks=found.num_blocks,
-            held_blocks=found.held,
-            filled_blocks=found.filled,
-            max_pinned_blocks=found.max_pinned,
-            pins=[pb.TenantPins(tenant=tenant, blocks=blocks, ends_in_s=ends) for tenant, blocks, ends in found.pins],
+            num_blocks=cache.num_blocks,
+            held_blocks=cache.held,
+            filled_blocks=cache.filled,
+            max_pinned_blocks=cache.max_pinned,
+            pins=[pb.TenantPins(tenant=tenant, blocks=blocks, ends_in_s=ends) for tenant, blocks, ends in cache.pins],
             dropped_blocks=pins,
             block_tokens=self._ready.block_tokens,
             dropped_from_pool=from_pool,
             dropped_from_tiers=from_tiers,
-            in_use=found.in_use,
-            removed_objects=found.removed_objects,
-            store_failure=found.store_failure,
+            in_use=cache.in_use,
+            removed_objects=cache.removed_objects,
+            store_failure=cache.store_failure,
         )
 
     def _drop_of(self, drop: pb.CacheDrop) -> CacheDrop:
@@ -96,11 +96,11 @@ class WorkerService(pb_grpc.WorkerServicer):
         if drop.all == bool(drop.token_ids):
             raise InvalidRequest("drop.token_ids", "give either a prompt or all")
         if drop.all and drop.store:
-            raise InvalidRequest("drop.store", "only objects of a prompt are removed, not all")
+            raise InvalidRequest("drop.store", "needs a prompt: the store cannot drop all objects")
         check_token_ids(drop.token_ids, "drop.token_ids", self._ready.vocab_size)
         adapters = dict(self._ready.adapters)
         if drop.adapter and drop.adapter not in adapters:
-            raise InvalidRequest("drop.adapter", f"no adapter {drop.adapter!r} is loaded here")
+            raise InvalidRequest("drop.adapter", f"this worker has no adapter {drop.adapter!r}")
         token_ids = None if drop.all else tuple(drop.token_ids)
         return CacheDrop(token_ids, drop.cache_salt, adapters.get(drop.adapter, b""), drop.store)
 
@@ -130,7 +130,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         try:
             wanted = [role for role, number in ON_WIRE.items() if number == request.role]
             if not wanted:
-                raise InvalidRequest("role", f"{request.role} is neither ROLE_PREFILL nor ROLE_DECODE")
+                raise InvalidRequest("role", f"must be ROLE_PREFILL or ROLE_DECODE, not {request.role}")
             switching = asyncio.ensure_future(self._roles.to(wanted[0]))
             handed_over = await asyncio.shield(switching)
         except ServiceError as error:

@@ -56,7 +56,7 @@ class ProcessVmTransport(Transport):
                 raise ValueError(f"format {fields['format']!r}")
             peer = ProcessPeer(int(fields["pid"]), fields["started"], int(fields["address"]), int(fields["bytes"]))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise EndpointMismatch(f"not an endpoint of process_vm: {error!r}") from None
+            raise EndpointMismatch(f"the endpoint is not one of process_vm: {error!r}") from None
         with self._changed:
             if self._closed:
                 raise TransferError("the transport was closed")

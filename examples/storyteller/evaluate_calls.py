@@ -318,7 +318,9 @@ def main() -> None:
     """Print the counts."""
     parser = argparse.ArgumentParser(description="Measure the storyteller's calls and JSON answers.")
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--drawn", type=int, default=100, help="cases drawn from the corpus's grammar, of another seed")
+    parser.add_argument(
+        "--drawn", type=int, default=100, help="number of cases, drawn from the corpus's grammar with another seed"
+    )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--verbose", action="store_true", help="print what went wrong")
     args = parser.parse_args()

@@ -240,7 +240,9 @@ def main() -> None:
     """Make the corpus and tokenizer, train, save, measure and show samples."""
     parser = argparse.ArgumentParser(description="Train the storyteller demo model.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write the model to")
-    parser.add_argument("--start", type=Path, help="an earlier storyteller to continue from; default: from nothing")
+    parser.add_argument(
+        "--start", type=Path, help="directory of an earlier model to continue from; default: a new model"
+    )
     parser.add_argument("--steps", type=int, help="training steps")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--data-seed", type=int, help="seed of the training's documents; default: --seed")

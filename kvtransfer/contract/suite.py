@@ -61,7 +61,7 @@ def test_the_whole_pool_to_its_last_byte(world: World) -> None:
 
 
 def test_fingerprints_that_a_read_says_are_those_of_what_it_brought(world: World) -> None:
-    """In the order of the spans; a transport that does not look says nothing."""
+    """Fingerprints come in the order of the spans; a transport that computes none returns none."""
     lender = world.lender(0)
     pairs = [(8, 3), (9, 4), (20, 6), (3, 1), (40, 2)]
     heads = 4
@@ -73,11 +73,11 @@ def test_fingerprints_that_a_read_says_are_those_of_what_it_brought(world: World
         world.done(read)
         own, theirs = world.memory.reshape(-1, BLOCK), lender.data.reshape(-1, BLOCK)
         assert all(own[mine].tobytes() == theirs[remote].tobytes() for mine, remote in pairs)
-        found = read.result()
-        assert found is None or folds is not None
-        if found is not None:
+        fingerprints = read.result()
+        assert fingerprints is None or folds is not None
+        if fingerprints is not None:
             expected = fingerprint_blocks(theirs, [remote for _, remote in pairs], heads)
-            assert np.array_equal(found.reshape(-1, heads), expected)
+            assert np.array_equal(fingerprints.reshape(-1, heads), expected)
 
 
 def test_two_lenders_are_not_mixed_up(world: World) -> None:

@@ -45,7 +45,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = TIME
 
 
 class Lender(ABC):
-    """Somebody to read from: `data` is what its pool holds."""
+    """Lender to read from, with the contents of its pool as `data`."""
 
     endpoint: bytes
     data: Bytes

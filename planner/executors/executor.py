@@ -45,7 +45,7 @@ class Executor(ABC):
 
         Returns when they have it and `sizes` shows it.
         """
-        raise ExecutorFailed(f"nobody here can make workers {role} workers")
+        raise ExecutorFailed(f"this executor cannot switch workers to {role}")
 
     async def close(self) -> None:  # noqa: B027 # most executors hold nothing
         """Release resources; no call follows."""

@@ -66,7 +66,7 @@ class KubernetesExecutor(Executor):
         """
         self._names: dict[Role, str] = {role: getattr(config, role) for role in ROLES if getattr(config, role)}
         if not self._names:
-            raise StartError("kubernetes.decode", "no pool is named, prefill or decode")
+            raise StartError("kubernetes.decode", "is missing: name the decode pool, the prefill pool or both")
         self._read_only = config.read_only
         self._token_file = config.account_dir / "token"
         self._server = _server(config)
@@ -86,7 +86,7 @@ class KubernetesExecutor(Executor):
         answer = await asyncio.to_thread(self._ask, "GET", name, None)
         replicas = answer.get("spec", {}).get("replicas", 0)  # the API omits 0
         if not isinstance(replicas, int) or replicas < 0:
-            raise ExecutorFailed(f"{name}: spec.replicas is {replicas!r}")
+            raise ExecutorFailed(f"{name}: spec.replicas is {replicas!r}, not a number from 0")
         return replicas
 
     def _ask(self, method: str, name: str, body: dict[str, Any] | None) -> dict[str, Any]:
@@ -107,14 +107,14 @@ class KubernetesExecutor(Executor):
         finally:
             connection.close()
         try:
-            said = json.loads(raw)
+            reply = json.loads(raw)
         except ValueError:
-            said = None
-        if answer.status != http.client.OK or not isinstance(said, dict):
-            message = said.get("message", "") if isinstance(said, dict) else raw.decode(errors="replace")
+            reply = None
+        if answer.status != http.client.OK or not isinstance(reply, dict):
+            message = reply.get("message", "") if isinstance(reply, dict) else raw.decode(errors="replace")
             reason = f"{answer.status} {answer.reason} {message}"[:LONGEST_REASON]
             raise ExecutorFailed(f"{method} of {name}'s scale: {reason.strip()}")
-        return said
+        return reply
 
     def _connect(self) -> http.client.HTTPConnection:
         server = self._server
@@ -140,7 +140,7 @@ def _server(config: KubernetesConfig) -> _Server:
     except ValueError as error:
         raise StartError("kubernetes.api_server", f"{url!r}: {error}") from None
     if parts.scheme not in ("http", "https") or not host:
-        raise StartError("kubernetes.api_server", f"{url!r} is no http:// or https:// URL")
+        raise StartError("kubernetes.api_server", f"{url!r} is not an http:// or https:// URL")
     if parts.scheme == "http":
         return _Server(host, port_number or 80, None)
     ca = config.account_dir / "ca.crt"

@@ -41,8 +41,8 @@ class CapacityBackoff:
         workers = fleet.snapshot
         column = np.full(len(workers.ids), _NONE)
         for worker, rebuff in list(self._of.items()):
-            there = fleet.worker(worker.worker_id) is worker and worker.worker_id in workers.row_of
-            if not there or worker.num_reports != rebuff.num_reports or now >= rebuff.until:
+            joined = fleet.worker(worker.worker_id) is worker and worker.worker_id in workers.row_of
+            if not joined or worker.num_reports != rebuff.num_reports or now >= rebuff.until:
                 del self._of[worker]
             else:
                 column[workers.row_of[worker.worker_id]] = rebuff.num_blocks

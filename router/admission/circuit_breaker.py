@@ -104,7 +104,7 @@ class CircuitBreaker:
                 self._trip(subject)
                 _mark(subject, True)
                 if times == SAID_AT:
-                    log.warning("%s: what is placed there fails; it is left alone for a while", _named(subject))
+                    log.warning("%s: requests placed there fail, so it gets none for a while", _named(subject))
                 return failing.open_until
         return None
 

@@ -39,13 +39,14 @@ class AdmissionConfig(Config):
     """Queued requests per model; beyond it one of the lowest class is refused at once. As many more may be read at a
     time, over all models, and as many may wait for a model's first worker."""
     max_queued_per_tenant: PositiveInt = 2048
-    """Queued requests per model and tenant, and likewise those that are read and those that wait for a worker."""
+    """Queued requests per model and tenant. As many of a tenant's requests may be read at a
+    time, and as many may wait for a model's first worker."""
     max_bodies_mib: PositiveInt = 256
     """Memory in MiB for bodies of requests that are read at a time; a quarter of it for one tenant."""
     no_worker_grace_s: PositiveFloat = 10.0
-    """Seconds for which a request may wait while no decode worker is there, or none that could ever hold it."""
+    """Seconds for which a request may wait while no decode worker has joined, or none has a large enough pool."""
     lower_class_share: float = Field(default=0.05, ge=0, le=0.5)
-    """Share of the started tokens for classes below the highest waiting one, where they can start."""
+    """Share of started tokens that go to priority classes below the highest one that waits, where they can start."""
     batch_block_share: float = Field(default=0.8, gt=0, le=1)
     """Share of a decode worker's blocks that may be in use when a request of a class below 0 starts."""
     max_lender_queue_s: PositiveFloat = 2.0
@@ -55,11 +56,11 @@ class AdmissionConfig(Config):
     long_prompt_lender_share: float = Field(default=0.75, ge=0, le=1)
     """Share of lenders that may compute long prompts at a time; at least one may."""
     short_prompt_lenders: NonNegativeInt = 3
-    """Lenders kept free of long prompts whatever the share, or half of them where that is less."""
+    """Lenders kept free of long prompts, whatever `long_prompt_lender_share` is, but at most half of all lenders."""
     max_passed_s: PositiveFloat = 5.0
-    """Seconds of being overtaken for lack of capacity after which a worker is reserved for a request."""
+    """Seconds for which later requests may overtake one that finds no capacity; then a worker is reserved for it."""
     max_passed_tokens: PositiveInt = 200_000
-    """Overtaking tokens after which a worker is reserved for a request."""
+    """Tokens of later requests that may overtake one that finds no capacity; then a worker is reserved for it."""
     max_refusals: PositiveInt = 64
     """Refusals of one request by workers without capacity, after which it fails; each is followed by a pause, 10 ms at
     first, up to 500 ms."""

@@ -157,7 +157,7 @@ class ClassQueue:
             if line in candidates and self._gains_enough(line, candidates[line]):
                 return candidates[line]
             self._leave(line)
-        raise AssertionError("one of them had to gain enough")
+        raise AssertionError("one of the queues must gain enough")
 
     def _gains_enough(self, line: TenantQueue, waiting: QueuedRequest) -> bool:
         if not line.visited:

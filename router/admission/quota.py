@@ -44,8 +44,8 @@ class LocalLedger:
             self._used[tenant, window_s] = window, max(0, used - tokens)
 
     def _total(self, tenant: str, window: int, window_s: int) -> int:
-        there, used = self._used.get((tenant, window_s), (window, 0))
-        return used if there == window else 0
+        of_window, used = self._used.get((tenant, window_s), (window, 0))
+        return used if of_window == window else 0
 
     def _sweep(self, now: float) -> None:
         """Drop windows that are over.

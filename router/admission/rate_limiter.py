@@ -77,8 +77,8 @@ class RateLimiter:
         state = self._state(tenant, now)
         policy = state.policy
         if policy.max_running is not None and num_sequences > policy.max_running:
-            limit, asked = f"{policy.max_running}", f"{num_sequences} sequences"
-            raise over_limit(Reason.MAX_RUNNING, tenant, limit, asked, math.inf)
+            limit, requested = f"{policy.max_running}", f"{num_sequences} sequences"
+            raise over_limit(Reason.MAX_RUNNING, tenant, limit, requested, math.inf)
         if state.tokens is not None and (wait_s := state.tokens.wait_s(num_tokens, now)):
             limit = f"{policy.tokens_per_minute}"
             raise over_limit(Reason.TOKEN_RATE, tenant, limit, f"{num_tokens} tokens", wait_s)
@@ -137,7 +137,7 @@ class RateLimiter:
             del self._states[tenant]
         if not fresh:
             error = Overloaded(
-                f"{len(self._states)} tenants are served already, the limit of those not named in `tenants`",
+                f"{len(self._states)} tenants are served already, the limit for tenants without an entry in `tenants`",
                 retry_after_s=DEFAULT_RETRY_AFTER_S,
             )
             raise Refusal(Reason.TOO_MANY_TENANTS, error)

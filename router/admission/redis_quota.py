@@ -65,7 +65,7 @@ MAX_EXTENSIONS = 5
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _Charge:
     """A charge in flight."""
 
     tenant: str
@@ -99,7 +99,7 @@ class RedisLedger:
         """
         self._link = RedisLink(url, limit_s * (1 + MAX_EXTENSIONS))
         self._limit_s = limit_s
-        self._asked: list[_Asked] = []
+        self._waiting: list[_Charge] = []
         """Charges not sent yet."""
         self._sending: asyncio.Task[None] | None = None
         self._prefix = f"{cluster_name}:quota"
@@ -146,41 +146,41 @@ class RedisLedger:
         """Return whether the tokens were counted, and the seconds until the window ends; None without Redis."""
         if self._probing is not None:
             return None
-        asked = _Asked(tenant, tokens, limit, window_s, asyncio.get_running_loop().create_future())
-        self._asked.append(asked)
+        charge = _Charge(tenant, tokens, limit, window_s, asyncio.get_running_loop().create_future())
+        self._waiting.append(charge)
         if self._sending is None:  # a context of no request, since it sends other requests' charges too
             self._sending = asyncio.get_running_loop().create_task(self._send(), context=Context())
-        return await asked.answer
+        return await charge.answer
 
     async def _send(self) -> None:
         """Send one call at a time, with all charges collected during the one before."""
-        batch: list[_Asked] = []
+        batch: list[_Charge] = []
         try:
-            while self._asked:
-                batch, self._asked = self._asked[:MAX_TOGETHER], self._asked[MAX_TOGETHER:]
+            while self._waiting:
+                batch, self._waiting = self._waiting[:MAX_TOGETHER], self._waiting[MAX_TOGETHER:]
                 try:
                     answers = await self._call(batch)
                 except RedisRefused as error:  # at once, so that no request waits; an operator must act
                     self._refused(error)
                 except RedisFailure as error:
                     self._lost(error)
-                    batch, self._asked = [*batch, *self._asked], []
+                    batch, self._waiting = [*batch, *self._waiting], []
                 else:
-                    for asked, answer in zip(batch, answers, strict=True):
-                        self._answered(asked, answer)
+                    for charge, answer in zip(batch, answers, strict=True):
+                        self._answered(charge, answer)
                 _leave(batch)
         finally:
             self._sending = None
-            _leave([*batch, *self._asked])
-            self._asked = []
+            _leave([*batch, *self._waiting])
+            self._waiting = []
 
-    async def _call(self, batch: Sequence[_Asked]) -> Sequence[Any]:
+    async def _call(self, batch: Sequence[_Charge]) -> Sequence[Any]:
         """Run the script.
 
         Raises RedisFailure. A process too busy to read the answer extends the time limit.
         """
-        keys = [f"{self._prefix}:{asked.window_s}:{asked.tenant}" for asked in batch]
-        arguments = [figure for asked in batch for figure in (asked.window_s, asked.tokens, asked.limit)]
+        keys = [f"{self._prefix}:{charge.window_s}:{charge.tenant}" for charge in batch]
+        arguments = [figure for charge in batch for figure in (charge.window_s, charge.tokens, charge.limit)]
         call = asyncio.ensure_future(self._link.run(_CHARGE, keys, arguments))
         try:
             for _ in range(1 + MAX_EXTENSIONS):
@@ -195,25 +195,25 @@ class RedisLedger:
         finally:
             call.cancel()
 
-    def _answered(self, asked: _Asked, answer: Sequence[Any]) -> None:
+    def _answered(self, charge: _Charge, answer: Sequence[Any]) -> None:
         taken, *rest = answer
         if taken == -1:
-            key = f"{self._prefix}:{asked.window_s}:{asked.tenant}"
+            key = f"{self._prefix}:{charge.window_s}:{charge.tenant}"
             self._refused(RedisRefused("cluster_name", f"in Redis at {self._link.where}, {key!r} is: {rest[0]}"))
             return
         total, left_us = rest
         left_s = left_us / 1e6
-        self._keep(asked.tenant, asked.window_s, _Count(self._clock() + left_s, total))
-        if not asked.answer.done():
-            asked.answer.set_result((bool(taken), left_s))
-        elif taken and asked.tokens > 0:  # the caller is gone
+        self._keep(charge.tenant, charge.window_s, _Count(self._clock() + left_s, total))
+        if not charge.answer.done():
+            charge.answer.set_result((bool(taken), left_s))
+        elif taken and charge.tokens > 0:  # the caller is gone
             unheard = asyncio.get_running_loop().create_future()
-            self._asked.append(_Asked(asked.tenant, -asked.tokens, NO_LIMIT, asked.window_s, unheard))
+            self._waiting.append(_Charge(charge.tenant, -charge.tokens, NO_LIMIT, charge.window_s, unheard))
 
     def _refused(self, error: RedisRefused) -> None:
         if str(error) not in self._refusals and len(self._refusals) < MAX_REFUSALS:
             self._refusals.add(str(error))
-            log.error("this router counts alone: %s", error)
+            log.error("this router counts tenants' tokens alone: %s", error)
 
     # ------------------------------------------------------------------ without Redis
 
@@ -254,11 +254,11 @@ class RedisLedger:
             return
 
 
-def _leave(batch: Sequence[_Asked]) -> None:
+def _leave(batch: Sequence[_Charge]) -> None:
     """Answer charges without a result as without Redis."""
-    for asked in batch:
-        if not asked.answer.done():
-            asked.answer.set_result(None)
+    for charge in batch:
+        if not charge.answer.done():
+            charge.answer.set_result(None)
 
 
 NO_LIMIT = 2**53

@@ -101,11 +101,11 @@ def no_worker(num_blocks: int, largest: int | None, grace_s: float) -> Refusal:
     return Refusal(Reason.NO_WORKER, Unavailable(message))
 
 
-def over_limit(reason: Reason, tenant: str, limit: str, asked: str, retry_after_s: float) -> Refusal:
+def over_limit(reason: Reason, tenant: str, limit: str, requested: str, retry_after_s: float) -> Refusal:
     """Return the refusal by a tenant's limit; an infinite `retry_after_s` means never."""
     reached = f"tenant:{tenant}", f"{reason}: {limit}"
     if retry_after_s == float("inf"):
-        message = f"{reason} of tenant {tenant!r} is {limit}, and this one is {asked}: it can never be admitted"
+        message = f"{reason} of tenant {tenant!r} is {limit}, and this one is {requested}: it can never be admitted"
         return Refusal(reason, Overloaded(message, permanent=True, limit=reached))
     error = Overloaded(f"tenant {tenant!r} is at its {reason} of {limit}", retry_after_s=retry_after_s, limit=reached)
     return Refusal(reason, error)

@@ -64,8 +64,8 @@ class Reservations:
 
     def _serves(self, kept: Reservation, workers: WorkerTable, may_start: Callable[[str, int], bool]) -> bool:
         row = workers.row_of.get(kept.worker_id)
-        there = row is not None and bool(workers.starts_for(kept.waiting.demand)[row])
-        large = there and int(workers.num_blocks[row]) >= kept.waiting.demand.num_total_blocks
+        joined = row is not None and bool(workers.starts_for(kept.waiting.demand)[row])
+        large = joined and int(workers.num_blocks[row]) >= kept.waiting.demand.num_total_blocks
         return large and may_start(kept.waiting.info.tenant, kept.waiting.num_sequences)
 
     def _is_due(

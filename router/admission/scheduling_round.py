@@ -90,15 +90,15 @@ class SchedulingRound:
         kept = self._parts.reservations.of_line(line, self._queue.priority)
         if kept is not None and self._ready(kept) and self.capacity_of(kept).fits(kept):
             return kept if self._may_start(kept) else None
-        found = None
+        first = None
         if line.least_need <= self._capacity.greatest:
-            found = next(
+            first = next(
                 (waiting for waiting in line.requests if self._ready(waiting) and self._capacity.fits(waiting)), None
             )
         head = line.requests[0]
-        if head is not found and self._ready(head) and not self._capacity.fits(head):
+        if head is not first and self._ready(head) and not self._capacity.fits(head):
             self._moment.blocked.append(head)
-        return found if found is not None and self._may_start(found) else None
+        return first if first is not None and self._may_start(first) else None
 
     def _may_start(self, waiting: QueuedRequest) -> bool:
         return self._parts.tenants.may_start(waiting.info.tenant, waiting.num_sequences)

@@ -81,8 +81,8 @@ class TenantLimits:
             ends_s = await self._ledger.charge(tenant, num_tokens, limit, window_s)
             if ends_s is not None:
                 never = num_tokens > limit
-                asked, said = f"{num_tokens} tokens", f"{limit} per {window_s} s"
-                raise over_limit(Reason.QUOTA, tenant, said, asked, float("inf") if never else ends_s)
+                requested, quota = f"{num_tokens} tokens", f"{limit} per {window_s} s"
+                raise over_limit(Reason.QUOTA, tenant, quota, requested, float("inf") if never else ends_s)
         charge = Charge(tenant, num_tokens, window)
         try:
             # Other requests may have entered meanwhile.

@@ -140,12 +140,12 @@ class BatchStore:
 
     def ids(self, tenant: str | None) -> list[str]:
         """Return ids of a tenant's batches, or of all, the oldest first."""
-        found = [path.parent.name for folder in self._folders(tenant) for path in folder.glob(f"*/{NAMES[Made]}")]
-        return sorted(batch_id for batch_id in found if is_id(batch_id, BATCH_PREFIX))
+        names = [path.parent.name for folder in self._folders(tenant) for path in folder.glob(f"*/{NAMES[Made]}")]
+        return sorted(batch_id for batch_id in names if is_id(batch_id, BATCH_PREFIX))
 
     def open_of(self, tenant: str | None) -> list[BatchFolder]:
         """Return the batches that have not ended, the oldest first; what others have left is removed."""
-        found = []
+        batches = []
         for folder in self._folders(tenant):
             for path in folder.iterdir():
                 if path.name in self._over or not is_id(path.name, BATCH_PREFIX):
@@ -155,8 +155,8 @@ class BatchStore:
                     batch.clean()
                     self._over.add(batch.id)
                 elif (path / NAMES[Made]).exists():
-                    found.append(batch)
-        return sorted(found, key=lambda batch: batch.id)
+                    batches.append(batch)
+        return sorted(batches, key=lambda batch: batch.id)
 
     def clean(self) -> None:
         """Remove batches that a process which died has not made whole."""

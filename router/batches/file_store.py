@@ -52,8 +52,8 @@ class FileStore:
 
     def ids(self, tenant: str | None) -> list[str]:
         """Return ids of a tenant's files, or of all, the oldest first."""
-        found = [path.stem for folder in self._folders(tenant) for path in folder.glob(f"{FILE_PREFIX}*.json")]
-        return sorted(file_id for file_id in found if is_id(file_id, FILE_PREFIX))
+        names = [path.stem for folder in self._folders(tenant) for path in folder.glob(f"{FILE_PREFIX}*.json")]
+        return sorted(file_id for file_id in names if is_id(file_id, FILE_PREFIX))
 
     def delete(self, file: StoredFile) -> None:
         self._disk.remove(file.content.with_suffix(".json"))

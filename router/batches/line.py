@@ -66,7 +66,7 @@ def read_line(raw: bytes, endpoint: str, parse: Parse) -> tuple[str, dict[str, A
     try:
         values = parse(raw)
     except (InvalidRequest, RecursionError) as error:
-        raise LineFault("invalid_json_line", f"The line is no JSON object that can be read: {error}") from None
+        raise LineFault("invalid_json_line", f"The line is not a valid JSON object: {error}") from None
     for name, kind, called in (("custom_id", str, "a string"), ("url", str, "a string"), ("body", dict, "an object")):
         if values.get(name) is None:
             raise LineFault("missing_required_parameter", f"The line has no {name!r}.", name)

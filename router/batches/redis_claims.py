@@ -62,7 +62,7 @@ class RedisClaims(Claims):
             has_it = await self.take(lease)
         except RedisFailure as error:
             if not self._is_away:
-                log.warning("no batch is taken up: %s", error)
+                log.warning("no batch can be claimed: %s", error)
             self._is_away = True
             return None
         self._is_away = False
@@ -94,14 +94,14 @@ class RedisClaims(Claims):
                 lease.renewed_at = asked_at
             except RedisFailure as error:
                 if self._clock() - lease.renewed_at > SAFE_SHARE * self._expiry_s:
-                    log.warning("%s is given up, since its lease could not be renewed: %s", lease.key, error)
+                    log.warning("%s is given up: its lease could not be renewed: %s", lease.key, error)
                     return
 
     async def drop(self, lease: "_Lease") -> None:
         try:
             await self._link.run(_RELEASE, [lease.key], [lease.holder])
         except RedisFailure as error:
-            log.info("not released, and so free when its lease ends: %s: %s", lease.key, error)
+            log.info("the lease of %s could not be released and ends by itself: %s", lease.key, error)
 
 
 class _Lease(Claim):

@@ -257,7 +257,7 @@ class Run:
                     break
                 except ServiceError as error:
                     pause_s = wait_s(error, num_tries, random.random())
-                    log.info("%s, line %d, is tried again in %.3g s: %s", made.id, number, pause_s, error)
+                    log.info("%s, line %d: next attempt in %.3g s: %s", made.id, number, pause_s, error)
             if await self._stops_within(pause_s):
                 return
         output_line = answered(made.id, number, custom_id, request_id, answer)

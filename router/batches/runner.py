@@ -65,7 +65,7 @@ class BatchRunner:
             except OSError as error:
                 log.error("batches_folder cannot be read: %s", error)
             except Exception:  # a bug here must not end all batches
-                log.exception("a look for batches failed")
+                log.exception("the search for batches failed")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SCAN_S):
                     await self._woken.wait()
@@ -92,10 +92,10 @@ class BatchRunner:
         try:
             await self._run_if_free(batch)
         except (OSError, TandemError) as error:
-            log.error("%s cannot go on, and is taken up again in %g s: %s", batch.id, REST_S, error)
+            log.error("%s cannot go on, next attempt in %g s: %s", batch.id, REST_S, error)
             self._resting[batch.id] = time.monotonic() + REST_S
         except Exception:  # a bug here ends this run
-            log.exception("%s failed, and is taken up again in %g s", batch.id, REST_S)
+            log.exception("%s failed, next attempt in %g s", batch.id, REST_S)
             self._resting[batch.id] = time.monotonic() + REST_S
         else:
             self._resting.pop(batch.id, None)

@@ -65,7 +65,7 @@ def batch_object(facts: Facts, progress: Progress) -> dict[str, Any]:
     made, ended = facts.made, facts.ended
     counted = progress if ended is None else ended
     is_final = facts.decided is not None and facts.decided.outcome != "cancelled"
-    said: dict[str, Any] = {
+    values: dict[str, Any] = {
         "id": made.id,
         "object": "batch",
         "endpoint": made.endpoint,
@@ -87,12 +87,12 @@ def batch_object(facts: Facts, progress: Progress) -> dict[str, Any]:
         },
         "metadata": made.metadata,
     }
-    said |= {f"{status}_at": None for status in ("completed", "failed", "expired", "cancelled")}
+    values |= {f"{status}_at": None for status in ("completed", "failed", "expired", "cancelled")}
     if ended is not None:
-        said[f"{ended.status}_at"] = int(ended.at)
+        values[f"{ended.status}_at"] = int(ended.at)
         if ended.faults:
-            said["errors"] = {"object": "list", "data": [_fault(fault) for fault in ended.faults]}
-    return said
+            values["errors"] = {"object": "list", "data": [_fault(fault) for fault in ended.faults]}
+    return values
 
 
 def window_s(completion_window: str) -> int:
@@ -100,8 +100,8 @@ def window_s(completion_window: str) -> int:
 
     Raises InvalidRequest.
     """
-    found = _WINDOW.fullmatch(completion_window)
-    seconds = int(found[1]) * _UNIT_S[found[2]] if found else 0
+    match = _WINDOW.fullmatch(completion_window)
+    seconds = int(match[1]) * _UNIT_S[match[2]] if match else 0
     if not 0 < seconds <= MAX_WINDOW_S:
         longest = f"{MAX_WINDOW_S // 3600}h"
         raise InvalidRequest(

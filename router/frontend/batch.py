@@ -55,9 +55,9 @@ async def generate_batch(batch: pb.GenerateBatchRequest, generate: Generate) -> 
     """
     count, concurrent = len(batch.requests), batch.max_concurrent or DEFAULT_CONCURRENT
     if not 1 <= count <= MAX_REQUESTS:
-        raise InvalidRequest("requests", f"has {count}, not 1 to {MAX_REQUESTS}")
+        raise InvalidRequest("requests", f"must have 1 to {MAX_REQUESTS} requests, not {count}")
     if concurrent > MAX_CONCURRENT:
-        raise InvalidRequest("max_concurrent", f"{concurrent} is above {MAX_CONCURRENT}")
+        raise InvalidRequest("max_concurrent", f"must be at most {MAX_CONCURRENT}, not {concurrent}")
     results: asyncio.Queue[pb.BatchResult | Exception] = asyncio.Queue(MAX_UNREAD)
     numbers = iter(range(count))
 

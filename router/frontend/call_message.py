@@ -20,8 +20,8 @@ class CallMessage:
     gRPC then holds no more of it than its flow control lets pass.
     """
 
-    def __init__(self, given: bytes | AsyncIterator[bytes], turns: FairTurns) -> None:
-        self._given = given
+    def __init__(self, raw: bytes | AsyncIterator[bytes], turns: FairTurns) -> None:
+        self._raw = raw
         self._turns = turns
 
     async def read(self, tenant: str) -> bytes:
@@ -29,13 +29,13 @@ class CallMessage:
 
         Raises InvalidRequest for a call without a message, or with one that is too slow.
         """
-        given, self._given = self._given, b""
-        if isinstance(given, bytes):
-            return given
+        raw, self._raw = self._raw, b""
+        if isinstance(raw, bytes):
+            return raw
         async with self._turns.turn(tenant):
             try:
                 async with asyncio.timeout(READ_S):
-                    return await anext(given)
+                    return await anext(raw)
             except TimeoutError:
                 raise InvalidRequest("request", f"did not arrive within {READ_S:g} s") from None
             except StopAsyncIteration:
@@ -50,4 +50,4 @@ def parsed(kind: type[_Parsed], raw: bytes) -> _Parsed:
     try:
         return kind.FromString(raw)
     except DecodeError as error:
-        raise InvalidRequest("request", f"is no {kind.DESCRIPTOR.name}: {error}") from None
+        raise InvalidRequest("request", f"is not a valid {kind.DESCRIPTOR.name}: {error}") from None

@@ -89,13 +89,13 @@ class InferenceService:
             )
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(NAME, handlers)])
 
-    async def Generate(self, given: bytes | AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    async def Generate(self, payload: bytes | AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         traceparent.set(from_metadata(context.invocation_metadata()))
         async with self._answering(context) as answer:
             answer.begin()
             principal = self._principal(context)
-            message = CallMessage(given, self._reading)
-            del given
+            message = CallMessage(payload, self._reading)
+            del payload
             async with self._arriving(message, principal) as (request, arrival):
                 stream = self._generate(request, context, principal, arrival)
                 async with contextlib.aclosing(stream) as messages:
@@ -104,13 +104,13 @@ class InferenceService:
                         yield raw
                         answer.sent()
 
-    async def GenerateBatch(self, given: bytes | AsyncIterator[bytes], context: Any) -> AsyncIterator[pb.BatchResult]:
+    async def GenerateBatch(self, payload: bytes | AsyncIterator[bytes], context: Any) -> AsyncIterator[pb.BatchResult]:
         traceparent.set(from_metadata(context.invocation_metadata()))
         async with self._answering(context) as answer:
             answer.begin()
             principal = self._principal(context)
-            tenant, message = principal.tenant or "", CallMessage(given, self._reading)
-            del given
+            tenant, message = principal.tenant or "", CallMessage(payload, self._reading)
+            del payload
             # A call whose key names its tenant is charged as its first request, before it is read. Without keys each
             # request may name a tenant of its own, so each is charged when it is read.
             is_known = principal.tenant is not None

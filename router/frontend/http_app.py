@@ -118,19 +118,19 @@ def make_app(
     async def ready(request: Request) -> Response:
         has_workers = any(model.decode_workers() for model in models)
         is_ready = not drain.draining and (config.ready_without_workers or has_workers)
-        said: dict[str, Any] = {"status": "ready" if is_ready else "draining" if drain.draining else "no decode worker"}
+        body: dict[str, Any] = {"status": "ready" if is_ready else "draining" if drain.draining else "no decode worker"}
         if not keys.required:  # otherwise the models are visible only with a key for them
-            said["decode_workers"] = {model.name: len(model.decode_workers()) for model in models}
-        return JSONResponse(said, 200 if is_ready else 503)
+            body["decode_workers"] = {model.name: len(model.decode_workers()) for model in models}
+        return JSONResponse(body, 200 if is_ready else 503)
 
     async def tell_usage(request: Request) -> Response:
-        asked = request.query_params
-        days = asked.get("days", "1")
+        query = request.query_params
+        days = query.get("days", "1")
         if not (days.isascii() and days.isdigit() and len(days) < 6):
             raise InvalidRequest("days", "must be a number of days")
         principal = caller_of(request.headers, keys).principal
         arrivals.charge(principal.tenant or "")
-        totals = await handler.usage(int(days), asked.get("tenant", ""), principal)
+        totals = await handler.usage(int(days), query.get("tenant", ""), principal)
         return JSONResponse({"object": "list", "data": [asdict(total) for total in totals]})
 
     async def tell_version(request: Request) -> Response:
@@ -138,7 +138,7 @@ def make_app(
 
     async def tell_metrics(request: Request) -> Response:
         if not config.metrics_on_http_port:
-            raise HTTPException(404, "metrics_on_http_port is not set; metrics_port has a port of their own")
+            raise HTTPException(404, "metrics_on_http_port is not set: metrics are served at metrics_port")
         caller_of(request.headers, keys).principal.check_operator()
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), headers={"content-type": content_type})
@@ -183,8 +183,8 @@ class _Application(FastAPI):
         return self.description_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else ""
-        await self._endpoints.get(asked, super().__call__)(scope, receive, send)
+        path = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else ""
+        await self._endpoints.get(path, super().__call__)(scope, receive, send)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -96,8 +96,8 @@ class MembershipService(pb_grpc.MembershipServicer):
                     other.fleet.left(old)
                     other.dispatcher.kick()
         log.info("%s joined from %s for %s", hello.worker_id, hello.address, model.name)
-        if said := _strangers(hello, model.fleet.workers):
-            log.warning("%s", said)
+        if warning := _strangers(hello, model.fleet.workers):
+            log.warning("%s", warning)
         worker = model.fleet.joined(hello)
         self._last_report_at[worker] = time.monotonic()
         return model, worker
@@ -114,8 +114,8 @@ class MembershipService(pb_grpc.MembershipServicer):
         silent_s = time.monotonic() - self._last_report_at[old]
         if silent_s < ALIVE_S:
             raise AlreadyExists(
-                f"a worker {hello.worker_id!r} at {old.hello.address} is there, and not the one at {hello.address} "
-                "that would join by that name",
+                f"{hello.worker_id!r} is in use by the worker at {old.hello.address}: "
+                f"give the worker at {hello.address} another worker_id",
                 "worker_id",
             )
         log.warning("%s has been silent for %.1f s and is replaced by another process", old.worker_id, silent_s)
@@ -146,10 +146,10 @@ class MembershipService(pb_grpc.MembershipServicer):
 
     async def _absorb(self, model: ModelRuntime, worker: Worker, message: pb.WorkerMessage) -> bool:
         if model.fleet.worker(worker.worker_id) is not worker:
-            raise AlreadyExists(f"another stream of {worker.worker_id!r} has taken the place of this one", "worker_id")
+            raise AlreadyExists(f"another stream of {worker.worker_id!r} has replaced this one", "worker_id")
         self._last_report_at[worker] = time.monotonic()
         if message.HasField("hello"):
-            raise InvalidRequest("hello", "came twice")
+            raise InvalidRequest("hello", "was sent twice")
         if not (message.HasField("cache") or message.HasField("load")):
             raise InvalidRequest("load", "a worker's message needs cache or load, and has neither")
         in_step = True
@@ -190,7 +190,7 @@ def _strangers(hello: pb.Hello, workers: Iterable[Worker]) -> str:
         return ""
     other = others[0]
     here, there = (f"{each.block_tokens} tokens in {each.block_bytes} bytes" for each in (hello, other))
-    differs = f"its blocks are {here}, not {there}" if here != there else "its weights or dtypes are others"
+    differs = f"its blocks are {here}, not {there}" if here != there else "its weights or dtypes differ"
     return f"{hello.worker_id} exchanges no KV with {other.worker_id}, nor with any other of {hello.model}: {differs}"
 
 
@@ -201,14 +201,16 @@ def _check_adapters(hello: pb.Hello, model: ModelRuntime, models: Iterable[Model
     """
     for adapter in hello.adapters:
         if not adapter.name or len(adapter.fingerprint) != ADAPTER_BYTES:
-            raise InvalidRequest("adapters", f"{adapter.name!r}: a name and {ADAPTER_BYTES} bytes are needed")
+            raise InvalidRequest(
+                "adapters", f"{adapter.name!r}: an adapter needs a name and a fingerprint of {ADAPTER_BYTES} bytes"
+            )
         for other in models:
             if adapter.name == other.name:
                 raise InvalidRequest("adapters", f"{adapter.name!r} is the name of a served model")
             if other is not model and adapter.name in other.fleet.adapters:
                 raise InvalidRequest("adapters", f"{adapter.name!r} is an adapter of {other.name!r}")
         if adapter.name == AUTO:
-            raise InvalidRequest("adapters", f"{AUTO!r} is what clients say to have their model chosen")
+            raise InvalidRequest("adapters", f"{AUTO!r} is reserved: clients send it to have a model chosen")
 
 
 def _check(hello: pb.Hello) -> None:
@@ -227,4 +229,4 @@ def _check(hello: pb.Hello) -> None:
         if getattr(hello, field) < 1:
             raise InvalidRequest(field, "must be at least 1")
     if hello.role not in (pb.ROLE_PREFILL, pb.ROLE_DECODE):
-        raise InvalidRequest("role", f"{hello.role} is none of this router's")
+        raise InvalidRequest("role", f"must be ROLE_PREFILL or ROLE_DECODE, not {hello.role}")

@@ -68,12 +68,12 @@ class ChatTemplate:
         """
         tools = _read_tools(request.tools)
         if tools and not self._takes_tools:
-            raise InvalidRequest("tools", "the model's chat template has no place for them")
+            raise InvalidRequest("tools", "the model's chat template does not support tools")
         source = self._source_with_tools if tools else self._source
         variables = self._variables(request)
         chat = [_message(message, number, source) for number, message in enumerate(request.messages)]
         if request.continue_final_message and request.messages[-1].tool_calls:
-            raise InvalidRequest(CONTINUES, "the last message calls tools: no text of it can go on")
+            raise InvalidRequest(CONTINUES, "the last message calls tools and has no text to continue")
         chat, tools, variables = texts.hide(chat, tools, variables)
         adds_prompt = not (request.continue_final_message or request.no_generation_prompt)
         try:
@@ -122,14 +122,14 @@ class ChatTemplate:
 
     def shown(self) -> str:
         """Return what the template writes around some small chats without tools, those that it takes."""
-        found = []
+        texts = []
         for roles in PROBES:
             chat = [{"role": role, "content": "a"} for role in roles]
             try:
-                found.append(self._rendered(chat, [], self._source, True, {}))
+                texts.append(self._rendered(chat, [], self._source, True, {}))
             except Exception:  # many templates refuse some of these
                 log.debug("the chat template refuses a chat of %s", ", ".join(roles), exc_info=True)
-        return "\n".join(found)
+        return "\n".join(texts)
 
     def _generation_prompt(self, variables: dict[str, Any], has_tools: bool) -> str:
         source = self._source_with_tools if has_tools else self._source
@@ -164,12 +164,12 @@ class ChatTemplate:
 
     def _variables(self, request: pb.GenerateRequest) -> dict[str, Any]:
         """Return the template's variables: those of the effort to reason, and the request's own."""
-        given = self._read_variables(request.chat_template_kwargs)
+        variables = self._read_variables(request.chat_template_kwargs)
         effort = request.reasoning_effort
         if not effort:
-            return given
+            return variables
         off = {"enable_thinking": False, "thinking": False} if effort == NO_REASONING else {}
-        return {"reasoning_effort": effort, **off, **given}
+        return {"reasoning_effort": effort, **off, **variables}
 
     def _read_variables(self, text: str) -> dict[str, Any]:
         if not text:
@@ -180,7 +180,7 @@ class ChatTemplate:
         variables = _object(text, field)
         for name in variables:
             if name in _OURS or name in self._special_tokens:
-                raise InvalidRequest(field, f"{name!r} is not the request's to set")
+                raise InvalidRequest(field, f"{name!r} cannot be set by a request")
         return variables
 
 
@@ -217,7 +217,7 @@ def check_chat_fields(request: pb.GenerateRequest) -> None:
     if not request.tools:
         for field in ("tool_choice", "single_tool_call"):
             if getattr(request, field) not in ("", False, "none", "auto"):
-                raise InvalidRequest(field, "means nothing without tools")
+                raise InvalidRequest(field, "needs tools")
     if request.messages:
         return
     for field in (
@@ -229,7 +229,7 @@ def check_chat_fields(request: pb.GenerateRequest) -> None:
         "no_generation_prompt",
     ):
         if getattr(request, field):
-            raise InvalidRequest(field, "means nothing without messages")
+            raise InvalidRequest(field, "needs messages")
 
 
 def chars_of(request: pb.GenerateRequest) -> int:
@@ -241,7 +241,7 @@ def chars_of(request: pb.GenerateRequest) -> int:
 
 def _read_tools(texts: Sequence[str]) -> list[dict[str, Any]]:
     if len(texts) > MAX_TOOLS:
-        raise InvalidRequest("tools", f"at most {MAX_TOOLS}, not {len(texts)}")
+        raise InvalidRequest("tools", f"at most {MAX_TOOLS} tools, not {len(texts)}")
     if (chars := sum(map(len, texts))) > MAX_TOOLS_CHARS:
         raise InvalidRequest("tools", f"at most {MAX_TOOLS_CHARS} characters together, not {chars}")
     return [_object(text, f"tools[{number}]") for number, text in enumerate(texts)]

@@ -53,7 +53,7 @@ class ControlTokens:
 
         Raises InvalidRequest where the tokenizer's model itself makes control tokens of such a name.
         """
-        text = self.names.sub(lambda found: self._aliases[found[0]], text)
+        text = self.names.sub(lambda match: self._aliases[match[0]], text)
         ids = self._ids(_written(text, stand_ins))
         if ids is None:  # the model knows the name as a whole
             apart = {stand_in: self._break.join(name) for stand_in, name in stand_ins.items()}
@@ -67,15 +67,15 @@ class ControlTokens:
         """Return the token ids of a text with aliases; None where its other parts make control tokens."""
         (encoded,) = self._by_alias.encode_batch([text], add_special_tokens=False)
         unknown = getattr(self._tokenizer.model, "unk_token", None)
-        found: list[int] = []
+        token_ids: list[int] = []
         for token, token_id in zip(encoded.tokens, encoded.ids, strict=True):
             # Ids of added tokens differ between both tokenizers, and only their texts say what they are.
             known = self._known_ids.get(token)
             if known is None and token in self._aliases and token != unknown:
                 return None
             if token != self._break:
-                found.append(token_id if known is None else known)
-        return found
+                token_ids.append(token_id if known is None else known)
+        return token_ids
 
     @cached_property
     def _by_alias(self) -> Tokenizer:
@@ -126,12 +126,14 @@ class ClientTexts:
         free = (character for code in STAND_INS if (character := chr(code)) not in taken)
         of_name = dict(zip(hidden, free, strict=False))
         if len(of_name) < len(hidden):
-            raise InvalidRequest("messages", "they use nearly every private character of Unicode and special tokens")
+            raise InvalidRequest(
+                "messages", "the texts use special tokens and nearly all private-use characters of Unicode"
+            )
         self.stand_ins = {stand_in: name for name, stand_in in of_name.items()}
         made: list[Any] = _replaced(values, names, of_name)
-        for message, given in zip(made[0], chat, strict=True):
-            if given["role"] == "assistant":
-                message["content"] = _replaced(given["content"], self._control.names_in_answers, of_name)
+        for message, original in zip(made[0], chat, strict=True):
+            if original["role"] == "assistant":
+                message["content"] = _replaced(original["content"], self._control.names_in_answers, of_name)
         return made
 
 
@@ -154,7 +156,7 @@ def _texts_of(values: Any) -> Iterator[str]:
 
 def _replaced(values: Any, names: re.Pattern[str], of_name: Mapping[str, str]) -> Any:
     if isinstance(values, str):
-        return names.sub(lambda found: of_name[found[0]], values)
+        return names.sub(lambda match: of_name[match[0]], values)
     if isinstance(values, dict):
         return {_replaced(key, names, of_name): _replaced(value, names, of_name) for key, value in values.items()}
     return [_replaced(value, names, of_name) for value in values] if isinstance(values, list) else values

@@ -64,9 +64,10 @@ class ModelRule(Config):
     name: str = ""
     """Name in receipts. Default: its number, from 1."""
     min_prompt_tokens: NonNegativeInt = 0
-    """Condition: at least so many prompt tokens, counted by the first model of `models` that can read the prompt."""
+    """Condition: the prompt has at least this number of tokens, counted by the first model of `models` that can read
+    it."""
     max_prompt_tokens: PositiveInt | None = None
-    """Condition: at most so many prompt tokens."""
+    """Condition: the prompt has at most this number of tokens."""
     tasks: tuple[str, ...] = ()
     """Condition: the request names one of these tasks."""
     min_quality: Share = 0.0

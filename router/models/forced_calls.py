@@ -40,7 +40,9 @@ def call_grammar(functions: Sequence[Function], single: bool, added_tokens: Mapp
     for number, function in enumerate(functions):
         if not _NAME.fullmatch(function.name):
             limits = "1 to 64 letters, digits, underscores, dots and hyphens"
-            raise InvalidRequest(f"tools[{number}].function.name", f"must be {limits} for a call of it to be forced")
+            raise InvalidRequest(
+                f"tools[{number}].function.name", f"must be {limits}, so that a call of the tool can be forced"
+            )
         before = f'\n{{"name": "{function.name}", "arguments": '
         schema = COMPACT | (ANY_ARGUMENTS if function.parameters is None else function.parameters)
         inside = f'{json.dumps(before)} arguments_{number} "}}\\n"'

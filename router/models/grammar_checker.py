@@ -214,9 +214,11 @@ class GrammarChecker:
                 self._refusal = await self._answer(process)
         except TimeoutError:
             await process.end()
-            raise Unavailable(f"the process that checks grammars says nothing for {START_S:g} s") from None
+            raise Unavailable(f"the process that checks grammars did not start within {START_S:g} s") from None
         except (EOFError, ConnectionError):
-            raise Unavailable(f"the process that checks grammars ended with {await process.end()} at once") from None
+            raise Unavailable(
+                f"the process that checks grammars ended at its start with exit code {await process.end()}"
+            ) from None
         except asyncio.CancelledError:
             await process.end()
             raise

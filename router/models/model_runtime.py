@@ -99,14 +99,14 @@ def read_models(config: ModelsConfig, directories: Sequence[Path] | None = None)
     for number, model in enumerate(models):
         where = f"models.{number}.name"
         if model.name == AUTO:
-            raise StartError(where, f"{model.entry.path}: {AUTO!r} is what clients say to have their model chosen")
+            raise StartError(where, f"{model.entry.path}: {AUTO!r} is reserved: clients send it to have a model chosen")
         for other in models[:number]:
             paths = f"{other.entry.path} and {model.entry.path}"
             if other.name == model.name:
-                raise StartError(where, f"{paths} would both be called {model.name!r}")
+                raise StartError(where, f"{paths} have the same name, {model.name!r}")
             same_names = {other.name, other.model_dir.name} & {model.name, model.model_dir.name}
             if other.config_fingerprint == model.config_fingerprint and same_names:
-                raise StartError(where, f"nobody could say which of {paths} a worker has: config and names are equal")
+                raise StartError(where, f"{paths} have equal configs and names: a worker's model would be ambiguous")
     names = [model.name for model in models]
     if config.default_model not in ("", AUTO, *names):
         raise StartError("default_model", f"{config.default_model!r} is not among {', '.join(names)}, {AUTO}")
@@ -263,12 +263,12 @@ class ModelRuntime:
 
         Several versions exist while workers are being replaced.
         """
-        there = {
+        versions = {
             worker.hello.model_fingerprint
             for worker in self.workers()
             if worker.hello.block_tokens == hello.block_tokens
         }
-        return [hello.model_fingerprint, *sorted(there - {hello.model_fingerprint})[: MAX_VERSIONS - 1]]
+        return [hello.model_fingerprint, *sorted(versions - {hello.model_fingerprint})[: MAX_VERSIONS - 1]]
 
     def predicted_ttft_s(self, priority: int, demand: Demand, keys: Sequence[BlockKey]) -> float | None:
         """Return the predicted TTFT of a request that arrived now, its wait in the queue included.
@@ -364,7 +364,9 @@ class ModelRuntimes:
             why = f"none was named, and {self._default} is the default"
             return self._models.get(self._default), why
         if len(self) > 1:
-            raise InvalidRequest("model", f"is empty, and several are served: {self._names()}; or say {AUTO!r}")
+            raise InvalidRequest(
+                "model", f"is empty, but several models are served: name one of {self._names()}, or {AUTO!r}"
+            )
         return next(iter(self)), "the only one served"
 
     def of_worker(self, hello: membership_pb2.Hello) -> ModelRuntime:
@@ -380,8 +382,8 @@ class ModelRuntimes:
         alike = [repr(model.name) for model in self if model.config_fingerprint == hello.config_fingerprint]
         worker = f"worker {hello.worker_id} serves {hello.model!r}"
         if alike:
-            said = f"config and tokenizer are those of {' and '.join(alike)}, but its name is neither's"
-            raise Incompatible(f"{worker}: {said}", "model")
+            reason = f"its config and tokenizer match {' and '.join(alike)}, but its name matches neither"
+            raise Incompatible(f"{worker}: {reason}", "model")
         whose = f"this router's {self._names()}" if len(self) == 1 else f"those of all served here: {self._names()}"
         raise Incompatible(f"{worker}, whose config or tokenizer differs from {whose}", "model")
 

@@ -183,8 +183,8 @@ def _why(
         return "the cheapest that is fit" if option.price else "the first that is fit and costs nothing"
     if option in late:
         assert option.ttft_s is not None
-        said = f"first token predicted in {option.ttft_s * 1e3:.4g} ms, the limit is {limit_s * 1e3:.4g} ms"
-        return f"{said}; the fastest that is fit" if option is chosen else said
+        reason = f"first token predicted in {option.ttft_s * 1e3:.4g} ms, the limit is {limit_s * 1e3:.4g} ms"
+        return f"{reason}; the fastest that is fit" if option is chosen else reason
     return "no cheaper" if option.counted else "estimated no cheaper"
 
 

@@ -82,7 +82,7 @@ class ModelSelector:
             if isinstance(outcome, CountNeeded):
                 await looking.count(self._models.named(outcome.name), predict)
             elif outcome.name:
-                reading = looking.found[outcome.name].reading
+                reading = looking.findings[outcome.name].reading
                 assert reading is not None, "what is chosen is counted and has no fault"
                 return SelectedModel(self._models.named(outcome.name), outcome.words, reading, outcome.verdicts)
             elif any(verdict.why == NO_WORKER for verdict in outcome.verdicts) and time.monotonic() < give_up_at:
@@ -106,11 +106,11 @@ class ModelSelector:
         models = [model for model in self._models if allowed(rule, model.name)]
         if request.token_ids and len({model.encoder.vocabulary for model in models}) > 1:
             names = ", ".join(model.name for model in models)
-            raise InvalidRequest("token_ids", f"mean different things to {names}: name a model, or send text")
+            raise InvalidRequest("token_ids", f"have different meanings in {names}: name a model, or send text")
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Finding:
     """Result of one model's tokenisation."""
 
     reading: PreparedPrompt | None
@@ -125,7 +125,7 @@ class _Selection:
         self.request = request
         self._arrival = arrival
         self._cache_salt = cache_salt
-        self.found: dict[str, _Found] = {}
+        self.findings: dict[str, _Finding] = {}
         """Results by model."""
         self._max_tokenizers = max_tokenizers
         self._prompts: dict[bytes, list[int]] = {}
@@ -150,9 +150,9 @@ class _Selection:
             if model.decode_workers():  # without one it is not chosen now, and looked at again when there is one
                 ttft_s = self._hold(model, reading, predict)
         except InvalidRequest as error:
-            self.found[model.name] = _Found(None, error, None)
+            self.findings[model.name] = _Finding(None, error, None)
         else:
-            self.found[model.name] = _Found(reading, None, ttft_s)
+            self.findings[model.name] = _Finding(reading, None, ttft_s)
 
     def _hold(self, model: ModelRuntime, reading: PreparedPrompt, predict: bool) -> float | None:
         """Return the predicted TTFT.
@@ -169,9 +169,9 @@ class _Selection:
         return math.inf if ttft_s is None else ttft_s
 
     def option(self, model: ModelRuntime) -> ModelOption:
-        found = self.found.get(model.name)
-        if found is not None and found.reading is not None:
-            num_prompt, sampling = len(found.reading.prompt), found.reading.sampling
+        finding = self.findings.get(model.name)
+        if finding is not None and finding.reading is not None:
+            num_prompt, sampling = len(finding.reading.prompt), finding.reading.sampling
             num_output = sampling.max_tokens * sampling.n
         else:
             num_prompt = model.encoder.estimate(self.request)
@@ -184,16 +184,16 @@ class _Selection:
             tasks=model.entry.tasks,
             num_prompt_tokens=num_prompt,
             num_output_tokens=num_output,
-            counted=found is not None,
-            fault=self._fault(model, found),
-            ttft_s=None if found is None else found.ttft_s,
+            counted=finding is not None,
+            fault=self._fault(model, finding),
+            ttft_s=None if finding is None else finding.ttft_s,
         )
 
-    def _fault(self, model: ModelRuntime, found: _Found | None) -> str:
+    def _fault(self, model: ModelRuntime, finding: _Finding | None) -> str:
         if not model.decode_workers():
             return NO_WORKER
-        if found is not None:
-            return str(found.error or "")
+        if finding is not None:
+            return str(finding.error or "")
         if fault := model.encoder.fault(self.request):
             return fault
         if len(self._prompts) >= self._max_tokenizers and model.encoder.reading not in self._prompts:
@@ -229,7 +229,7 @@ def _error(verdict: Verdict, criteria: ModelCriteria, looking: _Selection) -> In
     option = verdict.option
     if (lack := unfit(option.name, option.quality, option.tasks, criteria)) is not None:
         return InvalidRequest(*lack)
-    found = looking.found.get(option.name)
-    if found is not None and found.error is not None:
-        return found.error
+    finding = looking.findings.get(option.name)
+    if finding is not None and finding.error is not None:
+        return finding.error
     return InvalidRequest(prompt_kind(looking.request), verdict.why)

@@ -324,7 +324,7 @@ def _calls_of(value: Any, closing: Sequence[str], forced: bool) -> list[Piece]:
             return [ToolCall(begun[1], begun[2])]
         function = _parsed(text)
     calls = function if isinstance(function, list) else [function]
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for call in calls:
         name = call.get("name") if isinstance(call, dict) else None
         if not isinstance(name, str) or not name:
@@ -334,13 +334,13 @@ def _calls_of(value: Any, closing: Sequence[str], forced: bool) -> list[Piece]:
             arguments = _without_part(arguments, closing).strip()
             if arguments and _parsed(arguments) is None:
                 return []
-            found.append(ToolCall(name, arguments or "{}", call_id))
+            pieces.append(ToolCall(name, arguments or "{}", call_id))
             continue
         try:
-            found.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False), call_id))
+            pieces.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False), call_id))
         except (ValueError, RecursionError):
             return []
-    return found
+    return pieces
 
 
 def _parsed(text: str) -> Any:
@@ -365,7 +365,7 @@ def _fields_of(setting: str, families: Mapping[str, Family], same: Mapping[str, 
         return {}
     if (family := families.get(name)) is None:
         known = ", ".join(sorted({NONE, AUTO, *families, *same}))
-        raise StartError(setting, f"{name!r} is not known; known are {known}")
+        raise StartError(setting, f"unknown format {name!r}; known are {known}")
     return family.fields
 
 

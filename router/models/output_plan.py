@@ -98,7 +98,7 @@ def plan_output(
 def _force_call(request: pb.GenerateRequest, sampling: pb.Sampling, marks: ReasoningMarks) -> None:
     """Hold the output to calls of the chosen tools."""
     if sampling.HasField("structured"):
-        raise InvalidRequest("tool_choice", f"and {FIELD} cannot both say what is generated")
+        raise InvalidRequest("tool_choice", f"cannot be combined with {FIELD}: each sets the form of the output")
     functions = [_function(tool, number) for number, tool in enumerate(request.tools)]
     any_call = request.tool_choice == ANY_CALL
     wanted = [function for function in functions if any_call or function.name == request.tool_choice]

@@ -41,7 +41,7 @@ def prompt_kind(request: pb.GenerateRequest) -> str:
 
     Raises InvalidRequest unless exactly one kind of prompt was given.
     """
-    given = [
+    kinds = [
         name
         for name, present in (
             ("text", request.HasField("text")),
@@ -50,10 +50,12 @@ def prompt_kind(request: pb.GenerateRequest) -> str:
         )
         if present
     ]
-    if len(given) != 1:
-        what = f"{' and '.join(given)} were given" if given else "none was given"
-        raise InvalidRequest(given[-1] if given else "text", f"exactly one of text, messages, token_ids; {what}")
-    return given[0]
+    if len(kinds) != 1:
+        what = f"{' and '.join(kinds)} were given" if kinds else "none was given"
+        raise InvalidRequest(
+            kinds[-1] if kinds else "text", f"exactly one of text, messages, token_ids is needed; {what}"
+        )
+    return kinds[0]
 
 
 class PromptEncoder:
@@ -161,7 +163,7 @@ class PromptEncoder:
         chars = num_chars(request)
         if self._max_chars is not None and chars > self._max_chars:
             limit = f"{self._max_chars}, the most that {self._max_context_tokens} tokens can hold"
-            raise InvalidRequest(kind, f"prompt of {chars} characters; at most {limit}")
+            raise InvalidRequest(kind, f"the prompt has {chars} characters, at most {limit}")
         if chars <= INLINE_CHARS and len(request.messages) <= INLINE_MESSAGES:
             prompt = self._read(request)
         else:

@@ -100,19 +100,19 @@ def read_decisions(lines: Iterable[str], request_id: str) -> Entry | None:
     for line in lines:
         if (read := _read(line)) is None or read[1]["request_id"] != request_id:
             continue
-        kind, said = read
+        kind, values = read
         if entry is None or entry.ended:  # another request of that id
-            entry = Entry(request_id, said["tenant"], said["at"], said["model"], said["model_reason"])
+            entry = Entry(request_id, values["tenant"], values["at"], values["model"], values["model_reason"])
         if kind == "placed":
-            decision, placement_snapshot = read_recorded(said)
+            decision, placement_snapshot = read_recorded(values)
             entry.placements.append(
-                Placement(said["attempt"], said["placed_after_ms"] / 1e3, decision, placement_snapshot)
+                Placement(values["attempt"], values["placed_after_ms"] / 1e3, decision, placement_snapshot)
             )
             continue
         entry.ended = True
-        entry.refusal = Refused("", "", said["error"], is_invalid=False) if said["error"] else None
-        if len(entry.placements) == len(said["placements"]):  # otherwise lines were dropped
-            for placement, became in zip(entry.placements, said["placements"], strict=True):
+        entry.refusal = Refused("", "", values["error"], is_invalid=False) if values["error"] else None
+        if len(entry.placements) == len(values["placements"]):  # otherwise lines were dropped
+            for placement, became in zip(entry.placements, values["placements"], strict=True):
                 placement.ttft_s = None if became["ttft_ms"] is None else became["ttft_ms"] / 1e3
                 placement.hit_blocks, placement.failure = became["hit_blocks"], became["failure"]
     return entry
@@ -120,7 +120,7 @@ def read_decisions(lines: Iterable[str], request_id: str) -> Entry | None:
 
 def _read(line: str) -> tuple[str, dict[str, Any]] | None:
     try:
-        ((kind, said),) = json.loads(line).items()
-        return (kind, said) if kind in ("placed", "ended") and "request_id" in said else None
+        ((kind, values),) = json.loads(line).items()
+        return (kind, values) if kind in ("placed", "ended") and "request_id" in values else None
     except (ValueError, AttributeError, TypeError):
         return None

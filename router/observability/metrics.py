@@ -52,7 +52,7 @@ class RouterMetrics:
         self.itl = histogram("tandem_inter_token_latency_seconds", "Time between two messages of a stream.", LATENCY_S)
         self.tpot = histogram(
             "tandem_request_time_per_output_token_seconds",
-            "Mean time per token of a request after the first.",
+            "Mean time per output token of a request, after its first token.",
             LATENCY_S,
         )
         self.e2e = histogram("tandem_e2e_request_latency_seconds", "Time from arrival to the end.", LATENCY_S)

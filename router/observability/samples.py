@@ -78,17 +78,19 @@ class Samples:
         if not feedback.request_id:
             raise InvalidRequest("request_id", "is empty")
         if feedback.HasField("rating") and not -1 <= feedback.rating <= 1:
-            raise InvalidRequest("rating", f"{feedback.rating} is not in [-1, 1]")
+            raise InvalidRequest("rating", f"must be in [-1, 1], not {feedback.rating}")
         for field in ("request_id", "corrected_text", "comment"):
             if len(getattr(feedback, field)) > MAX_TEXT_CHARS:
-                raise InvalidRequest(field, f"longer than {MAX_TEXT_CHARS} characters")
+                raise InvalidRequest(field, f"is longer than {MAX_TEXT_CHARS} characters")
         if not (feedback.HasField("rating") or feedback.corrected_text or feedback.comment):
             raise InvalidRequest("rating", "one of rating, corrected_text and comment must be set")
-        said = MessageToDict(feedback, preserving_proto_field_name=True)
+        values = MessageToDict(feedback, preserving_proto_field_name=True)
         who = {"tenant": principal.tenant or "", "key": principal.name}
-        line = said | who | {"at": time.time()}
+        line = values | who | {"at": time.time()}
         if not self._lines.write(lambda: {"feedback": line}):
-            raise Overloaded(f"{MAX_UNWRITTEN} lines wait to be written", retry_after_s=1.0)
+            raise Overloaded(
+                f"{MAX_UNWRITTEN} lines of samples_file wait to be written, the most that may", retry_after_s=1.0
+            )
 
     async def close(self) -> None:
         """Close the file when all is written."""

@@ -23,17 +23,17 @@ def recorded(decision: Decision, placement_snapshot: PlacementSnapshot) -> dict[
 
     The arguments never change, so this may run later and on another thread.
     """
-    said = {"decision": dataclasses.asdict(decision), "available": _plain(placement_snapshot.available)}
+    values = {"decision": dataclasses.asdict(decision), "available": _plain(placement_snapshot.available)}
     parts = (placement_snapshot.demand, placement_snapshot.workers, placement_snapshot.hits, placement_snapshot.rates)
-    return said | {type(part).__name__: _fields(part) for part in parts}
+    return values | {type(part).__name__: _fields(part) for part in parts}
 
 
-def read_recorded(said: dict[str, Any]) -> tuple[Decision, PlacementSnapshot]:
+def read_recorded(values: dict[str, Any]) -> tuple[Decision, PlacementSnapshot]:
     """Undo `recorded`; other keys are ignored."""
-    decision = dict(said["decision"])
+    decision = dict(values["decision"])
     decision["alternatives"] = tuple(Alternative(**rival) for rival in decision["alternatives"])
-    parts = (_made(Demand, said), _made(WorkerTable, said), _made(Hits, said), _made(Rates, said))
-    return Decision(**decision), PlacementSnapshot(*parts, _value(said["available"]))
+    parts = (_made(Demand, values), _made(WorkerTable, values), _made(Hits, values), _made(Rates, values))
+    return Decision(**decision), PlacementSnapshot(*parts, _value(values["available"]))
 
 
 def decided_again(placement_snapshot: PlacementSnapshot) -> Decision | None:
@@ -60,8 +60,8 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
-def _made(kind: type[T], said: dict[str, Any]) -> T:
-    return kind(**{name: _value(value) for name, value in said[kind.__name__].items()})
+def _made(kind: type[T], values: dict[str, Any]) -> T:
+    return kind(**{name: _value(value) for name, value in values[kind.__name__].items()})
 
 
 def _value(value: Any) -> Any:

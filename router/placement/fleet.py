@@ -327,11 +327,11 @@ class Fleet:
                 shared = max(itertools.starmap(shared_prefix, itertools.product(*chains)))
             if shared:
                 due[lender_id] = max(due.get(lender_id, 0), shared)
-        found = Hits.of(self._snapshot, held, due)
+        hits = Hits.of(self._snapshot, held, due)
         if (last := self._affinities.last(session)) is None:
-            return found
+            return hits
         decode = self._row_of(last.decode_id, last.decode_incarnation)
-        return replace(found, last_decode=decode, last_lender=self._row_of(last.lender_id, last.lender_incarnation))
+        return replace(hits, last_decode=decode, last_lender=self._row_of(last.lender_id, last.lender_incarnation))
 
     def _row_of(self, worker_id: str, incarnation: bytes) -> int:
         """Return the row of a worker; -1 where it is gone, or another process has its id."""
@@ -360,11 +360,11 @@ class Fleet:
 
     def _arrange(self) -> None:
         """Rebuild the table after a change of the set of reporting workers."""
-        there = [worker for worker in self._workers.values() if worker.load is not None]
+        workers = [worker for worker in self._workers.values() if worker.load is not None]
         stores = self._stores()
         self._snapshot = WorkerTable.of(
             [
-                *(view_of(worker, self._in_flight) for worker in there),
+                *(view_of(worker, self._in_flight) for worker in workers),
                 *(
                     store_view(store_id, fingerprint, self._in_flight.outgoing(store_id))
                     for store_id, fingerprint in stores.items()
@@ -372,7 +372,7 @@ class Fleet:
             ]
         )
         for store_id in stores:
-            users = [self._snapshot.row_of[worker.worker_id] for worker in there if worker.store_id == store_id]
+            users = [self._snapshot.row_of[worker.worker_id] for worker in workers if worker.store_id == store_id]
             column = self._snapshot.row_of[store_id]
             self._snapshot.compatible[:, column] = False
             self._snapshot.compatible[users, column] = True
@@ -382,7 +382,7 @@ class Fleet:
             if None not in rows:
                 self._snapshot.compatible[rows] = False
         self._learned.rate_learner.arrange(self._snapshot.ids)
-        self.adapters = adapters_of(worker.hello for worker in there if worker.decodes)
+        self.adapters = adapters_of(worker.hello for worker in workers if worker.decodes)
 
     def _stores(self) -> dict[str, bytes]:
         """Return the shared stores of present workers, with their model's fingerprint."""

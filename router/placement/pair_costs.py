@@ -64,7 +64,7 @@ class Costs:
         alone_s = self._cost_alone_s(0.0, self._own_s(self._own), self._queue_s)
         self._prefer(alone_s, self._rows)
         at = int(alone_s.argmin())
-        found = [(float(alone_s[at]), at, -1, False, -1)]
+        options = [(float(alone_s[at]), at, -1, False, -1)]
         near = [(float(alone_s[few]), int(few), -1, False) for few in _few(alone_s, FEW + 1)]
         num_candidates = len(self._rows)
         for make in (self._reading, self._computing):
@@ -75,8 +75,8 @@ class Costs:
             if pairs.cost_s.size:
                 best, few = pairs.cheapest()
                 near += map(pairs.at, few)
-                found.append((*pairs.at(best), pairs.source_at(best)))
-        _, decode, lender, computes, source = chosen = min(found)
+                options.append((*pairs.at(best), pairs.source_at(best)))
+        _, decode, lender, computes, source = chosen = min(options)
         way = Route(
             int(self._rows[decode]),
             lender if lender >= 0 else None,

@@ -64,10 +64,10 @@ def startable(demand: Demand, workers: WorkerTable, available: Ints | None = Non
     that could not hold the whole request would refuse it for good.
     """
     promised = np.array([demand.num_promised_blocks(reserve) for reserve in workers.reserves], np.int64)
-    there = workers.available_blocks if available is None else available
+    free_blocks = workers.available_blocks if available is None else available
     could: Bools = workers.starts_for(demand) & (workers.num_blocks >= demand.num_total_blocks)
     could = workers.with_adapter(could, demand.adapter)
-    return workers.in_share(could & (there >= promised[workers.reserve_of]), could, demand.traffic_hash)
+    return workers.in_share(could & (free_blocks >= promised[workers.reserve_of]), could, demand.traffic_hash)
 
 
 def place(

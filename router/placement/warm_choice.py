@@ -20,14 +20,14 @@ def by_cost(
 
     They may be full now. `with_store`: only those that share a store.
     """
-    hits, workers, found = fleet.hits(keys, demand.other_keys, demand.session), fleet.snapshot, list[str]()
+    hits, workers, chosen = fleet.hits(keys, demand.other_keys, demand.session), fleet.snapshot, list[str]()
     rows = np.flatnonzero(startable(demand, workers, workers.num_blocks))
     if with_store:
         shares = {worker.worker_id for worker in fleet.workers if worker.store_id}
         rows = np.array([row for row in rows if workers.ids[row] in shares], np.int64)
     num_able = len(rows)
-    while len(rows) and len(found) < count:
+    while len(rows) and len(chosen) < count:
         best = place_on(rows, demand, workers, hits, fleet.rates).decode_id
-        found.append(best)
+        chosen.append(best)
         rows = rows[rows != workers.row_of[best]]
-    return found, num_able
+    return chosen, num_able

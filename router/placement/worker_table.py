@@ -181,8 +181,8 @@ class Hits:
 
         `due` equals `held` when omitted: nothing is being computed.
         """
-        there = _by_row(workers, held)
-        return cls(there, there if due is None else _by_row(workers, due))
+        held_by_row = _by_row(workers, held)
+        return cls(held_by_row, held_by_row if due is None else _by_row(workers, due))
 
 
 def _by_row(workers: WorkerTable, blocks: Mapping[str, int]) -> Floats:

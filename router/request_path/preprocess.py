@@ -57,7 +57,7 @@ class Preprocessor:
         check_retention(request)
         check_quality(request)
         if model is None and request.HasField("embedding"):
-            raise InvalidRequest("model", f"{AUTO!r} chooses among models that generate: name an embedding model")
+            raise InvalidRequest("model", f"{AUTO!r} chooses only models that generate: name an embedding model")
         if model is None:
             give_up_at = min(deadline, arrived_at + self._config.no_worker_grace_s)
             selector = ModelSelector(self._config, models)

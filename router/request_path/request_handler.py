@@ -214,10 +214,10 @@ class RequestHandler:
         """
         check_name_length(name, "model")
         if name == AUTO:
-            raise InvalidRequest("model", f"{AUTO!r} is decided for a request that is generated: name one")
+            raise InvalidRequest("model", f"{AUTO!r} chooses a model only for requests that generate: name a model")
         model, _ = asked_for(self._models, name, principal)
         if model is None:
-            raise InvalidRequest("model", "is empty, and the default is decided for each request: name one")
+            raise InvalidRequest("model", "is empty, and the default model is chosen for each request: name a model")
         return model
 
     async def detokenize(self, name: str, principal: Principal, token_ids: Sequence[int]) -> str:
@@ -325,8 +325,8 @@ class RequestHandler:
         entry = self._history.find(request_id, None if principal.operator else principal.tenant)
         if entry is None:
             raise UnknownRequest(
-                f"{request_id!r} is not among the last requests of this router: another one had it, or too many came "
-                "since (decisions_memory_mib)",
+                f"{request_id!r} is not among the last requests of this router: another router had it, "
+                "or decisions_memory_mib is too small",
                 "request_id",
             )
         return entry

@@ -72,11 +72,15 @@ class Warming:
         num_blocks = demand.num_total_blocks
         if not num_blocks:
             field = prompt_field(prepared.request)
-            raise InvalidRequest(field, f"has {len(prepared.prompt)} tokens, and a KV block has {demand.block_tokens}")
+            raise InvalidRequest(
+                field, f"has {len(prepared.prompt)} tokens, less than one KV block of {demand.block_tokens}"
+            )
         able, num_able = by_cost(prepared.model.fleet, demand, keys, wanted + MAX_SPARE, request.store)
         if len(able) < wanted:
             whose = " and share a store" if request.store else ""
-            reason = f"{wanted} are wanted, and {num_able} decode workers serve {prepared.model.name!r}{whose} now"
+            reason = (
+                f"{wanted} are requested, but only {num_able} decode workers serve {prepared.model.name!r}{whose} now"
+            )
             raise InvalidRequest("store" if request.store and not able else "workers", reason)
         plan = _Plan(
             pb.GenerateRequest(

@@ -46,15 +46,15 @@ class Principal:
         if not self.operator:
             raise Forbidden("this key is not an operator's")
 
-    def tenant_for(self, asked: str) -> str:
+    def tenant_for(self, requested: str) -> str:
         """Return the tenant of a request that names `asked`.
 
         Raises Forbidden where that is another tenant.
         """
         if self.tenant is None:
-            return asked
-        if asked not in ("", self.tenant):
-            raise Forbidden(f"this key is of another tenant than {asked!r}", "tenant")
+            return requested
+        if requested not in ("", self.tenant):
+            raise Forbidden(f"this key does not belong to tenant {requested!r}", "tenant")
         return self.tenant
 
 
@@ -101,10 +101,10 @@ class ApiKeys:
         scheme, _, key = authorization.strip().partition(" ")
         if scheme.lower() != "bearer" or not 0 < len(key) <= MAX_KEY_CHARS:
             raise Unauthenticated("must be `Bearer KEY`", "authorization")
-        found = self._keys.get(hash_of(key.strip()))
-        if found is None:
-            raise Unauthenticated("is no key that is known here", "authorization")
-        return self._principal_of(found)
+        api_key = self._keys.get(hash_of(key.strip()))
+        if api_key is None:
+            raise Unauthenticated("is not a known API key", "authorization")
+        return self._principal_of(api_key)
 
     def named(self, name: str) -> Principal:
         """Return the principal of the key of this name as it is now, for work that goes on without its caller.
@@ -114,15 +114,17 @@ class ApiKeys:
         if not self.required:
             return ANYBODY
         self._look()
-        found = next((key for key in self._keys.values() if key.name == name), None)
-        if found is None:
-            raise Unauthenticated(f"no key {name!r} is known here any more", "authorization")
-        return self._principal_of(found)
+        api_key = next((key for key in self._keys.values() if key.name == name), None)
+        if api_key is None:
+            raise Unauthenticated(f"the key {name!r} was removed", "authorization")
+        return self._principal_of(api_key)
 
-    def _principal_of(self, found: ApiKey) -> Principal:
-        if found.expires is not None and found.expires.timestamp() <= self._wall_clock():
-            raise Unauthenticated(f"the key {found.name!r} expired at {found.expires.isoformat()}", "authorization")
-        return Principal(found.name, found.tenant, frozenset(found.models) if found.models else None, found.operator)
+    def _principal_of(self, api_key: ApiKey) -> Principal:
+        if api_key.expires is not None and api_key.expires.timestamp() <= self._wall_clock():
+            raise Unauthenticated(f"the key {api_key.name!r} expired at {api_key.expires.isoformat()}", "authorization")
+        return Principal(
+            api_key.name, api_key.tenant, frozenset(api_key.models) if api_key.models else None, api_key.operator
+        )
 
     def _look(self) -> None:
         now = self._clock()
@@ -135,7 +137,7 @@ class ApiKeys:
         try:
             self._keys = _by_hash([*self._configured, *self._read()])
         except StartError as error:
-            log.error("the API keys have changed and cannot be used, so the old ones are: %s", error)
+            log.error("the changed API keys cannot be used, the old ones stay in use: %s", error)
         else:
             log.info("%d API keys are known", len(self._keys))
 
@@ -206,13 +208,13 @@ def entry_for(
 
 
 def _by_hash(keys: Iterable[ApiKey]) -> dict[str, ApiKey]:
-    found: dict[str, ApiKey] = {}
+    by_hash: dict[str, ApiKey] = {}
     names: set[str] = set()
     for key in keys:
-        if key.sha256 in found:
-            raise StartError("api_keys", f"{found[key.sha256].name!r} and {key.name!r} are the same key")
+        if key.sha256 in by_hash:
+            raise StartError("api_keys", f"{by_hash[key.sha256].name!r} and {key.name!r} are the same key")
         if key.name in names:
-            raise StartError("api_keys", f"two are called {key.name!r}")
-        found[key.sha256] = key
+            raise StartError("api_keys", f"two keys have the name {key.name!r}")
+        by_hash[key.sha256] = key
         names.add(key.name)
-    return found
+    return by_hash

@@ -23,7 +23,7 @@ class ApiKey(Config):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
     """SHA-256 of the key, in hexadecimal."""
     tenant: str = Field(default="", max_length=256)
-    """Tenant against whose limits, quota and fair share its requests count, whatever they name."""
+    """Tenant of the key's requests, for limits, quota and fair share, whatever tenant they name."""
     models: tuple[str, ...] = ()
     """Models that the key may use and see. Empty: all."""
     operator: bool = False
@@ -51,7 +51,7 @@ class SecuritySettings(TlsSettings):
     client_certificates: Literal["none", "required"] = "none"
     """Client certificates. required: clients must have one signed by tls_client_ca."""
     tls_client_ca: Path | None = None
-    """Authority of client certificates; not tls_ca, whose certificates make members."""
+    """Authority of client certificates. It must differ from tls_ca, whose certificates admit members of the cluster."""
 
     api_keys: tuple[ApiKey, ...] = Field(default=(), repr=False)
     """API keys. With these, or a file of them, every call needs a key."""
@@ -77,7 +77,7 @@ class SecuritySettings(TlsSettings):
             raise StartError("internal_port", "is required with TLS or API keys: a public port lets any process join")
         if (self.api_keys or self.api_keys_file) and self.reachable:
             if public is None:
-                log.warning("API keys travel in the clear: set tls_cert and tls_key")
+                log.warning("API keys are sent unencrypted: set tls_cert and tls_key")
             if member is None:
                 log.warning("without tls_ca any process that reaches internal_port may join and be sent prompts")
         return public, member
@@ -93,19 +93,21 @@ class SecuritySettings(TlsSettings):
             if self.tls_cert is not None and self.tls_key is not None:
                 return Credentials(File("tls_cert", self.tls_cert), File("tls_key", self.tls_key), authorities)
             if authorities:
-                raise StartError("client_certificates", "means nothing without tls_cert or tls_public_cert")
+                raise StartError("client_certificates", "needs tls_cert or tls_public_cert")
             return None
         if self.tls_public_cert is None or self.tls_public_key is None:
             missing = "tls_public_cert" if self.tls_public_cert is None else "tls_public_key"
-            raise StartError(missing, "is missing: tls_public_cert and tls_public_key go together")
+            raise StartError(missing, "is missing: tls_public_cert and tls_public_key must be set together")
         cert, key = File("tls_public_cert", self.tls_public_cert), File("tls_public_key", self.tls_public_key)
         return Credentials(cert, key, authorities)
 
     def _client_authorities(self) -> list[File]:
         if (self.client_certificates == "required") != (self.tls_client_ca is not None):
-            raise StartError("client_certificates", "is 'required' exactly where there is a tls_client_ca")
+            raise StartError("client_certificates", "must be 'required' if tls_client_ca is set, and only then")
         if self.tls_client_ca is None:
             return []
         if self.tls_ca is not None and self.tls_client_ca.resolve() == self.tls_ca.resolve():
-            raise StartError("tls_client_ca", "must not be tls_ca, whose certificates make members of the cluster")
+            raise StartError(
+                "tls_client_ca", "must differ from tls_ca, whose certificates admit members of the cluster"
+            )
         return [File("tls_client_ca", self.tls_client_ca)]

@@ -22,5 +22,5 @@ class UsageSettings(Config):
     @classmethod
     def _one_ledger(cls, in_redis: bool, info: ValidationInfo) -> bool:
         if in_redis and info.data.get("usage_file") is not None:
-            raise ValueError("is the ledger of all routers: leave usage_file unset")
+            raise ValueError("cannot be combined with usage_file: Redis holds the ledger of all routers")
         return in_redis

@@ -50,7 +50,7 @@ class RedisUsage(UsageLedger):
     async def add(self, entry: UsageEntry) -> None:
         if len(self._unwritten) >= MAX_UNWRITTEN:
             lost = self._unwritten.popleft().to_line().decode().rstrip()
-            log.error("usage is not in the ledger, since too much waits for Redis: %s", lost)
+            log.error("usage is not in the ledger, too many entries wait for Redis: %s", lost)
         self._unwritten.append(entry)
         while self._unwritten:
             oldest = self._unwritten[0]

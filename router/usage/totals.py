@@ -39,7 +39,7 @@ class UsageEntry:
         """
         values = json.loads(line)
         if not isinstance(values, dict) or set(values) != {field.name for field in fields(cls)}:
-            raise ValueError("not an entry of a usage ledger")
+            raise ValueError("the line is not an entry of a usage ledger")
         return cls(**values)
 
 

@@ -246,7 +246,7 @@ def _need(worker: Worker, config: WorkerConfig) -> tuple[Need, int]:
 
 def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
     """Return what the settings' own rules refuse, and what the device cannot compute."""
-    found: list[str] = []
+    refusals: list[str] = []
     plain = config.model_copy(update={"adapters": {}})  # their files are not here
     rules: list[Callable[[], object]] = [
         lambda: config.refuse_parallel(worker.role),
@@ -257,20 +257,20 @@ def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
         try:
             rule()
         except StartError as error:
-            found.append(str(error))
+            refusals.append(str(error))
     ranks, shape = config.tensor_parallel, worker.shape
     if config.engine == "torch" and config.device == "cuda" and not worker.gpus:
-        found.append("device: cuda, but gpus is 0: the pod gets no GPU")
+        refusals.append("device: cuda, but gpus is 0: the pod gets no GPU")
     if worker.gpus and worker.gpus != ranks:
-        found.append(f"gpus: {worker.gpus} is not tensor_parallel, {ranks}: each rank has one GPU")
+        refusals.append(f"gpus: {worker.gpus} is not tensor_parallel, {ranks}: each rank has one GPU")
     if shape is not None and config.engine != "sim" and (shape.kv_heads % ranks or shape.heads % ranks):
-        found.append(
+        refusals.append(
             f"tensor_parallel: {ranks} does not divide the {shape.kv_heads} KV heads and {shape.heads} heads"
             f" of {shape.name}"
         )
     if config.engine == "torch" and config.weights == "fp8" and not worker.device.has_float8:
-        found.append(f"weights: fp8 needs a GPU of compute capability 8.9, which {worker.device.name} is not")
-    return list(dict.fromkeys(found))
+        refusals.append(f"weights: fp8 needs a GPU of compute capability 8.9, which {worker.device.name} is not")
+    return list(dict.fromkeys(refusals))
 
 
 def _too_little(worker: Worker, config: WorkerConfig, need: Need, kv_mib: int, context: float) -> list[str]:
@@ -291,17 +291,17 @@ def _too_little(worker: Worker, config: WorkerConfig, need: Need, kv_mib: int, c
 
 
 def _not_counted(config: WorkerConfig, role: Role) -> list[str]:
-    found = []
+    parts = []
     try:
         if config.speculates(role) not in ("off", NGRAM):
-            found.append("speculation: the draft model")
+            parts.append("speculation: the draft model")
     except StartError:
         pass  # told among the refusals
     if config.adapters:
-        found.append("adapters")
+        parts.append("adapters")
     if config.engine != "sim" and config.lora is not None:
-        found.append("lora: while it is merged")
-    return found
+        parts.append("lora: while it is merged")
+    return parts
 
 
 def _layout(shape: ModelShape, config: WorkerConfig) -> KvLayout:
@@ -321,7 +321,7 @@ def _context_tokens(shape: ModelShape, config: WorkerConfig) -> int:
     if name not in config.vllm_options:
         chosen = count_of(chosen) or chosen
     if isinstance(chosen, bool) or not isinstance(chosen, int) or chosen < 1:
-        raise Unchecked(_written(config, name), f"{shown(chosen)} is no number of tokens")
+        raise Unchecked(_written(config, name), f"{shown(chosen)} is not a number of tokens")
     return chosen
 
 
@@ -334,4 +334,4 @@ def _vllm_bits(config: WorkerConfig, option: str, value: object) -> float:
     if isinstance(value, str) and value in _VLLM_DTYPE_BITS:
         return _VLLM_DTYPE_BITS[value]
     known = ", ".join(_VLLM_DTYPE_BITS)
-    raise Unchecked(_written(config, option), f"the size of {shown(value)} is not known, only that of {known}")
+    raise Unchecked(_written(config, option), f"unknown dtype {shown(value)}; known are {known}")

@@ -54,9 +54,9 @@ class ValuesPool:
         if not self.gpus:
             return Device(MEMORY_LIMIT, quantity(f"{self.name}.{MEMORY_LIMIT}", self.memory_limit), is_gpu=False)
         if not (named := self.product or otherwise):
-            raise Unchecked(f"nodeSelector.{PRODUCT}", "no GPU is named there, nor by --gpu")
+            raise Unchecked(f"nodeSelector.{PRODUCT}", "names no GPU, and --gpu is not set")
         if (device := gpu_of_product(named)) is None:
-            raise Unchecked(f"nodeSelector.{PRODUCT}", f"{shown(named)} is none of {', '.join(GPUS)}")
+            raise Unchecked(f"nodeSelector.{PRODUCT}", f"unknown GPU {shown(named)}; known are {', '.join(GPUS)}")
         return device
 
 
@@ -88,7 +88,7 @@ def quantity(field: str, value: object) -> float:
     """
     parts = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kMGT]|[KMGT]i)?", str(value))
     if parts is None or isinstance(value, bool) or not math.isfinite(float(parts[1])):
-        raise BadSetup(field, f"{shown(value)} is no number of bytes, such as 64Gi")
+        raise BadSetup(field, f"{shown(value)} is not a number of bytes, such as 64Gi")
     return float(parts[1]) * _UNITS[parts[2] or ""]
 
 
@@ -102,7 +102,7 @@ def gpu_of_product(product: str) -> Device | None:
     gpu = GPUS.get(words[0]) if words else None
     if gpu is None or "SHARED" in words:
         return None
-    sizes = [float(found[1]) for word in words[1:] if (found := re.fullmatch(r"(?:\d+G\.)?(\d+)GB", word))]
+    sizes = [float(match[1]) for word in words[1:] if (match := re.fullmatch(r"(?:\d+G\.)?(\d+)GB", word))]
     return Device(gpu.name, min([gpu.memory_bytes, *(size * 1e9 for size in sizes)]))
 
 
@@ -110,7 +110,7 @@ def _of_model(worker: Mapping[str, Any], model: object, field: str) -> Iterator[
     entry = _mapping(model, field)
     name = entry.get("name")
     if not isinstance(name, str) or not name:
-        raise BadSetup(f"{field}.name", f"{shown(name)} is no name")
+        raise BadSetup(f"{field}.name", f"{shown(name)} is not a name")
     source = _mapping(entry.get("source"), f"{name}.source")
     repository = _mapping(source.get("hub"), f"{name}.source.hub").get("repository", "")
     for role in ROLES:
@@ -125,17 +125,17 @@ def _pool(
     worker: Mapping[str, Any], pool: Mapping[str, Any], model: str, repository: str, role: Role, name: str
 ) -> ValuesPool:
     own = {key: value for key, value in pool.items() if key not in _NOT_OF_WORKERS}
-    given = merged({key: value for key, value in worker.items() if key != "config"}, own)
+    values = merged({key: value for key, value in worker.items() if key != "config"}, own)
     config = merged(_mapping(worker.get("config"), "worker.config"), _mapping(pool.get("config"), f"{name}.config"))
-    selector = _mapping(given.get("nodeSelector"), f"{name}.nodeSelector")
-    limits = _mapping(_mapping(given.get("resources"), f"{name}.resources").get("limits"), f"{name}.resources.limits")
+    selector = _mapping(values.get("nodeSelector"), f"{name}.nodeSelector")
+    limits = _mapping(_mapping(values.get("resources"), f"{name}.resources").get("limits"), f"{name}.resources.limits")
     return ValuesPool(
         name=name,
         model=model,
         repository=repository,
         role=role,
         replicas=_count(pool.get("replicas", 0), f"{name}.replicas"),
-        gpus=_count(given.get("gpus", 0), f"{name}.gpus"),
+        gpus=_count(values.get("gpus", 0), f"{name}.gpus"),
         settings={**config, "model": f"/models/{model}"},
         product=str(selector.get(PRODUCT, "")),
         memory_limit=limits.get("memory"),
@@ -146,12 +146,12 @@ def _mapping(value: object, field: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise BadSetup(field, f"{shown(value)} is no mapping of names")
+        raise BadSetup(field, f"{shown(value)} is not a mapping of names")
     return value
 
 
 def _count(value: object, field: str) -> int:
     """Return a number of things; helm's own values have them as floats."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != math.floor(value):
-        raise BadSetup(field, f"{shown(value)} is no number from 0")
+        raise BadSetup(field, f"{shown(value)} is not a number from 0")
     return int(value)

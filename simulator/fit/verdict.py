@@ -40,7 +40,7 @@ class Verdict:
             if self.proposal is not None:
                 lines.append(f"fits with {self.proposal.in_words()}")
             elif self.fit.need is not None:
-                lines.append("no change of the KV pool, ranks, weights or GPU is known with which it fits")
+                lines.append("no known change of the KV pool, ranks, weights or GPU makes it fit")
         return lines
 
 
@@ -67,7 +67,9 @@ def _verdict(pool: ValuesPool, shapes: Shapes, gpu: str) -> Verdict:
             raise Unchecked("shape", shape.reason)
         device = pool.device(gpu)
         if shape is None and not pool.is_sim:
-            raise Unchecked("shape", f"{pool.model!r} is none of {', '.join(NAMES)}: say --shape {pool.model}=DIR")
+            raise Unchecked(
+                "shape", f"unknown model {pool.model!r}; known are {', '.join(NAMES)}: set --shape {pool.model}=DIR"
+            )
         worker = Worker(pool.role, pool.settings, device, shape, pool.gpus).without_flags()
         fit = check(worker)
     except Unchecked as error:

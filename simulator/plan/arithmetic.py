@@ -31,17 +31,17 @@ Section = tuple[str, Sequence[PlanFigure]]
 
 def sections(plan: Plan) -> list[Section]:
     """Return all figures, in the order in which one builds on the other."""
-    found: list[Section] = [("model and load", list(_given(plan.setup, plan.load)))]
+    parts: list[Section] = [("model and load", list(_given(plan.setup, plan.load)))]
     if plan.apart is not None and isinstance(plan.apart.model, DisaggregatedPlan):
         model = plan.apart.model
         prefill, decode = plan.apart.scenario.prefill, plan.apart.scenario.decode
-        found.append(
+        parts.append(
             (
                 f"disaggregated: {_many(prefill, 'prefill worker')} of {_worker(model.prefill.line.steps.roofline)}",
                 list(_prefill(model)),
             )
         )
-        found.append(
+        parts.append(
             (
                 f"disaggregated: {_many(decode, 'decode worker')} of {_worker(model.decode.streams.roofline)}",
                 [*_decode(model), *_bill(plan.apart)],
@@ -50,8 +50,8 @@ def sections(plan: Plan) -> list[Section]:
     if plan.together is not None and isinstance(plan.together.model, AggregatedPlan):
         workers = plan.together.scenario.decode
         name = f"aggregated: {_many(workers, 'worker')} of {_worker(plan.together.model.streams.roofline)}"
-        found.append((name, [*_together(plan.together.model), *_bill(plan.together)]))
-    return found
+        parts.append((name, [*_together(plan.together.model), *_bill(plan.together)]))
+    return parts
 
 
 def _given(setup: Setup, load: Load) -> Iterator[PlanFigure]:

@@ -43,11 +43,11 @@ class Lengths:
         if not self.variation:
             return ((1.0, self.mean),)
         cuts = [-math.inf, *(NORMAL.inv_cdf(share) for share in BODY), *TAIL, math.inf]
-        found = []
+        parts = []
         for low, high in itertools.pairwise(cuts):
             share, of_sum = _between(low, high), _between(low - self.sigma, high - self.sigma)
-            found.append((share, max(1.0, self.mean * of_sum / share)))
-        return tuple(found)
+            parts.append((share, max(1.0, self.mean * of_sum / share)))
+        return tuple(parts)
 
     def quantile(self, share: float) -> float:
         """Return the length that a share of all lengths does not exceed."""

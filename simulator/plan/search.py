@@ -136,9 +136,9 @@ def plan(setup: Setup, load: Load) -> Plan:
     return Plan(setup, load, apart, together, why_not)
 
 
-def _best(why_not: dict[str, str], kind: str, found: Iterable[Option]) -> Option | None:
+def _best(why_not: dict[str, str], kind: str, options: Iterable[Option]) -> Option | None:
     """Return the cheapest option, then the one with the fewest GPUs, then with the smallest TP."""
-    best = min(found, key=lambda option: (option.usd_per_hour, option.gpus), default=None)
+    best = min(options, key=lambda option: (option.usd_per_hour, option.gpus), default=None)
     if best is not None:
         why_not.pop(kind, None)
     return best
@@ -177,15 +177,15 @@ def _smallest_apart(setup: Setup, load: Load) -> tuple[int, int] | None:
     least_prefill = smallest(lambda count: apart_of(setup, load, count, MAX_WORKERS).kept)
     least_decode = smallest(lambda count: apart_of(setup, load, MAX_WORKERS, count).kept)
     assert least_decode is not None
-    found: list[tuple[float, int, int, int]] = []
+    candidates: list[tuple[float, int, int, int]] = []
     for decode in range(least_decode, least_decode + max(3, least_decode // 4)):
         prefill = smallest(lambda count: apart_of(setup, load, count, decode).kept)  # noqa: B023
         if prefill is not None:
             gpus, usd_per_hour = bill(setup, Scenario("disaggregated", prefill, decode))
-            found.append((usd_per_hour, gpus, prefill, decode))
+            candidates.append((usd_per_hour, gpus, prefill, decode))
         if prefill == least_prefill:
             break
-    return min(found)[2:] if found else None
+    return min(candidates)[2:] if candidates else None
 
 
 def smallest(kept_by: Callable[[int], float]) -> int | None:
@@ -210,7 +210,7 @@ def fitting(setup: Setup, gpu: Gpu) -> list[int]:
 
     Raises BadSetup for none.
     """
-    found, refusal = [], BadSetup("model", f"{setup.model.name} has {setup.model.heads} heads, no multiple of a TP")
+    sizes, refusal = [], BadSetup("model", f"{setup.model.name} has {setup.model.heads} heads, no multiple of a TP")
     for tp in TPS:
         if setup.model.heads % tp == 0:
             try:
@@ -218,10 +218,10 @@ def fitting(setup: Setup, gpu: Gpu) -> list[int]:
             except BadSetup as error:
                 refusal = error
             else:
-                found.append(tp)
-    if not found:
+                sizes.append(tp)
+    if not sizes:
         raise refusal
-    return found
+    return sizes
 
 
 def _option(model: DisaggregatedPlan | AggregatedPlan, setup: Setup, scenario: Scenario) -> Option:

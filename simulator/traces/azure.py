@@ -34,12 +34,12 @@ def _whole(name: str, cell: str) -> int:
 
 
 def _seconds(cell: str) -> float:
-    found = _TIME.fullmatch(cell.strip())
+    match = _TIME.fullmatch(cell.strip())
     try:
-        if found is None:
+        if match is None:
             raise ValueError
-        at = datetime.fromisoformat(found["second"] + (found["zone"] or ""))
+        at = datetime.fromisoformat(match["second"] + (match["zone"] or ""))
         at = at if at.tzinfo else at.replace(tzinfo=UTC)
-        return at.timestamp() + (float(f"0.{found['fraction']}") if found["fraction"] else 0.0)
+        return at.timestamp() + (float(f"0.{match['fraction']}") if match["fraction"] else 0.0)
     except (ValueError, OverflowError):
         raise BadRow(f"TIMESTAMP is {shown(cell)}, not a time such as 2023-11-16 18:15:46.6805900") from None

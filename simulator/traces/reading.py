@@ -76,7 +76,7 @@ class Trace:
         """
         try:
             if not path.is_file():
-                raise BadTrace(path, 0, "is no file")
+                raise BadTrace(path, 0, "is not a file")
         except OSError as error:
             raise BadTrace(path, 0, error.strerror or str(error)) from None
         self.path = path
@@ -202,7 +202,7 @@ class Trace:
             if field in first:
                 return lambda text: read(parse_object(text))
         known = " or ".join(f"{field} ({name})" for name, (field, _) in _JSON_FORMATS.items())
-        raise BadTrace(self.path, number, f"is of no known format: it has no {known}")
+        raise BadTrace(self.path, number, f"has an unknown format: there is no {known}")
 
 
 def _cells(line: str) -> list[str]:

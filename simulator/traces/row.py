@@ -67,10 +67,12 @@ def hash_ids_of(values: dict[str, Any], name: str, input_tokens: int, hash_token
     if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise BadRow(f"{name} is not a list of whole numbers")
     if any(not 0 <= i < MAX_HASH_ID for i in ids):
-        raise BadRow(f"{name} has one outside [0, {MAX_HASH_ID})")
+        raise BadRow(f"{name} has a number outside [0, {MAX_HASH_ID})")
     least, most = input_tokens // hash_tokens, -(-input_tokens // hash_tokens)
     if ids and not least <= len(ids) <= most:
-        raise BadRow(f"{name} has {len(ids)}, a prompt of {input_tokens} tokens {most} of {hash_tokens} tokens")
+        raise BadRow(
+            f"{name} has {len(ids)} hashes; a prompt of {input_tokens} tokens has {most}, of {hash_tokens} tokens each"
+        )
     return tuple(ids)
 
 

@@ -86,8 +86,8 @@ async def run_batch(
 
             for _ in range(concurrency):
                 group.create_task(work())
-    said = f"{outcome.finished} finished, {outcome.failed} failed"
-    console.print(f"{said}, {outcome.done_before} done before: {target}")
+    summary = f"{outcome.finished} finished, {outcome.failed} failed"
+    console.print(f"{summary}, {outcome.done_before} done before: {target}")
     if outcome.failed:
         console.print("run it again to try those that failed once more")
     return outcome
@@ -140,7 +140,7 @@ def take_up(target: Path) -> set[str]:
                     values = json.loads(text)
                     name, failed = values["id"], "error" in values
                 except (ValueError, KeyError, TypeError):
-                    raise StartError("output", f"{target}, line {number}: is no answer of an earlier run") from None
+                    raise StartError("output", f"{target}, line {number}: is not an answer of an earlier run") from None
                 if not failed:
                     done.add(name)
                     kept.write(text)
@@ -181,8 +181,8 @@ async def _answer(client: Client, line: BatchLine, timeout_s: float, priority: i
         except (Overloaded, Unavailable) as error:
             if wait == MAX_WAITS or (isinstance(error, Overloaded) and error.permanent):
                 return _error(error)
-            said = error.retry_after_s if isinstance(error, Overloaded) else None
-            await asyncio.sleep(min(LONGEST_WAIT_S, WAIT_S if said is None else said))
+            retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else None
+            await asyncio.sleep(min(LONGEST_WAIT_S, WAIT_S if retry_after_s is None else retry_after_s))
         except ServiceError as error:
             return _error(error)
     raise AssertionError("the last wait returns")

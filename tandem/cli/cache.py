@@ -136,8 +136,8 @@ async def warm(
             "stay": each.pinned_blocks,
             "in the store": each.stored_blocks,
         }
-        said = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
-        console.print(f"{each.worker_id} holds {each.held_blocks}: {said}", markup=False)
+        summary = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
+        console.print(f"{each.worker_id} holds {each.held_blocks}: {summary}", markup=False)
 
 
 async def _drop_of(client: Client, prompt: Prompt, model: public_pb.Model) -> pb.CacheDrop:
@@ -157,10 +157,10 @@ async def _served(client: Client, name: str) -> public_pb.Model:
     Raises InvalidRequest.
     """
     models = await client.list_models()
-    found = [model for model in models if name in ("", model.name)]
-    if len(found) != 1:
+    matches = [model for model in models if name in ("", model.name)]
+    if len(matches) != 1:
         raise InvalidRequest("model", f"name one of {', '.join(model.name for model in models) or 'none'}")
-    return found[0]
+    return matches[0]
 
 
 async def pin(console: Console, target: Target, model: str, text: str, seconds: float, tenant: str) -> None:

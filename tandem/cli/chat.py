@@ -29,8 +29,8 @@ def make_structured(**options: Any) -> pb.StructuredOutput | None:
 
     A schema or grammar "@file" is read from that file. Raises InvalidRequest for a file that cannot be read.
     """
-    given = {name: _text_of(name, value) for name, value in options.items() if value is not None}
-    return pb.StructuredOutput(**given) if given else None
+    texts = {name: _text_of(name, value) for name, value in options.items() if value is not None}
+    return pb.StructuredOutput(**texts) if texts else None
 
 
 def parse_logit_bias(biases: Sequence[str] | None) -> dict[int, float]:

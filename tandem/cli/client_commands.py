@@ -136,8 +136,8 @@ def generate(
         length_penalty=length_penalty,
         structured=structured,
     )
-    asked = {"model": model, "task": task, "min_quality": min_quality, "max_ttft_ms": max_ttft_ms}
-    run(stream_text(console, target, prompt, sampling, receipt, **asked))
+    options = {"model": model, "task": task, "min_quality": min_quality, "max_ttft_ms": max_ttft_ms}
+    run(stream_text(console, target, prompt, sampling, receipt, **options))
 
 
 @app.command(rich_help_panel=INSPECT)
@@ -155,7 +155,7 @@ def explain(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="file of a router's decisions_file to read, with --request",
+            help="log of placements, a router's decisions_file, in which --request is looked up",
             exists=True,
             dir_okay=False,
         ),
@@ -180,9 +180,9 @@ def explain(
     if prompt is None:
         run(show_decisions(console, target, request_id or "", most, log))
         return
-    asked = {"model": model, "task": task, "min_quality": min_quality, "max_ttft_ms": max_ttft_ms}
-    asked["session_id"] = session_id
-    run(show_explanation(console, target, prompt, make_sampling(max_tokens=max_tokens), most, **asked))
+    options = {"model": model, "task": task, "min_quality": min_quality, "max_ttft_ms": max_ttft_ms}
+    options["session_id"] = session_id
+    run(show_explanation(console, target, prompt, make_sampling(max_tokens=max_tokens), most, **options))
 
 
 @app.command(rich_help_panel=USE)

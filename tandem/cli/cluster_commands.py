@@ -160,7 +160,7 @@ def fault(
     from tandem.drill.load import LoadSize
 
     if bool(kind) == bool(drill):
-        raise InvalidRequest("kind", "one fault, or --drill, is needed; not both")
+        raise InvalidRequest("kind", "give either one fault or --drill")
     if kind and not worker:
         raise InvalidRequest("worker", "is missing")
     member = member_of(TlsSettings(tls_ca=member_ca, tls_cert=member_cert, tls_key=member_key))
@@ -190,7 +190,7 @@ def cache(
     everything: Annotated[bool, typer.Option("--all", help="drop all cached blocks that nothing uses")] = False,
     store: Annotated[bool, typer.Option(help="warm, drop: also the prompt's objects in the shared store")] = False,
     salt: Annotated[str, typer.Option(help="cache_salt of the prompt")] = "",
-    worker: Annotated[str, typer.Option(help="only this one, by its id; default: all")] = "",
+    worker: Annotated[str, typer.Option(help="id of one worker; default: all workers")] = "",
     model: Annotated[str, typer.Option(help="served model of the prompt; default: the only one")] = "",
     member_ca: Annotated[Path | None, access_option("CA certificate of the cluster's members (PEM)")] = None,
     member_cert: Annotated[Path | None, access_option("certificate of a member (PEM)")] = None,
@@ -206,7 +206,7 @@ def cache(
     from tandem.cli.cache import ACTIONS, Prompt, drop_cached, drop_pins, list_caches, pin, read_prompt, warm
 
     if action not in ACTIONS:
-        raise InvalidRequest("action", f"{action!r} is none of {', '.join(ACTIONS)}")
+        raise InvalidRequest("action", f"unknown action {action!r}; known are {', '.join(ACTIONS)}")
     member = member_of(TlsSettings(tls_ca=member_ca, tls_cert=member_cert, tls_key=member_key))
     text = read_prompt(text, prompt_file)
     if action == "pin":
@@ -219,7 +219,7 @@ def cache(
         prompt = Prompt(text, model, tenant or "", salt) if text else None
         run(drop_cached(console, target, member, worker, prompt, store))
     elif action == "drop" and store:
-        raise InvalidRequest("store", "removes the objects of a prompt: give one")
+        raise InvalidRequest("store", "removes the objects of a prompt: give a prompt")
     elif action == "drop":
         run(drop_pins(console, target, member, worker, tenant))
     else:
@@ -288,7 +288,7 @@ def doctor(
 
     settings = read_settings(config).worker | parse_overrides(set_ or [])
     if listen is not None and peer:
-        raise StartError("listen", "a host that listens names no peers: those are of the one that asks")
+        raise StartError("listen", "cannot be combined with --peer: only the host that runs the checks names peers")
     if listen is not None:
         return listen_for_doctor(console, settings, model, listen)
     raise typer.Exit(run_doctor(console, settings, model, workers, print_json, peer or []))

@@ -41,14 +41,14 @@ _EXPENDABLE = (
 
 
 async def show_explanation(
-    console: Console, target: Target, prompt: str, sampling: pb.Sampling, most: int, **asked: Any
+    console: Console, target: Target, prompt: str, sampling: pb.Sampling, most: int, **options: Any
 ) -> None:
     """Show the candidates of a prompt.
 
     `asked` has further options of Client.explain.
     """
     async with target.client() as client:
-        explanation = await client.explain(prompt, sampling=sampling, **asked)
+        explanation = await client.explain(prompt, sampling=sampling, **options)
     console.print(f"model {explanation.model}: {explanation.model_reason}", markup=False)
     if explanation.models:
         with uncut(console):
@@ -83,7 +83,7 @@ async def show_decisions(console: Console, target: Target, request_id: str, most
         with log.open() as lines:
             entry = read_decisions(lines, request_id)
         if entry is None:
-            raise UnknownRequest(f"{log} says nothing of {request_id!r}", "request_id")
+            raise UnknownRequest(f"{log} has no line of request {request_id!r}", "request_id")
         past = to_response(entry)
     if past.model:
         console.print(f"model {past.model}: {past.model_reason}", markup=False)

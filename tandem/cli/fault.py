@@ -65,8 +65,8 @@ def faults_of(text: str) -> tuple[str, ...]:
 
 async def _served(client: Client, name: str) -> pb.Model:
     models = await client.list_models()
-    found = [model for model in models if name in ("", model.name) and not model.embedding_dimensions]
-    if len(found) == 1 or (found and not name and all(model.base_model for model in found[1:])):
-        return found[0]
+    matches = [model for model in models if name in ("", model.name) and not model.embedding_dimensions]
+    if len(matches) == 1 or (matches and not name and all(model.base_model for model in matches[1:])):
+        return matches[0]
     known = ", ".join(model.name for model in models) or "none"
     raise InvalidRequest("model", f"must be one of the served models with text output: {known}")

@@ -70,7 +70,7 @@ def refuse_beside_values(others: Mapping[str, object]) -> None:
     """
     for name, value in others.items():
         if value is not None:
-            raise BadSetup(name, "is of a load, and does not go with --values")
+            raise BadSetup(name, "describes a load and cannot be combined with --values")
 
 
 def show_fit(console: Console, values: Mapping[str, Any], shapes: Shapes, gpu: str, json_path: Path | None) -> bool:
@@ -78,18 +78,18 @@ def show_fit(console: Console, values: Mapping[str, Any], shapes: Shapes, gpu: s
 
     Raises BadSetup.
     """
-    found = verdicts(values, shapes, gpu)
-    rows = [_row(verdict) for verdict in found]
+    results = verdicts(values, shapes, gpu)
+    rows = [_row(verdict) for verdict in results]
     with uncut(console):
         console.print(NamesTable(NAMES, FIGURES, rows, box=box.SIMPLE_HEAD))
-        for verdict in found:
+        for verdict in results:
             for reason in verdict.reasons():
                 line = Text(f"{verdict.pool.name}: ", style=STYLES[verdict.said])
                 console.print(line.append(reason, style="default"))
     if json_path is not None:
-        json_path.write_text(json.dumps([as_json(verdict) for verdict in found], indent=1) + "\n")
+        json_path.write_text(json.dumps([as_json(verdict) for verdict in results], indent=1) + "\n")
         console.print(f"figures: {json_path}")
-    return not any(verdict.said == "does not fit" for verdict in found)
+    return not any(verdict.said == "does not fit" for verdict in results)
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:

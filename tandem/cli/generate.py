@@ -21,7 +21,7 @@ class _Choice:
 
 
 async def stream_text(
-    console: Console, target: Target, prompt: str, sampling: pb.Sampling, receipt: bool, **asked: Any
+    console: Console, target: Target, prompt: str, sampling: pb.Sampling, receipt: bool, **options: Any
 ) -> None:
     """Print one completion as it comes; of several, each as a whole, in order.
 
@@ -32,7 +32,7 @@ async def stream_text(
     prompt_logprobs: list[pb.TokenLogprobs] = []
     last: pb.Finish | None = None
     async with target.client() as client:
-        async for piece in client.generate(prompt, sampling=sampling, **asked):
+        async for piece in client.generate(prompt, sampling=sampling, **options):
             prompt_logprobs += piece.prompt_logprobs
             choice = choices.setdefault(piece.index, _Choice())
             choice.text += piece.text

@@ -28,7 +28,7 @@ def needed(name: str, value: float | None) -> float:
     Raises BadSetup where it is not given.
     """
     if value is None:
-        raise BadSetup(name, f"give --{name} of a load, or --values FILE of a chart")
+        raise BadSetup(name, f"is missing: describe a load with --{name} and others, or give a chart's --values FILE")
     return value
 
 

@@ -26,7 +26,7 @@ _Word = TypeVar("_Word", bound=str)
 def compare(
     console: Console,
     setup: Setup,
-    found: Sequence[Scenario],
+    scenarios: Sequence[Scenario],
     trace_of: Callable[[int], Iterable[TraceRequest]],
     most_seeds: int,
     name: str,
@@ -39,8 +39,10 @@ def compare(
     `trace_of` returns the trace of a seed. Clusters that decide the advice run with further seeds while it is
     undecided; tables, files and logs are of the first. Raises BadTrace and BadSetup.
     """
-    if log_path is not None and not any(_logged(scenario) for scenario in found):
-        raise BadSetup("log_decisions", "nothing would be logged: only ours, aggregated or conditional, is")
+    if log_path is not None and not any(_logged(scenario) for scenario in scenarios):
+        raise BadSetup(
+            "log_decisions", "has no effect: only the policy ours in mode aggregated or conditional logs decisions"
+        )
     check_seeds(most_seeds)
     if png_path is not None:
         open_figures()  # so that a missing matplotlib is reported before the work
@@ -49,7 +51,7 @@ def compare(
     last_s = _last_arrival_s(console, trace, name)
     with ShareProgress(console) as progress:
         samples = []
-        for scenario in found:
+        for scenario in scenarios:
             with progress.part(scenario.name, last_s) as advance, _fleet_maker(scenario, log_path) as make_fleet:
                 samples.append(sample(setup, scenario, trace, advance, make_fleet))
 
@@ -62,9 +64,9 @@ def compare(
     runs = [each.run for each in samples]
     for table in tables_of(runs, setup):
         console.print(table)
-    said = advice(runs, compared)
-    if said:
-        console.print(said, style="bold")
+    text = advice(runs, compared)
+    if text:
+        console.print(text, style="bold")
     for run in runs:
         for reason, count in sorted(run.reasons.items()):
             console.print(f"{run.scenario.name}: {count} x {reason}", style="dim")
@@ -72,7 +74,7 @@ def compare(
         write_json(json_path, runs, setup, name, compared)
         console.print(f"figures: {json_path}")
     if png_path is not None:
-        write_plot(png_path, runs, setup, name, said)
+        write_plot(png_path, runs, setup, name, text)
         console.print(f"picture: {png_path}")
     return compared
 
@@ -103,7 +105,7 @@ def refuse_beside_calibration(options: Sequence[str]) -> None:
     Raises BadSetup.
     """
     if options:
-        raise BadSetup(options[0], "says a calibration for itself: leave it out, or --calibration")
+        raise BadSetup(options[0], "is already set by the calibration file: leave out this option or --calibration")
 
 
 def parse_splits(texts: Sequence[str]) -> list[tuple[int, int]]:

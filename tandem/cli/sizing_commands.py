@@ -72,7 +72,7 @@ def plan_cluster(
             raise typer.Exit(1)
         return
     if shape:
-        raise typer.BadParameter("goes with --values only", param_hint="--shape")
+        raise typer.BadParameter("needs --values", param_hint="--shape")
     setup = Setup(
         model=open_shape(model),
         gpu=gpu_named("H100" if gpu is None else gpu),
@@ -210,15 +210,15 @@ def replay_trace(
         seed=seed,
     )
     window = Window(rate, start, math.inf if duration is None else duration, requests, spread, seed)
-    found = scenarios(setup, parse_modes(modes), parse_policies(policies), parse_splits(split or []))
+    compared = scenarios(setup, parse_modes(modes), parse_policies(policies), parse_splits(split or []))
     if autoscale is not None:
-        found.append(autoscaled(setup, autoscale, worker_start))
+        compared.append(autoscaled(setup, autoscale, worker_start))
     seeds = seeds_that_differ(repeat, spread, routers)
 
     def trace_of(seed: int) -> RateSwing:
         return RateSwing(Trace(trace, replace(window, seed=seed)), swing, period)
 
-    compare(console, setup, found, trace_of, seeds, trace.name, json_path, png, log_decisions)
+    compare(console, setup, compared, trace_of, seeds, trace.name, json_path, png, log_decisions)
 
 
 @app.command(rich_help_panel=SIZE)
@@ -331,9 +331,12 @@ def calibrate(
     ] = None,
     prefill_chunk: Annotated[int, typer.Option(help="max_prefill_tokens of the prefill workers", min=1)] = 512,
     decode_chunk: Annotated[int, typer.Option(help="max_prefill_tokens of the decode workers", min=1)] = 128,
-    block_bytes: Annotated[int | None, typer.Option(help="bytes of a KV block, where no block moved")] = None,
+    block_bytes: Annotated[
+        int | None, typer.Option(help="size of a KV block in bytes, needed where the log shows no KV transfer")
+    ] = None,
     nic_gbps: Annotated[
-        float | None, typer.Option(help="speed of a worker's NIC in Gbit/s, where little KV moved")
+        float | None,
+        typer.Option(help="speed of a worker's NIC in Gbit/s, needed where the log shows few KV transfers"),
     ] = None,
     model: Annotated[
         Path | None, model_option("model that tells the bytes of a KV block, instead of --block-bytes")
@@ -355,7 +358,7 @@ def calibrate(
     if nic_bytes_per_s is None and gpu is not None:
         nic_bytes_per_s = gpu_named(gpu).nic_bytes_per_s
     kv_token_bytes = None if model is None else open_shape(model).kv_bytes_per_token
-    given = AssumedRates(kv_token_bytes, block_bytes, nic_bytes_per_s)
-    found = fit(served_of(log), blocks, prefill_chunk, decode_chunk, given)
-    found.write(out)
-    show_calibration(console, found, out)
+    assumed = AssumedRates(kv_token_bytes, block_bytes, nic_bytes_per_s)
+    calibration = fit(served_of(log), blocks, prefill_chunk, decode_chunk, assumed)
+    calibration.write(out)
+    show_calibration(console, calibration, out)

@@ -24,7 +24,7 @@ async def switch_worker(console: Console, address: str, trust: TlsIdentity | Non
     `address` is where workers join a router.
     """
     if role not in ROLES:
-        raise InvalidRequest("to", f"{role!r} is neither prefill nor decode")
+        raise InvalidRequest("to", f"must be prefill or decode, not {role!r}")
     async with channel(address, trust) as link:
         try:
             loads = await pb_grpc.MembershipStub(link).Loads(pb.LoadsRequest(), timeout=ASK_S)
@@ -48,4 +48,4 @@ def _find(loads: pb.LoadsReply, worker_id: str, role: str) -> public_pb.WorkerSt
                     raise InvalidRequest("worker", f"{worker_id!r} is the last decode worker of {model.name}")
                 return worker
     known = ", ".join(worker.worker_id for model in loads.models for worker in model.workers) or "none"
-    raise InvalidRequest("worker", f"{worker_id!r} is not there; there are {known}")
+    raise InvalidRequest("worker", f"unknown worker {worker_id!r}; known are {known}")

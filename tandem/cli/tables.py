@@ -79,9 +79,9 @@ class NamesTable:
         longest = {heading: max(map(cell_len, [heading, *self._cells(heading)])) for heading in widths}
         lacking = {heading: longest[heading] - width for heading, width in widths.items()}
         for heading in sorted(widths, key=lambda heading: lacking[heading]):
-            given = min(spare, lacking[heading])
-            widths[heading] += given
-            spare -= given
+            added = min(spare, lacking[heading])
+            widths[heading] += added
+            spare -= added
         return self._table(widths)
 
     def _least(self, left_out: Sequence[str]) -> dict[str, int]:

@@ -43,8 +43,8 @@ class CallSpan:
         )
         carrier: dict[str, str] = {}
         propagate.inject(carrier, trace.set_span_in_context(self._span))
-        said = {key for key, _ in self.metadata}
-        self.metadata += tuple((key.lower(), value) for key, value in carrier.items() if key.lower() not in said)
+        names = {key for key, _ in self.metadata}
+        self.metadata += tuple((key.lower(), value) for key, value in carrier.items() if key.lower() not in names)
 
     def record(self, response: pb.GenerateResponse) -> None:
         """Record a response of the stream."""
@@ -89,10 +89,10 @@ def _of_requests(requests: Sequence[pb.GenerateRequest], addresses: Sequence[str
         attributes["tandem.request_id"] = request.request_id
     if request.session_id:
         attributes["gen_ai.conversation.id"] = request.session_id
-    given = {field.name: value for field, value in request.sampling.ListFields()}
+    values = {field.name: value for field, value in request.sampling.ListFields()}
     for name in SAMPLING:
-        if name in given and given[name] <= MAX_INT:
-            attributes[f"gen_ai.request.{name}"] = given[name]
+        if name in values and values[name] <= MAX_INT:
+            attributes[f"gen_ai.request.{name}"] = values[name]
     if request.sampling.n > 1:
         attributes["gen_ai.request.choice.count"] = request.sampling.n
     return attributes

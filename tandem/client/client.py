@@ -170,13 +170,13 @@ class Client:
         for number in self._order():
             how: dict[str, Any] = {"timeout": _remaining_s(give_up_at), "metadata": (*self._metadata, *metadata)}
             try:
-                found: pb.DecisionsResponse = await self._stubs[number].Decisions(request, **how)
+                reply: pb.DecisionsResponse = await self._stubs[number].Decisions(request, **how)
             except grpc.aio.AioRpcError as error:
                 failures.append(from_rpc_error(error))
                 if not isinstance(failures[-1], Unavailable | UnknownRequest):
                     break
             else:
-                return found
+                return reply
         # A router that is away may be the one that served it.
         raise next((failure for failure in failures if not isinstance(failure, UnknownRequest)), failures[-1])
 
@@ -290,8 +290,8 @@ class Client:
             if prefill >= num_prefill and decode >= num_decode:
                 return
             if time.monotonic() > give_up_at:
-                there = f"{prefill} prefill and {decode} decode workers"
-                raise Unavailable(f"only {there} joined within {timeout_s:g} s")
+                joined = f"{prefill} prefill and {decode} decode workers"
+                raise Unavailable(f"only {joined} joined within {timeout_s:g} s")
             await asyncio.sleep(0.02)
 
     async def list_models(self, timeout_s: float = 10.0, metadata: Metadata = ()) -> list[pb.Model]:

@@ -33,14 +33,14 @@ class LiveWorkers:
         Raises ServiceError.
         """
         models = (await self._client.cluster_status()).models
-        found = [
+        workers = [
             worker
             for model in models
             if self._model in ("", model.name)
             for worker in model.workers
             if worker.has_reported
         ]
-        return sorted(found, key=lambda worker: (worker.role, worker.worker_id))
+        return sorted(workers, key=lambda worker: (worker.role, worker.worker_id))
 
     async def worker(self, worker_id: str, field: str) -> public_pb.WorkerStatus:
         """Return a worker.
@@ -52,7 +52,7 @@ class LiveWorkers:
             if worker.worker_id == worker_id:
                 return worker
         known = ", ".join(worker.worker_id for worker in workers) or "none"
-        raise InvalidRequest(field, f"{worker_id!r} is not there; there are {known}")
+        raise InvalidRequest(field, f"unknown worker {worker_id!r}; known are {known}")
 
     async def call(self, worker: public_pb.WorkerStatus, call: Callable[[Any], Awaitable[Answer]]) -> Answer:
         """Return what a call of the worker's `Worker` service answers.

@@ -55,8 +55,8 @@ def check_packages(machine: Machine, config: WorkerConfig) -> list[Finding]:
     if machine.torch_gpus and config.device != "cpu" and config.backend in ("auto", "flashinfer"):
         needed.add("flashinfer")
     missing = [name for name in sorted(needed) if machine.versions.get(name) is None]
-    there = ", ".join(f"{name} {number}" for name, number in machine.versions.items() if number is not None)
-    findings = [Finding("packages", "ok", there)]
+    versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items() if number is not None)
+    findings = [Finding("packages", "ok", versions)]
     for name in missing:
         optional = name == "flashinfer" and config.backend == "auto"
         advice = f"{INSTALL[name]}, or set another {'transport' if name in ('nixl', 'ucxx') else 'engine or backend'}"
@@ -71,8 +71,8 @@ def check_vllm(machine: Machine) -> list[Finding]:
     advice = "make vllm, or set vllm_python; see docs/vllm.md"
     if isinstance(machine.vllm, str):
         return [Finding("vllm", "broken", machine.vllm, advice)]
-    there = ", ".join(f"{name} {number}" for name, number in machine.vllm.items() if number is not None)
-    findings = [Finding("vllm", "ok", there)]
+    versions = ", ".join(f"{name} {number}" for name, number in machine.vllm.items() if number is not None)
+    findings = [Finding("vllm", "ok", versions)]
     for name, number in machine.vllm.items():
         if number is None:
             findings.append(Finding("vllm", "broken", f"{name} is not installed in vLLM's environment", advice))
@@ -84,13 +84,13 @@ def check_vllm(machine: Machine) -> list[Finding]:
 def check_gpus(machine: Machine, config: WorkerConfig) -> list[Finding]:
     """List the GPUs of the machine, and those that torch computes on."""
     on_bus, seen = len(machine.host.gpus), machine.torch_gpus or ()
-    found = f"torch sees {', '.join(seen)}" if seen else "torch sees none"
+    gpus = f"torch sees {', '.join(seen)}" if seen else "torch sees none"
     if config.engine == "torch" and config.device == "cuda" and not seen:
-        return [Finding("gpus", "broken", found, "set device: cpu, or install a CUDA build of torch and the driver")]
+        return [Finding("gpus", "broken", gpus, "set device: cpu, or install a CUDA build of torch and the driver")]
     if on_bus > len(seen) and config.device != "cpu":
         advice = "install the driver and a CUDA build of torch, or widen CUDA_VISIBLE_DEVICES; device: cpu if intended"
-        return [Finding("gpus", "warning", f"{found}, the PCI bus has {on_bus}", advice)]
-    return [Finding("gpus", "ok", found)]
+        return [Finding("gpus", "warning", f"{gpus}, the PCI bus has {on_bus}", advice)]
+    return [Finding("gpus", "ok", gpus)]
 
 
 def check_rdma(machine: Machine, config: WorkerConfig) -> list[Finding]:
@@ -128,22 +128,26 @@ def check_nics(machine: Machine, environment: Mapping[str, str]) -> list[Finding
 def check_memlock(machine: Machine, config: WorkerConfig) -> list[Finding]:
     """Check the memlock limit: RDMA pins the pool, nothing else does."""
     limit, needed = machine.memlock_bytes, config.kv_bytes or UNMEASURED_KV_BYTES
-    found = "unlimited" if limit is None else f"{limit >> 20} MiB"
+    limit_text = "unlimited" if limit is None else f"{limit >> 20} MiB"
     if limit is not None and limit < needed and machine.host.active_rdma:
         advice = "ulimit -l unlimited; LimitMEMLOCK=infinity for systemd; for a container --ulimit memlock=-1"
-        return [Finding("memlock", "broken", f"{found}, and RDMA pins a KV pool of {needed >> 20} MiB", advice)]
-    return [Finding("memlock", "ok", found if machine.host.active_rdma else f"{found}; without RDMA nothing is pinned")]
+        return [Finding("memlock", "broken", f"{limit_text}, and RDMA pins a KV pool of {needed >> 20} MiB", advice)]
+    return [
+        Finding(
+            "memlock", "ok", limit_text if machine.host.active_rdma else f"{limit_text}; without RDMA nothing is pinned"
+        )
+    ]
 
 
 def check_shared_memory(machine: Machine, num_workers: int) -> list[Finding]:
     """Check /dev/shm, where UCX keeps queues."""
     free, needed = machine.shared_memory_bytes, num_workers * SHARED_MEMORY_PER_WORKER
     if free is None or free < needed:
-        found = "no /dev/shm" if free is None else f"{free >> 20} MiB free in /dev/shm"
+        room = "no /dev/shm" if free is None else f"{free >> 20} MiB free in /dev/shm"
         advice = (
             f"give it {needed >> 20} MiB for {num_workers} workers: docker --shm-size, an emptyDir of medium Memory"
         )
-        return [Finding("shared memory", "warning", found, advice)]
+        return [Finding("shared memory", "warning", room, advice)]
     return [Finding("shared memory", "ok", f"{free >> 20} MiB free in /dev/shm")]
 
 
@@ -193,9 +197,9 @@ def check_kernels(machine: Machine, config: WorkerConfig) -> list[Finding]:
         f"{rows} row{'s' * (rows != '1')}: {', '.join(f'{name} {figure:.0f}' for name, figure in each.items())}"
         for rows, each in speed.gflops.items()
     ]
-    there = f"{speed.instructions}; {speed.threads} threads; GFLOP/s of a bfloat16 layer, {'; '.join(of_rows)}"
+    speeds = f"{speed.instructions}; {speed.threads} threads; GFLOP/s of a bfloat16 layer, {'; '.join(of_rows)}"
     slower = [rows for rows, each in speed.gflops.items() if each["kernels"] < SLOW * each["torch bfloat16"]]
     if slower:
         advice = "another process may have used the cores; if not, set backend: sdpa and report it"
-        return [Finding("cpu kernels", "warning", f"{there}: torch is faster", advice)]
-    return [Finding("cpu kernels", "ok", there)]
+        return [Finding("cpu kernels", "warning", f"{speeds}: torch is faster", advice)]
+    return [Finding("cpu kernels", "ok", speeds)]

@@ -55,7 +55,7 @@ def run_doctor(
     """
     least = 1 if others else 2
     if not least <= workers <= MAX_WORKERS:
-        raise StartError("workers", f"a pair takes 2, and {MAX_WORKERS} are the most; not {workers}")
+        raise StartError("workers", f"must be 2 to {MAX_WORKERS}, not {workers}")
     if others and settings.get("host", LOOPBACK) == LOOPBACK:
         settings = settings | {"host": _address_toward(others[0])}
     config, machine = _settled(settings, model)
@@ -63,13 +63,13 @@ def run_doctor(
         reason = f"no transport {config.transport!r} is installed; installed are {', '.join(names)}"
         raise StartError("transport", reason)
     findings = check_all(machine, config, workers, os.environ, alone=not others)
-    told, pairs, unreached = asyncio.run(_examine(config, machine, workers, others))
-    findings += [each.judge_clock() for each in told] + unreached + judge_pairs(pairs, machine, config)
+    reports, pairs, unreached = asyncio.run(_examine(config, machine, workers, others))
+    findings += [each.judge_clock() for each in reports] + unreached + judge_pairs(pairs, machine, config)
     if print_json:
-        print(json.dumps(as_json(machine, findings, pairs, told), indent=2))
+        print(json.dumps(as_json(machine, findings, pairs, reports), indent=2))
     else:
-        show(console, findings, pairs, told)
-    return exit_code([*findings, *(finding for each in told for finding in each.findings)])
+        show(console, findings, pairs, reports)
+    return exit_code([*findings, *(finding for each in reports for finding in each.findings)])
 
 
 def listen_for_doctor(console: Console, settings: dict[str, Any], model: Path | None, port: int) -> None:
@@ -103,7 +103,7 @@ async def _examine(
     config: WorkerConfig, machine: Machine, workers: int, others: Sequence[str]
 ) -> tuple[list[HostReport], list[PairResult], list[Finding]]:
     """Return other hosts' reports, the results of the pairs, and findings about unreachable hosts."""
-    told: list[HostReport] = []
+    reports: list[HostReport] = []
     unreached: list[Finding] = []
     async with AsyncExitStack() as stack:
         peers = await start_peers(stack, plan_peers(config, workers, _on_gpu(machine, config)))
@@ -111,13 +111,13 @@ async def _examine(
             link = HostLink(address, member_of(config))
             stack.push_async_callback(link.stop)
             try:
-                told.append(await link.examine(number, PATTERN_BYTES))
+                reports.append(await link.examine(number, PATTERN_BYTES))
             except PeerGone as error:
                 advice = "is `tandem doctor --listen PORT` running there, with the same certificates?"
                 unreached.append(Finding("hosts", "broken", str(error), advice))
                 continue
             peers.append(Peer(address, number, link, elsewhere=True))
-        return told, await measure_pairs(peers), unreached
+        return reports, await measure_pairs(peers), unreached
 
 
 def _config(settings: dict[str, Any], model: Path | None) -> WorkerConfig:
@@ -147,4 +147,4 @@ def _address_toward(other: str) -> str:
             address: str = probe.getsockname()[0]
             return address
     except (OSError, ValueError) as error:
-        raise StartError("peer", f"{other!r} is no HOST:PORT that can be reached: {error}") from None
+        raise StartError("peer", f"{other!r} is not a HOST:PORT that can be reached: {error}") from None

@@ -62,29 +62,29 @@ class DoctorService:
     async def _answers(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         try:
             async with aclosing(self._examine(requests, context.peer().partition(":")[2])) as answers:
-                async for said in answers:
-                    yield json.dumps(said).encode()
+                async for message in answers:
+                    yield json.dumps(message).encode()
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
 
     async def _examine(self, requests: AsyncIterator[bytes], asker: str) -> AsyncGenerator[dict[str, Any]]:
         if self._examined:
-            raise Overloaded("another doctor examines this host now")
+            raise Overloaded("another `tandem doctor` examines this host now")
         self._examined, peer = True, None
         try:
             yield {"host": socket.gethostname(), "findings": self._findings}
             async for raw in requests:
-                asked = _parsed(raw)
-                if "clock" in asked:
+                request = _parsed(raw)
+                if "clock" in request:
                     yield {"clock": time.time()}
-                elif "start" in asked and peer is None:
-                    spec = self._spec(*_pattern_of(asked["start"]), asker)
+                elif "start" in request and peer is None:
+                    spec = self._spec(*_pattern_of(request["start"]), asker)
                     peer = await ProcessLink.start(spec, self._command)
                     yield await _heard(peer)
                 elif peer is None:
-                    raise InvalidRequest("start", "must come before anything that is for the peer")
+                    raise InvalidRequest("start", "must come before requests to the peer")
                 else:
-                    await peer.send(asked)
+                    await peer.send(request)
                     yield await _heard(peer)
         finally:
             self._examined = False
@@ -101,16 +101,16 @@ async def _heard(peer: PeerLink) -> dict[str, Any]:
 
 def _parsed(raw: bytes) -> dict[str, Any]:
     try:
-        asked = json.loads(raw)
+        request = json.loads(raw)
     except ValueError as error:
-        raise InvalidRequest("request", f"is no JSON: {error}") from None
-    if not isinstance(asked, dict):
+        raise InvalidRequest("request", f"is not JSON: {error}") from None
+    if not isinstance(request, dict):
         raise InvalidRequest("request", "must be a JSON object")
-    return asked
+    return request
 
 
-def _pattern_of(asked: Any) -> tuple[int, int]:
-    fields = asked if isinstance(asked, dict) else {}
+def _pattern_of(request: Any) -> tuple[int, int]:
+    fields = request if isinstance(request, dict) else {}
     seed, num_bytes = fields.get("seed"), fields.get("num_bytes")
     if not isinstance(seed, int) or not 0 <= seed < 1 << 32:
         raise InvalidRequest("start.seed", "must be a number of 32 bits")
@@ -132,10 +132,10 @@ class HostReport:
     """Accuracy of that: half of the fastest answer's time."""
 
     def judge_clock(self) -> Finding:
-        found = f"{self.address}: {1e3 * self.clock_ahead_s:+.1f} ms, to within {1e3 * self.clock_within_s:.1f} ms"
+        offset = f"{self.address}: {1e3 * self.clock_ahead_s:+.1f} ms, to within {1e3 * self.clock_within_s:.1f} ms"
         if abs(self.clock_ahead_s) - self.clock_within_s > MAX_SKEW_S:
-            return Finding("clock", "warning", found, "run chrony or another NTP client on both hosts")
-        return Finding("clock", "ok", found)
+            return Finding("clock", "warning", offset, "run chrony or another NTP client on both hosts")
+        return Finding("clock", "ok", offset)
 
 
 class HostLink(PeerLink):
@@ -153,14 +153,14 @@ class HostLink(PeerLink):
         """
         try:
             async with asyncio.timeout(REACH_S):
-                told = await self.receive()
+                reply = await self.receive()
                 rounds = [await self._ask_clock() for _ in range(CLOCK_ROUNDS)]
         except TimeoutError:
             raise PeerGone(f"{self.address} did not answer within {REACH_S:g} s") from None
         await self.send({"start": {"seed": seed, "num_bytes": num_bytes}})
         within_s, ahead_s = min(rounds)
-        findings = tuple(Finding(**finding) for finding in told["findings"])
-        return HostReport(self.address, told["host"], findings, ahead_s, within_s)
+        findings = tuple(Finding(**finding) for finding in reply["findings"])
+        return HostReport(self.address, reply["host"], findings, ahead_s, within_s)
 
     async def _ask_clock(self) -> tuple[float, float]:
         """Return accuracy and lead of the other clock, in seconds."""
@@ -170,9 +170,9 @@ class HostLink(PeerLink):
         half_s = (time.time() - asked_at) / 2
         return half_s, theirs - asked_at - half_s
 
-    async def send(self, said: dict[str, Any]) -> None:
+    async def send(self, message: dict[str, Any]) -> None:
         try:
-            await self._call.write(json.dumps(said).encode())
+            await self._call.write(json.dumps(message).encode())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise PeerGone(self._why(error)) from None
 
@@ -183,18 +183,18 @@ class HostLink(PeerLink):
             raise PeerGone(self._why(error)) from None
         if raw is grpc.aio.EOF:
             raise PeerGone(f"{self.address} ended the examination")
-        said: dict[str, Any] = json.loads(raw)
-        if said.pop("gone", False):
-            raise PeerGone(f"{self.address}: {said['error']}")
-        return said
+        message: dict[str, Any] = json.loads(raw)
+        if message.pop("gone", False):
+            raise PeerGone(f"{self.address}: {message['error']}")
+        return message
 
     async def stop(self) -> None:
         self._call.cancel()
         await self._channel.close()
 
     def _why(self, error: Exception) -> str:
-        said = str(from_rpc_error(error)) if isinstance(error, grpc.aio.AioRpcError) else "the stream is over"
-        return f"{self.address}: {said}"
+        reason = str(from_rpc_error(error)) if isinstance(error, grpc.aio.AioRpcError) else "the stream is over"
+        return f"{self.address}: {reason}"
 
 
 async def listen(

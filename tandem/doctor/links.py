@@ -21,7 +21,7 @@ class PeerLink(ABC):
     """Link to one peer."""
 
     @abstractmethod
-    async def send(self, said: dict[str, Any]) -> None:
+    async def send(self, message: dict[str, Any]) -> None:
         """Send a message.
 
         Raises PeerGone.
@@ -59,16 +59,16 @@ class ProcessLink(PeerLink):
         )
         return cls(spec.name, process)
 
-    async def send(self, said: dict[str, Any]) -> None:
+    async def send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(said).encode() + b"\n")
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             with suppress(ValueError):  # a library's output
-                said: dict[str, Any] = json.loads(line)
-                return said
+                message: dict[str, Any] = json.loads(line)
+                return message
         raise PeerGone(f"{self._name} ended with code {await self._process.wait()}")
 
     async def stop(self) -> None:

@@ -106,25 +106,25 @@ def _kernels() -> KernelSpeed | str:
     """Compile and time the CPU kernels, in a process of their own."""
     command = [sys.executable, "-m", "engine.backends.torch.native.speed"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=KERNELS_TIMEOUT_S)
-        said = json.loads(told.stdout.splitlines()[-1])
+        process = subprocess.run(command, capture_output=True, text=True, timeout=KERNELS_TIMEOUT_S)
+        values = json.loads(process.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         return f"they were not compiled and timed within {KERNELS_TIMEOUT_S:g} s"
     except (OSError, ValueError, IndexError):
-        return told.stderr.strip().splitlines()[-1] if told.stderr.strip() else "their process printed nothing"
-    return str(said["unavailable"]) if "unavailable" in said else KernelSpeed(**said)
+        return process.stderr.strip().splitlines()[-1] if process.stderr.strip() else "their process printed nothing"
+    return str(values["unavailable"]) if "unavailable" in values else KernelSpeed(**values)
 
 
 def _vllm(config: WorkerConfig) -> Mapping[str, str | None] | str:
     """Ask vLLM's interpreter for the versions there."""
     try:
         python = vllm_python(config)
-        told = subprocess.run([python, "-c", ASK_VLLM], capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
+        process = subprocess.run([python, "-c", ASK_VLLM], capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
     except (EngineStartError, OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    if told.returncode:
-        return f"{python}: {told.stderr.strip().splitlines()[-1]}"
-    versions: dict[str, str | None] = json.loads(told.stdout)
+    if process.returncode:
+        return f"{python}: {process.stderr.strip().splitlines()[-1]}"
+    versions: dict[str, str | None] = json.loads(process.stdout)
     return versions
 
 
@@ -148,7 +148,7 @@ def _torch_gpus() -> tuple[str, ...] | None:
     """Ask torch in a process of its own: it takes seconds to load, and CUDA keeps what it touched."""
     command = [sys.executable, "-c", ASK_TORCH]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S, check=True).stdout
-        return tuple(json.loads(said.splitlines()[-1]))
+        output = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S, check=True).stdout
+        return tuple(json.loads(output.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None

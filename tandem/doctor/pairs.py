@@ -60,8 +60,8 @@ class Peer:
         """Reason why no pair with it can work any more."""
 
     async def prepare(self) -> None:
-        said = await self._hear(START_TIMEOUT_S)
-        self._endpoint, self._error = said.get("endpoint", ""), said.get("error", "")
+        reply = await self._hear(START_TIMEOUT_S)
+        self._endpoint, self._error = reply.get("endpoint", ""), reply.get("error", "")
 
     async def read(self, lender: "Peer", timeout_s: float) -> PairResult:
         names, across = (self.name, lender.name), self.elsewhere or lender.elsewhere
@@ -69,12 +69,12 @@ class Peer:
             return PairResult(*names, error=self._error or lender._error, across_hosts=across)
         try:
             await self._link.send({"endpoint": lender._endpoint, "seed": lender._seed})
-            said = await self._hear(timeout_s)
+            reply = await self._hear(timeout_s)
         except PeerGone as error:
-            said = {"error": str(error)}
-        if "error" in said:
-            return PairResult(*names, error=said["error"], across_hosts=across)
-        return PairResult(*names, **said | {"lanes": tuple(said["lanes"])}, across_hosts=across)
+            reply = {"error": str(error)}
+        if "error" in reply:
+            return PairResult(*names, error=reply["error"], across_hosts=across)
+        return PairResult(*names, **reply | {"lanes": tuple(reply["lanes"])}, across_hosts=across)
 
     async def stop(self) -> None:
         await self._link.stop()
@@ -138,10 +138,14 @@ def _judge(result: PairResult, machine: Machine, config: WorkerConfig) -> Findin
         advice = "see the checks above; UCX_LOG_LEVEL=info says more"
         return Finding("pairs", "broken", f"{pair}: {result.error}", advice)
     if result.first_wrong_byte is not None:
-        found = f"{pair}: {result.wrong_bytes} bytes arrived wrong, the first at {result.first_wrong_byte}"
-        return Finding("pairs", "broken", found, "do not serve with this transport; try the other, and test the memory")
+        problem = f"{pair}: {result.wrong_bytes} bytes arrived wrong, the first at {result.first_wrong_byte}"
+        return Finding(
+            "pairs", "broken", problem, "do not serve with this transport; try the other, and test the memory"
+        )
     if fell_back(result, machine, config):
         better = ", ".join(better_lanes(machine, config, result.across_hosts))
-        found = f"{pair}: over {', '.join(result.lanes)} where {better} would be possible"
-        return Finding("pairs", "warning", found, "unset UCX_TLS and UCX_NET_DEVICES; see ptrace scope, GPUs and RDMA")
+        problem = f"{pair}: over {', '.join(result.lanes)} where {better} would be possible"
+        return Finding(
+            "pairs", "warning", problem, "unset UCX_TLS and UCX_NET_DEVICES; see ptrace scope, GPUs and RDMA"
+        )
     return None

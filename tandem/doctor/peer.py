@@ -113,9 +113,9 @@ def serve(spec: PeerSpec, pattern: Bytes) -> None:
         return
     _say({"endpoint": endpoint})
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
-            _say(read_pattern(transport, pool, asked["endpoint"].encode(), asked["seed"], spec.num_bytes))
+            _say(read_pattern(transport, pool, request["endpoint"].encode(), request["seed"], spec.num_bytes))
         except TransferError as error:
             _say({"error": f"{type(error).__name__}: {error}"})
         except TimeoutError:
@@ -128,8 +128,8 @@ def spec_of(argument: str) -> PeerSpec:
     return PeerSpec(**fields | {"strict_lanes": tuple(fields["strict_lanes"])})
 
 
-def _say(said: dict[str, Any]) -> None:
-    print(json.dumps(said), flush=True)
+def _say(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
 
 
 def main() -> None:

@@ -38,9 +38,9 @@ class DrillCluster(LiveWorkers):
         Raises ServiceError: InvalidRequest that names the field, Forbidden where a worker takes no faults.
         """
         if fault not in FAULTS:
-            raise InvalidRequest("fault", f"{fault!r} is none of {', '.join(FAULTS)}")
+            raise InvalidRequest("fault", f"unknown fault {fault!r}; known are {', '.join(FAULTS)}")
         if bool(peer_id) != (fault == "partition"):
-            raise InvalidRequest("peer", "is for a partition, which needs it")
+            raise InvalidRequest("peer", "must be set for a partition, and only then")
         ends = [(await self.worker(worker_id, "worker"), peer_id)]
         if fault == "partition":
             ends.append((await self.worker(peer_id, "peer"), worker_id))

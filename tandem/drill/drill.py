@@ -43,7 +43,7 @@ class DrillPlan:
     def __post_init__(self) -> None:
         for fault in self.faults:
             if fault not in FAULTS:
-                raise InvalidRequest("drill", f"{fault!r} is none of all, {', '.join(FAULTS)}")
+                raise InvalidRequest("drill", f"unknown fault {fault!r}; known are all, {', '.join(FAULTS)}")
         if self.rounds < 1:
             raise InvalidRequest("rounds", f"must be at least 1, not {self.rounds}")
         if not self.recovery_s > 0:
@@ -137,14 +137,14 @@ class Drill:
         orders = {"corrupt": decode, "partition": decode, "stop": prefill + decode}
         candidates = [self._plan.worker] if self._plan.worker else orders.get(fault, decode + prefill)
         if not candidates:
-            raise InvalidRequest("worker", f"there is none for {fault}")
+            raise InvalidRequest("worker", f"no worker is running for the fault {fault}")
         worker = candidates[number % len(candidates)]
         if fault != "partition":
             return worker, ""
         others = [self._plan.peer] if self._plan.peer else [other for other in prefill if other != worker]
         others = others or [other for other in decode if other != worker]
         if not others:
-            raise InvalidRequest("peer", f"there is no other worker than {worker!r}")
+            raise InvalidRequest("peer", f"no worker is running beside {worker!r}")
         return worker, others[number % len(others)]
 
     async def _is_whole(self) -> bool:

@@ -110,6 +110,6 @@ class DrillReport:
         if self.unstable:
             remarks.append(f"{self.unstable} prompts are not compared: their undisturbed answers differ already")
         for each in self.results:
-            found = (*dict.fromkeys(each.errors), *each.broken)
-            remarks += [f"{each.fault} of {each.worker}: {what}" for what in found]
+            errors = (*dict.fromkeys(each.errors), *each.broken)
+            remarks += [f"{each.fault} of {each.worker}: {what}" for what in errors]
         return remarks

@@ -64,9 +64,9 @@ class OfferedLoad:
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise BadSetup({"most": "requests"}.get(name, "duration"), f"{value} is not above 0")
         if not 0 <= self.warmup_s < (self.duration_s or math.inf):
-            raise BadSetup("warmup", f"{self.warmup_s} s of {self.duration_s} s")
+            raise BadSetup("warmup", f"{self.warmup_s} s is not from 0 to below the duration, {self.duration_s} s")
         if self.trace is None and self.duration_s is None and self.most is None:
-            raise BadSetup("duration", "how long? Say it, or a number of requests")
+            raise BadSetup("duration", "is missing: set a duration, or a number of requests")
 
     def left_out(self, context: int) -> LeftOut:
         """Read a trace once, to report its errors before sending anything.
@@ -77,21 +77,21 @@ class OfferedLoad:
         """
         if self.trace is None:
             return LeftOut()
-        found = LeftOut()
+        left = LeftOut()
         for request in self._in_time(self.trace):
-            if found.of - found.count == self.most:
+            if left.of - left.count == self.most:
                 break
-            found.of += 1
-            found.count += request.input_tokens + request.output_tokens > context
-        if found.count == found.of:
-            raise BadSetup("trace", f"all of its {found.of} requests are longer than the context, {context} tokens")
-        return found
+            left.of += 1
+            left.count += request.input_tokens + request.output_tokens > context
+        if left.count == left.of:
+            raise BadSetup("trace", f"all {left.of} requests are longer than the context of {context} tokens")
+        return left
 
-    def _in_time(self, found: Iterable[TraceRequest]) -> Iterable[TraceRequest]:
+    def _in_time(self, requests: Iterable[TraceRequest]) -> Iterable[TraceRequest]:
         if self.duration_s is None or self.concurrency is not None:
-            return found
+            return requests
         last_s = self.duration_s
-        return takewhile(lambda each: each.arrival_s < last_s, found)
+        return takewhile(lambda each: each.arrival_s < last_s, requests)
 
     @property
     def name(self) -> str:
@@ -105,14 +105,14 @@ class OfferedLoad:
 
         Raises BadTrace and BadSetup.
         """
-        found: Iterable[TraceRequest]
+        requests: Iterable[TraceRequest]
         if self.profile is not None:
             arrivals = evenly(self.rate) if self.even else poisson(self.rate, self.seed)
-            found = requests_of(self.profile, arrivals, self.seed, self.scale, context)
+            requests = requests_of(self.profile, arrivals, self.seed, self.scale, context)
         else:
             assert self.trace is not None
-            found = (each for each in self.trace if each.input_tokens + each.output_tokens <= context)
-        for number, request in enumerate(self._in_time(found)):
+            requests = (each for each in self.trace if each.input_tokens + each.output_tokens <= context)
+        for number, request in enumerate(self._in_time(requests)):
             if number == self.most:
                 break
             yield request
@@ -175,8 +175,8 @@ async def _offer(load: OfferedLoad, frontend: Frontend, drive: LoadDriver, count
 
     def advance() -> None:
         done = count.num_over if load.most is not None else min(loop.time() - begins_at, total or math.inf)
-        said = f"{drive.num_under_way} under way, {count.num_over} over"
-        progress.update(task, completed=max(0.0, done), said=said)
+        status = f"{drive.num_under_way} under way, {count.num_over} over"
+        progress.update(task, completed=max(0.0, done), said=status)
 
     shows = asyncio.ensure_future(_every(0.2, advance))
     try:
@@ -218,22 +218,22 @@ class _Count:
         self._held: dict[int, ServedRequest | None] = {}
         self._written = 0
 
-    def ended(self, asked: SentRequest) -> None:
+    def ended(self, sent: SentRequest) -> None:
         self.num_over += 1
-        outcome = asked.outcome
+        outcome = sent.outcome
         finished = outcome.end_state is EndState.FINISHED
         if self._log is not None:
-            self._held[asked.number] = _served(asked, self.begins_at) if finished else None
+            self._held[sent.number] = _served(sent, self.begins_at) if finished else None
             while self._written in self._held:  # in the order of arrival
                 if (served := self._held.pop(self._written)) is not None:
                     write_served(self._log, served)
                 self._written += 1
         if self._tally is None:
             self._tally = ResultCounter(self._wanted.slo, self.begins_at + self._load.warmup_s)
-        if asked.counted:
+        if sent.counted:
             self._tally.add(outcome)
             if finished:
-                self._receipts.add(asked.finish.receipt, outcome.ttft_s)
+                self._receipts.add(sent.finish.receipt, outcome.ttft_s)
                 self._first_tokens.append((outcome.sent_at - self.begins_at, outcome.ttft_s))
 
     def report(self, drive: LoadDriver, title: str, num_workers: int) -> Report:
@@ -259,9 +259,9 @@ class _Count:
         )
 
 
-def _served(asked: SentRequest, begins_at: float) -> ServedRequest:
+def _served(sent: SentRequest, begins_at: float) -> ServedRequest:
     """Return a request's log entry with the intended lengths; prompts sent as text may differ by a few tokens."""
-    outcome, request = asked.outcome, asked.outcome.request
+    outcome, request = sent.outcome, sent.outcome.request
     return ServedRequest(
         arrived_s=max(0.0, outcome.sent_at - begins_at),
         prompt_tokens=request.input_tokens,
@@ -270,7 +270,7 @@ def _served(asked: SentRequest, begins_at: float) -> ServedRequest:
         blocks=request.hash_ids,
         ttft_s=outcome.ttft_s,
         itl_s=outcome.itl_s,
-        receipt=asked.finish.receipt,
+        receipt=sent.finish.receipt,
         priority=request.priority,
     )
 

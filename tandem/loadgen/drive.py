@@ -99,12 +99,12 @@ class LoadDriver:
         if counted:
             sent.count += 1
             sent.last_due_at = sent_at
-        asked = SentRequest(self._num_sent, counted, Outcome(request, sent_at, num_attempts=1))
+        sent_request = SentRequest(self._num_sent, counted, Outcome(request, sent_at, num_attempts=1))
         self._num_sent += 1
-        return group.create_task(self._ask(asked, sent.gaps if counted else self._ignored))
+        return group.create_task(self._ask(sent_request, sent.gaps if counted else self._ignored))
 
-    async def _ask(self, asked: SentRequest, gaps: LatencyHistogram) -> None:
-        outcome, time = asked.outcome, asyncio.get_running_loop().time
+    async def _ask(self, sent_request: SentRequest, gaps: LatencyHistogram) -> None:
+        outcome, time = sent_request.outcome, asyncio.get_running_loop().time
 
         def on_tokens(count: int) -> None:
             now = time()
@@ -118,16 +118,16 @@ class LoadDriver:
             outcome.last_token_at = now
 
         try:
-            asked.finish = await self._frontend.ask(outcome.request, on_tokens)
+            sent_request.finish = await self._frontend.ask(outcome.request, on_tokens)
         except Overloaded as error:
             outcome.end_state, outcome.reason = EndState.REFUSED, _short(error)
         except ServiceError as error:
             outcome.end_state, outcome.reason = EndState.FAILED, _short(error)
         else:
-            _read(outcome, asked.finish)
+            _read(outcome, sent_request.finish)
         finally:
             self.num_under_way -= 1
-        self._on_end(asked)
+        self._on_end(sent_request)
 
 
 @contextlib.contextmanager

@@ -86,13 +86,13 @@ class GrpcFrontend(Frontend):
     async def __aenter__(self) -> Self:
         self._clients = [Client(address, api_key=self._api_key, tls=self._tls) for address in self._addresses]
         served = await self._clients[0].list_models()
-        found = [model for model in served if not self.model or model.name == self.model]
-        if len(found) != 1:
+        matches = [model for model in served if not self.model or model.name == self.model]
+        if len(matches) != 1:
             names = ", ".join(model.name for model in served)
-            raise StartError("model", f"name the one to be tried: {names} are served at {self._addresses[0]}")
-        self.model, self._vocab_size = found[0].name, found[0].vocab_size
-        self.max_context_tokens = found[0].max_context_tokens
-        self.num_workers = found[0].prefill_workers + found[0].decode_workers
+            raise StartError("model", f"name one of {names}, which are served at {self._addresses[0]}")
+        self.model, self._vocab_size = matches[0].name, matches[0].vocab_size
+        self.max_context_tokens = matches[0].max_context_tokens
+        self.num_workers = matches[0].prefill_workers + matches[0].decode_workers
         if self._as_text:
             finish = await self._stream({"text": sample(PROBE_WORDS)}, pb.Sampling(max_tokens=1), 0, lambda _: None)
             self._words = PromptWords(finish.usage.prompt_tokens / PROBE_WORDS)
@@ -204,20 +204,20 @@ class HttpFrontend(Frontend):
             served = [(model["id"], int(model.get("max_model_len") or 0)) for model in served]
         except (self._http.ClientError, ValueError, KeyError, TypeError, AttributeError, TimeoutError) as error:
             raise Unavailable(f"{self._url}/v1/models: {error!r:.200}") from None
-        found = [model for model in served if not self.model or model[0] == self.model]
-        if len(found) != 1:
-            raise StartError("model", f"name the one to be tried: {', '.join(name for name, _ in served)}")
-        self.model = found[0][0]
-        self.max_context_tokens = self.max_context_tokens or found[0][1]
+        matches = [model for model in served if not self.model or model[0] == self.model]
+        if len(matches) != 1:
+            raise StartError("model", f"name one of {', '.join(name for name, _ in served)}")
+        self.model = matches[0][0]
+        self.max_context_tokens = self.max_context_tokens or matches[0][1]
         if not self.max_context_tokens:
-            raise StartError("context", f"{self._url} does not say how long {self.model}'s context is: say it")
+            raise StartError("context", f"{self._url} does not say how long {self.model}'s context is: set it")
         if self._as_text:
             finish = await self._stream({"prompt": sample(PROBE_WORDS), "max_tokens": 1}, lambda _: None)
             if not finish.usage.prompt_tokens:
                 raise StartError("http", f"{self._url} does not say how many tokens a prompt has")
             self._words = PromptWords(finish.usage.prompt_tokens / PROBE_WORDS)
         elif not self._vocab_size:
-            raise StartError("vocab_size", "is needed where prompts go as token ids")
+            raise StartError("vocab_size", "must be set when prompts are sent as token ids")
 
     async def ask(self, request: TraceRequest, on_tokens: OnTokens) -> pb.Finish:
         prompt = self._words.text(request) if self._as_text else token_ids(request, self._vocab_size)
@@ -242,7 +242,7 @@ class HttpFrontend(Frontend):
         except self._http.ClientError as error:
             raise Unavailable(f"{self._url}: {error!r}") from None
         except TimeoutError:
-            raise DeadlineExceeded(f"not done within {self._timeout_s:g} s") from None
+            raise DeadlineExceeded(f"the request was not done within {self._timeout_s:g} s") from None
         if finish.usage.completion_tokens > seen:
             on_tokens(finish.usage.completion_tokens - seen)
         return finish
@@ -259,7 +259,7 @@ def _base_of(url: str) -> str:
     except ValueError:
         good = False
     if not good:
-        raise StartError("http", f"{shown(url)} is no address such as http://127.0.0.1:8000")
+        raise StartError("http", f"{shown(url)} is not an address such as http://127.0.0.1:8000")
     return url.rstrip("/").removesuffix("/v1")
 
 
@@ -281,7 +281,7 @@ def _read_event(event: dict[str, Any], finish: pb.Finish, seen: int, on_tokens: 
         try:
             ParseDict(receipt, finish.receipt, ignore_unknown_fields=True)
         except ParseError as error:
-            raise Unavailable(f"a receipt that cannot be read: {error}") from None
+            raise Unavailable(f"the receipt cannot be read: {error}") from None
     if event.get("choices"):
         now = max(seen + bool(event["choices"][0].get("text")), finish.usage.completion_tokens)
         if now > seen:
@@ -294,8 +294,8 @@ def _error(status: int, body: bytes, headers: Mapping[str, str]) -> ServiceError
     """Return the typed error of a server's answer."""
     message, field = body[:500].decode(errors="replace"), ""
     try:
-        said = json.loads(body)["error"]
-        message, field = str(said["message"]), str(said.get("param") or "")
+        details = json.loads(body)["error"]
+        message, field = str(details["message"]), str(details.get("param") or "")
     except (ValueError, KeyError, TypeError):
         pass  # a proxy's page, or another server's format: its text is the message
     if status == 429:

@@ -154,10 +154,10 @@ async def start_pool(config: SimPoolConfig) -> _Process:
     Raises StartError.
     """
     pool = SimPool()
-    found = await fetch_beside(config.model, CONFIG_FILES)  # once, not for each worker
-    workers = config.model_copy(update={"model": found}).workers()
+    path = await fetch_beside(config.model, CONFIG_FILES)  # once, not for each worker
+    workers = config.model_copy(update={"model": path}).workers()
     if not workers:
-        raise StartError("decode", "no worker at all is asked for")
+        raise StartError("decode", "at least one worker is needed")
     for role, worker in workers:
         await pool.start(role, worker)
     return _Process(pool)

@@ -56,10 +56,10 @@ class ControlActor:
         """Return the next order, for the driver."""
         return await self._orders.get()
 
-    def answer(self, number: int, refused: str, told: list[str]) -> None:
+    def answer(self, number: int, refused: str, lines: list[str]) -> None:
         """Answer an order, for the driver."""
         if (waiting := self._answers.get(number)) is not None and not waiting.done():
-            waiting.set_result((refused, told))
+            waiting.set_result((refused, lines))
 
 
 def name_of(cluster_name: str) -> str:
@@ -77,15 +77,15 @@ def order(cluster_name: str, what: str, counts: dict[str, int], model: str = "")
         raise StartError("ray", "no Ray cluster is running here") from None
     try:
         control: Any = ray.get_actor(name_of(cluster_name))
-        refused, told = ray.get(control.order.remote(what, counts, model))
+        refused, lines = ray.get(control.order.remote(what, counts, model))
     except ValueError:
-        raise StartError("name", f"no cluster called {cluster_name!r} runs on this Ray cluster") from None
+        raise StartError("name", f"no cluster named {cluster_name!r} runs on this Ray cluster") from None
     except ray.exceptions.RayActorError:
         if what != "down":
             raise TandemError("the cluster ended") from None
-        refused, told = "", []
+        refused, lines = "", []
     finally:
         ray.shutdown()
     if refused:
         raise TandemError(refused)
-    return list(told)
+    return list(lines)

@@ -142,16 +142,16 @@ async def _obey(supervisor: Supervisor, cluster_name: str, say: ProgressSteps, s
         return
     while True:
         order: Order = await control.next.remote()
-        refused, told = "", list[str]()
+        refused, lines = "", list[str]()
         if order.what == "down":
             await control.answer.remote(order.number, "", [])
             stop.set()
             return
         try:
-            told = await supervisor.perform(order)
+            lines = await supervisor.perform(order)
         except Exception as error:  # the sender of the order gets the error, and the cluster continues
             refused = str(error)
-        await control.answer.remote(order.number, refused, told)
+        await control.answer.remote(order.number, refused, lines)
 
 
 @contextlib.asynccontextmanager

@@ -129,11 +129,13 @@ class WorkerGroup:
 
     def _no_room(self, bundles: Sequence[dict[str, float]]) -> str:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        there = _described([{name: amount for name, amount in node.items() if _of_interest(name)} for node in nodes])
+        resources = _described(
+            [{name: amount for name, amount in node.items() if _of_interest(name)} for node in nodes]
+        )
         return (
             f"no room within {self._settings.wait_s:g} s for {_described(bundles)}, {self._settings.strategy}"
             f"{MEANING.get(self._settings.strategy, '')}; "
-            f"the nodes have, used or not, {there}"
+            f"the nodes have, used or not, {resources}"
         )
 
 

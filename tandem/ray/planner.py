@@ -85,7 +85,7 @@ async def start_ray_planner(
     Raises StartError.
     """
     if not config.model and len(models) > 1:
-        raise StartError("planner.model", f"is needed, of {', '.join(models)}: a planner sizes the pools of one")
+        raise StartError("planner.model", f"must be one of {', '.join(models)}: a planner sizes the pools of one model")
     several = config.model if len(models) > 1 else ""
     watching = config.model_copy(update={"routers": tuple(joined_at)})
     return await start_planner(watching, RayExecutor(supervisor, several))

@@ -41,10 +41,13 @@ class RoleActor:
 
     async def ended(self) -> str:
         """Wait for the end; return its cause, or empty after a requested stop."""
-        failing, told = asyncio.ensure_future(self._role.failed()), asyncio.ensure_future(self._role.stop_requested())
-        await asyncio.wait([failing, told], return_when=asyncio.FIRST_COMPLETED)
+        failing, stopping = (
+            asyncio.ensure_future(self._role.failed()),
+            asyncio.ensure_future(self._role.stop_requested()),
+        )
+        await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
-            told.cancel()
+            stopping.cancel()
             return str(failing.result())
         failing.cancel()
         await self.leave()

@@ -26,8 +26,8 @@ class RaySettings(Config):
     """Settings such as {strategy: SPREAD, prefill: {num_gpus: 1}, decode: {resources: {fast_nic: 1}}}."""
 
     strategy: Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"] = "SPREAD"
-    """Placement strategy: workers on as many nodes as there are, or packed on few; strict: each on another node, or all
-    on one, or not at all."""
+    """Placement strategy of Ray: workers on as many nodes as possible (SPREAD), or on few (PACK). The strict ones start
+    nothing unless each worker has a node of its own (STRICT_SPREAD), or one node holds all (STRICT_PACK)."""
     wait_s: PositiveFloat = 120.0
     """Seconds to wait for resources for all workers. A Ray cluster that autoscales needs as long as that takes."""
     prefill: RoleResources = RoleResources()
@@ -41,7 +41,10 @@ class RaySettings(Config):
         Raises StartError.
         """
         if autoscale and self.strategy.startswith("STRICT"):
-            raise StartError("ray.strategy", f"{self.strategy} is of a fixed number of workers: not with --autoscale")
+            raise StartError(
+                "ray.strategy",
+                f"{self.strategy} needs a fixed number of workers and cannot be combined with --autoscale",
+            )
 
     def options(self, module: str) -> dict[str, Any]:
         """Return the actor options of a worker that is placed by itself, by its module."""

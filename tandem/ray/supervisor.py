@@ -106,7 +106,7 @@ class Supervisor:
         roles = [self._worker(module, config) for module, config in self._topology.workers()]
         self._roles |= {role.name: role for role in roles}
         started = await asyncio.gather(*(role.start() for role in roles))
-        return [said for role, where in zip(roles, started, strict=True) if (said := _metrics_of(role, where))]
+        return [address for role, where in zip(roles, started, strict=True) if (address := _metrics_of(role, where))]
 
     async def _start(self, role: Role) -> None:
         """Start or restart a role where there is room, and print where its metrics are.
@@ -121,17 +121,17 @@ class Supervisor:
             if role.leaving:
                 return
             where = await self._start_in_place(role)
-        if said := _metrics_of(role, where):
-            self._say(f"metrics at {said}")
+        if address := _metrics_of(role, where):
+            self._say(f"metrics at {address}")
             self._say.done()
 
     async def _find_room(self, role: Role) -> None:
         """Wait for room for a role, or until its end is wanted."""
-        told = False
+        reported = False
         while (options := await self._group.room(role.module, role.options)) is None and not role.leaving:
-            if not told:
+            if not reported:
                 self._say(f"{role.name}: waiting for room on the Ray cluster")
-            told = True
+            reported = True
         if options is None or options is role.options:
             return
         if role.leaving:
@@ -244,16 +244,16 @@ class Supervisor:
 
         Raises TandemError saying why it is not done.
         """
-        told: list[str] = []
+        lines: list[str] = []
         async with self._order:
             if order.what == "scale":
                 for role, count in order.counts.items():
-                    told += await self._scale(role, count, order.model)
+                    lines += await self._scale(role, count, order.model)
             elif order.what == "restart":
                 await self._restart()
             else:
-                raise TandemError(f"no such order: {order.what}")
-        return told
+                raise TandemError(f"unknown order {order.what}")
+        return lines
 
     async def sizes(self, model: str) -> dict[str, int]:
         """Return the workers by role, including those being started."""
@@ -269,28 +269,28 @@ class Supervisor:
         Raises TandemError.
         """
         async with self._order:
-            there = [self._roles[name] for name in names if name in self._roles]
-            await asyncio.gather(*(each.switch(role) for each in there))
-            self._say(f"{', '.join(each.name for each in there)}: {role} workers now")
+            members = [self._roles[name] for name in names if name in self._roles]
+            await asyncio.gather(*(each.switch(role) for each in members))
+            self._say(f"{', '.join(each.name for each in members)}: {role} workers now")
             self._say.done()
 
     async def _scale(self, role: str, count: int, model: str) -> list[str]:
         """Add workers like the initial ones, or let the last ones leave; return how the new ones started."""
         if role not in MODULES or count < 0:
-            raise TandemError(f"{role}={count}: a role is {' or '.join(MODULES)}, and their number not negative")
+            raise TandemError(f"{role}={count}: must be {' or '.join(MODULES)}, and a number from 0")
         pattern, prefix = self._pattern(role, model)
         await self._look()
-        there = self._of_role(role, model)
-        if role == "decode" and count == 0 and there:
+        members = self._of_role(role, model)
+        if role == "decode" and count == 0 and members:
             raise TandemError("decode=0: nothing would be served; tandem down ends the cluster")
-        leaving, taken = there[count:], set(self._roles)
+        leaving, taken = members[count:], set(self._roles)
         await asyncio.gather(*(each.leave() for each in leaving))
         for each in leaving:
             self._group.give_back(each.options)
         free = (name for number in range(count + len(taken)) if (name := f"{prefix}{number}") not in taken)
         new = [
             self._worker(MODULES[role], pattern.model_copy(update={"worker_id": next(free)}))
-            for _ in range(count - len(there))
+            for _ in range(count - len(members))
         ]
         await self._add(new)
         self._say(f"{role}: {count} workers")
@@ -333,7 +333,7 @@ class Supervisor:
                 await self._follow(role, options)
                 continue
             if alone:
-                self._say(f"{role.name}: no room for another one beside it; nobody does its work until it is back")
+                self._say(f"{role.name}: no room for a replacement beside it; its work waits until it runs again")
             await self._start_anew(role)
         self._say(f"{len(workers)} workers restarted")
         self._say.done()
@@ -382,7 +382,7 @@ class Supervisor:
         self._roles[again.name] = again
         self._keep(again, cause)
         if cause:
-            raise TandemError(f"{cause}; it is tried again, and who was to follow is not restarted")
+            raise TandemError(f"{cause}; its start is tried again, and no further process is restarted")
         await self._joined(again)
 
     async def _joined(self, role: Role) -> None:
@@ -404,19 +404,19 @@ class Supervisor:
     def _of_role(self, role: str, model: str) -> list[Role]:
         """Return the roles of a model by present role, in order of their numbers."""
         prefixes = [prefix for each in MODULES for prefix in self._patterns(each, model)]
-        found: list[tuple[int, str, Role]] = []
+        roles: list[tuple[int, str, Role]] = []
         for each in self._roles.values():
             prefix, _, number = each.name.rpartition("-")
             if each.module == MODULES[role] and not each.leaving and f"{prefix}-" in prefixes and number.isdecimal():
-                found.append((int(number), each.name, each))
-        return [each for _, _, each in sorted(found, key=lambda entry: entry[:2])]
+                roles.append((int(number), each.name, each))
+        return [each for _, _, each in sorted(roles, key=lambda entry: entry[:2])]
 
     def _pattern(self, role: str, model: str) -> tuple[WorkerConfig, str]:
         """Return a configuration for further workers, and the prefix of their names."""
         patterns = self._patterns(role, model)
         if len(patterns) != 1:
             known = ", ".join(prefix.removesuffix(f"-{role}-") for prefix in patterns) or "none"
-            raise TandemError(f"{role}: of which model? There are workers of {known}")
+            raise TandemError(f"{role}: name one of several models: {known}")
         ((prefix, config),) = patterns.items()
         return config, prefix
 

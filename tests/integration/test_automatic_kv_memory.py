@@ -62,7 +62,9 @@ def test_a_model_answers_as_with_a_pool_of_a_given_size(tiny_model: Path, contai
 
 def test_nothing_left_is_refused_with_the_sum(tiny_model: Path, container: Any) -> None:
     container(2 * GIB, GIB // 4)
-    with pytest.raises(EngineStartError, match=r"auto leaves nothing: 0.25 of 2.00 GiB are free beside the weights"):
+    with pytest.raises(
+        EngineStartError, match=r"auto leaves no memory for KV blocks: 0.25 of 2.00 GiB are free beside the weights"
+    ):
         runner(tiny_model)
 
 

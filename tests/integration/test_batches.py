@@ -254,7 +254,7 @@ async def test_wrong_uploads_are_refused_by_name(site: Site) -> None:
     part = b'--x\r\ncontent-disposition: form-data; name="%s"%s\r\n\r\nbatch\r\n'
     for body, headers, said in (
         (b"{}", {"content-type": "application/json"}, "content-type"),
-        (b"what", form, "no multipart form"),
+        (b"what", form, "not a multipart form"),
         (part % (b"purpose", b""), form, "last boundary"),
         (part % (b"purpose", b"") + b"--x--\r\n", form, "file: is missing"),
         (part % (b"file", b'; filename="a"') * 2 + b"--x--\r\n", form, "twice"),

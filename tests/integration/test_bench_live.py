@@ -108,13 +108,13 @@ async def test_requests_longer_than_the_context_are_left_out_and_said_to_be(
     assert json.loads(figures.read_text())["left_out"] == {"longer_than_context": 1, "of": 3}
     trace.write_text(json.dumps(rows[1]) + "\n")
     async with cluster_of(model, prefill=0, decode=1, **TIMING) as cluster:
-        with pytest.raises(BadSetup, match="all of its 1 requests are longer"):
+        with pytest.raises(BadSetup, match="all 1 requests are longer"):
             await run_bench(console, GrpcFrontend([cluster.address], "", 60), load, OutputOptions(Slo(5.0, 1.0)))
 
 
 async def test_a_model_that_is_not_served_is_named(model: Path, cluster_of: Any) -> None:
     async with cluster_of(model, prefill=0, decode=1, **TIMING) as cluster:
-        with pytest.raises(StartError, match="model: name the one"):
+        with pytest.raises(StartError, match="model: name one of"):
             await run_bench(
                 quiet(),
                 GrpcFrontend([cluster.address], "other", 60),
@@ -130,7 +130,7 @@ async def test_by_http_it_sees_the_same(cluster_of: Any) -> None:
         frontend = HttpFrontend(f"http://{cluster.router.http_address}", "", 60, receipts=True)
         report = await run_bench(quiet(), frontend, load, OutputOptions(Slo(60.0, 60.0)))
         wrong = HttpFrontend(f"http://{cluster.router.http_address}/v1", "other", 60)
-        with pytest.raises(StartError, match="model: name the one"):
+        with pytest.raises(StartError, match="model: name one of"):
             await run_bench(quiet(), wrong, load, OutputOptions(Slo(1.0, 1.0)))
     offered = list(load.requests(2048))
     assert report.results.finished == 8

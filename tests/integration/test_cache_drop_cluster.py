@@ -127,7 +127,10 @@ async def test_bad_drops_name_their_field(
         assert again.receipt.kv.reused_blocks == 6
         assert again.finish.reason == public_pb.FINISH_REASON_LENGTH
         assert stream.token_ids == again.token_ids
-        for words, said in ((("drop", "text", "--all"), "either a prompt or --all"), (("drop", "--store"), "give one")):
+        for words, said in (
+            (("drop", "text", "--all"), "either a prompt or --all"),
+            (("drop", "--store"), "give a prompt"),
+        ):
             code, printed = await tandem(*words, "--address", cluster.address)
             assert code != 0
             assert said in " ".join(printed.split())

@@ -180,7 +180,7 @@ def test_a_link_or_another_kind_of_file_is_never_written(tmp_path: Path) -> None
     assert victim.read_bytes() == b"precious" * 1000
     ours.unlink()
     os.mkfifo(ours)
-    with pytest.raises(EngineStartError, match="no plain file"):
+    with pytest.raises(EngineStartError, match="not a regular file"):
         open_tiers(tmp_path)
     ours.unlink()
     ours.touch(mode=0o666)

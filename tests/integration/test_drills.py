@@ -170,7 +170,7 @@ async def test_what_is_refused_names_its_field(model: Path, cluster_of: Any) -> 
         ]
         assert answers[-1].finish.receipt.kv.moved_blocks == 12
         code, _, err = await fault_command(cluster.address, "kill", "--worker", "nobody")
-        assert (code, err) == (2, "error: worker: 'nobody' is not there; there are decode-0, prefill-0\n")
+        assert (code, err) == (2, "error: worker: unknown worker 'nobody'; known are decode-0, prefill-0\n")
 
 
 async def test_a_worker_without_the_setting_takes_none(model: Path, cluster_of: Any) -> None:

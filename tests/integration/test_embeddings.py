@@ -156,7 +156,7 @@ async def test_other_models_are_refused_by_name(model: Path) -> None:
         body = {"input": [[1, 2, 3]], "model": model.name}
         status, _, said = await asyncio.to_thread(call, cluster.router.http_address, "/v1/embeddings", body)
     assert (status, said["error"]["param"]) == (400, "model")
-    assert "'simulated' makes no embeddings: it is no embedding model" in said["error"]["message"]
+    assert "'simulated' makes no embeddings: the model is not an embedding model" in said["error"]["message"]
 
 
 async def test_a_model_without_an_output_layer_embeds_and_does_not_generate(make_model: Any, tmp_path: Path) -> None:

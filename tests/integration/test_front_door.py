@@ -207,7 +207,7 @@ async def test_a_batch_waits_for_a_router_that_is_away(model: Path, cluster_of: 
     [
         ("", "", "has no lines"),
         ('{"id": "a"}\n{"id": "a"}\n', "", "two lines have the id 'a'"),
-        ('{"id": "a"}\n', "something else\n", "no answer of an earlier run"),
+        ('{"id": "a"}\n', "something else\n", "not an answer of an earlier run"),
     ],
 )
 async def test_files_that_cannot_be_used_are_left_alone(tmp_path: Path, content: str, out: str, said: str) -> None:

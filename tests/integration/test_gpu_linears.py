@@ -116,7 +116,7 @@ def test_inputs_that_no_kernel_divides() -> None:
     reference = QuantisedLinear.of(layer(5, 50), "int4")
     assert not reference.grouped
     agree(WeightOnlyLinear.of(reference), reference, randn(3, 50, dtype=torch.bfloat16))
-    with pytest.raises(EngineStartError, match="groups of 24 inputs are no multiple of 16"):
+    with pytest.raises(EngineStartError, match="groups of 24 inputs are not a multiple of 16"):
         WeightOnlyLinear.of(grouped(8, 48, 24, 4, False, False, torch.bfloat16))
 
 
@@ -261,13 +261,13 @@ def test_a_weight_of_another_class_is_not_joined() -> None:
 
 
 def test_fp8_on_a_cpu(tiny_model: Path) -> None:
-    with pytest.raises(EngineStartError, match="weights: fp8 is for GPUs, not for the CPU: int8 is for that"):
+    with pytest.raises(EngineStartError, match="weights: fp8 needs a GPU: use int8 on the CPU"):
         load_model(ModelDir.open(tiny_model), "auto", CPU, QuantizationConfig(weights="fp8"))
 
 
 def test_fp8_on_older_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(EngineStartError, match=r"weights: fp8 needs .* 8\.9 .*, this one has 8\.0"):
+    with pytest.raises(EngineStartError, match=r"weights: fp8 needs .* 8\.9 .*, this GPU has 8\.0"):
         check_gpu("fp8", CPU)
     check_gpu("int8", CPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -80,7 +80,7 @@ async def test_a_worker_that_is_refused_again_and_again_says_so_once_and_leaves_
         return not [task for task in asyncio.all_tasks() if "_consume_request_iterator" in repr(task.get_coro())]
 
     await until(nothing_left, "what wrote to the routers has ended", 3)
-    assert said(caplog) == [("ERROR", f"not joined to {address}: worker_id: it is there")]
+    assert said(caplog) == [("ERROR", f"router {address} could not be joined: worker_id: it is there")]
 
 
 async def test_a_router_that_is_not_there_is_told_of_after_a_while(
@@ -100,5 +100,5 @@ async def test_a_router_that_is_not_there_is_told_of_after_a_while(
     await memberships.leave()
     (first, *_, last), levels = said(caplog), [level for level, _ in said(caplog)]
     assert first[0] == "INFO", "it may be about to start"
-    assert last[1].startswith("not joined to 127.0.0.1:1 for 0 s: failed to connect")
+    assert last[1].startswith("router 127.0.0.1:1 could not be joined for 0 s: failed to connect")
     assert levels.count("WARNING") == 1

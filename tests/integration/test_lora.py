@@ -90,7 +90,7 @@ def test_adapters_have_fingerprints(adapter: Callable[..., Path]) -> None:
         }
         assert QuantizationConfig(lora=lora).fingerprint(saved) in prints
     assert len(prints) == 7
-    with pytest.raises(EngineStartError, match=r"lora: .*no adapter of PEFT"):
+    with pytest.raises(EngineStartError, match=r"lora: .*not a PEFT adapter"):
         QuantizationConfig(lora=Path("/nowhere")).fingerprint(saved)
 
 
@@ -98,15 +98,15 @@ def test_adapters_have_fingerprints(adapter: Callable[..., Path]) -> None:
     ("changes", "why"),
     [
         ({"peft_type": "IA3"}, "not of peft_type LORA"),
-        ({"use_dora": True}, "its use_dora would change the result"),
+        ({"use_dora": True}, "settings that are not supported: use_dora"),
         ({"modules_to_save": ["lm_head"], "lora_bias": True}, "its lora_bias, modules_to_save would change"),
         ({"rank_pattern": {"q_proj": 2}}, "its rank_pattern would change"),
         ({"something_new": 1}, "its something_new would change"),
         ({"bias": "all"}, "its bias 'all'"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not for the weights as they were saved"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the model's own weights"),
         ({"r": 0}, "its r is 0"),
         ({"r": 8}, r"q_proj.lora_A is \[4, 64\], not \[8, 64\]|down_proj.lora_A is \[4, 128\], not \[8, 128\]"),
-        ({"lora_alpha": "much"}, "its lora_alpha is 'much'"),
+        ({"lora_alpha": "much"}, "the adapter's lora_alpha is 'much'"),
         ({"target_modules": ["q_proj", "down_proj", "v_proj"]}, "target_modules name v_proj, of which"),
     ],
 )
@@ -124,9 +124,12 @@ def renamed(old: str, new: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("weights", "why"),
     [
-        (renamed("layers.1", "layers.7"), r"of a module model\.layers\.7\.self_attn\.q_proj, which the model has not"),
-        (renamed("self_attn.q_proj", "input_layernorm"), "a LlamaRMSNorm; only plain linear layers"),
-        (renamed("q_proj.lora_A.weight", "q_proj.lora_magnitude_vector"), "is no weight of a plain LoRA"),
+        (
+            renamed("layers.1", "layers.7"),
+            r"a module model\.layers\.7\.self_attn\.q_proj, which the model does not have",
+        ),
+        (renamed("self_attn.q_proj", "input_layernorm"), "a LlamaRMSNorm: only plain linear layers"),
+        (renamed("q_proj.lora_A.weight", "q_proj.lora_magnitude_vector"), "is not a weight of plain LoRA"),
         (renamed("q_proj.lora_A", "k_proj.lora_A"), "q_proj has no lora_A|k_proj has no lora_B"),
         (renamed(Q, "model.layers.1.self_attn.k_proj"), r"k_proj.lora_B is \[64, 4\], not \[32, 4\]"),
         ({name: tensor.to(torch.int32) for name, tensor in weights_of().items()}, "of torch.int32, no floating-point"),
@@ -142,7 +145,7 @@ def test_weights_that_do_not_fit(
 
 def test_a_matrix_that_is_the_embedding_too(make_model: Any, adapter: Callable[..., Path]) -> None:
     weights = {f"base_model.model.lm_head.lora_{side}.weight": torch.ones(4, 64) for side in "AB"}
-    with pytest.raises(EngineStartError, match=r"lora: .*lm_head, whose matrix is the embedding's too"):
+    with pytest.raises(EngineStartError, match=r"lora: .*lm_head, which shares its matrix with the embedding"):
         load(make_model("gemma2"), QuantizationConfig(lora=adapter(weights, target_modules=["lm_head"])))
 
 
@@ -152,5 +155,5 @@ def test_no_adapter_at_all(tiny_model: Path, adapter: Callable[..., Path]) -> No
     with pytest.raises(EngineStartError, match=r"lora: .*adapter_model\.safetensors cannot be read"):
         load(tiny_model, QuantizationConfig(lora=path))
     (path / "adapter_config.json").unlink()
-    with pytest.raises(EngineStartError, match=r"lora: .*is no adapter of PEFT"):
+    with pytest.raises(EngineStartError, match=r"lora: .*is not a PEFT adapter"):
         load(tiny_model, QuantizationConfig(lora=path))

@@ -131,7 +131,7 @@ async def explained(client: Client) -> None:
 async def refused(client: Client) -> None:
     cases: list[tuple[dict[str, Any], type[ServiceError], str, str]] = [
         ({"model": "medium"}, UnknownModel, "model", "'small', 'large', 'idle' are"),
-        ({}, InvalidRequest, "model", "is empty, and several are served"),
+        ({}, InvalidRequest, "model", "is empty, but several models are served"),
         ({"model": "idle"}, Unavailable, "", "no decode worker of 'idle' has joined"),
         ({"model": "small", "min_quality": 0.5}, InvalidRequest, "min_quality", "'small' has quality 0.4"),
         ({"model": "large", "task": "draft"}, InvalidRequest, "task", "'large' is for code, not for 'draft'"),
@@ -145,7 +145,7 @@ async def refused(client: Client) -> None:
             await answer(client, SHORT, **asked)
         assert caught.value.field == field
         assert words in caught.value.message
-    with pytest.raises(InvalidRequest, match="mean different things to small, large"):
+    with pytest.raises(InvalidRequest, match="have different meanings in small, large"):
         await Stream(client, [1, 2, 3], 5, model="auto").task
 
 
@@ -220,4 +220,4 @@ async def test_a_router_does_not_start_with_two_models_of_one_name(
     with pytest.raises(StartError) as caught:
         await start_role("router", "router", doubled.router)
     assert caught.value.field == "router: models.1.name"
-    assert f"{models[0].path} and {twin} would both be called 'small'" in caught.value.reason
+    assert f"{models[0].path} and {twin} have the same name, 'small'" in caught.value.reason

@@ -283,5 +283,5 @@ async def test_the_loop_turns_while_a_long_text_is_tokenised() -> None:
 
 async def test_a_text_that_cannot_fit_is_refused_unread() -> None:
     encoder = PromptEncoder(ModelDir.open(STORYTELLER))
-    with pytest.raises(InvalidRequest, match="characters; at most"):
+    with pytest.raises(InvalidRequest, match="characters, at most"):
         await encoder.encode(pb.GenerateRequest(text="the cat sat on " * (1 << 17)))

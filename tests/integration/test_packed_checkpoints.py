@@ -190,7 +190,7 @@ def test_other_float8_is_left_to_transformers(settings: dict[str, Any], change: 
     ("change", "why"),
     [
         (lambda it: it.update({f"{Q}.weight": it[f"{Q}.weight"].float()}), "dtypes are torch.float32"),
-        (lambda it: it.update({f"{Q}.weight_scale_inv": torch.ones(1, 2)}), "are not of blocks of 32 outputs and 32"),
+        (lambda it: it.update({f"{Q}.weight_scale_inv": torch.ones(1, 2)}), "do not match blocks of 32 outputs and 32"),
     ],
 )
 def test_files_that_do_not_hold_float8(make_model: MakeModel, tmp_path: Path, change: Any, why: str) -> None:
@@ -215,8 +215,8 @@ def test_files_that_do_not_hold_float8(make_model: MakeModel, tmp_path: Path, ch
         ({"is_marlin_format": True}, "with is_marlin_format True"),
         ({"quant_method": "awq", "bits": 8}, "by awq with bits 8; only 4"),
         ({"quant_method": "awq", "version": "gemv"}, "in the format gemv; only gemm"),
-        ({"group_size": 64}, "are not of groups of 64 of 128 inputs and 64 outputs"),
-        ({"bits": 8}, "are not of groups of 32 of 64 inputs and 64 outputs"),
+        ({"group_size": 64}, "do not match groups of 64 of 128 inputs, and 64 outputs"),
+        ({"bits": 8}, "do not match groups of 32 of 64 inputs, and 64 outputs"),
     ],
 )
 def test_what_is_not_understood(make_model: MakeModel, tmp_path: Path, settings: dict[str, Any], why: str) -> None:
@@ -232,11 +232,11 @@ def test_what_is_not_understood(make_model: MakeModel, tmp_path: Path, settings:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda it: it.pop(f"{Q}.scales"), f"weights of {Q} cannot be read: there is no scales"),
+        (lambda it: it.pop(f"{Q}.scales"), f"weights of {Q} cannot be read: scales is missing"),
         (lambda it: it.update({f"{Q}.qweight": it[f"{Q}.qweight"].float()}), "dtypes are torch.float32"),
         (lambda it: it.update({f"{Q}.g_idx": it[f"{Q}.g_idx"] * 0}), "g_idx does not put 64 inputs into 2 groups"),
         (lambda it: it.pop(f"{Q}.qweight"), rf"lack 1 of its weights, {Q}\.weight"),
-        (lambda it: it.update({"model.layers.1.mlp.experts.0.w1.qweight": torch.zeros(1)}), "which is no module"),
+        (lambda it: it.update({"model.layers.1.mlp.experts.0.w1.qweight": torch.zeros(1)}), "which is not a module"),
         (lambda it: it.update({"model.embed_tokens.qweight": torch.zeros(1)}), "a Embedding, not a linear layer"),
     ],
 )
@@ -256,8 +256,8 @@ def test_a_layer_of_another_shape(make_model: MakeModel, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("quantization", "why"),
     [
-        (QuantizationConfig(weights="int8"), "weights: the model was saved quantised, by gptq"),
-        (QuantizationConfig(lora=Path("/adapter")), "lora: the model was saved quantised, by gptq"),
+        (QuantizationConfig(weights="int8"), "weights: only auto is possible: the model's files are already quantised"),
+        (QuantizationConfig(lora=Path("/adapter")), "lora: the model's files are already quantised"),
     ],
 )
 def test_not_together(make_model: MakeModel, tmp_path: Path, quantization: QuantizationConfig, why: str) -> None:
@@ -268,7 +268,7 @@ def test_not_together(make_model: MakeModel, tmp_path: Path, quantization: Quant
 
 def test_it_is_not_cut(make_model: MakeModel, tmp_path: Path) -> None:
     pack_model(make_model("llama"), tmp_path / "packed", Packing())
-    with pytest.raises(ModelRefused, match="its weights are quantised, and are not cut: tensor_parallel must be 1"):
+    with pytest.raises(ModelRefused, match="its weights are quantised and cannot be split: tensor_parallel must be 1"):
         refuse_by_plan(AutoConfig.from_pretrained(tmp_path / "packed"), 2)
 
 
@@ -277,7 +277,7 @@ def test_a_packed_model_guesses_for_one_as_saved(make_model: MakeModel, tmp_path
     pack_model(path, tmp_path / "packed", Packing())
     runner = runner_of(path, draft=tmp_path / "packed")
     assert runner._draft is not None
-    with pytest.raises(EngineStartError, match=r"speculation: .* is no draft model: the model was saved quantised"):
+    with pytest.raises(EngineStartError, match=r"speculation: .* is not a draft model: only auto is possible"):
         runner_of(path, draft=tmp_path / "packed", quantization=QuantizationConfig(weights="int8"))
 
 

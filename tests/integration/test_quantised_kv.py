@@ -231,12 +231,12 @@ async def test_lent_over_a_real_transport(
 
 def test_blocks_that_could_not_be_fingerprinted(tiny_model: Path) -> None:
     with pytest.raises(
-        EngineStartError, match="kv_dtype: int8 blocks of 3 layers of 1 tokens x 16 are no multiple of 8"
+        EngineStartError, match="kv_dtype: int8 blocks of 3 layers of 1 tokens x 16 are not a multiple of 8"
     ):
         TorchRunner(tiny_model, "float32", block_tokens=1, kv_bytes=1 << 20, quantization=KV)
 
 
 @pytest.mark.parametrize("backend", ["auto", "native"])
 def test_fp8_has_no_kernels_on_a_cpu(saved: Path, backend: Backend) -> None:
-    with pytest.raises(EngineStartError, match="kv_dtype: fp8 has no CPU kernels: int8 has"):
+    with pytest.raises(EngineStartError, match="kv_dtype: fp8 has no CPU kernels: use int8"):
         runner_of(saved, "bfloat16", quantization=FP8, backend=backend)

@@ -177,7 +177,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(value: float, optio
     broken, whole = sample(logits, [sequence(options), sequence({"temperature": 0.0})], EOS)
     assert broken is not None
     assert broken.failure is not None
-    assert "no finite numbers" in broken.failure.reason
+    assert "not finite numbers" in broken.failure.reason
     assert whole is not None
     assert whole.token_id == 2999
 
@@ -203,7 +203,7 @@ def test_one_logit_that_is_no_number_fails_its_request_alone(
     above, broken, below = sample(logits, [sequence(options)] * 3, EOS, argmax=argmax)
     assert broken is not None
     assert broken.failure is not None
-    assert "no finite numbers" in broken.failure.reason
+    assert "not finite numbers" in broken.failure.reason
     assert above is not None
     assert above.failure is None
     assert [below] == alone

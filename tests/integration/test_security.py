@@ -136,7 +136,7 @@ def _paths(issued: Issued) -> tuple[Path, Path]:
 def _strangers(site: Site) -> dict[str, Any]:
     """Who is no member, each by what it opens channels with."""
     return {
-        "in the clear": None,
+        "sent unencrypted": None,
         "without a certificate": ClientIdentity(site.cluster_ca.path),
         "with a client's": site.visitor,
         "with another authority's": ClientIdentity(site.cluster_ca.path, *_paths(site.stranger)),

@@ -259,7 +259,7 @@ def _config(kind: str, **changed: Any) -> Any:
     [
         (("LlamaConfig", {}), 4, "tensor_parallel 4 does not divide its 2 KV heads"),
         (("GPT2Config", {}), 2, "transformers has no tensor-parallel plan for gpt2: tensor_parallel must be 1"),
-        (("Phi3Config", {}), 2, "its tensor-parallel plan uses rowwise_split_input, which is not known here"),
+        (("Phi3Config", {}), 2, "its tensor-parallel plan uses rowwise_split_input, which Tandem does not support"),
         (("LlamaConfig", {"intermediate_size": 129}), 2, "tensor_parallel 2 does not divide the 129 features of "),
     ],
 )

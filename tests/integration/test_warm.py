@@ -111,9 +111,9 @@ async def test_bad_requests_name_their_field(sim_model: Models, cluster_of: Clus
     cluster = cluster_of(sim_model(600), prefill=1, decode=2, engine="sim")
     async with running(cluster) as (_, client):
         for options, field, words in (
-            ({"workers": 3}, "workers", "3 are wanted, and 2 decode workers serve"),
+            ({"workers": 3}, "workers", "3 are requested, but only 2 decode workers serve"),
             ({"store": True}, "store", "share a store"),
-            ({"token_ids": PROMPT[:15]}, "token_ids", "has 15 tokens, and a KV block has 16"),
+            ({"token_ids": PROMPT[:15]}, "token_ids", "has 15 tokens, less than one KV block of 16"),
             ({"token_ids": []}, "text", "none|one|give|prompt"),
             ({"token_ids": [999]}, "token_ids", "999"),
             ({"cache_retention_s": -1.0}, "cache_retention_s", "above 0"),

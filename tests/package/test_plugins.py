@@ -65,10 +65,8 @@ async def test_a_cluster_serves_with_an_engine_and_a_transport_of_another_packag
 
 
 def test_a_plug_in_that_no_package_has_is_named_with_those_that_there_are(tmp_path: Path) -> None:
-    with pytest.raises(
-        TransportUnavailable, match="no transport 'carrier_pigeon' is installed; installed are nixl, ucxx"
-    ):
+    with pytest.raises(TransportUnavailable, match="unknown transport 'carrier_pigeon'; installed are nixl, ucxx"):
         open_transport("carrier_pigeon", "a")
     config = WorkerConfig(model=tmp_path, engine="abacus")
-    with pytest.raises(EngineStartError, match="no engine 'abacus' is installed; installed are torch, vllm, sim"):
+    with pytest.raises(EngineStartError, match="unknown engine 'abacus'; installed are torch, vllm, sim"):
         open_plugin_runner(config, "decode")

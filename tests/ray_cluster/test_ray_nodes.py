@@ -232,7 +232,7 @@ async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
             assert wrong.returncode == 2
             assert "nothing would be served" in wrong.stderr
             nobody = await asyncio.to_thread(tandem, "scale", "decode=2", "--name", "x", address=ray_nodes.address)
-            assert "no cluster called 'x'" in nobody.stderr
+            assert "no cluster named 'x'" in nobody.stderr
         ended = await asyncio.to_thread(tandem, "down", address=ray_nodes.address)
         assert ended.returncode == 0, ended.stderr
         assert await asyncio.wait_for(up.wait(), 60) == 0

@@ -68,7 +68,7 @@ class SlowTransport(Transport):
 
     def connect(self, endpoint: bytes) -> SlowPeer:
         if endpoint not in self._network:
-            raise PeerGone(f"nobody at {endpoint!r}")
+            raise PeerGone(f"no pool is registered at {endpoint!r}")
         return self._peers.setdefault(endpoint, SlowPeer(endpoint.decode(), self._network[endpoint].num_bytes))
 
     def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None, folding: Folding | None = None) -> Read:

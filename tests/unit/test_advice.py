@@ -169,7 +169,7 @@ def test_seeds_are_bounded() -> None:
     found = drawn.settle(3)
     assert (found.verdict, found.settled, len(found.split_by_seed)) == ("even", False, 3)
     for most in (0, len(LEVELS) + 1):
-        with pytest.raises(BadSetup, match=f"repeat: {most} is not from 1 to 10"):
+        with pytest.raises(BadSetup, match=f"repeat: must be 1 to 10, not {most}"):
             drawn.settle(most)
 
 

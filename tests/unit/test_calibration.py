@@ -67,11 +67,11 @@ def test_the_timing_of_both_roles_is_found_again() -> None:
 
 def test_what_an_aggregated_cluster_cannot_say_of_transfers_is_asked_for() -> None:
     log = served(0, 1)
-    with pytest.raises(BadSetup, match=r"block_bytes: no KV moved .* say --block-bytes or --model"):
+    with pytest.raises(BadSetup, match=r"block_bytes: no KV moved .* set --block-bytes or --model"):
         calibrate(log, decode_chunk=64)
-    with pytest.raises(BadSetup, match=r"nic_gbps: fewer than 8 transfers .* say --nic-gbps or --gpu"):
-        calibrate(log, decode_chunk=64, given=AssumedRates(block_bytes=1 << 20))
-    found = calibrate(log, decode_chunk=64, given=AssumedRates(kv_token_bytes=131_072.0, nic_bytes_per_s=25e9))
+    with pytest.raises(BadSetup, match=r"nic_gbps: fewer than 8 transfers .* set --nic-gbps or --gpu"):
+        calibrate(log, decode_chunk=64, assumed=AssumedRates(block_bytes=1 << 20))
+    found = calibrate(log, decode_chunk=64, assumed=AssumedRates(kv_token_bytes=131_072.0, nic_bytes_per_s=25e9))
     assert found.prefill is None
     assert found.timing("prefill") == found.timing("decode")
     assert (found.block_bytes, found.nic_bytes_per_s) == (16 * 131_072, 25e9)

@@ -231,7 +231,7 @@ async def test_a_name_that_is_all_a_tokenizer_can_read_is_refused(tmp_path: Path
 
 
 def test_texts_that_leave_no_stand_in_are_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(InvalidRequest, match="private character"):
+    with pytest.raises(InvalidRequest, match="private-use character"):
         ClientTexts(ControlTokens(tokenizer, "")).hide([], "".join(map(chr, STAND_INS)), NAMES[0])
 
 

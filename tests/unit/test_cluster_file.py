@@ -75,7 +75,7 @@ def test_one_model_is_served_as_ever(folder: Path) -> None:
         ({"models": [{"path": "small"}, {"path": "large", "decode": -1}]}, "models.1.decode", "greater than or equal"),
         ({"models": [{"path": "small", "decode": 0}]}, "models", "at least one decode worker"),
         ({"models": [{"path": "small"}], "router": {"models": []}}, "router", "those of the cluster"),
-        ({"models": [{"path": "small"}, {"path": "small"}]}, "models.1.name", "both be called 'small'"),
+        ({"models": [{"path": "small"}, {"path": "small"}]}, "models.1.name", "have the same name, 'small'"),
         ({"models": [{"path": "small"}], "router": {"default_model": "x"}}, "default_model", "'x' is not among small"),
     ],
 )

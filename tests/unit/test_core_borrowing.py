@@ -164,7 +164,7 @@ def test_an_endpoint_of_another_transport_fails_the_loan_only() -> None:
     pair.borrower.send(LoanStarted("r", b"elsewhere", 2, 0, 0.0))
     pair.run()
     pair.check_served("r")
-    assert account_of(pair.tokens).loan_failure == "not an endpoint of the local transport"
+    assert account_of(pair.tokens).loan_failure == "the endpoint is not one of the local transport"
 
 
 def test_announced_blocks_outside_the_lenders_pool_fail_the_loan_only() -> None:

@@ -95,7 +95,7 @@ def test_a_lease_that_says_something_else_ends_the_loan(kind: type) -> None:
     pair.borrower.send(*changed)
     pair.run()
     pair.check_served("r")
-    assert account_of(pair.tokens).loan_failure == "protocol error: the lender said something else early"
+    assert account_of(pair.tokens).loan_failure == "protocol error: the lender announced another message"
 
 
 def test_a_loan_that_was_cancelled_hears_nothing() -> None:

@@ -55,7 +55,7 @@ def test_a_pooling_layer_may_name_its_mode(tmp_path: Path) -> None:
 
 def test_other_models_are_refused_with_the_reason(tmp_path: Path) -> None:
     plain = write_sim_model(tmp_path / "plain", 100, hidden_size=48)
-    with pytest.raises(ModelRefused, match=r"no embedding model: its folder has no modules\.json"):
+    with pytest.raises(ModelRefused, match=r"not an embedding model: its folder has no modules\.json"):
         read_embedding(ModelDir.open(plain))
     by_cls = make_embedder(write_sim_model(tmp_path / "cls", 100, hidden_size=48), "cls_token")
     with pytest.raises(ModelRefused, match="its pooling is cls_token: lasttoken and mean are served"):

@@ -53,7 +53,7 @@ def test_quantities(text: object, size: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "64GB", "much", "-1Gi", None, True, "1e400", ["1Gi"]])
 def test_what_is_no_quantity(text: object) -> None:
-    with pytest.raises(BadSetup, match=r"memory: .* is no number of bytes"):
+    with pytest.raises(BadSetup, match=r"memory: .* is not a number of bytes"):
         quantity("memory", text)
 
 
@@ -65,13 +65,13 @@ MODEL = {"name": "llama-3.1-8b", "source": {"pvc": {"claimName": "m"}}, "decode"
     [
         ({}, "models: the values have no list of models"),
         ({"models": {}}, "models: the values have no list"),
-        ({"models": ["a"]}, "models.0: 'a' is no mapping"),
-        ({"models": [{"name": 1}]}, "models.0.name: 1 is no name"),
-        ({"models": [MODEL | {"decode": []}]}, "llama-3.1-8b.decode: \\[\\] is no mapping"),
-        ({"models": [MODEL | {"decode": {"replicas": "two"}}]}, "llama-3.1-8b.decode.replicas: 'two' is no number"),
-        ({"models": [MODEL], "worker": {"gpus": 0.5}}, "llama-3.1-8b.decode.gpus: 0.5 is no number"),
+        ({"models": ["a"]}, "models.0: 'a' is not a mapping"),
+        ({"models": [{"name": 1}]}, "models.0.name: 1 is not a name"),
+        ({"models": [MODEL | {"decode": []}]}, "llama-3.1-8b.decode: \\[\\] is not a mapping"),
+        ({"models": [MODEL | {"decode": {"replicas": "two"}}]}, "llama-3.1-8b.decode.replicas: 'two' is not a number"),
+        ({"models": [MODEL], "worker": {"gpus": 0.5}}, "llama-3.1-8b.decode.gpus: 0.5 is not a number"),
         ({"models": [MODEL], "worker": {"resources": {"limits": {"memory": "x"}}}}, "resources.limits.memory: 'x'"),
-        ({"models": [MODEL], "worker": {"config": {1: 2}}}, "worker.config: .* is no mapping of names"),
+        ({"models": [MODEL], "worker": {"config": {1: 2}}}, "worker.config: .* is not a mapping of names"),
     ],
 )
 def test_values_that_are_no_values(values: dict[str, Any], said: str) -> None:
@@ -109,9 +109,9 @@ def test_what_is_unknown_is_named() -> None:
     values = {"worker": worker, "models": [MODEL, MODEL | {"name": "mine"}]}
     known, unknown = verdicts(values, {}, gpu="L4")
     assert known.said == "fits"
-    assert unknown.reasons()[0].startswith("unchecked: shape: 'mine' is none of llama-3.1-8b, ")
+    assert unknown.reasons()[0].startswith("unchecked: shape: unknown model 'mine'; known are llama-3.1-8b, ")
     (without, _) = verdicts(values, {})
-    assert without.reasons() == ["unchecked: nodeSelector.nvidia.com/gpu.product: no GPU is named there, nor by --gpu"]
+    assert without.reasons() == ["unchecked: nodeSelector.nvidia.com/gpu.product: names no GPU, and --gpu is not set"]
     (refused, _) = verdicts(values, {"llama-3.1-8b": BadSetup("model", "latent attention")}, gpu="L4")
     assert refused.reasons() == ["unchecked: shape: latent attention"]
     with pytest.raises(BadSetup, match="shape: the values have no model 'other'"):
@@ -167,7 +167,7 @@ def test_shapes_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     values = ON_GPUS | {"models": [MODEL | {"name": "mine"}]}
     code, said = planned(monkeypatch, tmp_path, values, "--gpu", "H100")
     assert code == 0, "what is unknown is no refusal"
-    assert "mine.decode: unchecked: shape: 'mine' is none of" in said
+    assert "mine.decode: unchecked: shape: unknown model 'mine'; known are" in said
     code, said = planned(monkeypatch, tmp_path, values, "--gpu", "H100", "--shape", f"mine={tmp_path / 'mine'}")
     assert code == 0
     assert "30.0 GB" in said
@@ -190,7 +190,7 @@ def test_shapes_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (ON_GPUS, ["--shape", "8b"], "shape: '8b' is not NAME=SHAPE"),
         (ON_GPUS, ["--shape", "8b=llama-3.1-8b"], "shape: the values have no model '8b'"),
         (ON_GPUS, ["--shape", "llama-3.1-8b=/nowhere"], "model: no directory '/nowhere'"),
-        (ON_GPUS, ["--rate", "1"], "rate: is of a load, and does not go with --values"),
+        (ON_GPUS, ["--rate", "1"], "rate: describes a load and cannot be combined with --values"),
     ],
 )
 def test_options_that_are_wrong(
@@ -203,7 +203,10 @@ def test_options_that_are_wrong(
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [([], "rate: give --rate of a load"), (["--rate", "1", "--prompt", "9"], "output: give --output of a load")],
+    [
+        ([], "rate: is missing: describe a load with --rate"),
+        (["--rate", "1", "--prompt", "9"], "output: is missing: describe a load with --output"),
+    ],
 )
 def test_without_values_a_load_is_needed(options: list[str], said: str) -> None:
     done = CliRunner().invoke(app, ["plan", *options])

@@ -59,7 +59,7 @@ def test_requests_of_a_trace_that_are_too_long_are_counted(tmp_path: Path) -> No
     assert [request.input_tokens for request in load.requests(1000)] == [100, 300, 990]
     assert load_of(tmp_path, [5000, 100, 100, 5000], most=2).left_out(1000) == LeftOut(1, 3)
     assert load_of(tmp_path, [5000, 100, 100, 5000], duration_s=1.5).left_out(1000) == LeftOut(1, 2)
-    with pytest.raises(BadSetup, match="all of its 2 requests are longer than the context, 1000 tokens"):
+    with pytest.raises(BadSetup, match="all 2 requests are longer than the context of 1000 tokens"):
         load_of(tmp_path, [1000, 2000]).left_out(1000)
 
 
@@ -176,7 +176,7 @@ def test_events_of_a_server_that_counts_and_of_one_that_does_not() -> None:
 
 @pytest.mark.parametrize("url", ["foo", "ftp://a", "http://", "http://a:99999", "", 99 * "x"])
 def test_an_address_that_is_none(url: str) -> None:
-    with pytest.raises(StartError, match="is no address such as http://"):
+    with pytest.raises(StartError, match="is not an address such as http://"):
         HttpFrontend(url, "", 1.0)
 
 
@@ -190,7 +190,7 @@ def test_an_address_that_is_none(url: str) -> None:
         (["--price", "nan"], "price: nan is not at least 0"),
         (["--rate", "0"], "rate: 0 is not above 0"),
         (["--scale", "-1"], "scale: -1 is not above 0"),
-        (["--http", "foo"], "http: 'foo' is no address"),
+        (["--http", "foo"], "http: 'foo' is not an address"),
         (["--log", "/nonexistent/x"], "there is no directory /nonexistent"),
         (["--json", "."], "--json: cannot write .: it is a directory"),
     ],

@@ -89,7 +89,7 @@ def test_the_environment_goes_before_the_settings() -> None:
     settings = LogSettings(log_level="error")
     assert level_of(settings, {}) == logging.ERROR
     assert level_of(settings, {"TANDEM_LOG": "DEBUG"}) == logging.DEBUG
-    with pytest.raises(StartError, match=r"TANDEM_LOG: 'bogus' is no level; levels are debug, info, warning, error"):
+    with pytest.raises(StartError, match=r"TANDEM_LOG: unknown level 'bogus'; known are debug, info, warning, error"):
         level_of(settings, {"TANDEM_LOG": "bogus"})
     with pytest.raises(StartError, match="log_format"):
         RouterConfig.parse({"model": "m", "log_format": "xml"})

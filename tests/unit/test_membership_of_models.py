@@ -97,7 +97,7 @@ async def test_an_id_means_one_worker_whatever_it_serves(
     await first.welcomed()
     listens = await first.reports()
     second = Member(service, of_b, b"2")
-    with pytest.raises(Aborted, match="ALREADY_EXISTS: worker_id: a worker 'w' at a:1 is there"):
+    with pytest.raises(Aborted, match="ALREADY_EXISTS: worker_id: 'w' is in use by the worker at a:1"):
         await second.welcomed()
     assert ids(models) == [["w"], []]
 
@@ -107,7 +107,7 @@ async def test_an_id_means_one_worker_whatever_it_serves(
     listens_too = await successor.reports()
     assert ids(models) == [[], ["w"]]
     first.says.put_nowait(pb.WorkerMessage(load=pb.LoadReport()))
-    with pytest.raises(Aborted, match="another stream of 'w' has taken the place of this one"):
+    with pytest.raises(Aborted, match="another stream of 'w' has replaced this one"):
         await listens
     assert ids(models) == [[], ["w"]], "the end of the old stream takes nothing from the new one"
     listens_too.cancel()
@@ -135,7 +135,7 @@ async def test_who_can_exchange_blocks_with_nobody_is_told_of(
     }
     expected = {
         "others": "its blocks are 7 tokens in 100 bytes, not 16 tokens in 100 bytes",
-        "weights": "its weights or dtypes are others",
+        "weights": "its weights or dtypes differ",
     }
     members = []
     for worker_id, hello in kinds.items():

@@ -91,7 +91,7 @@ async def test_what_no_model_can_serve_says_of_each_why(byte_model: Path, word_m
     with pytest.raises(InvalidRequest) as caught:
         await choose(config, models, text=TEXT, sampling=pb.Sampling(temperature=-1))
     assert caught.value.message == "must be 0 to 100, not -1.0", "the request's own fault, said once"
-    with pytest.raises(InvalidRequest, match="mean different things to bytes, words") as caught:
+    with pytest.raises(InvalidRequest, match="have different meanings in bytes, words") as caught:
         await choose(config, models, token_ids=[1, 2])
     assert caught.value.field == "token_ids"
     with pytest.raises(InvalidRequest, match="no chat template") as caught:

@@ -252,7 +252,7 @@ def test_a_prompt_may_be_scored_and_nothing_said() -> None:
     assert asked.echo_logprobs
     assert asked.only_echo
     for options in ({"logprobs": 0}, {"max_tokens": 0}):
-        with pytest.raises(InvalidRequest, match="echo: with logprobs or max_tokens 0"):
+        with pytest.raises(InvalidRequest, match="echo: cannot be streamed with logprobs or max_tokens 0"):
             completion(echo=True, stream=True, **options)
 
 

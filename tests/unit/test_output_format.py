@@ -274,7 +274,7 @@ def test_a_chat_template_shows_the_form(template: str, calls: str, reasoning: st
 
 
 def test_an_unknown_form_is_refused_by_name() -> None:
-    with pytest.raises(StartError, match="tool_parser: 'hermess' is not known; known are auto, deepseek_v3"):
+    with pytest.raises(StartError, match="tool_parser: unknown format 'hermess'; known are auto, deepseek_v3"):
         OutputFormat.of("hermess", AUTO, "", None)
     with pytest.raises(StartError, match="reasoning_parser"):
         OutputFormat.of(AUTO, "hermes", "", None)

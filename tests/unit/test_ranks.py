@@ -105,7 +105,7 @@ def test_one_that_is_cut_short_is_refused(cut: int) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, MAX_RANKS + 1, 2**32 - 1])
 def test_a_wrong_number_of_ranks_is_refused(count: int) -> None:
-    with pytest.raises(EndpointMismatch, match=f"an endpoint of {count} ranks, 2 to {MAX_RANKS}"):
+    with pytest.raises(EndpointMismatch, match=f"the endpoint has {count} ranks, not 2 to {MAX_RANKS}"):
         split_endpoint(MAGIC + count.to_bytes(4, "little"))
 
 
@@ -115,7 +115,7 @@ def test_what_comes_after_the_last_is_refused() -> None:
 
 
 def test_blocks_that_cannot_be_spread_over_so_many_are_refused() -> None:
-    with pytest.raises(EndpointMismatch, match="a block of 10 bytes on 3 ranks"):
+    with pytest.raises(EndpointMismatch, match="a block of 10 bytes cannot be split over 3 ranks"):
         parts_of(10, 3)
 
 

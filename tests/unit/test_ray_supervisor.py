@@ -321,7 +321,7 @@ def test_without_room_for_two_the_only_one_leaves_first_and_that_is_said() -> No
     async def scene() -> None:
         await world.supervisor.perform(RESTART)
         assert world.machine.events == [("leaves", "decode-0"), ("starts", "decode-0"), ("serves", "decode-0")]
-        assert "decode-0: no room for another one beside it" in world.said
+        assert "decode-0: no room for a replacement beside it" in world.said
 
     virtually(world, scene)
 
@@ -350,7 +350,7 @@ def test_a_worker_that_does_not_come_back_is_tried_again_and_the_others_stay() -
 
     async def scene() -> None:
         world.machine.broken = {"decode-0"}
-        with pytest.raises(TandemError, match="its weights cannot be read; it is tried again"):
+        with pytest.raises(TandemError, match="its weights cannot be read; its start is tried again"):
             await world.supervisor.perform(RESTART)
         await asyncio.sleep(2 * LOAD_S)
         assert len(world.machine.starts_of("decode-0")) == 3

@@ -44,6 +44,6 @@ def test_embeddings_and_beams_keep_nothing() -> None:
     embedding = pb.GenerateRequest(cache_retention_s=1.0, embedding=pb.EmbeddingOptions())
     beams = pb.GenerateRequest(cache_retention_s=1.0, sampling=pb.Sampling(beam_width=2))
     for request in (embedding, beams):
-        with pytest.raises(InvalidRequest, match="keeps no blocks"):
+        with pytest.raises(InvalidRequest, match="is not available for embeddings"):
             check_retention(request)
     check_retention(pb.GenerateRequest(cache_retention_s=86_400.0))

@@ -38,10 +38,10 @@ def test_one_model_or_several(byte_model: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "config", "field", "reason"),
     [
-        ([{}, {"name": "bytes"}], {}, "models.1.name", "both be called 'bytes'"),
-        ([{}, {"copy": True}], {}, "models.1.name", "both be called 'bytes'"),
-        ([{}, {"copy": True, "name": "other"}], {}, "models.1.name", "nobody could say which"),
-        ([{"name": "auto"}], {}, "models.0.name", "to have their model chosen"),
+        ([{}, {"name": "bytes"}], {}, "models.1.name", "have the same name, 'bytes'"),
+        ([{}, {"copy": True}], {}, "models.1.name", "have the same name, 'bytes'"),
+        ([{}, {"copy": True, "name": "other"}], {}, "models.1.name", "have equal configs and names"),
+        ([{"name": "auto"}], {}, "models.0.name", "is reserved: clients send it"),
         ([{}], {"default_model": "x"}, "default_model", "'x' is not among bytes, auto"),
         ([{}], {"model_rules": [{}, {"models": ["bytes", "x"]}]}, "model_rules.1.models", "'x' is not among bytes"),
         ([{"input_price": 1}], {}, "models.0", "set together or not at all"),
@@ -80,7 +80,7 @@ def test_the_model_that_a_request_means(byte_model: Path, word_model: Path) -> N
     with pytest.raises(UnknownModel, match="'words' is not served here; 'bytes', 'large' are") as caught:
         models.asked_for("words")
     assert caught.value.field == "model"
-    with pytest.raises(InvalidRequest, match="several are served: 'bytes', 'large'; or say 'auto'"):
+    with pytest.raises(InvalidRequest, match="several models are served: name one of 'bytes', 'large', or 'auto'"):
         models.asked_for("")
     for default, expected in (("large", "large"), ("auto", None)):
         _, models = served([{"path": byte_model}, {"path": word_model, "name": "large"}], default_model=default)
@@ -97,7 +97,7 @@ def test_a_worker_joins_the_model_whose_config_it_has(byte_model: Path, word_mod
     assert models.of_worker(hello_of(of_bytes)) is of_bytes
     assert models.of_worker(hello_of(tuned)) is tuned, "by its directory's name"
     assert models.of_worker(hello_of(tuned, model="tuned")) is tuned
-    with pytest.raises(Incompatible, match=r"those of 'bytes' and 'tuned', but its name is neither's"):
+    with pytest.raises(Incompatible, match=r"match 'bytes' and 'tuned', but its name matches neither"):
         models.of_worker(hello_of(of_bytes, model="another"))
     unknown = r"serves 'x', whose config or tokenizer differs from those of all served here: 'bytes', 'words', 'tuned'"
     with pytest.raises(Incompatible, match=unknown):

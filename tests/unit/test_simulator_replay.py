@@ -43,7 +43,7 @@ def test_scenarios() -> None:
         *("disaggregated 1P:3D round-robin", "disaggregated 2P:2D round-robin", "disaggregated 3P:1D round-robin"),
         *("conditional 1P:3D", "conditional 2P:2D", "conditional 3P:1D"),
     ]
-    with pytest.raises(BadSetup, match="2:3 are not 4 workers"):
+    with pytest.raises(BadSetup, match="2:3 must add up to the 4 workers"):
         scenarios(SETUP, splits=[(2, 3)])
     with pytest.raises(BadSetup, match="tp"):
         Setup(LLAMA, gpu_named("H100"), gpus=4, tp=3)
@@ -210,21 +210,21 @@ def test_the_command_with_a_planner(tmp_path: Path) -> None:
         (["--rate", "0"], "rate: 0.0 is not"),
         (["--lag", "-1"], "lag: -1 ms"),
         (["--autoscale", "0"], "autoscale: 0 is not at least 1"),
-        (["--autoscale", "2", "--worker-start", "-1"], "worker_start: -1.0 is not a time"),
+        (["--autoscale", "2", "--worker-start", "-1"], "worker_start: -1.0 is not a number of seconds from 0"),
         (["--swing", "0.5"], "swing: 0.5 is not at least 1"),
-        (["--kill", "decode-0000@1", "--kill", "decode-0000@2"], "kill: decode-0000 dies only once"),
+        (["--kill", "decode-0000@1", "--kill", "decode-0000@2"], "kill: decode-0000 is named twice"),
         (["--modes", 1000 * "x"], "x... is not known"),
-        (["--split", "2:2"], "split: 2:2 are not 2 workers"),
+        (["--split", "2:2"], "split: 2:2 must add up to the 2 workers"),
         (["--routers", "0"], "routers: 0 is not at least 1"),
-        (["--tp", "2", "--gpus", "3"], "tp: 3 GPUs are no whole number"),
+        (["--tp", "2", "--gpus", "3"], "tp: 3 GPUs cannot be divided"),
         (["--tp", "3", "--gpus", "3"], "tp: 3 does not divide the 32 heads of Llama 3.1 8B"),
         (["--duration", "0"], "duration: 0.0 is not"),
-        (["--repeat", "0"], "repeat: 0 is not from 1 to 10"),
-        (["--repeat", "11"], "repeat: 11 is not from 1 to 10"),
+        (["--repeat", "0"], "repeat: must be 1 to 10, not 0"),
+        (["--repeat", "11"], "repeat: must be 1 to 10, not 11"),
         (["--png", "/nonexistent/x"], "there is no directory /nonexistent"),
         (["--log-decisions", "."], "--log-decisions: cannot write .: it is a directory"),
-        (["--log-decisions", "log", "--modes", "disaggregated"], "log_decisions: nothing would be logged"),
-        (["--log-decisions", "log", "--policies", "round-robin"], "log_decisions: nothing would be logged"),
+        (["--log-decisions", "log", "--modes", "disaggregated"], "log_decisions: has no effect"),
+        (["--log-decisions", "log", "--policies", "round-robin"], "log_decisions: has no effect"),
     ],
 )
 def test_the_command_with_a_bad_option(tmp_path: Path, options: list[str], said: str) -> None:
@@ -283,7 +283,7 @@ def test_a_calibration_is_what_is_replayed_and_what_is_said(tmp_path: Path) -> N
     for option, value in (("gpu", "B200"), ("tp", "1"), ("lag", "500"), ("block-tokens", "64"), ("model", "x")):
         refused = runner.invoke(app, ["replay", str(trace), *options, f"--{option}", value])
         assert isinstance(refused.exception, BadSetup)
-        assert str(refused.exception).startswith(f"{option.replace('-', '_')}: says a calibration")
+        assert str(refused.exception).startswith(f"{option.replace('-', '_')}: is already set by the calibration file")
 
 
 def test_a_death_on_demand(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_receipts_are_read_as_they_were_written(tmp_path: Path) -> None:
         (GOOD | {"timestamp": "now"}, "timestamp is 'now'"),
         (GOOD | {"timestamp": float("nan")}, "timestamp is nan"),
         (GOOD | {"timestamp": 999}, "before the line above"),
-        (GOOD | {"hash_ids": [0], "input_length": 1024}, "a prompt of 1024 tokens 2 of 512"),
+        (GOOD | {"hash_ids": [0], "input_length": 1024}, "a prompt of 1024 tokens has 2, of 512"),
         (GOOD | {"hash_ids": [0, 1, 2]}, "hash_ids has 3"),
         (GOOD | {"hash_ids": [0, "x"]}, "not a list of whole numbers"),
         (GOOD | {"hash_ids": [0, 1 << 40]}, "outside"),
@@ -127,7 +127,7 @@ def test_a_bad_line_is_named(tmp_path: Path, second: object, reason: str) -> Non
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1\n", 2, "has 2 columns"),
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,-1,2\n", 2, "ContextTokens is -1"),
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,many,2\n", 2, "ContextTokens is 'many'"),
-        (b'{"a": 1}\n', 1, "no known format"),
+        (b'{"a": 1}\n', 1, "an unknown format"),
         (b"{" + 17 * (1 << 20) * b" ", 1, "is longer than"),
         (gzip.compress(b"{}", mtime=0), 0, r"is compressed \(gzip\): unpack it first"),
         (
@@ -160,7 +160,7 @@ def test_a_file_that_may_not_be_looked_at(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(BadTrace, match="is no file"):
+    with pytest.raises(BadTrace, match="is not a file"):
         Trace(tmp_path, Window())
 
 

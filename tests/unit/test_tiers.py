@@ -308,8 +308,8 @@ def test_a_disk_alone_has_an_arena_to_write_from(tmp_path: Path) -> None:
     [
         (0, None, 0, "kv_host_memory_mib", "less than one KV block of 64 bytes"),
         (63, "fresh", 1 << 20, "kv_host_memory_mib", "less than one KV block"),
-        (1 << 62, None, 0, "kv_host_memory_mib", "cannot be had"),
-        (64, "fresh", 3 * PAGE_BYTES - 1, "kv_disk_mib", "less than one KV block of 64 bytes and its header"),
+        (1 << 62, None, 0, "kv_host_memory_mib", "cannot allocate"),
+        (64, "fresh", 3 * PAGE_BYTES - 1, "kv_disk_mib", "less than one KV block of 64 bytes with its header"),
         (64, "a file", 1 << 20, "kv_disk_dir", "Not a directory"),
         (64, "/proc", 1 << 20, "kv_disk_dir", "No such file or directory"),
     ],

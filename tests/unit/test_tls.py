@@ -157,7 +157,7 @@ def test_keys_in_the_clear_are_warned_of_where_others_reach_the_router(
     router_of(**keys, host="0.0.0.0").frontends()
     said = [record.getMessage() for record in caplog.records]
     assert [text.partition(":")[0] for text in said] == [
-        "API keys travel in the clear",
+        "API keys are sent unencrypted",
         "without tls_ca any process that reaches internal_port may join and be sent prompts",
     ]
     caplog.clear()

@@ -100,7 +100,7 @@ def test_what_is_for_vllms_parser_reaches_it_as_it_was_written(flags: str) -> No
         ("--hf-overrides '{", {}, "No closing quotation"),
         ("-tp", {}, "-tp: one value must follow, not 0"),
         ("-tp 1 2", {}, "-tp: one value must follow, not 2"),
-        ("-tp two", {}, "-tp: 'two' is no number"),
+        ("-tp two", {}, "-tp: 'two' is not a number"),
         ("--compilation-config.mode", {}, "--compilation-config.mode: a value must follow"),
         ("--no-enable-prefix-caching", {}, "--no-enable-prefix-caching: only true is possible: loans need"),
         ("-dp 2", {}, "-dp: only 1 is possible: start more workers"),

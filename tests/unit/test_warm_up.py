@@ -125,5 +125,5 @@ def test_what_computing_raises_fails_the_start() -> None:
     def execute(batch: Sequence[Chunk]) -> list[SampleResult]:
         raise RuntimeError("no kernel image\nis available")
 
-    with pytest.raises(EngineStartError, match="engine: it cannot compute: RuntimeError: no kernel image is available"):
+    with pytest.raises(EngineStartError, match="engine: cannot compute: RuntimeError: no kernel image is available"):
         warmed(SimRunner(LAYOUT, 8, VOCAB), execute)

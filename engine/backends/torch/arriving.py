@@ -57,15 +57,15 @@ def arriving_tensors(model_dir: ModelDir, fetch: WeightsFetch) -> dict[str, Any]
     Raises WeightsLost where the headers cannot be read, or where it is not known which file has which tensor.
     """
     where = model_dir.read_json(INDEX).get("weight_map")
-    found: dict[str, Any] = {}
+    arriving: dict[str, Any] = {}
     for file, offset in zip(fetch.offer.files, fetch.offsets, strict=True):
         if where is None and file.name != SINGLE:
             continue
         tensors = _tensors_of(fetch, offset, file.num_bytes)
-        found |= {name: each for name, each in tensors.items() if where is None or where.get(name) == file.name}
-    if not found:
-        raise WeightsLost(f"none of its files is {SINGLE}, and there is no {INDEX}")
-    return found
+        arriving |= {name: each for name, each in tensors.items() if where is None or where.get(name) == file.name}
+    if not arriving:
+        raise WeightsLost(f"the peer's files contain neither {SINGLE} nor {INDEX}")
+    return arriving
 
 
 def _tensors_of(fetch: WeightsFetch, offset: int, num_bytes: int) -> dict[str, ArrivingTensor]:
@@ -73,7 +73,7 @@ def _tensors_of(fetch: WeightsFetch, offset: int, num_bytes: int) -> dict[str, A
     fetch.wait_for(offset + 8)
     length = int.from_bytes(fetch.memory[offset : offset + 8].tobytes(), "little")
     if length > min(MAX_HEADER_BYTES, num_bytes - 8):
-        raise WeightsLost(f"a header of {length} bytes in a file of {num_bytes}")
+        raise WeightsLost(f"a header of {length} bytes exceeds the limit, or its file of {num_bytes} bytes")
     first = offset + 8 + length
     fetch.wait_for(first)
     try:
@@ -84,12 +84,12 @@ def _tensors_of(fetch: WeightsFetch, offset: int, num_bytes: int) -> dict[str, A
             if name != "__metadata__"
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightsLost(f"a header that is none of safetensors: {error}") from error
+        raise WeightsLost(f"a file's header is not one of safetensors: {error}") from error
 
 
 def _tensor(fetch: WeightsFetch, first: int, num_bytes: int, entry: dict[str, Any]) -> ArrivingTensor:
     begin, end = entry["data_offsets"]
     dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
     if not 0 <= begin <= end <= num_bytes or end - begin != torch.Size(shape).numel() * dtype.itemsize:
-        raise ValueError(f"{shape} of {dtype} in bytes {begin} to {end} of {num_bytes}")
+        raise ValueError(f"a tensor {shape} of {dtype} at bytes {begin} to {end} of {num_bytes}")
     return ArrivingTensor(fetch, first + begin, end - begin, dtype, shape)

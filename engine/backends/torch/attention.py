@@ -82,10 +82,10 @@ def refuse_unknown(
     ModelRefused.
     """
     if attention_mask is not None:
-        raise ModelRefused("its attention makes a mask of its own, which paged attention does not know")
+        raise ModelRefused("its attention makes a mask of its own, which paged attention does not support")
     unknown = {name for name, value in others.items() if value is not None and value is not False}
     if unknown := unknown - HARMLESS_ARGUMENTS:
-        raise ModelRefused(f"its attention uses {', '.join(sorted(unknown))}, which paged attention does not know")
+        raise ModelRefused(f"its attention uses {', '.join(sorted(unknown))}, which paged attention does not support")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise ModelRefused("its attention is not causal")
 

@@ -54,7 +54,7 @@ def join(model: nn.Module, pool: Tensor, layout: KvLayout, backend: Backend, ran
     if backend not in ("auto", "sdpa") and on_gpu != (backend in ON_GPU):
         raise EngineStartError("backend", f"{backend} does not run on {pool.device.type}")
     if layout.kept == "fp8" and not on_gpu and backend != "sdpa":
-        raise EngineStartError("kv_dtype", "fp8 has no CPU kernels: int8 has; backend: sdpa computes it, slowly")
+        raise EngineStartError("kv_dtype", "fp8 has no CPU kernels: use int8, or set backend: sdpa, which is slow")
     if backend == "sdpa":
         return _sdpa(pool, layout)
     heads = query_heads(model) // ranks
@@ -82,7 +82,7 @@ def _sdpa(pool: Tensor, layout: KvLayout) -> BoundModel:
 def _native(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) -> BoundModel:
     dtype: torch.dtype = getattr(torch, layout.dtype)
     if dtype not in TYPES:
-        raise KernelsUnavailable(f"there are no CPU kernels for {layout.dtype}")
+        raise KernelsUnavailable(f"the CPU kernels do not support {layout.dtype}")
     needed = [attention_part(dtype, layout.quantised)]
     if any(isinstance(module, QuantisedLinear) for module in model.modules()):
         needed.append(QUANTISED)

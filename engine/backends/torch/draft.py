@@ -76,7 +76,7 @@ class DraftModel:
         except EngineStartError as error:
             if error.field == FIELD:
                 raise
-            raise EngineStartError(FIELD, f"{path} is no draft model: {error.reason}") from error
+            raise EngineStartError(FIELD, f"{path} is not a draft model: {error.reason}") from error
         self._max_context_tokens = model_dir.max_context_tokens
         own_info = replace(info, max_context_tokens=self._max_context_tokens)
         self._paged = PagedModel(model, layout, own_info, served.num_blocks, served.backend, served.device)
@@ -192,4 +192,4 @@ def _check_vocabulary(model_dir: ModelDir, served_dir: ModelDir | None, info: Mo
     assert own is not None
     assert served is not None
     if own.get_vocab() != served.get_vocab():
-        raise EngineStartError(FIELD, f"tokens of {model_dir.path} are others than the served model's")
+        raise EngineStartError(FIELD, f"tokens of {model_dir.path} differ from the served model's")

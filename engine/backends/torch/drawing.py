@@ -128,8 +128,8 @@ def _invert(weights: Tensor, target: Tensor) -> Tensor:
 def _find(weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first index at which the cumulative weights exceed `wanted` [rows], and the remainder within it."""
     cumulated = weights.cumsum(-1)
-    found = torch.searchsorted(cumulated, wanted[:, None], right=True)
+    positions = torch.searchsorted(cumulated, wanted[:, None], right=True)
     last_possible = weights.shape[-1] - 1 - (weights > 0).flip(-1).int().argmax(-1, keepdim=True)
-    found = torch.minimum(found, last_possible)
-    before = cumulated.gather(-1, found) - weights.gather(-1, found)
-    return found[:, 0], wanted - before[:, 0]
+    positions = torch.minimum(positions, last_possible)
+    before = cumulated.gather(-1, positions) - weights.gather(-1, positions)
+    return positions[:, 0], wanted - before[:, 0]

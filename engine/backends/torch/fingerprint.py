@@ -114,11 +114,11 @@ class _Sequence:
             folded = self._fold(np.array(blocks, np.int64))
             if stream is None:
                 return PendingFingerprints(folded, self._zero, None)
-            found = torch.empty(folded.shape, dtype=folded.dtype, pin_memory=True)
-            found.copy_(folded, non_blocking=True)
+            on_host = torch.empty(folded.shape, dtype=folded.dtype, pin_memory=True)
+            on_host.copy_(folded, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(stream)
-        return PendingFingerprints(found, self._zero, done)
+        return PendingFingerprints(on_host, self._zero, done)
 
     def _fold(self, blocks: NDArray[np.int64]) -> Tensor:
         """Return the sums of the blocks' words, int64 [len(blocks), kv_heads], on the pool's device."""

@@ -56,7 +56,7 @@ def automatic_kv_bytes(
     if not on_gpu and of_container is None:
         return UNMEASURED_KV_BYTES
     if with_draft:
-        raise EngineStartError("kv_memory_mib", "auto does not know the pool of a draft model: set a number")
+        raise EngineStartError("kv_memory_mib", "auto cannot size the pool beside a draft model: set a number")
     tokens = min(room.step_tokens, max_context_tokens, room.step_tokens if on_gpu else CPU_TOKENS)
     step = measured_step(model, device, tokens) * room.step_tokens // tokens
     if of_container is None:
@@ -74,7 +74,7 @@ def automatic_kv_bytes(
         f" takes {step / GIB:.2f} and {reserve / GIB:.2f} stay free"
     )
     if left <= 0:
-        raise EngineStartError("kv_memory_mib", f"auto leaves nothing: {how}")
+        raise EngineStartError("kv_memory_mib", f"auto leaves no memory for KV blocks: {how}")
     log.info("the KV pool takes %.2f GiB: %s", left / GIB, how)
     return left * (1 if group is None else group.size)
 

@@ -65,18 +65,18 @@ def load_model(
             return load_shard(model_dir.path, config, wanted, group).to(device)
         model: torch.nn.Module
         if scheme is not None:
-            model, told = load_packed(model_dir.path, config, wanted, scheme, device)
+            model, loading_info = load_packed(model_dir.path, config, wanted, scheme, device)
         elif fetch is None or (arrived := _load_arriving(model_dir, config, wanted, fetch)) is None:
-            model, told = AutoModelForCausalLM.from_pretrained(
+            model, loading_info = AutoModelForCausalLM.from_pretrained(
                 model_dir.path, dtype=wanted, local_files_only=True, trust_remote_code=False, output_loading_info=True
             )
         else:
-            model, told = arrived
+            model, loading_info = arrived
     except torch.cuda.OutOfMemoryError as error:
         raise _no_room(error) from error
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelRefused(f"transformers cannot load it: {error}") from error
-    missing = sorted(told["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
     if missing == [OUTPUT_LAYER] and is_embedding_model(model_dir):
         log.info("the model has no output layer and serves embeddings only")
     elif missing:
@@ -146,7 +146,7 @@ def _refuse_by_device(quantization: QuantizationConfig, device: torch.device) ->
 
         check_gpu(quantization.weights, device)
     elif quantization.weights == "fp8":
-        raise EngineStartError("weights", f"fp8 is for GPUs, not for the {device.type.upper()}: int8 is for that")
+        raise EngineStartError("weights", f"fp8 needs a GPU: use int8 on the {device.type.upper()}")
 
 
 def kv_layout(model: torch.nn.Module, block_tokens: int, kv_dtype: KvDtype = "auto") -> KvLayout:
@@ -164,7 +164,7 @@ def _quantised(layout: KvLayout, kv_dtype: KvDtype) -> KvLayout:
     if layout.head_dim % 2 or quantised.head_bytes % WORD_BYTES:
         shape = f"{layout.layers} layers of {layout.block_tokens} tokens x {layout.head_dim}"
         raise EngineStartError(
-            "kv_dtype", f"{kv_dtype} blocks of {shape} are no multiple of {WORD_BYTES} bytes; larger ones are"
+            "kv_dtype", f"{kv_dtype} blocks of {shape} are not a multiple of {WORD_BYTES} bytes: increase block_tokens"
         )
     return quantised
 
@@ -177,8 +177,8 @@ def whole_layout(model: torch.nn.Module, part: KvLayout, ranks: int) -> KvLayout
     text = model.config.get_text_config()  # type: ignore[union-attr,operator]
     kv_heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if part.kv_heads * ranks != kv_heads:
-        found = f"{part.kv_heads} of its {kv_heads} KV heads on each of {ranks} ranks"
-        raise ModelRefused(f"its tensor-parallel plan leaves {found}: tensor_parallel must be 1")
+        left = f"{part.kv_heads} of its {kv_heads} KV heads on each of {ranks} ranks"
+        raise ModelRefused(f"its tensor-parallel plan leaves {left}: tensor_parallel must be 1")
     return replace(part, kv_heads=kv_heads)
 
 
@@ -187,7 +187,9 @@ def _read_config(model_dir: ModelDir) -> Any:
         return AutoConfig.from_pretrained(model_dir.path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if "trust_remote_code" in str(error):
-            raise ModelRefused("it needs code that lies in its directory, which is never run") from error
+            raise ModelRefused(
+                "the model needs Python code from its directory, and Tandem never runs such code"
+            ) from error
         raise ModelRefused(f"unsupported architecture or config: {error}") from error
 
 
@@ -219,11 +221,15 @@ def _refuse_by_quantisation(config: Any, quantization: QuantizationConfig) -> Pa
     settings = saved if isinstance(saved, dict) else saved.to_dict()
     method = settings.get("quant_method", "a method that config.json does not name")
     if quantization.weights != "auto":
-        raise EngineStartError("weights", f"the model was saved quantised, by {method}; only auto is left")
+        raise EngineStartError(
+            "weights", f"only auto is possible: the model's files are already quantised, by {method}"
+        )
     if quantization.lora is not None:
-        raise EngineStartError("lora", f"the model was saved quantised, by {method}: nothing can be merged into it")
+        raise EngineStartError(
+            "lora", f"the model's files are already quantised, by {method}: no adapter can be merged"
+        )
     if "quant_method" not in settings or not AutoHfQuantizer.supports_quant_method(settings):
-        raise ModelRefused(f"it was quantised by {method}, which transformers does not know")
+        raise ModelRefused(f"the model was quantised by {method}, which transformers does not support")
     return packed_scheme(settings)
 
 

@@ -58,24 +58,26 @@ def _read_config(adapter: Path) -> dict[str, Any]:
     try:
         config = json.loads((adapter / CONFIG).read_text())
     except (OSError, ValueError) as error:
-        raise EngineStartError(FIELD, f"{adapter} is no adapter of PEFT: {error}") from error
+        raise EngineStartError(FIELD, f"{adapter} is not a PEFT adapter: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise EngineStartError(FIELD, f"{adapter / CONFIG} is not of peft_type LORA")
     if unknown := sorted(key for key, value in config.items() if value and key not in KNOWN):
-        raise EngineStartError(FIELD, f"its {', '.join(unknown)} would change the result and cannot be honoured")
+        raise EngineStartError(FIELD, f"the adapter has settings that are not supported: {', '.join(unknown)}")
     if config.get("bias", "none") != "none":
-        raise EngineStartError(FIELD, f"its bias {config['bias']!r} cannot be honoured, only 'none'")
+        raise EngineStartError(FIELD, f"the adapter's bias {config['bias']!r} is not supported, only 'none'")
     if (init := config.get("init_lora_weights")) not in STARTS_FROM_SAVED:
-        raise EngineStartError(FIELD, f"its init_lora_weights {init!r} is not for the weights as they were saved")
+        raise EngineStartError(
+            FIELD, f"the adapter's init_lora_weights {init!r} changes the model's own weights, which is not supported"
+        )
     return config
 
 
 def _scale(config: dict[str, Any]) -> float:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
-        raise EngineStartError(FIELD, f"its r is {rank!r}, not a number from 1")
+        raise EngineStartError(FIELD, f"the adapter's r is {rank!r}, not a number from 1")
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise EngineStartError(FIELD, f"its lora_alpha is {alpha!r}, not a number")
+        raise EngineStartError(FIELD, f"the adapter's lora_alpha is {alpha!r}, not a number")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -88,7 +90,7 @@ def _read_pairs(adapter: Path) -> dict[str, dict[str, Tensor]]:
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if (parts := _NAME.fullmatch(name)) is None:
-            raise EngineStartError(FIELD, f"its {name} is no weight of a plain LoRA")
+            raise EngineStartError(FIELD, f"the adapter's {name} is not a weight of plain LoRA")
         pairs.setdefault(parts["module"], {})[parts["side"]] = tensor
     if not pairs:
         raise EngineStartError(FIELD, f"{adapter / WEIGHTS} is empty")
@@ -99,18 +101,20 @@ def _check_targets(config: dict[str, Any], pairs: dict[str, dict[str, Tensor]]) 
     targets = config.get("target_modules")
     for target in targets if isinstance(targets, list) else ():
         if not any(f".{name}".endswith(f".{target}") for name in pairs):
-            raise EngineStartError(FIELD, f"its target_modules name {target}, of which it has no weights")
+            raise EngineStartError(FIELD, f"the adapter's target_modules name {target}, but it has no weights for that")
 
 
 def _layer(model: nn.Module, name: str) -> nn.Linear:
     try:
         layer = model.get_submodule(name)
     except AttributeError:
-        raise EngineStartError(FIELD, f"it is of a module {name}, which the model has not") from None
+        raise EngineStartError(FIELD, f"the adapter changes a module {name}, which the model does not have") from None
     if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
-        raise EngineStartError(FIELD, f"it is of {name}, a {type(layer).__name__}; only plain linear layers are merged")
+        raise EngineStartError(
+            FIELD, f"the adapter changes {name}, a {type(layer).__name__}: only plain linear layers can be merged"
+        )
     if layer.weight is model.get_input_embeddings().weight:  # type: ignore[operator]
-        raise EngineStartError(FIELD, f"it is of {name}, whose matrix is the embedding's too")
+        raise EngineStartError(FIELD, f"the adapter changes {name}, which shares its matrix with the embedding")
     return layer
 
 
@@ -118,11 +122,13 @@ def _sides(name: str, sides: dict[str, Tensor], layer: nn.Linear, rank: int) -> 
     shapes = {"A": (rank, layer.in_features), "B": (layer.out_features, rank)}
     for side, shape in shapes.items():
         if side not in sides:
-            raise EngineStartError(FIELD, f"its {name} has no lora_{side}")
+            raise EngineStartError(FIELD, f"the adapter's {name} has no lora_{side}")
         if tuple(sides[side].shape) != shape:
-            raise EngineStartError(FIELD, f"its {name}.lora_{side} is {list(sides[side].shape)}, not {list(shape)}")
+            raise EngineStartError(
+                FIELD, f"the adapter's {name}.lora_{side} is {list(sides[side].shape)}, not {list(shape)}"
+            )
         if not sides[side].is_floating_point():
             raise EngineStartError(
-                FIELD, f"its {name}.lora_{side} is of {sides[side].dtype}, no floating-point numbers"
+                FIELD, f"the adapter's {name}.lora_{side} has dtype {sides[side].dtype}, not floating-point"
             )
     return sides["A"], sides["B"]

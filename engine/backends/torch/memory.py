@@ -50,7 +50,7 @@ def _populate(tensor: Tensor, busy: Callable[[], bool]) -> None:
         began_at = time.monotonic()
         if advise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
             # A system other than Linux 5.14 or newer: memory is taken when it is written.
-            log.debug("memory is not taken ahead: %s", os.strerror(ctypes.get_errno()))
+            log.debug("memory could not be allocated ahead: %s", os.strerror(ctypes.get_errno()))
             return
         if busy():
             time.sleep((time.monotonic() - began_at) * (1 / _POPULATING - 1))

@@ -89,20 +89,24 @@ def packed_scheme(settings: Mapping[str, Any]) -> PackedScheme | None:
     bits, group = settings.get("bits", settings.get("w_bit")), settings.get("group_size", settings.get("q_group_size"))
     if bits not in ((4, 8) if method == "gptq" else (4,)):
         known = "4 and 8" if method == "gptq" else "4"
-        raise ModelRefused(f"it was quantised by {method} with bits {bits!r}; only {known} are known")
+        raise ModelRefused(f"the model was quantised by {method} with bits {bits!r}; only {known} are supported")
     if type(group) is not int or (group < 1 and group != -1):
-        raise ModelRefused(f"it was quantised by {method} with group_size {group!r}, which is no number of inputs")
+        raise ModelRefused(
+            f"the model was quantised by {method} with group_size {group!r}, which is not a number of inputs"
+        )
     for name, idle in _IDLE.items():
         if settings.get(name) not in idle:
-            raise ModelRefused(f"it was quantised by {method} with {name} {settings[name]!r}, which is not known")
+            raise ModelRefused(
+                f"the model was quantised by {method} with {name} {settings[name]!r}, which is not supported"
+            )
     if method == "awq":
         form = _text(settings, "version", "format", "checkpoint_format") or "gemm"
         if form != "gemm":
-            raise ModelRefused(f"it was quantised by awq in the format {form}; only gemm is known")
+            raise ModelRefused(f"the model was quantised by awq in the format {form}; only gemm is supported")
         return PackedScheme("awq", bits, group)
     form = _text(settings, "checkpoint_format", "format") or "gptq"
     if form not in ("gptq", "gptq_v2"):
-        raise ModelRefused(f"it was quantised by gptq in the format {form}; only gptq and gptq_v2 are known")
+        raise ModelRefused(f"the model was quantised by gptq in the format {form}; only gptq and gptq_v2 are supported")
     return PackedScheme("gptq", bits, group, zeros_less_one=form == "gptq")
 
 
@@ -136,10 +140,10 @@ def _text(settings: Mapping[str, Any], *names: str) -> str:
 
     Raises ModelRefused where two of them differ.
     """
-    said = {str(settings[name]).lower() for name in names if settings.get(name) is not None}
-    if len(said) > 1:
-        raise ModelRefused(f"its {' and '.join(names)} disagree: {', '.join(sorted(said))}")
-    return said.pop() if said else ""
+    values = {str(settings[name]).lower() for name in names if settings.get(name) is not None}
+    if len(values) > 1:
+        raise ModelRefused(f"its quantization settings {' and '.join(names)} differ: {', '.join(sorted(values))}")
+    return values.pop() if values else ""
 
 
 # ------------------------------------------------------------------------------------------------------- unpacking
@@ -170,7 +174,7 @@ def _float8_layer(parts: Mapping[str, Tensor], scheme: PackedScheme, dtype: torc
     group = k if scheme.group_size == -1 else scheme.group_size
     if k % group or tuple(scales.shape) != (-(-n // scheme.block_rows), k // group):
         shapes = f"weight {list(values.shape)}, {mark} {list(scales.shape)}"
-        raise ValueError(f"{shapes} are not of blocks of {scheme.block_rows} outputs and {group} inputs")
+        raise ValueError(f"{shapes} do not match blocks of {scheme.block_rows} outputs and {group} inputs")
     scales = scales.float().repeat_interleave(scheme.block_rows, 0)[:n]
     by_row = scheme.group_size == -1
     return QuantisedLinear(values, scales[:, 0] if by_row else scales, _bias(parts.get("bias"), n, dtype), dtype)
@@ -197,7 +201,7 @@ def _integer_layer(parts: Mapping[str, Tensor], scheme: PackedScheme, dtype: tor
     groups = scales.shape[0]
     if k != group * groups or tuple(scales.shape) != (groups, n) or tuple(zeros.shape) != (n, groups):
         shapes = ", ".join(f"{name} {list(parts[name].shape)}" for name in ("qweight", "qzeros", "scales"))
-        raise ValueError(f"{shapes} are not of groups of {group} of {k} inputs and {n} outputs")
+        raise ValueError(f"{shapes} do not match groups of {group} of {k} inputs, and {n} outputs")
     order = _order(parts.get("g_idx"), k, groups)
     if order is not None:
         values = values[:, order]
@@ -221,15 +225,15 @@ def _signed(values: Tensor, middle: int) -> Tensor:
 
 def _matrix(parts: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in parts:
-        raise ValueError(f"there is no {name}")
+        raise ValueError(f"{name} is missing")
     if parts[name].dim() != 2:
-        raise ValueError(f"{name} is {list(parts[name].shape)}, not a matrix")
+        raise ValueError(f"{name} has the shape {list(parts[name].shape)}, not that of a matrix")
     return parts[name]
 
 
 def _bias(bias: Tensor | None, n: int, dtype: torch.dtype) -> Tensor | None:
     if bias is not None and tuple(bias.shape) != (n,):
-        raise ValueError(f"bias is {list(bias.shape)}, not {[n]}")
+        raise ValueError(f"bias has the shape {list(bias.shape)}, not {[n]}")
     return None if bias is None else bias.to(dtype)
 
 
@@ -301,12 +305,16 @@ class _PackedQuantizer(HfQuantizer):  # type: ignore[misc]
         for name in self.quantization_config.layers:
             parent, _dot, child = name.rpartition(".")
             try:
-                found = model.get_submodule(name)
+                module = model.get_submodule(name)
             except AttributeError:
-                raise ModelRefused(f"it has packed weights of {name}, which is no module of the model") from None
-            if type(found) is not nn.Linear:
-                raise ModelRefused(f"it has packed weights of {name}, a {type(found).__name__}, not a linear layer")
-            setattr(model.get_submodule(parent), child, PackedPlaceholder(found))
+                raise ModelRefused(
+                    f"the files have packed weights of {name}, which is not a module of the model"
+                ) from None
+            if type(module) is not nn.Linear:
+                raise ModelRefused(
+                    f"the files have packed weights of {name}, a {type(module).__name__}, not a linear layer"
+                )
+            setattr(model.get_submodule(parent), child, PackedPlaceholder(module))
 
     def _process_model_after_weight_loading(self, model: Any, **_: object) -> None:
         self.remove_quantization_config(model)
@@ -334,10 +342,10 @@ def load_packed(
     try:
         if not files.layers:
             raise ModelRefused(
-                f"config.json says it was quantised by {scheme.method}, its files hold no packed weights"
+                f"config.json says the model was quantised by {scheme.method}, but the files have no packed weights"
             )
         _leave_to_us(config, files.layers)
-        model, told = AutoModelForCausalLM.from_pretrained(
+        model, loading_info = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             quantization_config=_PackedConfig(files.layers),
@@ -354,9 +362,9 @@ def load_packed(
     log.info("%d layers have weights quantised by %s, %d bits", len(files.layers), scheme.method, scheme.bits)
     if not stays:
         log.warning(
-            "no kernel here multiplies such weights: they are served as %s, in its memory and time", model.dtype
+            "no kernel here supports these weights: they are served as %s, at its memory and speed", model.dtype
         )
-    return model, told
+    return model, loading_info
 
 
 def stays_quantised(scheme: PackedScheme, device: torch.device) -> bool:
@@ -388,8 +396,8 @@ def _read_layers(
         except ValueError as error:
             raise ModelRefused(f"the packed weights of {name} cannot be read: {error}") from error
         if (layer.in_features, layer.out_features) != (absent.in_features, absent.out_features):
-            found, wanted = (f"{each.out_features} x {each.in_features}" for each in (layer, absent))
-            raise ModelRefused(f"the packed weights of {name} are {found}, not {wanted}")
+            shape, wanted = (f"{each.out_features} x {each.in_features}" for each in (layer, absent))
+            raise ModelRefused(f"the packed weights of {name} are {shape}, not {wanted}")
         if stays_quantised:
             from engine.backends.torch.cuda.quantised import of_checkpoint
 

@@ -121,7 +121,7 @@ class PagedModel:
                 sequence = Sequence("warm-up", [0] * count, count, b"", SamplingParams(1), 0, 0, blocks=blocks)
                 self.logits([Chunk(sequence, 0, count)])
         except torch.cuda.OutOfMemoryError as error:
-            raise EngineStartError("kv_memory_mib", f"beside it the GPU has no room to compute: {error}") from error
+            raise EngineStartError("kv_memory_mib", f"leaves the GPU too little memory to compute: {error}") from error
 
     def _forward_all(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Return logits of every token, [tokens, vocab].

@@ -88,7 +88,7 @@ class _Spy:
         of_mask = [window for mask, window in self._windows if mask is attention_mask]
         if of_mask and of_mask[0] != sliding_window:
             raise ModelRefused(
-                f"its mask has a window of {of_mask[0]}, and the layer it is for one of {sliding_window}"
+                f"its attention mask has a window of {of_mask[0]}, its layer a window of {sliding_window}"
             )
         self.calls.append(Call(int(module.layer_idx), key, value, sliding_window))  # type: ignore[arg-type]
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
@@ -115,7 +115,7 @@ def _refuse_windows_of_caches(model: torch.nn.Module, calls: list[Call]) -> None
     config = model.config.get_text_config()  # type: ignore[union-attr,operator]
     window = getattr(config, "sliding_window", None)
     if window is not None and getattr(config, "layer_types", None) is None and any(c.window is None for c in calls):
-        raise ModelRefused(f"it has a window of {window}, which is not told to attention")
+        raise ModelRefused(f"the model has a window of {window}, which it does not pass to the attention function")
 
 
 def _refuse_other_ways(model: torch.nn.Module) -> None:
@@ -130,8 +130,8 @@ def _refuse_other_ways(model: torch.nn.Module) -> None:
         one, other = call.key[0, :, 1].float(), call.key[0, :, 3].float()
         if (one - other).norm() > TOLERANCE * one.norm():
             raise ModelRefused(
-                f"in its layer {call.layer} a token depends on others by more than attention, or on where in a batch it"
-                " is instead of on its position"
+                f"in layer {call.layer} a token's result depends on other tokens outside attention, or on its"
+                " place in the batch"
             )
 
 
@@ -146,4 +146,4 @@ def _run(model: torch.nn.Module, token_ids: list[int], positions: list[int]) -> 
             )
     # any error that the model's code may raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ModelRefused(f"{len(token_ids)} tokens cannot be run through it: {error}") from error
+        raise ModelRefused(f"a forward pass of {len(token_ids)} tokens failed: {error}") from error

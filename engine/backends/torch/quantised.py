@@ -233,4 +233,4 @@ def _refuse_little_gain(model: nn.Module, kind: Weights, layers: list[nn.Linear]
     gained = sum(layer.weight.numel() for layer in layers if id(layer.weight) not in embeddings)
     if gained < MIN_SHARE * total:
         share = f"{100 * gained / total:.0f} % of this model's weights"
-        raise EngineStartError("weights", f"{kind} is of linear layers, which hold only {share}")
+        raise EngineStartError("weights", f"{kind} quantises linear layers, which hold only {share}")

@@ -94,7 +94,7 @@ class TorchRunner(ModelRunner):
             kv_bytes = automatic_kv_bytes(self._model, self.device, room, context, draft is not None, group)
         num_blocks = kv_bytes // self.layout.block_bytes
         if num_blocks < 1:
-            raise EngineStartError("kv_memory_mib", f"less than one KV block of {self.layout.block_bytes} bytes")
+            raise EngineStartError("kv_memory_mib", f"is less than one KV block of {self.layout.block_bytes} bytes")
         ranks = group.size if group is not None else 1
         paged = self.paged = PagedModel(
             self._model, part, self.info, num_blocks, backend, self.device, ranks, pool_in_file

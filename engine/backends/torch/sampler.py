@@ -38,7 +38,7 @@ from engine.sampling.grammar import Grammars, TokenMasks
 LEAST_TEMPERATURE = 1e-5
 """Temperature below which the likeliest token is taken: sampling would draw nothing else, and quotients would leave
 float32."""
-NO_NUMBERS = RequestFailure("model", "its logits are no finite numbers; dtype float16 may be too small for it")
+NO_NUMBERS = RequestFailure("model", "its logits are not finite numbers; the range of dtype float16 may be too small")
 _WORD = 32
 LIKELIEST: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1)
 
@@ -94,8 +94,8 @@ def sample(
         for kind in (True, False):
             part = [row for row, row_is_plain in enumerate(plain) if row_is_plain == kind]
             own = logits[staged(part, torch.long, logits.device)]
-            found = sample(own, [places[row] for row in part], eos_token_ids, grammars, argmax)
-            for row, result in zip(part, found, strict=True):
+            drawn = sample(own, [places[row] for row in part], eos_token_ids, grammars, argmax)
+            for row, result in zip(part, drawn, strict=True):
                 sampled[row] = result
         return sampled
     masks = _masks(places, params, grammars)  # first: a GPU is still busy with the logits meanwhile
@@ -111,9 +111,9 @@ def sample(
         rows = changed if len(drawing) == len(params) else changed[at]
         tokens[at] = draw(rows, [params[row] for row in drawing], targets)
     chosen = read_back(torch.where(_finite(likeliest, changed) < 0, -1, tokens))
-    told = _logprobs(logits, chosen, params)
+    logprobs = _logprobs(logits, chosen, params)
     results: list[SampleResult | None] = [
-        _of_token(token) if token < 0 else SampleResult(token, told.get(row)) for row, token in enumerate(chosen)
+        _of_token(token) if token < 0 else SampleResult(token, logprobs.get(row)) for row, token in enumerate(chosen)
     ]
     if masks is not None:
         for row, failure in masks.failures.items():
@@ -189,7 +189,7 @@ def _logprobs(logits: Tensor, tokens: Seq[int], params: Seq[SamplingParams]) -> 
     for row, (token, sampling) in enumerate(zip(tokens, params, strict=True)):
         if sampling.logprobs is not None and token >= 0:
             by_count.setdefault(sampling.logprobs, []).append(row)
-    told: dict[int, TokenLogprobs] = {}
+    by_row: dict[int, TokenLogprobs] = {}
     for count, rows in by_count.items():
         logprobs = logits[staged(rows, torch.long, logits.device)].log_softmax(-1)
         wanted = staged([tokens[row] for row in rows], torch.long, logits.device)
@@ -197,5 +197,5 @@ def _logprobs(logits: Tensor, tokens: Seq[int], params: Seq[SamplingParams]) -> 
         values, token_ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
         likeliest = zip(token_ids.tolist(), values.tolist(), strict=True)
         for row, logprob, (top_token_ids, top_logprobs) in zip(rows, chosen, likeliest, strict=True):
-            told[row] = TokenLogprobs(logprob, tuple(top_token_ids), tuple(top_logprobs))
-    return told
+            by_row[row] = TokenLogprobs(logprob, tuple(top_token_ids), tuple(top_logprobs))
+    return by_row

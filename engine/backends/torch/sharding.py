@@ -86,8 +86,8 @@ class ShardedEmbedding(nn.Module):
     def forward(self, token_ids: Tensor) -> Tensor:
         rows = token_ids - self._first
         here = (rows >= 0) & (rows < self._rows)
-        found: Tensor = self.local(rows.clamp(0, max(0, self._rows - 1)))
-        return self._group.sum(torch.where(here[..., None], found, 0))
+        embedded: Tensor = self.local(rows.clamp(0, max(0, self._rows - 1)))
+        return self._group.sum(torch.where(here[..., None], embedded, 0))
 
 
 def load_shard(path: Any, config: Any, dtype: Any, group: RankGroup) -> nn.Module:
@@ -135,7 +135,7 @@ def refuse_by_plan(config: Any, size: int) -> None:
     Raises ModelRefused.
     """
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelRefused("its weights are quantised, and are not cut: tensor_parallel must be 1")
+        raise ModelRefused("its weights are quantised and cannot be split: tensor_parallel must be 1")
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -149,7 +149,7 @@ def refuse_by_plan(config: Any, size: int) -> None:
             f"transformers has no tensor-parallel plan for {config.model_type}: tensor_parallel must be 1"
         )
     if strange := {style for _, style in _planned(model)} - KNOWN:
-        raise ModelRefused(f"its tensor-parallel plan uses {', '.join(sorted(strange))}, which is not known here")
+        raise ModelRefused(f"its tensor-parallel plan uses {', '.join(sorted(strange))}, which Tandem does not support")
     output = model.get_output_embeddings()
     for name, style in _planned(model):
         _refuse_cut(model, name, style, output, size)
@@ -160,18 +160,18 @@ def _refuse_cut(model: Any, name: str, style: str, output: nn.Module, size: int)
 
     Raises ModelRefused.
     """
-    found = model.get_submodule(name) if name in dict(model.named_modules()) else model.get_parameter(name)
+    target = model.get_submodule(name) if name in dict(model.named_modules()) else model.get_parameter(name)
     if style in WHOLE or style == "moe_tp_experts":
         return
-    if isinstance(found, nn.Module):
-        if not isinstance(found, nn.Embedding if style == "embedding_rowwise" else nn.Linear):
-            kind = type(found).__name__
-            raise ModelRefused(f"its tensor-parallel plan cuts {name}, a {kind}: tensor_parallel must be 1")
-        if style == "colwise_gather_output" and found is not output:
+    if isinstance(target, nn.Module):
+        if not isinstance(target, nn.Embedding if style == "embedding_rowwise" else nn.Linear):
+            kind = type(target).__name__
+            raise ModelRefused(f"its tensor-parallel plan splits {name}, a {kind}: tensor_parallel must be 1")
+        if style == "colwise_gather_output" and target is not output:
             raise ModelRefused(f"its tensor-parallel plan gathers {name} on every rank: tensor_parallel must be 1")
-        found = found.weight
+        target = target.weight
     columns = style == "rowwise"
-    cut = found.shape[-1 if columns else -2] // (2 if style == "packed_colwise" else 1)
+    cut = target.shape[-1 if columns else -2] // (2 if style == "packed_colwise" else 1)
     if style not in VOCABULARY and cut % size:
         raise ModelRefused(f"tensor_parallel {size} does not divide the {cut} features of {name}")
 

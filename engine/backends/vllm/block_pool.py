@@ -110,8 +110,8 @@ class VllmBlockPool(BlockPool):
 
     def oldest(self, count: int) -> list[NamedPlace]:
         """Return the named blocks among the next `count` that vLLM will reuse, in that order."""
-        found = [block for block in islice(self._reused_next(), count) if block in self._name_of]
-        return [NamedPlace(block, *self._name_of[block]) for block in found]
+        blocks = [block for block in islice(self._reused_next(), count) if block in self._name_of]
+        return [NamedPlace(block, *self._name_of[block]) for block in blocks]
 
     def reused(self, block: int) -> None:
         """Process that vLLM gave the block to another owner, which has not written into it yet."""
@@ -149,11 +149,11 @@ class VllmBlockPool(BlockPool):
         return list(islice(idle, limit))
 
     def drop_idle(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
-        found = {key: block for key in keys for block in self.match([key]) if not self._pool.blocks[block].ref_cnt}
-        self._pool.evict_blocks(set(found.values()))
-        for block in found.values():
+        idle = {key: block for key in keys for block in self.match([key]) if not self._pool.blocks[block].ref_cnt}
+        self._pool.evict_blocks(set(idle.values()))
+        for block in idle.values():
             self._forget(block)
-        return list(found)
+        return list(idle)
 
     # ------------------------------------------------------------------ ownership
 
@@ -178,8 +178,8 @@ class VllmBlockPool(BlockPool):
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        found = self.match(keys)
-        unused = [block for block in found if self._pool.blocks[block].ref_cnt == 0]
+        blocks = self.match(keys)
+        unused = [block for block in blocks if self._pool.blocks[block].ref_cnt == 0]
         self.acquire(unused)
         self.release(unused)  # to the end of vLLM's free queue, the tail of the chain first
 

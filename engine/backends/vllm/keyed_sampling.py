@@ -59,10 +59,10 @@ class KeyedSampling(Sampling):
         return Request(request_id, list(sequence.token_ids), params, **arguments)
 
     def results(self, sequence: Sequence, request: Request, output: Any) -> Seq[SampleResult]:
-        found = self.samples.pop(request.request_id, None)
-        if found is not None and found.failure is not None:
-            return [found]
-        return [found or SampleResult(token_id) for token_id in output.new_token_ids]
+        sampled = self.samples.pop(request.request_id, None)
+        if sampled is not None and sampled.failure is not None:
+            return [sampled]
+        return [sampled or SampleResult(token_id) for token_id in output.new_token_ids]
 
     def forget(self, request_id: str) -> None:
         self.sequences.pop(request_id, None)
@@ -136,11 +136,11 @@ class TandemSampling(LogitsProcessor):
         if not rows:
             return logits, drawn
         at = torch.tensor(rows, device=logits.device)
-        found = sample(logits[at], places, keyed_sampling.eos_token_ids, keyed_sampling.grammars)
-        for row, result in zip(rows, found, strict=True):
+        results = sample(logits[at], places, keyed_sampling.eos_token_ids, keyed_sampling.grammars)
+        for row, result in zip(rows, results, strict=True):
             assert result is not None  # only a place after a draft token has none
             keyed_sampling.samples[self._rows[row]] = result
-        drawn[at] = torch.tensor([max(0, result.token_id) for result in found if result], device=logits.device)
+        drawn[at] = torch.tensor([max(0, result.token_id) for result in results if result], device=logits.device)
         return _only(logits, drawn), drawn
 
     def _check(self, logits: Tensor, plain: list[int]) -> None:

@@ -142,7 +142,7 @@ class VllmKvMemory:
         if any(tensor.untyped_storage().data_ptr() != storage.data_ptr() for tensor in tensors):
             raise EngineStartError("model", "vLLM keeps the KV of its layers in several allocations; Tandem needs one")
         if any(tensor.shape != first.shape or tensor.dtype != first.dtype for tensor in tensors):
-            raise EngineStartError("model", "its layers have KV of unlike shapes; Tandem moves blocks of one shape")
+            raise EngineStartError("model", "its layers have KV of different shapes; Tandem moves blocks of one shape")
         step = first.stride(0) * first.element_size()
         total = storage.nbytes()
         planes = 1 if step * num_blocks == total else len(tensors)

@@ -54,8 +54,8 @@ class NativeSampling(Sampling):
         wanted = message.sampling
         num_ends = len(wanted.stop_token_ids | self._eos_token_ids)
         if len(wanted.logit_bias) > MAX_NUM_LOGIT_BIAS_TOKENS:
-            given, most = len(wanted.logit_bias), MAX_NUM_LOGIT_BIAS_TOKENS
-            return f"sampling.logit_bias: {given} tokens, vLLM takes at most {most}"
+            num_biases, most = len(wanted.logit_bias), MAX_NUM_LOGIT_BIAS_TOKENS
+            return f"sampling.logit_bias: {num_biases} tokens, vLLM takes at most {most}"
         if wanted.min_tokens and num_ends > MAX_NUM_STOP_TOKEN_IDS:
             return f"sampling.stop_token_ids: {num_ends} with min_tokens, vLLM takes at most {MAX_NUM_STOP_TOKEN_IDS}"
         if wanted.structured is not None and not self._has_tokenizer:

@@ -123,9 +123,9 @@ class VllmRequests(RequestTable[_Request]):
         if "compute_started" in account.times:
             return
         account.times["compute_started"] = self._kv_cache.clock()
-        found = num_hits - account.reused_blocks - account.store_blocks - account.moved_blocks
-        if found > 0:  # blocks that other requests computed meanwhile
-            self._count_hits(account, found)
+        num_found = num_hits - account.reused_blocks - account.store_blocks - account.moved_blocks
+        if num_found > 0:  # blocks that other requests computed meanwhile
+            self._count_hits(account, num_found)
 
     def produced(self, submitted: Submitted, output: Any) -> None:
         """Process vLLM's output of a step for one sequence: tokens, scores of the prompt, and the end."""
@@ -183,12 +183,12 @@ class VllmRequests(RequestTable[_Request]):
         token_ids, logprobs = scores.logprob_token_ids.tolist(), scores.logprobs.tolist()
         wanted = sequence.sampling.prompt_logprobs if sequence.sampling is not None else None
         rows = range(sequence.num_scored, sequence.num_to_score)
-        told = tuple(
+        prompt_logprobs = tuple(
             TokenLogprobs(logprobs[row][0], tuple(token_ids[row][1:][:wanted]), tuple(logprobs[row][1:][:wanted]))
             for row in rows
         )
-        sequence.num_scored += len(told)
-        self._emit(PromptScored(sequence.request_id, told))
+        sequence.num_scored += len(prompt_logprobs)
+        self._emit(PromptScored(sequence.request_id, prompt_logprobs))
 
     def _promised_blocks(self, sequence: Sequence) -> int:
         """Return the blocks that a sequence is admitted with: its prompt, and some output."""

@@ -161,16 +161,16 @@ class Submissions:
     def filled_by(self, output: SchedulerOutput) -> list[int]:
         """Return the blocks that a scheduled step will fill."""
         width = self._kv_cache.layout.block_tokens
-        found = [self._by_id[request_id] for request_id in output.num_scheduled_tokens]
+        submissions = [self._by_id[request_id] for request_id in output.num_scheduled_tokens]
         return [
             block
-            for each in found
+            for each in submissions
             for block in each.blocks[each.num_filled : each.request.num_computed_tokens // width]
         ]
 
     def filled(self, output: SchedulerOutput) -> list[Full]:
         """Return the blocks that the ended step filled; called after vLLM has processed its output."""
-        width, found = self._kv_cache.layout.block_tokens, list[Full]()
+        width, full_blocks = self._kv_cache.layout.block_tokens, list[Full]()
         for request_id in output.num_scheduled_tokens:
             if (submitted := self._by_id.get(request_id)) is None:
                 continue  # cancelled meanwhile
@@ -183,9 +183,9 @@ class Submissions:
             if end > first:
                 hashes = request.block_hashes
                 parent = hashes[first - 1] if first else submitted.sequence.root
-                found.append(Full(submitted, first, parent, hashes[first:end], submitted.blocks[first:end]))
+                full_blocks.append(Full(submitted, first, parent, hashes[first:end], submitted.blocks[first:end]))
                 submitted.num_filled = end
-        return found
+        return full_blocks
 
     def _started(self, submitted: Submitted, num_hits: int) -> None:
         self._kv_cache.hand_over(submitted.sequence)

@@ -193,7 +193,7 @@ class BlockStore(SharedStore):
             self._settle()
         self._writers.shutdown(wait=False, cancel_futures=True)
         if self._writing:
-            log.warning("%d blocks were not written to the shared store in %g s", len(self._writing), FLUSH_S)
+            log.warning("%d blocks were not written to the shared store within %g s", len(self._writing), FLUSH_S)
         else:
             self._objects.close()
 
@@ -294,12 +294,12 @@ class BlockStore(SharedStore):
         on_removed(count, failure)
 
     def _find(self, keys: Sequence[BlockKey], on_found: Callable[[int], object]) -> None:
-        found = 0
+        num_found = 0
         try:
-            found = self._num_held(keys)
+            num_found = self._num_held(keys)
         except StoreError as error:
             self._done.append(_Learned((), error=error))
-        on_found(found)
+        on_found(num_found)
 
     def _num_held(self, keys: Sequence[BlockKey]) -> int:
         """Return how many leading keys are held.
@@ -320,7 +320,7 @@ class BlockStore(SharedStore):
         self, keys: Sequence[BlockKey], buffer: NDArray[np.uint8], on_fetched: Callable[[Fetched], object]
     ) -> None:
         names, rows = [self._format.name(key) for key in keys], list(buffer[: len(keys)])
-        there: list[NamedBlock] = []
+        blocks: list[NamedBlock] = []
         reason, refused, missing, failed = "", None, None, None
         for key, row, failure in zip(keys, rows, self._objects.read(names, rows), strict=True):
             if isinstance(failure, StoreError):
@@ -329,16 +329,16 @@ class BlockStore(SharedStore):
                 reason, missing = "the shared store holds it no more", key
             else:
                 try:
-                    there.append(self._format.check(key, row))
+                    blocks.append(self._format.check(key, row))
                 except ObjectRefused as error:
                     reason, refused = f"the stored block was refused: {error}", key
             if reason:
                 break
-        for name in names[: len(there)]:
+        for name in names[: len(blocks)]:
             self._objects.used(name)
-        self._done.append(_Learned(tuple(there), refused, missing, failed))
-        contents = tuple(row[self._format.payload_offset :] for row in rows[: len(there)])
-        on_fetched(Fetched(tuple(block.fingerprint for block in there), contents, reason, buffer))
+        self._done.append(_Learned(tuple(blocks), refused, missing, failed))
+        contents = tuple(row[self._format.payload_offset :] for row in rows[: len(blocks)])
+        on_fetched(Fetched(tuple(block.fingerprint for block in blocks), contents, reason, buffer))
 
 
 def _logged(future: "Future[None]") -> None:

@@ -61,10 +61,10 @@ class BucketObjects(Objects):
     def held(self, names: Sequence[str]) -> list[bool]:
         descriptors = [(0, 0, 0, self._path(name)) for name in names]
         try:
-            found = self._agent.query_memory(descriptors, BACKEND, mem_type="OBJ")
+            replies = self._agent.query_memory(descriptors, BACKEND, mem_type="OBJ")
         except Exception as error:
             raise StoreError(f"looking up objects failed: {error}") from error
-        return [each is not None for each in found]
+        return [each is not None for each in replies]
 
     def read(self, names: Sequence[str], into: Sequence[NDArray[np.uint8]]) -> list[ReadFailure | None]:
         try:

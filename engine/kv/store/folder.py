@@ -153,12 +153,12 @@ class FolderObjects(Objects):
 
     def _is_held(self, name: str) -> bool:
         try:
-            found = (self._root / name).lstat()
+            status = (self._root / name).lstat()
         except FileNotFoundError:
             return False
         except OSError as error:
             raise StoreError(f"{name}: {error.strerror}") from error
-        return stat.S_ISREG(found.st_mode) and found.st_size == self._object_bytes
+        return stat.S_ISREG(status.st_mode) and status.st_size == self._object_bytes
 
     def _read(self, name: str, into: NDArray[np.uint8]) -> ReadFailure | None:
         try:
@@ -168,9 +168,9 @@ class FolderObjects(Objects):
         except OSError as error:
             return StoreError(f"{name}: {error.strerror}")
         try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_size != self._object_bytes:
-                return ObjectMissing(f"{name} is no file of {self._object_bytes} bytes")
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size != self._object_bytes:
+                return ObjectMissing(f"{name} is not a file of {self._object_bytes} bytes")
             left, offset = into.data, 0
             while left:
                 num_read = os.preadv(fd, [left], offset)

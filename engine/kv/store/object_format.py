@@ -71,16 +71,16 @@ class ObjectFormat:
         Raises ObjectRefused unless it is the block `key` of this model.
         """
         head = stored[: self.payload_offset].tobytes()
-        magic, version, kv_heads, block_bytes, model, parent, found = _HEADER.unpack_from(head)
+        magic, version, kv_heads, block_bytes, model, parent, stored_key = _HEADER.unpack_from(head)
         if magic != MAGIC or version != VERSION:
-            raise ObjectRefused("it is no block, or one of another version")
+            raise ObjectRefused("the object is not a KV block of this format version")
         fields = head[: self._checked_bytes]
         if head[self._checked_bytes :][:CHECKSUM_BYTES] != self._checksum(fields, stored):
-            raise ObjectRefused("its checksum is wrong")
+            raise ObjectRefused("the object's checksum is wrong")
         if (kv_heads, block_bytes, model) != (self.kv_heads, self.block_bytes, self._model):
-            raise ObjectRefused("it belongs to another model or KV layout")
-        if found != key:
-            raise ObjectRefused("it is another block")
+            raise ObjectRefused("the object belongs to another model or KV layout")
+        if stored_key != key:
+            raise ObjectRefused("the object contains another block")
         return NamedBlock(parent, key, fields[_HEADER.size :])
 
     @property

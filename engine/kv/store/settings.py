@@ -31,7 +31,7 @@ class StoreSettings(Config):
     @field_validator("kv_store")
     @classmethod
     def _is_folder_or_bucket(cls, value: str) -> str:
-        scheme, found, rest = value.partition("://")
-        if found and (scheme != "s3" or not rest.partition("/")[0]):
+        scheme, separator, rest = value.partition("://")
+        if separator and (scheme != "s3" or not rest.partition("/")[0]):
             raise ValueError(f"{value!r} is neither a folder nor s3://bucket/prefix")
         return value

@@ -50,7 +50,7 @@ class DiskTier:
         self._format = DiskFormat(block_bytes, kv_heads)
         num_slots = self._format.slots_within(disk_bytes)
         if num_slots == 0:
-            raise EngineStartError("kv_disk_mib", f"less than one KV block of {block_bytes} bytes and its header")
+            raise EngineStartError("kv_disk_mib", f"is less than one KV block of {block_bytes} bytes with its header")
         directory = disk_dir / f"{model_fingerprint.hex()[:16]}-{block_bytes}"
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ class DiskTier:
         """Write a superblock with `num_slots` and truncate the file to their size."""
         page = os.pread(self._fd, SUPERBLOCK_BYTES, 0)
         if page and (fault := self._format.superblock_fault(page, model_fingerprint)):
-            log.warning("%s is started afresh: %s", self.path, fault)
+            log.warning("%s is started empty: %s", self.path, fault)
             page = b""
         if not page:
             os.ftruncate(self._fd, 0)
@@ -145,7 +145,7 @@ class DiskTier:
                 newest[header.block.key] = slot, header
             if other is not None:
                 self.erase(slot if newest[header.block.key] is other else other[0])
-        return sorted(newest.values(), key=lambda found: found[1].generation)
+        return sorted(newest.values(), key=lambda entry: entry[1].generation)
 
     def _headers(self, num_slots: int) -> list[tuple[int, bytes]]:
         """Return packed headers of non-empty slots; those at the file's end may be truncated."""
@@ -196,10 +196,10 @@ def _check_own(fd: int, path: Path) -> None:
 
     Raises OSError.
     """
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        raise OSError(0, f"{path} is no plain file of this user")
-    if stat.S_IMODE(found.st_mode) != 0o600:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        raise OSError(0, f"{path} is not a regular file of this user")
+    if stat.S_IMODE(status.st_mode) != 0o600:
         os.fchmod(fd, 0o600)
 
 

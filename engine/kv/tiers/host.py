@@ -20,10 +20,12 @@ class HostTier:
         Raises EngineStartError naming kv_host_memory_mib.
         """
         if num_bytes < block_bytes:
-            raise EngineStartError("kv_host_memory_mib", f"less than one KV block of {block_bytes} bytes")
+            raise EngineStartError("kv_host_memory_mib", f"is less than one KV block of {block_bytes} bytes")
         num_slots = num_bytes // block_bytes
         try:
             self.memory = allocate(num_slots, block_bytes)
         except MemoryError as error:
-            raise EngineStartError("kv_host_memory_mib", f"{num_bytes} bytes cannot be had: {error}") from error
+            raise EngineStartError(
+                "kv_host_memory_mib", f"cannot allocate {num_bytes} bytes of memory: {error}"
+            ) from error
         self.slots = Slots(num_slots)

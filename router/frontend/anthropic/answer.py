@@ -28,8 +28,8 @@ def error_form(
     status: int, kind: str, message: str, param: str | None, code: str | None
 ) -> tuple[dict[str, Any], bytes]:
     """Return an error in Anthropic's form."""
-    said = {"type": ERRORS.get(status, "api_error"), "message": message}
-    return {"type": "error", "error": said}, b"event: error\n"
+    error = {"type": ERRORS.get(status, "api_error"), "message": message}
+    return {"type": "error", "error": error}, b"event: error\n"
 
 
 class MessagesAnswer(BlockAnswer[MessagesRequest]):
@@ -59,12 +59,12 @@ class MessagesAnswer(BlockAnswer[MessagesRequest]):
 
     def ended(self) -> bytes:
         reason, stop = self._reason()
-        said: dict[str, Any] = {
+        body: dict[str, Any] = {
             "type": "message_delta",
             "delta": {"stop_reason": reason, "stop_sequence": stop},
             "usage": self._usage(),
         }
-        return event("message_delta", said) + event("message_stop", {"type": "message_stop"})
+        return event("message_delta", body) + event("message_stop", {"type": "message_stop"})
 
     def new_id(self, kind: str) -> str:
         return f"toolu_{secrets.token_hex(12)}" if kind == CALL else ""
@@ -101,7 +101,7 @@ class MessagesAnswer(BlockAnswer[MessagesRequest]):
         assert self.finish is not None, "the answer is complete"
         if self.finish.reason == pb.FINISH_REASON_LENGTH:
             return "max_tokens", None
-        if self.finish.stop_match in self.asked.requests[0].sampling.stop and self.finish.stop_match:
+        if self.finish.stop_match in self.api_request.requests[0].sampling.stop and self.finish.stop_match:
             return "stop_sequence", self.finish.stop_match
         return ("tool_use" if any(block.call is not None for block in self.blocks) else "end_turn"), None
 

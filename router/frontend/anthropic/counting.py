@@ -15,8 +15,8 @@ def token_counter(context: EndpointContext) -> JsonEndpoint[pb.TokenizeRequest]:
     """Return the application of the path."""
 
     async def count(request: pb.TokenizeRequest, caller: Caller) -> dict[str, Any]:
-        said = await context.handler.tokenize(request, caller.principal, is_charged=True)
-        return {"input_tokens": len(said.token_ids)}
+        reply = await context.handler.tokenize(request, caller.principal, is_charged=True)
+        return {"input_tokens": len(reply.token_ids)}
 
     return JsonEndpoint(context, _read, count, error_form)
 

@@ -44,11 +44,11 @@ def read_messages(fields: Fields, caller: Caller) -> MessagesRequest:
     if (top_k := fields.integer("top_k", 0, INT32 - 1)) is not None:
         sampling.top_k = top_k
     sampling.stop.extend(fields.strings("stop_sequences"))
-    asked = MessagesRequest(request.request_id, [request], dict(NAMES), stream=fields.boolean("stream"))
+    api_request = MessagesRequest(request.request_id, [request], dict(NAMES), stream=fields.boolean("stream"))
     if request.tool_choice not in ("", "auto", "none"):
-        asked.names["structured"] = "tools"
+        api_request.names["structured"] = "tools"
     fields.finish()
-    return asked
+    return api_request
 
 
 NAMES = {
@@ -159,7 +159,7 @@ def _read_begun_answer(fields: Fields, request: pb.GenerateRequest, place: int) 
     else:
         del request.messages[-1]
         if not request.messages:
-            raise fields.refuse("messages", "must have one that is not empty")
+            raise fields.refuse("messages", "must have a message that is not empty")
 
 
 def _add_user(fields: Fields, role: str, content: Any, request: pb.GenerateRequest) -> None:
@@ -253,7 +253,7 @@ def _read_tools(fields: Fields, request: pb.GenerateRequest) -> None:
     if kind is None:
         raise choice.refuse("type", "is missing")
     if kind in ("any", "tool") and not request.tools:
-        raise fields.refuse("tool_choice", "forces a call, and there are no tools")
+        raise fields.refuse("tool_choice", "forces a call, but the request has no tools")
     named = choice.text("name", required=True) if kind == "tool" else ""
     request.tool_choice = named or {"auto": "", "any": "required", "none": "none"}[kind]
     request.single_tool_call = choice.boolean("disable_parallel_tool_use") and bool(request.tools)

@@ -38,8 +38,8 @@ def add_console(
         keys.principal(request.headers.get("authorization")).check_operator()
         since = request.query_params.get("since", "0")
         number = int(since) if since.isdecimal() and len(since) < 18 else 0
-        said = MessageToDict(status(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-        return JSONResponse({"status": said, "requests": recent.since(number)}, headers=HEADERS)
+        body = MessageToDict(status(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        return JSONResponse({"status": body, "requests": recent.since(number)}, headers=HEADERS)
 
     for path, answer in (("/console", show), ("/console/data", tell)):
         app.router.add_route(path, answer, methods=["GET"])

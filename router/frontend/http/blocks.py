@@ -39,8 +39,8 @@ class BlockAnswer(Answer, Generic[Asked]):
     A stream's events and the whole answer are made by the same steps.
     """
 
-    def __init__(self, asked: Asked, request_id: str) -> None:
-        self.asked = asked
+    def __init__(self, api_request: Asked, request_id: str) -> None:
+        self.api_request = api_request
         self.request_id = request_id
         self.served: PromptInfo | None = None
         self.blocks: list[Block] = []
@@ -109,7 +109,7 @@ class BlockAnswer(Answer, Generic[Asked]):
         if self.finish is not None:
             self.usage.CopyFrom(message.finish.usage)
             self.usage.reasoning_tokens = self._parser.num_reasoning if self._parser is not None else 0
-            self.finish.receipt.ignored_fields.extend(self.asked.ignored)
+            self.finish.receipt.ignored_fields.extend(self.api_request.ignored)
             events += self._close() + self.ended()
         return events
 

@@ -34,9 +34,9 @@ def caller_of(headers: Mapping[str, str], keys: ApiKeys) -> Caller:
 
 def authorization_of(headers: Mapping[str, str]) -> str | None:
     """Return the key as `Bearer KEY`; Anthropic's clients send it in `x-api-key`."""
-    given = headers.get("authorization")
+    header = headers.get("authorization")
     key = headers.get("x-api-key")
-    return f"Bearer {key}" if given is None and key is not None else given
+    return f"Bearer {key}" if header is None and key is not None else header
 
 
 def check_name(value: str, field: str) -> str:
@@ -47,5 +47,5 @@ def check_name(value: str, field: str) -> str:
     if not (value.isascii() and value.isprintable()):
         raise InvalidRequest(field, "must be printable ASCII")
     if len(value) > MAX_NAME_CHARS:
-        raise InvalidRequest(field, f"longer than {MAX_NAME_CHARS} characters")
+        raise InvalidRequest(field, f"is longer than {MAX_NAME_CHARS} characters")
     return value

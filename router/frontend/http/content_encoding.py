@@ -15,13 +15,13 @@ def encoding_of(headers: Mapping[str, str]) -> str:
 
     Raises HttpRefusal, status 415, for any other one.
     """
-    given = headers.get(HEADER, "").strip().lower()
-    if given in ("", "identity"):
+    encoding = headers.get(HEADER, "").strip().lower()
+    if encoding in ("", "identity"):
         return ""
-    if given not in KNOWN:
-        message = f"{given[:80]!r} is not supported: send gzip, deflate, or no encoding"
+    if encoding not in KNOWN:
+        message = f"{encoding[:80]!r} is not supported: send gzip, deflate, or no encoding"
         raise HttpRefusal(415, "unsupported_content_encoding", message, HEADER)
-    return KNOWN[given]
+    return KNOWN[encoding]
 
 
 def refuse_encoding(headers: Mapping[str, str]) -> None:
@@ -45,9 +45,9 @@ def inflated(body: bytes, encoding: str, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         return content
     if not inflater.eof:
-        raise _bad(encoding, "the body is not whole")
+        raise _bad(encoding, "the compressed body is incomplete")
     if inflater.unused_data:
-        raise _bad(encoding, "more follows the end of the compressed body")
+        raise _bad(encoding, "the request has bytes after the end of the compressed body")
     return content
 
 

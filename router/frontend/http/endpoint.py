@@ -64,13 +64,13 @@ class EndpointContext:
 class Hooks(Generic[Asked, Made]):
     """Steps of an API around a generation, for what it keeps."""
 
-    async def before(self, asked: Asked, caller: Caller) -> None:
+    async def before(self, api_request: Asked, caller: Caller) -> None:
         """Complete a request by what is kept.
 
         Raises ServiceError.
         """
 
-    async def after(self, asked: Asked, caller: Caller, answer: Made) -> None:
+    async def after(self, api_request: Asked, caller: Caller, answer: Made) -> None:
         """Keep a complete answer, before its client has all of it."""
 
 
@@ -105,17 +105,17 @@ class Endpoint(Generic[Asked, Made]):
             with self._arrivals.arriving(caller.tenant) as arrival:
                 body = await exchange.body(self._context.limits.max_bytes, arrival)
                 if len(body) <= INLINE_BYTES:
-                    asked = self._asked(body, caller)
+                    api_request = self._parsed(body, caller)
                 else:
-                    asked = await asyncio.to_thread(self._asked, body, caller)
+                    api_request = await asyncio.to_thread(self._parsed, body, caller)
                 del body
-                names = asked.names
-                self._handler.count_ignored(asked.ignored)
-                exchange.ignored = asked.ignored
-                exchange.request_id = asked.request_id
+                names = api_request.names
+                self._handler.count_ignored(api_request.ignored)
+                exchange.ignored = api_request.ignored
+                exchange.request_id = api_request.request_id
                 with exchange.lasting(self._context.drain):
-                    async with self._deadline(asked):
-                        await self._serve(exchange, asked, caller, arrival)
+                    async with self._deadline(api_request):
+                        await self._serve(exchange, api_request, caller, arrival)
         except ClientGone:
             return
         except ServiceError as error:
@@ -134,35 +134,35 @@ class Endpoint(Generic[Asked, Made]):
         names: Mapping[str, str] = {}
         try:
             with self._arrivals.arriving(caller.tenant) as arrival:
-                asked = self._read_values(values, caller)
-                names = asked.names
-                self._handler.count_ignored(asked.ignored)
-                adapt(asked)
-                async with self._deadline(asked):
-                    return await self._whole(asked, caller, arrival)
+                api_request = self._read_values(values, caller)
+                names = api_request.names
+                self._handler.count_ignored(api_request.ignored)
+                adapt(api_request)
+                async with self._deadline(api_request):
+                    return await self._whole(api_request, caller, arrival)
         except ServiceError as error:
             error.field = client_field(error.field, names)
             raise
 
-    def _asked(self, body: bytes, caller: Caller) -> Asked:
+    def _parsed(self, body: bytes, caller: Caller) -> Asked:
         return self._read_values(parse_object(body, self._context.limits.max_values), caller)
 
     def _read_values(self, values: dict[str, Any], caller: Caller) -> Asked:
         try:
             fields = Fields(values, ignored=IgnoredFields(self._context.strict_fields))
-            asked = self.read(fields, caller)
-            asked.ignored = tuple(fields.ignored.names)
-            return asked
+            api_request = self.read(fields, caller)
+            api_request.ignored = tuple(fields.ignored.names)
+            return api_request
         except RecursionError:
             raise InvalidRequest("", "the body is nested too deeply") from None
 
     @asynccontextmanager
-    async def _deadline(self, asked: Asked) -> AsyncIterator[None]:
+    async def _deadline(self, api_request: Asked) -> AsyncIterator[None]:
         """End a block at a request's deadline, also when the client does not read.
 
         Raises DeadlineExceeded.
         """
-        deadline_s = self._context.default_deadline_s if asked.deadline_s is None else asked.deadline_s
+        deadline_s = self._context.default_deadline_s if api_request.deadline_s is None else api_request.deadline_s
         try:
             async with asyncio.timeout(deadline_s + GRACE_S):
                 yield
@@ -170,57 +170,57 @@ class Endpoint(Generic[Asked, Made]):
             raise DeadlineExceeded("the deadline passed before the client took the answer") from None
 
     def _streams(
-        self, asked: Asked, answer: Answer, caller: Caller, arrival: Arrival
+        self, api_request: Asked, answer: Answer, caller: Caller, arrival: Arrival
     ) -> AsyncGenerator[tuple[int, bytes]]:
         """Return the messages of all prompts of a request."""
         streams = [
             self._handler.generate(
                 request,
-                asked.deadline_s,
+                api_request.deadline_s,
                 caller.principal,
-                _beginner(answer, number, asked.echo),
+                _beginner(answer, number, api_request.echo),
                 arrival if number == 0 else None,  # each further prompt is charged as a request of its own
             )
-            for number, request in enumerate(asked.requests)
+            for number, request in enumerate(api_request.requests)
         ]
-        return merged(streams, asked.max_open)
+        return merged(streams, api_request.max_open)
 
-    async def _whole(self, asked: Asked, caller: Caller, arrival: Arrival) -> bytes:
-        check_whole_answer(asked.requests)
-        await self._hooks.before(asked, caller)
-        answer = self._answer(asked, asked.request_id)
-        async with aclosing(self._streams(asked, answer, caller, arrival)) as messages:
+    async def _whole(self, api_request: Asked, caller: Caller, arrival: Arrival) -> bytes:
+        check_whole_answer(api_request.requests)
+        await self._hooks.before(api_request, caller)
+        answer = self._answer(api_request, api_request.request_id)
+        async with aclosing(self._streams(api_request, answer, caller, arrival)) as messages:
             async for number, raw in messages:
                 answer.absorb(number, pb.GenerateResponse.FromString(raw))
-        await self._hooks.after(asked, caller, answer)
+        await self._hooks.after(api_request, caller, answer)
         return answer.whole()
 
-    async def _serve(self, exchange: Exchange, asked: Asked, caller: Caller, arrival: Arrival) -> None:
-        if not asked.stream:
-            await exchange.send_json(await self._whole(asked, caller, arrival))
+    async def _serve(self, exchange: Exchange, api_request: Asked, caller: Caller, arrival: Arrival) -> None:
+        if not api_request.stream:
+            await exchange.send_json(await self._whole(api_request, caller, arrival))
             return
-        await self._hooks.before(asked, caller)
-        answer = self._answer(asked, asked.request_id)
+        await self._hooks.before(api_request, caller)
+        answer = self._answer(api_request, api_request.request_id)
         last = b""
-        async with aclosing(self._streams(asked, answer, caller, arrival)) as messages:
+        async with aclosing(self._streams(api_request, answer, caller, arrival)) as messages:
             async for number, raw in messages:
                 events = answer.chunk(number, pb.GenerateResponse.FromString(raw))
                 if answer.complete:
                     last += events  # sent once the request is accounted for: its client may ask again at once
                 elif events:
                     await exchange.send_events(events)
-        await self._hooks.after(asked, caller, answer)
+        await self._hooks.after(api_request, caller, answer)
         await exchange.end_events(last)
 
 
 def _beginner(answer: Answer, number: int, echo: bool) -> Callable[[PreparedRequest], None]:
     def begin(prepared: PreparedRequest) -> None:
         encoder = prepared.model.encoder
-        said = ""
+        text = ""
         if echo:
-            said = prepared.request.text if prepared.request.HasField("text") else encoder.decode(prepared.prompt)
+            text = prepared.request.text if prepared.request.HasField("text") else encoder.decode(prepared.prompt)
         answer.begin(
-            number, PromptInfo(prepared.model.name, prepared.prompt, said, encoder.token_text, prepared.output.parser)
+            number, PromptInfo(prepared.model.name, prepared.prompt, text, encoder.token_text, prepared.output.parser)
         )
 
     return begin

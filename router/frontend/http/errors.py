@@ -84,8 +84,8 @@ def error_answer(error: ServiceError, names: Mapping[str, str], form: Form = ope
     return _answer(kind.status, _headers(error, kind), form(kind.status, kind.kind, message, param, kind.code))
 
 
-def _answer(status: int, headers: Mapping[str, str], said: tuple[dict[str, Any], bytes]) -> ErrorAnswer:
-    value, prefix = said
+def _answer(status: int, headers: Mapping[str, str], form: tuple[dict[str, Any], bytes]) -> ErrorAnswer:
+    value, prefix = form
     body = json.dumps(value).encode()
     return ErrorAnswer(status, headers, body, prefix + b"data: " + body + b"\n\n")
 

@@ -81,7 +81,7 @@ class Exchange:
                     if not message.get("more_body", False):
                         return b"".join(parts)
         except TimeoutError:
-            raise HttpRefusal(408, "request_timeout", f"the body did not come within {BODY_S:g} s") from None
+            raise HttpRefusal(408, "request_timeout", f"the body did not arrive within {BODY_S:g} s") from None
 
     @contextmanager
     def lasting(self, drain: Drain) -> Iterator[None]:

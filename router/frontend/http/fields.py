@@ -78,7 +78,7 @@ def parse_object(body: bytes, max_values: int) -> dict[str, Any]:
         if _ESCAPED_SURROGATE.search(body):
             json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise InvalidRequest("", "the body holds half of a surrogate pair, which is no character") from None
+        raise InvalidRequest("", "the body has an unpaired surrogate, which is not a character") from None
     except (ValueError, RecursionError) as error:
         raise InvalidRequest("", f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
@@ -91,7 +91,7 @@ def _num_separators(body: bytes) -> int:
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 class IgnoredFields:
@@ -215,7 +215,7 @@ class Fields:
             raise self.refuse(name, f"must be an object from token ids to numbers, not {shown(biases)}")
         for token_id in biases:
             if not (token_id.isascii() and token_id.isdigit() and len(token_id) <= 10 and int(token_id) < 1 << 32):
-                raise self.refuse(name, f"{shown(token_id)} is no token id")
+                raise self.refuse(name, f"{shown(token_id)} is not a token id")
         return {int(token_id): self._number(name, bias) for token_id, bias in biases.items()}
 
     def finish(self) -> None:

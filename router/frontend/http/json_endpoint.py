@@ -45,11 +45,11 @@ class JsonEndpoint(Generic[Asked]):
             exchange.request_id = caller.request_id
             with context.arrivals.arriving(caller.tenant) as arrival:
                 body = await exchange.body(context.limits.max_bytes, arrival)
-                asked, exchange.ignored = await asyncio.to_thread(self._asked, body, caller)
+                api_request, exchange.ignored = await asyncio.to_thread(self._parsed, body, caller)
                 context.handler.count_ignored(exchange.ignored)
             with exchange.lasting(context.drain):
-                said = await self._answer(asked, caller)
-                await exchange.send_json(compact(said).encode())
+                reply = await self._answer(api_request, caller)
+                await exchange.send_json(compact(reply).encode())
         except ClientGone:
             return
         except ServiceError as error:
@@ -60,7 +60,7 @@ class JsonEndpoint(Generic[Asked]):
             failure = ServiceError("the router failed; its log says why")
             await exchange.fail(error_answer(failure, self._names, self._error_form))
 
-    def _asked(self, body: bytes, caller: Caller) -> tuple[Asked, tuple[str, ...]]:
+    def _parsed(self, body: bytes, caller: Caller) -> tuple[Asked, tuple[str, ...]]:
         values = parse_object(body, self._context.limits.max_values)
         ignored = IgnoredFields(self._context.strict_fields)
         try:

@@ -37,13 +37,13 @@ async def merged(
     try:
         num_open = len(streams)
         while num_open:
-            number, said = await queue.get()
-            if isinstance(said, BaseException):
-                raise said
-            if said is None:
+            number, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
                 num_open -= 1
             else:
-                yield number, said
+                yield number, item
     finally:
         for task in feeds:
             task.cancel()

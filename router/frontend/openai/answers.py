@@ -40,8 +40,8 @@ class OpenAiAnswer(Answer):
     nothing: bytes
     """Bytes in place of all three in the last event of a choice."""
 
-    def __init__(self, asked: ApiRequest, request_id: str) -> None:
-        self._asked = asked
+    def __init__(self, api_request: ApiRequest, request_id: str) -> None:
+        self._api_request = api_request
         self._id = self.id_prefix + request_id
         self._choices: dict[int, ChoiceAnswer] = {}
         """Choices by index."""
@@ -49,20 +49,20 @@ class OpenAiAnswer(Answer):
         self._receipts: dict[int, Any] = {}
         """Receipts, and the next field, by number of the prompt."""
         self._scored: dict[int, list[pb.TokenLogprobs]] = {}
-        self._num_open = len(asked.requests) * asked.choices_per_prompt
-        self._end = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
+        self._num_open = len(api_request.requests) * api_request.choices_per_prompt
+        self._end = b',"usage":null}\n\n' if api_request.include_usage else b"}\n\n"
         self._plain = self.after + PLAIN + self._end
 
     def begin(self, number: int, served: PromptInfo) -> None:
         """Begin a prompt that was checked."""
-        per_prompt = self._asked.choices_per_prompt
+        per_prompt = self._api_request.choices_per_prompt
         for index in range(number * per_prompt, (number + 1) * per_prompt):
             head = f'data: {self._top(self.chunk_name, served.model)},"choices":[{{"index":{index},'
             choice = ChoiceAnswer(
                 index, served, head.encode(), served.new_parser(), CompletionLogprobs(len(served.echo))
             )
             self._choices[index] = choice
-            if not self._asked.stream and served.echo:
+            if not self._api_request.stream and served.echo:
                 choice.text.append(served.echo)
 
     @abstractmethod
@@ -110,7 +110,7 @@ class OpenAiAnswer(Answer):
 
     def _changed(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> bytes:
         choice.num_tokens += len(message.token_ids)
-        detailed = message.logprobs or self._asked.token_ids or self._asked.continuous_usage
+        detailed = message.logprobs or self._api_request.token_ids or self._api_request.continuous_usage
         after = self._detailed(choice, message) if detailed else self._plain
         if choice.parser is None:
             return choice.head + self.before + quoted(message.text) + after
@@ -126,7 +126,7 @@ class OpenAiAnswer(Answer):
             if isinstance(piece, str):
                 events.append(choice.head + self.before + quoted(piece) + after)
             elif isinstance(piece, Reasoning):
-                if not self._asked.include_reasoning:
+                if not self._api_request.include_reasoning:
                     continue
                 text = quoted(piece.text)
                 delta = b'"delta":{"reasoning_content":' + text + b',"reasoning":' + text
@@ -140,17 +140,17 @@ class OpenAiAnswer(Answer):
     def _detailed(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> bytes:
         """Return the bytes after the text for a choice with further fields."""
         logprobs = self.message_logprobs(choice, message) if message.logprobs else None
-        token_ids = f',"token_ids":{compact(list(message.token_ids))}' if self._asked.token_ids else ""
-        said = f',"logprobs":{compact(logprobs)},"finish_reason":null{token_ids}}}]'
-        return self.after + said.encode() + self._so_far(choice)
+        token_ids = f',"token_ids":{compact(list(message.token_ids))}' if self._api_request.token_ids else ""
+        tail = f',"logprobs":{compact(logprobs)},"finish_reason":null{token_ids}}}]'
+        return self.after + tail.encode() + self._so_far(choice)
 
     def _only_text(self, choice: ChoiceAnswer) -> bytes:
         """Return the bytes after the text for a choice with text only."""
-        return self.after + PLAIN + self._so_far(choice) if self._asked.continuous_usage else self._plain
+        return self.after + PLAIN + self._so_far(choice) if self._api_request.continuous_usage else self._plain
 
     def _so_far(self, choice: ChoiceAnswer) -> bytes:
         """Return the end of an event, with the usage so far where it was requested for each."""
-        if not self._asked.continuous_usage:
+        if not self._api_request.continuous_usage:
             return self._end
         num_prompt, num_tokens = len(choice.served.prompt), choice.num_tokens
         usage = {
@@ -164,11 +164,11 @@ class OpenAiAnswer(Answer):
         """Return the event with a choice's finish, and after the last choice the end of the stream."""
         reason, stop_reason = compact(choice.reason), compact(choice.stop_reason)
         reasons = f',"logprobs":null,"finish_reason":{reason},"stop_reason":{stop_reason}'
-        prompt = f',"prompt_token_ids":{compact(choice.served.prompt)}' if self._asked.token_ids else ""
+        prompt = f',"prompt_token_ids":{compact(choice.served.prompt)}' if self._api_request.token_ids else ""
         event = choice.head + self.nothing + f"{reasons}{prompt}}}]".encode()
         if self._num_open:
             return event + self._so_far(choice)
-        if not self._asked.include_usage:
+        if not self._api_request.include_usage:
             return event + self._receipts_field() + self._so_far(choice) + DONE
         top = f'data: {self._top(self.chunk_name, choice.served.model)},"choices":[],"usage":{compact(self.usage())}'
         return event + self._so_far(choice) + top.encode() + self._receipts_field() + b"}\n\n" + DONE
@@ -180,7 +180,7 @@ class OpenAiAnswer(Answer):
         if message.prompt_logprobs:
             self._scored.setdefault(number, []).extend(message.prompt_logprobs)
         choice = self._choice(number, message)
-        if self._asked.only_echo:
+        if self._api_request.only_echo:
             if message.HasField("finish"):
                 message.finish.usage.completion_tokens = 0
                 message.finish.reason = pb.FINISH_REASON_LENGTH
@@ -191,7 +191,7 @@ class OpenAiAnswer(Answer):
             pieces = choice.parser.push(message.text, len(message.token_ids))
         if message.logprobs:
             choice.logprobs.append(self.message_logprobs(choice, message))
-        if self._asked.token_ids:
+        if self._api_request.token_ids:
             choice.token_ids += message.token_ids
         if message.HasField("finish") and choice.parser:
             pieces += choice.parser.finish()
@@ -209,43 +209,44 @@ class OpenAiAnswer(Answer):
         """Return the whole answer, once all messages were absorbed."""
         choices = [self._whole_choice(choice) for _, choice in sorted(self._choices.items())]
         top = self._top(self.whole_name, self._choices[0].served.model)
-        said = f'{top},"choices":{compact(choices)},"usage":{compact(self.usage())}'
-        return said.encode() + self._receipts_field() + b"}"
+        body = f'{top},"choices":{compact(choices)},"usage":{compact(self.usage())}'
+        return body.encode() + self._receipts_field() + b"}"
 
     def _whole_choice(self, choice: ChoiceAnswer) -> dict[str, Any]:
         served, parts = choice.served, choice.logprobs
-        scored = self._scored.get(choice.index // self._asked.choices_per_prompt)
-        if self._asked.echo_logprobs:
+        scored = self._scored.get(choice.index // self._api_request.choices_per_prompt)
+        if self._api_request.echo_logprobs:
             parts = [echoed(served.prompt, scored or (), served.text_of), *parts]
-        said = {"index": choice.index, **self.whole_content(choice), "logprobs": self.whole_logprobs(parts)}
-        said |= {"finish_reason": choice.reason, "stop_reason": choice.stop_reason}
-        if self._asked.token_ids:
-            said |= {"token_ids": choice.token_ids, "prompt_token_ids": served.prompt}
-        if scored is not None and not self._asked.echo_logprobs:
-            said["prompt_logprobs"] = prompt_logprobs(served.prompt, scored, served.text_of)
-        return said
+        values = {"index": choice.index, **self.whole_content(choice), "logprobs": self.whole_logprobs(parts)}
+        values |= {"finish_reason": choice.reason, "stop_reason": choice.stop_reason}
+        if self._api_request.token_ids:
+            values |= {"token_ids": choice.token_ids, "prompt_token_ids": served.prompt}
+        if scored is not None and not self._api_request.echo_logprobs:
+            values["prompt_logprobs"] = prompt_logprobs(served.prompt, scored, served.text_of)
+        return values
 
     # --------------------------------------------------------------------------------------------- common
 
     def usage(self) -> dict[str, Any]:
         """Return the usage of all finished prompts and choices."""
         usage = self._usage
-        said = {
+        values = {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         }
         if any(choice.parser is not None for choice in self._choices.values()):
-            said["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
-        return said
+            values["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+        return values
 
     def _top(self, name: str, model: str) -> str:
         """Return the beginning of an object."""
-        return f'{{"id":{compact(self._id)},"object":"{name}","created":{self._asked.created},"model":{compact(model)}'
+        created = self._api_request.created
+        return f'{{"id":{compact(self._id)},"object":"{name}","created":{created},"model":{compact(model)}'
 
     def _choice(self, number: int, message: pb.GenerateResponse) -> ChoiceAnswer:
-        return self._choices[number * self._asked.choices_per_prompt + message.index]
+        return self._choices[number * self._api_request.choices_per_prompt + message.index]
 
     def _call(self, choice: ChoiceAnswer, call: ToolCall) -> dict[str, Any]:
         function = {"name": call.name, "arguments": call.arguments}
@@ -259,7 +260,7 @@ class OpenAiAnswer(Answer):
         if choice.calls and choice.reason == "stop":
             choice.reason = "tool_calls"
         if finish.stop_match:
-            stops = self._asked.requests[number].sampling.stop
+            stops = self._api_request.requests[number].sampling.stop
             is_token = finish.stop_match not in stops and finish.stop_match.isdecimal()
             choice.stop_reason = int(finish.stop_match) if is_token else finish.stop_match
             if choice.stop_reason == CLOSE and CLOSE not in stops:
@@ -268,18 +269,18 @@ class OpenAiAnswer(Answer):
         self._usage.completion_tokens += finish.usage.completion_tokens
         self._usage.cached_tokens += finish.usage.cached_tokens
         self._usage.reasoning_tokens += choice.parser.num_reasoning if choice.parser is not None else 0
-        if self._asked.receipt and finish.HasField("receipt"):
-            finish.receipt.ignored_fields.extend(self._asked.ignored)
+        if self._api_request.receipt and finish.HasField("receipt"):
+            finish.receipt.ignored_fields.extend(self._api_request.ignored)
             self._receipts[number] = MessageToDict(
                 finish.receipt, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
             )
 
     def _receipts_field(self) -> bytes:
         """Return a comma and the field `tandem`: the receipt, or a list of them where there are several prompts."""
-        if not self._asked.receipt:
+        if not self._api_request.receipt:
             return b""
         receipts = [receipt for _, receipt in sorted(self._receipts.items())]
-        return b',"tandem":' + compact(receipts[0] if len(self._asked.requests) == 1 else receipts).encode()
+        return b',"tandem":' + compact(receipts[0] if len(self._api_request.requests) == 1 else receipts).encode()
 
 
 class CompletionAnswer(OpenAiAnswer):
@@ -308,7 +309,7 @@ class ChatAnswer(OpenAiAnswer):
     before, after, nothing = b'"delta":{"content":', b"}", b'"delta":{}'
 
     def first(self, choice: ChoiceAnswer) -> bytes:
-        return b'"delta":{"role":' + quoted(self._asked.role) + b',"content":""'
+        return b'"delta":{"role":' + quoted(self._api_request.role) + b',"content":""'
 
     def message_logprobs(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> Any:
         return {"content": chat_logprobs(message, choice.served.text_of), "refusal": None}
@@ -318,8 +319,8 @@ class ChatAnswer(OpenAiAnswer):
 
     def whole_content(self, choice: ChoiceAnswer) -> dict[str, Any]:
         text = "".join(choice.text)
-        message: dict[str, Any] = {"role": self._asked.role, "content": text, "refusal": None}
-        if choice.reasoning and self._asked.include_reasoning:
+        message: dict[str, Any] = {"role": self._api_request.role, "content": text, "refusal": None}
+        if choice.reasoning and self._api_request.include_reasoning:
             reasoning = "".join(choice.reasoning)
             message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if choice.calls:

@@ -26,24 +26,24 @@ def read_chat(fields: Fields, caller: Caller) -> ApiRequest:
     options = read_sampling(fields, ("max_completion_tokens", "max_tokens"), None)
     _read_logprobs(fields, options)
     messages = read_messages(fields)
-    request, asked = common(fields, caller, options)
+    request, api_request = common(fields, caller, options)
     read_tools(fields, request)
     if forces_call(request.tool_choice):
-        asked.names["structured"] = "tools"
+        api_request.names["structured"] = "tools"
     if (variables := fields.nested("chat_template_kwargs")) is not None:
         request.chat_template_kwargs = variables.rest()
     request.reasoning_effort = fields.text("reasoning_effort")
-    if (said := fields.take("include_reasoning")) is not None:
-        asked.include_reasoning = bool(said)
+    if (include := fields.take("include_reasoning")) is not None:
+        api_request.include_reasoning = bool(include)
     request.messages.extend(messages)
     read_prompt_end(fields, request)
     if request.continue_final_message or request.no_generation_prompt:
-        asked.role = messages[-1].role
+        api_request.role = messages[-1].role
     request.parse_output = True
     fields.finish()
-    asked.requests.append(request)
-    check_choices(asked, "n")
-    return asked
+    api_request.requests.append(request)
+    check_choices(api_request, "n")
+    return api_request
 
 
 def read_prompt_end(fields: Fields, request: pb.GenerateRequest) -> None:
@@ -63,7 +63,7 @@ def _read_logprobs(fields: Fields, options: GenerationOptions) -> None:
     if wanted:
         options.sampling.logprobs = top or 0
     elif top:
-        raise fields.refuse("top_logprobs", "means nothing without logprobs")
+        raise fields.refuse("top_logprobs", "needs logprobs")
 
 
 # ------------------------------------------------------------------------------------------------ messages
@@ -128,7 +128,7 @@ def _part(fields: Fields) -> str:
     elif kind == "text":
         text = fields.text("text", required=True)
     else:
-        raise fields.refuse("type", f"must be text, not {shown(kind)}: the models here read nothing else")
+        raise fields.refuse("type", f"must be text, not {shown(kind)}: the models here read text only")
     fields.finish()
     return text
 

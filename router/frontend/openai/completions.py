@@ -30,14 +30,12 @@ def read_completion(fields: Fields, caller: Caller) -> ApiRequest:
     only_echo = echo and options.sampling.HasField("max_tokens") and options.sampling.max_tokens == 0
     if only_echo:
         options.sampling.max_tokens = 1  # an engine generates at least one token; the answer omits it
-    request, asked = common(fields, caller, options)
-    asked.echo, asked.only_echo = echo, only_echo
-    asked.echo_logprobs = echo and options.sampling.HasField("logprobs")
-    if asked.stream and (only_echo or asked.echo_logprobs):
-        raise fields.refuse(
-            "echo", "with logprobs or max_tokens 0 comes with the whole answer only, and not as a stream"
-        )
-    if asked.echo_logprobs and not request.sampling.HasField("prompt_logprobs"):
+    request, api_request = common(fields, caller, options)
+    api_request.echo, api_request.only_echo = echo, only_echo
+    api_request.echo_logprobs = echo and options.sampling.HasField("logprobs")
+    if api_request.stream and (only_echo or api_request.echo_logprobs):
+        raise fields.refuse("echo", "cannot be streamed with logprobs or max_tokens 0")
+    if api_request.echo_logprobs and not request.sampling.HasField("prompt_logprobs"):
         request.sampling.prompt_logprobs = request.sampling.logprobs
     fields.finish()
     for number, prompt in enumerate(prompts):
@@ -49,26 +47,26 @@ def read_completion(fields: Fields, caller: Caller) -> ApiRequest:
             one.token_ids.extend(prompt)
         if len(prompts) > 1:
             one.request_id = f"{request.request_id}-{number}"
-        asked.requests.append(one)
-    check_choices(asked, "n" if len(prompts) == 1 else "prompt")
-    return asked
+        api_request.requests.append(one)
+    check_choices(api_request, "n" if len(prompts) == 1 else "prompt")
+    return api_request
 
 
-def _prompts(given: Any) -> list[str | list[int]]:
+def _prompts(value: Any) -> list[str | list[int]]:
     """Return the prompts of a text, a list of texts, token ids, or a list of token id lists.
 
     Raises InvalidRequest.
     """
-    if isinstance(given, str):
-        return [given]
-    if not isinstance(given, list) or not given:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
         raise InvalidRequest("prompt", "must be a text, a list of token ids, or a list of either, and not empty")
-    if are_token_ids(given):
-        return [given]
-    if len(given) > MAX_PROMPTS:
-        raise InvalidRequest("prompt", f"at most {MAX_PROMPTS} prompts, not {len(given)}")
-    if all(isinstance(prompt, str) for prompt in given):
-        return given
-    if all(prompt and are_token_ids(prompt) for prompt in given):
-        return given
+    if are_token_ids(value):
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise InvalidRequest("prompt", f"at most {MAX_PROMPTS} prompts, not {len(value)}")
+    if all(isinstance(prompt, str) for prompt in value):
+        return value
+    if all(prompt and are_token_ids(prompt) for prompt in value):
+        return value
     raise InvalidRequest("prompt", "must be a text, a list of token ids, or a list of either, and not empty")

@@ -48,9 +48,9 @@ def read_embeddings(fields: Fields, caller: Caller) -> EmbeddingRequest:
     """
     inputs = _inputs(fields, "input")
     is_base64 = one_of(fields, "encoding_format", FORMATS) == "base64"
-    asked = _asked(fields, caller, inputs, "input")
-    asked.is_base64 = is_base64
-    return asked
+    api_request = _new_request(fields, caller, inputs, "input")
+    api_request.is_base64 = is_base64
+    return api_request
 
 
 def read_score(fields: Fields, caller: Caller) -> EmbeddingRequest:
@@ -62,9 +62,9 @@ def read_score(fields: Fields, caller: Caller) -> EmbeddingRequest:
     left, right = (_texts(fields, name) for name in names)
     if len(left) not in (1, len(right)):
         raise fields.refuse(names[0], f"must be one text or as many as {names[1]}, {len(right)}, not {len(left)}")
-    asked = _asked(fields, caller, [*left, *right], names[1])
-    asked.pairs = [(index if len(left) > 1 else 0, len(left) + index) for index in range(len(right))]
-    return asked
+    api_request = _new_request(fields, caller, [*left, *right], names[1])
+    api_request.pairs = [(index if len(left) > 1 else 0, len(left) + index) for index in range(len(right))]
+    return api_request
 
 
 def read_rerank(fields: Fields, caller: Caller) -> EmbeddingRequest:
@@ -74,16 +74,16 @@ def read_rerank(fields: Fields, caller: Caller) -> EmbeddingRequest:
     """
     query, documents = fields.text("query", required=True), _texts(fields, "documents")
     num_wanted = fields.integer("top_n", 0, INT32 - 1) or len(documents)
-    asked = _asked(fields, caller, [query, *documents], "documents")
-    asked.documents, asked.num_wanted = documents, num_wanted
-    asked.pairs = [(0, 1 + index) for index in range(len(documents))]
-    return asked
+    api_request = _new_request(fields, caller, [query, *documents], "documents")
+    api_request.documents, api_request.num_wanted = documents, num_wanted
+    api_request.pairs = [(0, 1 + index) for index in range(len(documents))]
+    return api_request
 
 
-def _asked(fields: Fields, caller: Caller, inputs: list[Input], many: str) -> EmbeddingRequest:
+def _new_request(fields: Fields, caller: Caller, inputs: list[Input], many: str) -> EmbeddingRequest:
     """Read the common fields; `many` names the field with the most inputs."""
     if len(inputs) > MAX_INPUTS:
-        raise fields.refuse(many, f"at most {MAX_INPUTS} inputs of a request, not {len(inputs)}")
+        raise fields.refuse(many, f"must have at most {MAX_INPUTS} inputs, not {len(inputs)}")
     request = pb.GenerateRequest(
         model=fields.text("model"),
         priority=-(fields.integer("priority", 1 - INT32, INT32 - 1) or 0),  # vLLM's lower priorities go first
@@ -93,43 +93,43 @@ def _asked(fields: Fields, caller: Caller, inputs: list[Input], many: str) -> Em
         embedding=pb.EmbeddingOptions(dimensions=fields.integer("dimensions", 1, INT32 - 1)),
     )
     names = {**NAMES, "text": many, "token_ids": many, "embedding.dimensions": "dimensions"}
-    asked = EmbeddingRequest(request.request_id, [], names, deadline_s=read_deadline_s(fields), max_open=MAX_OPEN)
+    api_request = EmbeddingRequest(request.request_id, [], names, deadline_s=read_deadline_s(fields), max_open=MAX_OPEN)
     fields.finish()
-    for number, given in enumerate(inputs):
+    for number, value in enumerate(inputs):
         one = pb.GenerateRequest()
         one.CopyFrom(request)
-        if isinstance(given, str):
-            one.text = given
+        if isinstance(value, str):
+            one.text = value
         else:
-            one.token_ids.extend(given)
+            one.token_ids.extend(value)
         if len(inputs) > 1:
             one.request_id = f"{request.request_id}-{number}"
-        asked.requests.append(one)
-    return asked
+        api_request.requests.append(one)
+    return api_request
 
 
 def _inputs(fields: Fields, name: str) -> list[Input]:
     """Take a text, a list of texts, token ids, or a list of token id lists."""
-    given = fields.take(name)
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, list) and given:
-        if are_token_ids(given):
-            return [given]
-        if all(isinstance(each, str) for each in given) or all(each and are_token_ids(each) for each in given):
-            return given
+    value = fields.take(name)
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if are_token_ids(value):
+            return [value]
+        if all(isinstance(each, str) for each in value) or all(each and are_token_ids(each) for each in value):
+            return value
     raise fields.refuse(name, "must be a text, a list of token ids, or a list of either, and not empty")
 
 
 def _texts(fields: Fields, name: str) -> list[str]:
     """Take a text, or a list of texts or of objects with `text`."""
-    given = fields.take(name)
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, list) and given:
-        found = [each.get("text") if isinstance(each, dict) else each for each in given]
-        texts = [text for text in found if isinstance(text, str)]
-        if len(texts) == len(found):
+    value = fields.take(name)
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        entries = [each.get("text") if isinstance(each, dict) else each for each in value]
+        texts = [text for text in entries if isinstance(text, str)]
+        if len(texts) == len(entries):
             return texts
     raise fields.refuse(name, 'must be a text, or a list of texts or of objects {"text"}, and not empty')
 
@@ -139,8 +139,8 @@ class VectorAnswer(Answer):
 
     id_prefix: str
 
-    def __init__(self, asked: EmbeddingRequest, request_id: str) -> None:
-        self._asked = asked
+    def __init__(self, api_request: EmbeddingRequest, request_id: str) -> None:
+        self._api_request = api_request
         self._id = self.id_prefix + request_id
         self._model = ""
         self._num_tokens = 0
@@ -156,7 +156,7 @@ class VectorAnswer(Answer):
 
     @property
     def complete(self) -> bool:
-        return len(self._vectors) == len(self._asked.requests)
+        return len(self._vectors) == len(self._api_request.requests)
 
     def absorb(self, number: int, message: pb.GenerateResponse) -> None:
         """Add the vector of an input."""
@@ -166,7 +166,7 @@ class VectorAnswer(Answer):
     def whole(self) -> bytes:
         """Return the answer."""
         usage = {"prompt_tokens": self._num_tokens, "total_tokens": self._num_tokens}
-        top = {"id": self._id, "object": "list", "created": self._asked.created, "model": self._model}
+        top = {"id": self._id, "object": "list", "created": self._api_request.created, "model": self._model}
         return compact({**top, **self._data(), "usage": usage}).encode()
 
     @abstractmethod
@@ -175,7 +175,7 @@ class VectorAnswer(Answer):
 
     def _scores(self) -> list[float]:
         """Return the cosine of each wanted pair."""
-        return [_cosine(self._vectors[left], self._vectors[right]) for left, right in self._asked.pairs]
+        return [_cosine(self._vectors[left], self._vectors[right]) for left, right in self._api_request.pairs]
 
 
 class EmbeddingsAnswer(VectorAnswer):
@@ -191,7 +191,7 @@ class EmbeddingsAnswer(VectorAnswer):
         }
 
     def _sent(self, vector: Vector) -> str | list[float]:
-        if self._asked.is_base64:
+        if self._api_request.is_base64:
             return base64.b64encode(vector.astype("<f4").tobytes()).decode()
         values: list[float] = vector.tolist()
         return values
@@ -212,8 +212,8 @@ class RerankAnswer(VectorAnswer):
         ranked = sorted(enumerate(self._scores()), key=lambda each: (-each[1], each[0]))
         return {
             "results": [
-                {"index": index, "document": {"text": self._asked.documents[index]}, "relevance_score": score}
-                for index, score in ranked[: self._asked.num_wanted]
+                {"index": index, "document": {"text": self._api_request.documents[index]}, "relevance_score": score}
+                for index, score in ranked[: self._api_request.num_wanted]
             ]
         }
 

@@ -60,7 +60,7 @@ def common(fields: Fields, caller: Caller, options: GenerationOptions) -> tuple[
         min_quality=fields.number("min_quality") or 0.0,
         cache_retention_s=retention_s(fields),
     )
-    asked = ApiRequest(
+    api_request = ApiRequest(
         request.request_id,
         [],
         {**NAMES, **options.names},
@@ -69,10 +69,10 @@ def common(fields: Fields, caller: Caller, options: GenerationOptions) -> tuple[
         token_ids=fields.boolean("return_token_ids"),
         deadline_s=read_deadline_s(fields),
     )
-    _read_stream_options(fields, asked)
-    if asked.stream and options.sampling.HasField("prompt_logprobs"):
-        raise fields.refuse("prompt_logprobs", "comes with the whole answer only, and not with a stream")
-    return request, asked
+    _read_stream_options(fields, api_request)
+    if api_request.stream and options.sampling.HasField("prompt_logprobs"):
+        raise fields.refuse("prompt_logprobs", "cannot be combined with stream")
+    return request, api_request
 
 
 def retention_s(fields: Fields) -> float | None:
@@ -92,14 +92,14 @@ NAMES: Mapping[str, str] = {
 }
 
 
-def check_choices(asked: ApiRequest, field_at_fault: str) -> None:
+def check_choices(api_request: ApiRequest, field_at_fault: str) -> None:
     """Check the number of choices.
 
     Raises InvalidRequest for too many.
     """
-    num_choices = len(asked.requests) * max(1, asked.choices_per_prompt)
+    num_choices = len(api_request.requests) * max(1, api_request.choices_per_prompt)
     if num_choices > MAX_CHOICES:
-        raise InvalidRequest(field_at_fault, f"at most {MAX_CHOICES} choices of all prompts, not {num_choices}")
+        raise InvalidRequest(field_at_fault, f"at most {MAX_CHOICES} choices over all prompts, not {num_choices}")
 
 
 def read_deadline_s(fields: Fields) -> float | None:
@@ -115,13 +115,13 @@ def read_deadline_s(fields: Fields) -> float | None:
     return timeout_ms / 1e3
 
 
-def _read_stream_options(fields: Fields, asked: ApiRequest) -> None:
+def _read_stream_options(fields: Fields, api_request: ApiRequest) -> None:
     options: Any = fields.nested("stream_options")
     if options is None:
         return
-    if not asked.stream:
-        raise fields.refuse("stream_options", "means nothing without stream")
-    asked.include_usage = options.boolean("include_usage")
-    asked.continuous_usage = options.boolean("continuous_usage_stats")
+    if not api_request.stream:
+        raise fields.refuse("stream_options", "needs stream")
+    api_request.include_usage = options.boolean("include_usage")
+    api_request.continuous_usage = options.boolean("continuous_usage_stats")
     options.boolean("include_obfuscation")  # padding against eavesdroppers, which changes no answer
     options.finish()

@@ -134,8 +134,8 @@ class RedisResponses(ResponseStore):
             await self._run(_SET, tenant, name, [text, KEPT_S])
 
     async def get(self, tenant: str, name: str) -> StoredResponse | None:
-        found = await self._run(_GET, tenant, name, [])
-        return None if found is None else await asyncio.to_thread(StoredResponse.of_json, found)
+        stored = await self._run(_GET, tenant, name, [])
+        return None if stored is None else await asyncio.to_thread(StoredResponse.of_json, stored)
 
     async def delete(self, tenant: str, name: str) -> bool:
         return bool(await self._run(_DELETE, tenant, name, []))
@@ -156,22 +156,22 @@ class ResponseHooks(Hooks[ResponsesRequest, ResponsesAnswer]):
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
-    async def before(self, asked: ResponsesRequest, caller: Caller) -> None:
-        if not asked.previous_id:
+    async def before(self, api_request: ResponsesRequest, caller: Caller) -> None:
+        if not api_request.previous_id:
             return
-        earlier = await self._store.get(caller.tenant, asked.previous_id)
+        earlier = await self._store.get(caller.tenant, api_request.previous_id)
         if earlier is None:
-            message = f"{asked.previous_id[:80]!r} is not kept here, or no longer"
+            message = f"{api_request.previous_id[:80]!r} is not kept here, or no longer"
             raise HttpRefusal(400, "previous_response_not_found", message, "previous_response_id")
-        complete(asked, [ParseDict(message, pb.ChatMessage()) for message in earlier.messages])
+        complete(api_request, [ParseDict(message, pb.ChatMessage()) for message in earlier.messages])
 
-    async def after(self, asked: ResponsesRequest, caller: Caller, answer: ResponsesAnswer) -> None:
-        if not asked.is_stored:
+    async def after(self, api_request: ResponsesRequest, caller: Caller, answer: ResponsesAnswer) -> None:
+        if not api_request.is_stored:
             return
-        own = asked.requests[0].messages[1 if asked.instructions else 0 :]
+        own = api_request.requests[0].messages[1 if api_request.instructions else 0 :]
         messages = [MessageToDict(message, preserving_proto_field_name=True) for message in [*own, *answer.messages()]]
-        stored = StoredResponse(answer.object(), asked.input_items, messages)
+        stored = StoredResponse(answer.object(), api_request.input_items, messages)
         try:
-            await self._store.put(caller.tenant, response_id(asked.request_id), stored)
+            await self._store.put(caller.tenant, response_id(api_request.request_id), stored)
         except Unavailable as error:  # the answer itself is complete; a later turn is told
             log.warning("%s", error)

@@ -71,23 +71,23 @@ def read_response(fields: Fields, caller: Caller) -> ResponsesRequest:
         prompt_cache_key=fields.text("prompt_cache_key"),
         cache_retention_s=retention_s(fields),
     )
-    asked = ResponsesRequest(request.request_id, [request], dict(NAMES))
-    asked.echoed = _echoed(fields)
+    api_request = ResponsesRequest(request.request_id, [request], dict(NAMES))
+    api_request.echoed = _echoed(fields)
     _read_options(fields, request)
     instructions = fields.take("instructions")
     if instructions is not None and not isinstance(instructions, str):
         raise fields.refuse("instructions", f"must be a text, not {shown(instructions)}")
-    asked.instructions = instructions
-    _read_tools(fields, request, asked)
-    _read_input(fields, asked)
-    asked.previous_id = fields.text("previous_response_id")
+    api_request.instructions = instructions
+    _read_tools(fields, request, api_request)
+    _read_input(fields, api_request)
+    api_request.previous_id = fields.text("previous_response_id")
     stored = fields.take("store")
-    asked.is_stored = stored is None or bool(stored)
-    asked.stream = fields.boolean("stream")
+    api_request.is_stored = stored is None or bool(stored)
+    api_request.stream = fields.boolean("stream")
     fields.take("parallel_tool_calls")  # read with the options
-    complete(asked, [])
+    complete(api_request, [])
     fields.finish()
-    return asked
+    return api_request
 
 
 NAMES = {
@@ -98,13 +98,13 @@ NAMES = {
 }
 
 
-def complete(asked: ResponsesRequest, earlier: list[pb.ChatMessage]) -> None:
+def complete(api_request: ResponsesRequest, earlier: list[pb.ChatMessage]) -> None:
     """Set the request's messages: instructions, earlier turns, and its own."""
-    request = asked.requests[0]
+    request = api_request.requests[0]
     del request.messages[:]
-    if asked.instructions:
-        request.messages.add(role="system", content=asked.instructions)
-    request.messages.extend([*earlier, *asked.own_messages])
+    if api_request.instructions:
+        request.messages.add(role="system", content=api_request.instructions)
+    request.messages.extend([*earlier, *api_request.own_messages])
     if not request.messages:
         raise InvalidRequest("input", "is missing")
 
@@ -162,26 +162,28 @@ def _read_form(form: Fields, sampling: pb.Sampling) -> None:
 # ----------------------------------------------------------------------------------------------------- input
 
 
-def _read_input(fields: Fields, asked: ResponsesRequest) -> None:
-    given = fields.take("input")
-    if given is None:
+def _read_input(fields: Fields, api_request: ResponsesRequest) -> None:
+    value = fields.take("input")
+    if value is None:
         return
-    if isinstance(given, str):
-        asked.own_messages = [pb.ChatMessage(role="user", content=given)]
-        asked.input_items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+    if isinstance(value, str):
+        api_request.own_messages = [pb.ChatMessage(role="user", content=value)]
+        api_request.input_items = [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": value}]}
+        ]
         return
-    if not isinstance(given, list):
-        raise fields.refuse("input", f"must be a text or a list of items, not {shown(given)}")
-    if len(given) > MAX_MESSAGES:
-        raise fields.refuse("input", f"at most {MAX_MESSAGES} items, not {len(given)}")
-    asked.input_items = given
-    for place, item in enumerate(given):
-        _add_item(fields.at(f"input[{place}]", item), asked)
+    if not isinstance(value, list):
+        raise fields.refuse("input", f"must be a text or a list of items, not {shown(value)}")
+    if len(value) > MAX_MESSAGES:
+        raise fields.refuse("input", f"at most {MAX_MESSAGES} items, not {len(value)}")
+    api_request.input_items = value
+    for place, item in enumerate(value):
+        _add_item(fields.at(f"input[{place}]", item), api_request)
 
 
-def _add_item(item: Fields, asked: ResponsesRequest) -> None:
+def _add_item(item: Fields, api_request: ResponsesRequest) -> None:
     kind = item.text("type") or "message"
-    messages = asked.own_messages
+    messages = api_request.own_messages
     for name in ("id", "status", "phase", "internal_chat_message_metadata_passthrough"):
         item.take(name)
     if kind == "message":
@@ -241,7 +243,7 @@ def _content(item: Fields, name: str, content: Any, may_lack: bool = False) -> s
 # ----------------------------------------------------------------------------------------------------- tools
 
 
-def _read_tools(fields: Fields, request: pb.GenerateRequest, asked: ResponsesRequest) -> None:
+def _read_tools(fields: Fields, request: pb.GenerateRequest, api_request: ResponsesRequest) -> None:
     custom = set()
     for place, tool in enumerate(fields.objects("tools")):
         known = fields.at(f"tools[{place}]", tool)
@@ -265,8 +267,8 @@ def _read_tools(fields: Fields, request: pb.GenerateRequest, asked: ResponsesReq
             known.take(own)
         known.finish()
         request.tools.append(json.dumps({"type": "function", "function": function}, ensure_ascii=False))
-    asked.custom_tools = frozenset(custom)
+    api_request.custom_tools = frozenset(custom)
     request.single_tool_call = request.single_tool_call and bool(request.tools)
     read_tool_choice(fields, request, ("function", "custom"), lambda choice: choice.text("name", required=True))
     if forces_call(request.tool_choice):
-        asked.names["structured"] = "tools"
+        api_request.names["structured"] = "tools"

@@ -21,8 +21,8 @@ def response_id(request_id: str) -> str:
 class ResponsesAnswer(BlockAnswer[ResponsesRequest]):
     """Answer of /v1/responses."""
 
-    def __init__(self, asked: ResponsesRequest, request_id: str) -> None:
-        super().__init__(asked, request_id)
+    def __init__(self, api_request: ResponsesRequest, request_id: str) -> None:
+        super().__init__(api_request, request_id)
         self._num_events = 0
 
     def started(self) -> bytes:
@@ -63,7 +63,7 @@ class ResponsesAnswer(BlockAnswer[ResponsesRequest]):
 
     def object(self) -> dict[str, Any]:
         status = self._status()
-        asked, usage = self.asked, None
+        api_request, usage = self.api_request, None
         if self.finish is not None:
             usage = {
                 "input_tokens": self.usage.prompt_tokens,
@@ -75,19 +75,19 @@ class ResponsesAnswer(BlockAnswer[ResponsesRequest]):
         return {
             "id": response_id(self.request_id),
             "object": "response",
-            "created_at": asked.created,
+            "created_at": api_request.created,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": asked.instructions,
+            "instructions": api_request.instructions,
             "model": self.model,
             "output": [self._item(block) for block in self.blocks] if self.finish is not None else [],
-            "previous_response_id": asked.previous_id or None,
-            "store": asked.is_stored,
+            "previous_response_id": api_request.previous_id or None,
+            "store": api_request.is_stored,
             "background": False,
             "service_tier": "default",
             "usage": usage,
-            **asked.echoed,
+            **api_request.echoed,
         }
 
     def messages(self) -> list[pb.ChatMessage]:
@@ -116,17 +116,17 @@ class ResponsesAnswer(BlockAnswer[ResponsesRequest]):
         return events + self._event(f"response.{kind}.done", **at, name=block.call.name, **{field: item[field]})
 
     def _item(self, block: Block) -> dict[str, Any]:
-        said: dict[str, Any] = {"id": block.id, "status": self._status_of(block)}
+        values: dict[str, Any] = {"id": block.id, "status": self._status_of(block)}
         if block.call is not None:
             call = block.call
-            said |= {"call_id": call.id or block.id, "name": call.name}
-            if call.name in self.asked.custom_tools:
-                return said | {"type": "custom_tool_call", "input": _input_of(call.arguments)}
-            return said | {"type": "function_call", "arguments": call.arguments}
+            values |= {"call_id": call.id or block.id, "name": call.name}
+            if call.name in self.api_request.custom_tools:
+                return values | {"type": "custom_tool_call", "input": _input_of(call.arguments)}
+            return values | {"type": "function_call", "arguments": call.arguments}
         parts = [self._part(block, block.text)]
         if block.kind == REASONING:
-            return said | {"type": "reasoning", "summary": [], "content": parts}
-        return said | {"type": "message", "role": "assistant", "content": parts}
+            return values | {"type": "reasoning", "summary": [], "content": parts}
+        return values | {"type": "message", "role": "assistant", "content": parts}
 
     def _part(self, block: Block, text: str) -> dict[str, Any]:
         if block.kind == REASONING:
@@ -161,10 +161,10 @@ def _is_json(text: str) -> bool:
 def _input_of(arguments: str) -> str:
     """Return the text that a custom tool was called with."""
     try:
-        given = json.loads(arguments)
+        values = json.loads(arguments)
     except ValueError:  # cut off by max_output_tokens
         return arguments
-    return str(given.get("input", "")) if isinstance(given, dict) else arguments
+    return str(values.get("input", "")) if isinstance(values, dict) else arguments
 
 
 def error_form(

@@ -70,29 +70,29 @@ def read_sampling(fields: Fields, most_tokens: tuple[str, ...], default_max_toke
 def _read_max_tokens(
     fields: Fields, options: GenerationOptions, most_tokens: tuple[str, ...], default_max_tokens: int | None
 ) -> None:
-    given = {name: fields.integer(name, -INT32, INT32 - 1) for name in most_tokens}
-    values = {value for value in given.values() if value is not None}
+    limits = {name: fields.integer(name, -INT32, INT32 - 1) for name in most_tokens}
+    values = {value for value in limits.values() if value is not None}
     if len(values) > 1:
-        raise fields.refuse(most_tokens[0], f"and {most_tokens[1]} say different things; {most_tokens[0]} is enough")
+        raise fields.refuse(most_tokens[0], f"differs from {most_tokens[1]}: set one of them")
     value = values.pop() if values else default_max_tokens
     if value is not None:
         options.sampling.max_tokens = value
-    options.names["max_tokens"] = next((name for name in most_tokens if given[name] is not None), most_tokens[0])
+    options.names["max_tokens"] = next((name for name in most_tokens if limits[name] is not None), most_tokens[0])
 
 
 def _read_structured(fields: Fields, options: GenerationOptions) -> None:
     """Read `response_format`, vLLM's `structured_outputs`, or its older guided_*: one of them at most."""
-    given: list[tuple[str, pb.StructuredOutput | None]] = []
+    named_forms: list[tuple[str, pb.StructuredOutput | None]] = []
     if (wanted := fields.nested("response_format")) is not None:
-        given.append(("response_format", _response_format(wanted)))
+        named_forms.append(("response_format", _response_format(wanted)))
     if (wanted := fields.nested("structured_outputs")) is not None:
-        given += [("structured_outputs", form) for form in _structured_outputs(wanted)]
+        named_forms += [("structured_outputs", form) for form in _structured_outputs(wanted)]
     for theirs, ours in KINDS.items():
         if fields.given(name := f"guided_{theirs}"):
-            given.append((name, _form(fields, name, ours)))
-    forms = [(name, form) for name, form in given if form is not None]
+            named_forms.append((name, _form(fields, name, ours)))
+    forms = [(name, form) for name, form in named_forms if form is not None]
     if len(forms) > 1:
-        raise InvalidRequest(forms[1][0], f"and {forms[0][0]} cannot both say what form the output has")
+        raise InvalidRequest(forms[1][0], f"cannot be combined with {forms[0][0]}: each sets the form of the output")
     if forms:
         name, form = forms[0]
         options.sampling.structured.CopyFrom(form)
@@ -132,7 +132,7 @@ def _without_whitespace(form: pb.StructuredOutput, fields: Fields) -> pb.Structu
     if form.json_object:
         return pb.StructuredOutput(json_schema=json.dumps({"type": "object"} | COMPACT))
     if not form.HasField("json_schema"):
-        raise fields.refuse("disable_any_whitespace", "means nothing without json or json_object")
+        raise fields.refuse("disable_any_whitespace", "needs json or json_object")
     try:
         schema = json.loads(form.json_schema)
     except ValueError:

@@ -23,14 +23,14 @@ class TokensRequest:
 def tokenizer_endpoint(context: EndpointContext) -> JsonEndpoint[TokensRequest]:
     """Return the application of /tokenize."""
 
-    async def tokenize(asked: TokensRequest, caller: Caller) -> dict[str, Any]:
-        said = await context.handler.tokenize(asked.request, caller.principal, is_charged=True)
+    async def tokenize(api_request: TokensRequest, caller: Caller) -> dict[str, Any]:
+        reply = await context.handler.tokenize(api_request.request, caller.principal, is_charged=True)
         texts = None
-        if asked.returns_texts:
-            encoder = context.handler.model_of(said.model, caller.principal).encoder
-            texts = [encoder.token_text(token_id) for token_id in said.token_ids]
-        ids = list(said.token_ids)
-        return {"count": len(ids), "max_model_len": said.max_context_tokens, "tokens": ids, "token_strs": texts}
+        if api_request.returns_texts:
+            encoder = context.handler.model_of(reply.model, caller.principal).encoder
+            texts = [encoder.token_text(token_id) for token_id in reply.token_ids]
+        ids = list(reply.token_ids)
+        return {"count": len(ids), "max_model_len": reply.max_context_tokens, "tokens": ids, "token_strs": texts}
 
     return JsonEndpoint(context, _read_text, tokenize, names={"text": "prompt"})
 
@@ -58,14 +58,14 @@ def _read_text(fields: Fields, caller: Caller) -> TokensRequest:
 def detokenizer_endpoint(context: EndpointContext) -> JsonEndpoint[tuple[str, list[int]]]:
     """Return the application of /detokenize."""
 
-    async def detokenize(asked: tuple[str, list[int]], caller: Caller) -> dict[str, Any]:
-        name, token_ids = asked
+    async def detokenize(api_request: tuple[str, list[int]], caller: Caller) -> dict[str, Any]:
+        name, token_ids = api_request
         return {"prompt": await context.handler.detokenize(name, caller.principal, token_ids)}
 
     return JsonEndpoint(context, _read_tokens, detokenize, names={"token_ids": "tokens"})
 
 
 def _read_tokens(fields: Fields, caller: Caller) -> tuple[str, list[int]]:
-    asked = fields.text("model"), fields.token_ids("tokens")
+    api_request = fields.text("model"), fields.token_ids("tokens")
     fields.finish()
-    return asked
+    return api_request

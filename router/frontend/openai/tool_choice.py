@@ -30,6 +30,8 @@ def read_tool_choice(
         request.tool_choice = read_name(wanted)
         wanted.finish()
         if request.tool_choice in known:  # it would be read as that choice
-            raise fields.refuse("tool_choice", f"a tool that is called {shown(request.tool_choice)} cannot be forced")
+            raise fields.refuse(
+                "tool_choice", f"cannot force a tool with the reserved name {shown(request.tool_choice)}"
+            )
     if forces_call(request.tool_choice) and not request.tools:
-        raise fields.refuse("tool_choice", "forces a call, and there are no tools")
+        raise fields.refuse("tool_choice", "forces a call, but the request has no tools")

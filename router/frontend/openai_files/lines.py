@@ -27,7 +27,9 @@ def line_handler(endpoint: Endpoint[Any, Any], keys: ApiKeys, drain: Drain) -> H
             principal = keys.named(line.key)
             caller = Caller(principal.tenant_for(line.tenant), line.request_id, principal)
             with _in_flight(drain):
-                return LineAnswer(200, await endpoint.whole(line.body, caller, lambda asked: _adapt(asked, line)))
+                return LineAnswer(
+                    200, await endpoint.whole(line.body, caller, lambda api_request: _adapt(api_request, line))
+                )
         except ServiceError as error:
             if is_retriable(error):
                 raise
@@ -40,17 +42,17 @@ def line_handler(endpoint: Endpoint[Any, Any], keys: ApiKeys, drain: Drain) -> H
     return answer
 
 
-def _adapt(asked: Generation, line: LineRequest) -> None:
+def _adapt(api_request: Generation, line: LineRequest) -> None:
     """Make a request one of a batch.
 
     Raises InvalidRequest.
     """
-    if asked.stream:
+    if api_request.stream:
         raise InvalidRequest("stream", "is not supported in a batch")
-    for request in asked.requests:
+    for request in api_request.requests:
         request.priority = min(request.priority, PRIORITY)
-    if asked.deadline_s is None:
-        asked.deadline_s = line.deadline_s
+    if api_request.deadline_s is None:
+        api_request.deadline_s = line.deadline_s
 
 
 @contextmanager

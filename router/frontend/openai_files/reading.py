@@ -104,7 +104,7 @@ def page_of(ids: Sequence[str], query: PageQuery) -> tuple[list[str], bool]:
     begin = 0
     if query.after:
         if query.after not in ordered:
-            raise InvalidRequest("after", f"{shown(query.after)} is none of the list")
+            raise InvalidRequest("after", f"{shown(query.after)} is not in the list")
         begin = ordered.index(query.after) + 1
     return ordered[begin : begin + query.limit], len(ordered) > begin + query.limit
 

@@ -60,9 +60,9 @@ class _Call:
         """Tenant whose files and batches the caller sees; None for all."""
         return None if self.caller.principal.operator else self.caller.tenant
 
-    async def on_disk(self, call: Callable[..., Any], *given: Any) -> Any:
+    async def on_disk(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Make a blocking call on a thread; tenants take turns."""
-        return await self.batches.threads.fair(self.tenant, call, *given)
+        return await self.batches.threads.fair(self.tenant, call, *arguments)
 
     async def file(self) -> StoredFile:
         """Return the file that the path names.
@@ -102,7 +102,7 @@ def add_files_and_batches(
             try:
                 caller = caller_of(request.headers, keys)
                 if batches is None:
-                    raise NotConfigured("batches_folder is not set: this router has no files and batches")
+                    raise NotConfigured("batches_folder is not set: this router serves no files and batches")
                 call = _Call(request, caller, batches)
                 if not changes:
                     return await act(call)
@@ -147,12 +147,12 @@ async def _list_files(call: _Call) -> Response:
     def read() -> tuple[list[dict[str, Any]], bool]:
         files, sees = call.batches.files, call.sees
         ids = files.ids(sees)
-        found: dict[str, FileInfo] = {}
+        listed: dict[str, FileInfo] = {}
         if purpose is not None:  # only then all records are needed
-            found = {each: file.info for each in ids if (file := files.find(each, sees)) is not None}
-            ids = [each for each, info in found.items() if info.purpose == purpose]
+            listed = {each: file.info for each in ids if (file := files.find(each, sees)) is not None}
+            ids = [each for each, info in listed.items() if info.purpose == purpose]
         shown, has_more = page_of(ids, page)
-        infos = [found[each] for each in shown if each in found]
+        infos = [listed[each] for each in shown if each in listed]
         if purpose is None:
             infos = [file.info for each in shown if (file := files.find(each, sees)) is not None]
         return [file_object(info) for info in infos], has_more
@@ -198,7 +198,7 @@ async def _make_batch(call: _Call) -> Response:
     form = read_batch_form(parse_object(await _body(call.request), MAX_VALUES), batches.endpoints)
     file: StoredFile | None = await call.on_disk(batches.files.find, form.input_file_id, call.sees)
     if file is None:
-        raise InvalidRequest("input_file_id", f"no file {form.input_file_id[:80]!r} is known here")
+        raise InvalidRequest("input_file_id", f"unknown file {form.input_file_id[:80]!r}")
     if file.info.purpose != PURPOSE:
         raise InvalidRequest("input_file_id", f"must be a file of purpose {PURPOSE!r}, not {file.info.purpose!r}")
     now = batches.clock()
@@ -225,8 +225,8 @@ async def _list_batches(call: _Call) -> Response:
     def read() -> tuple[list[dict[str, Any]], bool]:
         store, sees = call.batches.batches, call.sees
         shown, has_more = page_of(store.ids(sees), page)
-        found = filter(None, map(partial(store.find, tenant=sees), shown))
-        return [_object_of(batch) for batch in found], has_more
+        listed = filter(None, map(partial(store.find, tenant=sees), shown))
+        return [_object_of(batch) for batch in listed], has_more
 
     return JSONResponse(list_object(*await call.on_disk(read)))
 
@@ -247,9 +247,9 @@ async def _cancel_batch(call: _Call) -> Response:
             batch.record(Cancelled(at=call.batches.clock()))
         return _object_of(batch)
 
-    said = await call.on_disk(cancel)
+    body = await call.on_disk(cancel)
     call.batches.runner.changed(batch.id)
-    return JSONResponse(said)
+    return JSONResponse(body)
 
 
 def _object_of(batch: BatchFolder) -> dict[str, Any]:
@@ -276,4 +276,4 @@ def _too_large() -> HttpRefusal:
 
 
 def _not_found(kind: str, object_id: str) -> HttpRefusal:
-    return HttpRefusal(404, "not_found", f"no {kind} {object_id[:80]!r} is known here")
+    return HttpRefusal(404, "not_found", f"unknown {kind} {object_id[:80]!r}")

@@ -91,7 +91,7 @@ class Form:
         Raises InvalidRequest.
         """
         if not self._is_whole:
-            raise InvalidRequest("", "the form is not whole: its last boundary is missing")
+            raise InvalidRequest("", "the form is incomplete: its last boundary is missing")
         if self.filename is None:
             raise InvalidRequest("file", "is missing: the form needs a part `file` with a filename")
         return self.filename
@@ -115,7 +115,7 @@ class Form:
             self._part = []
             return
         if self.filename is not None:
-            raise InvalidRequest("file", "is there twice")
+            raise InvalidRequest("file", "appears twice")
         name = options.get(b"filename", b"").decode(errors="replace")
         self.filename = name[:MAX_FILENAME_CHARS] or "upload"
         self._part = self._content
@@ -192,7 +192,7 @@ async def _store(request: Request, body: AsyncGenerator[bytes], tenant: str, bat
 
 def _info(form: Form, new: NewFile, tenant: str, now: float) -> FileInfo:
     filename = form.finish()
-    asked = read_upload_form(form.texts)
+    upload = read_upload_form(form.texts)
     return FileInfo(
         id=new.id,
         tenant=tenant,
@@ -200,7 +200,7 @@ def _info(form: Form, new: NewFile, tenant: str, now: float) -> FileInfo:
         created_at=now,
         filename=filename,
         purpose=PURPOSE,
-        expires_at=None if asked.lasts_s is None else now + asked.lasts_s,
+        expires_at=None if upload.lasts_s is None else now + upload.lasts_s,
     )
 
 
@@ -229,4 +229,4 @@ def _too_large(batches: Batches) -> HttpRefusal:
 
 
 def _no_form(error: FormParserError) -> InvalidRequest:
-    return InvalidRequest("", f"the body is no multipart form: {error}")
+    return InvalidRequest("", f"the body is not a multipart form: {error}")

@@ -146,18 +146,18 @@ def attend(
     gathered = tl.zeros((QUERY_ROWS, WIDTH), tl.float32)
     for start in range(begin, end, KEYS):
         keys = start + tl.arange(0, KEYS)
-        there = keys < end
-        blocks = tl.load(tables_ptr + keys // BLOCK_TOKENS, mask=there, other=0).to(tl.int64)
+        in_range = keys < end
+        blocks = tl.load(tables_ptr + keys // BLOCK_TOKENS, mask=in_range, other=0).to(tl.int64)
         pool_rows = blocks * BLOCK_ROWS + head * HEAD_ROWS + key_part
         places = keys % BLOCK_TOKENS
         spots = kept_ptr + (pool_rows * ROW + places * HEAD_DIM)[:, None] + columns[None, :]
-        wanted = there[:, None] & inside[None, :]
+        wanted = in_range[:, None] & inside[None, :]
         key = tl.load(spots, mask=wanted, other=0.0)
         value = tl.load(spots + ROW, mask=wanted, other=0.0)
         if QUANTISED:
             scale_spots = scales_ptr + pool_rows * SCALE_ROW + SCALE_ROW - BLOCK_TOKENS + places
-            key_scale = tl.load(scale_spots, mask=there, other=0.0).to(tl.float32)
-            value_scale = tl.load(scale_spots + SCALE_ROW, mask=there, other=0.0).to(tl.float32)
+            key_scale = tl.load(scale_spots, mask=in_range, other=0.0).to(tl.float32)
+            value_scale = tl.load(scale_spots + SCALE_ROW, mask=in_range, other=0.0).to(tl.float32)
             key = (key.to(tl.float32) * key_scale[:, None]).to(query.dtype)
             value = (value.to(tl.float32) * value_scale[:, None]).to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
@@ -166,7 +166,7 @@ def attend(
             scores = (1.0 - 2.0 / (tl.exp(2.0 * bent) + 1.0)) * (softcap * 1.4426950408889634)
         else:
             scores *= base_two
-        seen = there[None, :] & (keys[None, :] <= positions[:, None])
+        seen = in_range[None, :] & (keys[None, :] <= positions[:, None])
         if WINDOW > 0:
             seen &= keys[None, :] > positions[:, None] - WINDOW
         scores = tl.where(seen, scores, float("-inf"))

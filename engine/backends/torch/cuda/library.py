@@ -20,9 +20,9 @@ def load_flashinfer(layout: KvLayout) -> Any:
     if layout.dtype not in DTYPES:
         raise KernelsUnavailable(f"flashinfer computes in {' and '.join(DTYPES)}, not {layout.dtype}")
     if layout.head_dim not in HEAD_DIMS:
-        raise KernelsUnavailable(f"flashinfer's heads are of {HEAD_DIMS} elements, not {layout.head_dim}")
+        raise KernelsUnavailable(f"flashinfer needs heads of {HEAD_DIMS} elements, not {layout.head_dim}")
     if layout.quantised:
-        raise KernelsUnavailable("flashinfer reads no KV whose scales lie in its blocks")
+        raise KernelsUnavailable("flashinfer cannot read KV blocks that contain scales")
     return import_flashinfer()
 
 

@@ -152,11 +152,11 @@ def _same(module: nn.Module, replacement: nn.Module, width: int, weight: Tensor)
     try:
         wanted, got = module(x).float(), replacement(x).float()
     except (RuntimeError, ValueError, TypeError) as error:
-        log.warning("%s stays as it is: %s", type(module).__name__, error)
+        log.warning("%s is not fused: %s", type(module).__name__, error)
         return False
     same = bool((wanted - got).abs().max() <= TOLERANCE * wanted.abs().max())
     if not same:
-        log.info("%s is not what the fused kernel computes and stays as it is", type(module).__name__)
+        log.info("%s is not fused: the kernel computes another function", type(module).__name__)
     return same
 
 
@@ -314,7 +314,7 @@ def _same_rotary(model: nn.Module, fused: FusedRotary) -> bool:
         wanted = fused.original(q.clone(), k.clone(), cos, sin)
         fused.rotate(q, k, cos, sin)
     except (RuntimeError, ValueError, TypeError) as error:
-        log.warning("the rotary embedding stays as it is: %s", error)
+        log.warning("the rotary embedding is not fused: %s", error)
         return False
     return all(torch.allclose(a, b, atol=1e-2) for a, b in zip(wanted, (q, k), strict=True))
 

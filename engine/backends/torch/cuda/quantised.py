@@ -52,9 +52,9 @@ def check_gpu(kind: Weights, device: torch.device) -> None:
     load_kernels()
     if kind != "fp8":
         return
-    if (found := torch.cuda.get_device_capability(device)) < FLOAT8_CAPABILITY:
+    if (capability := torch.cuda.get_device_capability(device)) < FLOAT8_CAPABILITY:
         needed = "a GPU of compute capability 8.9 (Ada, Hopper) or more"
-        raise EngineStartError("weights", f"fp8 needs {needed}, this one has {found[0]}.{found[1]}: int8 does without")
+        raise EngineStartError("weights", f"fp8 needs {needed}, this GPU has {capability[0]}.{capability[1]}: use int8")
     try:
         Float8Linear.of(nn.Linear(32, 32, bias=False), device)(torch.ones(3, 32, dtype=torch.bfloat16, device=device))
     except RuntimeError as error:  # some of torch's kernels exist for some GPUs only
@@ -116,7 +116,7 @@ class WeightOnlyLinear(nn.Module):
         if layer.grouped:
             block = next((block for block in BLOCKS if layer.group % block == 0), 0)
             if block == 0:
-                raise EngineStartError("model", f"groups of {layer.group} inputs are no multiple of {BLOCKS[-1]}")
+                raise EngineStartError("model", f"groups of {layer.group} inputs are not a multiple of {BLOCKS[-1]}")
             bits = 8 if block < 32 else bits
             scales, zeros = scales.t().contiguous(), None if zeros is None else zeros.t().contiguous()
         else:

@@ -141,7 +141,7 @@ def use_kernels(model: nn.Module, kernels: Kernels) -> Replaced:
         _leave_file(model)
     log.info("CPU kernels serve %d linear layers, %d MLPs and %d norms", linears, mlps, norms)
     if slow := sum(isinstance(module, QuantisedLinear) for module in model.modules()):
-        log.warning("no CPU kernel multiplies %d quantised layers, expect many times slower steps", slow)
+        log.warning("%d quantised layers have no CPU kernel, expect many times slower steps", slow)
     return Replaced(linears, mlps, norms, rotary, _trim_last_layer(model) if linears else None)
 
 
@@ -280,7 +280,7 @@ def _same(
         wanted, got = module(x).float(), native(x).float()
         agrees[type(module)] = bool((wanted - got).abs().max() <= TOLERANCE * wanted.abs().max())
         if not agrees[type(module)]:
-            log.info("%s is not what the kernel computes and stays as it is", type(module).__name__)
+            log.info("%s is not replaced: the kernel computes another function", type(module).__name__)
     return agrees[type(module)]
 
 

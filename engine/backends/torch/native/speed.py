@@ -32,7 +32,7 @@ INSTRUCTIONS = (
 def instructions(cpuinfo: str) -> str:
     """Return what the kernels compute with on the CPU that /proc/cpuinfo describes."""
     words = set(cpuinfo.split())
-    return next((name for flag, name in INSTRUCTIONS if flag in words), "no vector instructions that are known here")
+    return next((name for flag, name in INSTRUCTIONS if flag in words), "no vector instructions that the kernels use")
 
 
 @torch.inference_mode()
