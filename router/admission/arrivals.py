@@ -92,8 +92,8 @@ class RefusalPace:
 class Arrivals:
     """All requests of a router that are being read.
 
-    A request is charged against its tenant's rate, and counted here, before anything of it is read. A refused request
-    stays charged.
+    A request is charged against its tenant's rate, and counted here, before anything of it is read where a key names
+    its tenant. A refused request stays charged.
     """
 
     def __init__(self, config: AdmissionConfig, limits: TenantLimits) -> None:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 app = typer.Typer()
 MaxTokens = Annotated[int | None, typer.Option(help="largest number of tokens to generate")]
 Temperature = Annotated[float | None, typer.Option(help="sampling temperature; 0 is greedy")]
-TopP = Annotated[float | None, typer.Option(help="nucleus sampling: keep the likeliest tokens up to this probability")]
+TopP = Annotated[
+    float | None, typer.Option(help="nucleus sampling: keep the likeliest tokens up to this cumulative probability")
+]
 TopK = Annotated[int | None, typer.Option(help="number of likeliest tokens to sample from; 0 keeps all")]
 Seed = Annotated[int | None, typer.Option(help="seed of the sampling; the same seed gives the same text")]
 Stop = Annotated[list[str] | None, typer.Option(help="stop before this string; may be repeated")]
@@ -26,7 +28,7 @@ RepetitionPenalty = Annotated[
     float | None, typer.Option(help="penalty for tokens of prompt and output; above 1 repeats less")
 ]
 PresencePenalty = Annotated[
-    float | None, typer.Option(help="penalty for tokens that the output has; above 0 repeats less")
+    float | None, typer.Option(help="penalty for tokens that are already in the output; above 0 repeats less")
 ]
 FrequencyPenalty = Annotated[
     float | None, typer.Option(help="penalty for each time the output has a token; above 0 repeats less")
@@ -37,10 +39,10 @@ LogitBias = Annotated[
 MinTokens = Annotated[int | None, typer.Option(help="smallest number of tokens to generate")]
 StopTokenId = Annotated[list[int] | None, typer.Option(help="stop after this token; may be repeated")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="continue after the model's end token")]
-Logprobs = Annotated[int | None, typer.Option(help="show log probabilities, also of this number of likeliest tokens")]
+Logprobs = Annotated[int | None, typer.Option(help="show log probabilities, and those of this many likeliest tokens")]
 PromptLogprobs = Annotated[
     int | None,
-    typer.Option(help="show log probabilities of the prompt's tokens, also of this number of likeliest tokens"),
+    typer.Option(help="show log probabilities of the prompt's tokens, and those of this many likeliest tokens"),
 ]
 Choices = Annotated[int | None, typer.Option("--n", help="number of completions")]
 BeamWidth = Annotated[int | None, typer.Option(help="number of beams, for beam search")]
@@ -62,7 +64,9 @@ Choice = Annotated[
     list[str] | None,
     typer.Option(help="text that the output may be; repeat for each choice", rich_help_panel=STRUCTURED),
 ]
-Task = Annotated[str, typer.Option(help="task that the chosen model must list", rich_help_panel=OfModel)]
+Task = Annotated[
+    str, typer.Option(help="task that a model must have in its settings, with --model auto", rich_help_panel=OfModel)
+]
 MinQuality = Annotated[
     float, typer.Option(help="smallest quality of the chosen model, 0 to 1", rich_help_panel=OfModel)
 ]
@@ -210,7 +214,10 @@ def chat(
 def batch(
     target: "Target",
     source: Annotated[
-        Path, typer.Argument(metavar="IN.jsonl", help="file with a GenerateRequest as JSON on each line")
+        Path,
+        typer.Argument(
+            metavar="IN.jsonl", help="file with a GenerateRequest as JSON on each line (fields: docs/grpc.md)"
+        ),
     ],
     out: Annotated[
         Path,
@@ -232,11 +239,11 @@ def batch(
 ) -> None:
     """Process a file of prompts.
 
-    Interrupted, or where some failed: run it again, and it does the rest.
+    If it was interrupted or prompts failed, run it again: it processes only those.
 
     `ray job submit --working-dir . -- tandem batch IN.jsonl -o OUT.jsonl --up cluster.yaml` needs no running cluster.
 
-    Exit code: 1 where some failed.
+    Exit code: 1 if prompts failed.
     """
     from tandem.cli.batch import BatchOutcome, check_names, run_batch
 
@@ -263,7 +270,7 @@ def batch(
 def status(
     target: "Target",
 ) -> None:
-    """Show the workers, the queue and the links as a router sees them now."""
+    """Show the workers, the queue and the KV transfers between workers as a router sees them now."""
     from tandem.cli.status import show_status
 
     run(show_status(console, target))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 CLUSTER_NAME = "tandem"
-Name = Annotated[str, typer.Option("--name", help="`cluster_name` of the cluster")]
+Name = Annotated[str, typer.Option("--name", help="name of the cluster: the setting `cluster_name`")]
 
 
 def drill_option(help: str, *names: str, metavar: str | None = None) -> Any:  # noqa: A002 # typer's word
@@ -57,12 +57,15 @@ def up(
         Path | None, typer.Option(help="YAML file with `worker:` and `router:` mappings, and a list `models:`")
     ] = None,
     autoscale: Annotated[
-        bool, typer.Option("--autoscale", help="let a planner size the pools, as `planner:` in the file says")
+        bool,
+        typer.Option(
+            "--autoscale", help="let a planner change the number of workers; settings: `planner:` in the --config file"
+        ),
     ] = False,
 ) -> None:
     """Start a router and workers as Ray actors, and serve until Ctrl-C.
 
-    Uses the Ray cluster it finds, or starts one. `ray job submit --working-dir . -- tandem up ...` is the same.
+    Uses the Ray cluster it finds, or starts one. As a Ray job: `ray job submit --working-dir . -- tandem up ...`.
     """
     from tandem.cluster_file import read_cluster
 
@@ -104,12 +107,20 @@ def switch(
     worker: Annotated[str, typer.Argument(help="id of the worker, as `tandem status` shows it")],
     to: Annotated[str, typer.Option(help="new role: prefill or decode")],
     address: Annotated[
-        str, typer.Option("--address", "-a", envvar="TANDEM_ADDRESS", help="host:port at which workers join a router")
+        str,
+        typer.Option(
+            "--address",
+            "-a",
+            envvar="TANDEM_ADDRESS",
+            help="host:port where a router accepts workers: its internal_port, else its port",
+        ),
     ] = DEFAULT_ADDRESS,
     tls_ca: Annotated[
-        Path | None, typer.Option(help="CA certificate of the cluster's members (PEM)", rich_help_panel=ACCESS)
+        Path | None, typer.Option(help="CA of the certificates of routers and workers (PEM)", rich_help_panel=ACCESS)
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="certificate of a member (PEM)", rich_help_panel=ACCESS)] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="certificate signed by that CA (PEM)", rich_help_panel=ACCESS)
+    ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="key of that certificate (PEM)", rich_help_panel=ACCESS)] = None,
 ) -> None:
     """Switch a worker's role in place: its weights stay loaded and its cache stays; no stream is lost."""
@@ -131,7 +142,9 @@ def fault(
     seconds: Annotated[float, typer.Option(help="duration of the fault in seconds; kill has none")] = 3.0,
     delay_ms: Annotated[float, typer.Option(help="delay of each message, in milliseconds")] = 200.0,
     blocks: Annotated[int, typer.Option(help="largest number of KV blocks to corrupt")] = 4,
-    front: Annotated[bool, typer.Option("--front", help="stop the worker's front too, not only its engine")] = False,
+    front: Annotated[
+        bool, typer.Option("--front", help="stop: also the worker's gRPC process, not only its engine process")
+    ] = False,
     drill: Annotated[
         str, drill_option("faults to inject one after another, while streams run", metavar="all|KIND,KIND")
     ] = "",
@@ -142,15 +155,15 @@ def fault(
     recovery_s: Annotated[float, drill_option("longest wait for workers to come back, in seconds")] = 120.0,
     model: Annotated[str, drill_option("served model; default: the only one")] = "",
     print_json: Annotated[bool, drill_option("print the report as JSON", "--json")] = False,
-    member_ca: Annotated[Path | None, access_option("CA certificate of the cluster's members (PEM)")] = None,
-    member_cert: Annotated[Path | None, access_option("certificate of a member (PEM)")] = None,
+    member_ca: Annotated[Path | None, access_option("CA of the certificates of routers and workers (PEM)")] = None,
+    member_cert: Annotated[Path | None, access_option("certificate signed by that CA (PEM)")] = None,
     member_key: Annotated[Path | None, access_option("key of that certificate (PEM)")] = None,
 ) -> None:
-    """Inject a fault into a worker with the setting `faults: true`, or run a drill and report what it did to streams.
+    """Inject one fault into a worker, or run a drill: faults under load, and a report of their effect on streams.
 
-    Workers are called directly, so run it where they can be reached, with a member's certificate where there is TLS.
+    Workers need the setting `faults: true`. Run the command on a host that reaches them; with TLS pass --member-cert.
 
-    Exit code of a drill: 0 nothing was lost or wrong and all recovered, 1 otherwise.
+    Exit code of a drill: 0 if no stream was lost or wrong and all workers recovered, otherwise 1.
     """
     from cluster.settings import TlsSettings
     from cluster.tls import member_of
@@ -183,23 +196,26 @@ def cache(
     prompt_file: Annotated[Path | None, typer.Option(help="file with the prompt")] = None,
     seconds: Annotated[float, typer.Option(help="time for which a pinned prompt stays, in seconds")] = 3600.0,
     tenant: Annotated[
-        str | None, typer.Option(help="tenant of the prompt or the pins; drop: default all tenants")
+        str | None, typer.Option(help="tenant of the prompt or the pins; default: none; for drop: all tenants")
     ] = None,
     workers: Annotated[int, typer.Option(help="number of decode workers to warm", min=1)] = 1,
     retention: Annotated[float | None, typer.Option(help="time for which warmed blocks stay, in seconds")] = None,
     everything: Annotated[bool, typer.Option("--all", help="drop all cached blocks that nothing uses")] = False,
-    store: Annotated[bool, typer.Option(help="warm, drop: also the prompt's objects in the shared store")] = False,
+    store: Annotated[
+        bool,
+        typer.Option(help="warm: also write the prompt's blocks to the shared store; drop: also remove them there"),
+    ] = False,
     salt: Annotated[str, typer.Option(help="cache_salt of the prompt")] = "",
     worker: Annotated[str, typer.Option(help="id of one worker; default: all workers")] = "",
     model: Annotated[str, typer.Option(help="served model of the prompt; default: the only one")] = "",
-    member_ca: Annotated[Path | None, access_option("CA certificate of the cluster's members (PEM)")] = None,
-    member_cert: Annotated[Path | None, access_option("certificate of a member (PEM)")] = None,
+    member_ca: Annotated[Path | None, access_option("CA of the certificates of routers and workers (PEM)")] = None,
+    member_cert: Annotated[Path | None, access_option("certificate signed by that CA (PEM)")] = None,
     member_key: Annotated[Path | None, access_option("key of that certificate (PEM)")] = None,
 ) -> None:
-    """Show workers' KV pools and the prompts that stay there; keep or warm a prompt, let pins go, drop cached blocks.
+    """Show KV pools and pinned prompts (ls), keep a prompt (pin), place one (warm), or release them (drop).
 
-    drop lets pins go; with a prompt or --all it drops cached blocks instead, and those in use stay. ls and drop call
-    workers directly, so run them where these can be reached, with a member's certificate under TLS.
+    drop releases pins; with a prompt or --all it removes cached blocks that no request uses. ls and drop call workers
+    directly: run them on a host that reaches the workers; with TLS pass --member-cert.
     """
     from cluster.settings import TlsSettings
     from cluster.tls import member_of
@@ -261,7 +277,9 @@ def demo(
 def doctor(
     config: Annotated[Path | None, typer.Option(help="YAML file with a `worker:` mapping")] = None,
     model: Annotated[Path | None, model_option("model to check the settings with")] = None,
-    workers: Annotated[int, typer.Option(help="number of processes on this host; each pair is tried")] = 2,
+    workers: Annotated[
+        int, typer.Option(help="number of test processes on this host; KV transfer is tested between each pair")
+    ] = 2,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="setting of a worker")] = None,
     print_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
     peer: Annotated[
@@ -279,9 +297,10 @@ def doctor(
 ) -> None:
     """Check this host before any request: packages, limits, devices, and KV transfers between workers.
 
-    For several hosts: run `tandem doctor --listen PORT` on each but one, and there add `--peer` for each of them.
+    For several hosts: run `tandem doctor --listen PORT` on all but one. On that one pass --peer HOST:PORT for each of
+    the others.
 
-    Exit code: 0 all right, 1 something is broken, 2 it could not be checked.
+    Exit code: 0 all right, 1 something is broken, 2 a check could not run or an option is wrong.
     """
     from tandem.cluster_file import read_settings
     from tandem.doctor.command import listen_for_doctor, run_doctor

@@ -37,11 +37,12 @@ def plan_cluster(
     itl: Annotated[float, typer.Option(help="SLO of a request's mean time between tokens, in milliseconds")] = 50.0,
     price: Annotated[float | None, typer.Option(help="price of a GPU hour in USD; default: a built-in table")] = None,
     block_tokens: Annotated[int, typer.Option(help="tokens of a KV block")] = 64,
-    simulate: Annotated[int, typer.Option(help="number of requests with which the plan is tried in virtual time")] = 0,
+    simulate: Annotated[int, typer.Option(help="number of simulated requests that check the plan; 0: none")] = 0,
     values: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help="chart values whose pools are checked against their devices; may be repeated"
+            metavar="FILE",
+            help="values file of the Helm chart: only check whether its pools fit their GPUs; may be repeated",
         ),
     ] = None,
     shape: Annotated[
@@ -96,7 +97,10 @@ def replay_trace(
     ] = None,
     model: Annotated[Path | None, model_option("model; default: Llama 3.1 8B; no weights are read")] = None,
     modes: Annotated[
-        str, typer.Option(help="compared ways to compute prompts")
+        str,
+        typer.Option(
+            help="compared clusters: aggregated (no prefill workers), disaggregated, conditional (the router decides)"
+        ),
     ] = "aggregated,disaggregated,conditional",
     split: Annotated[
         list[str] | None,
@@ -143,7 +147,9 @@ def replay_trace(
     ] = None,
     autoscale: Annotated[
         int | None,
-        typer.Option(metavar="MOST", help="largest number of workers per role for a planner, which is compared too"),
+        typer.Option(
+            metavar="MOST", help="also compare a cluster sized by the planner, with at most this many workers per role"
+        ),
     ] = None,
     worker_start: Annotated[
         float, typer.Option(help="seconds until a worker that the planner starts can serve")
@@ -159,7 +165,7 @@ def replay_trace(
     repeat: Annotated[
         int,
         typer.Option(
-            metavar="SEEDS", help="largest number of seeds to try, from --seed on, while the advice is undecided"
+            metavar="SEEDS", help="run with further seeds, at most this many, until one choice is clearly better"
         ),
     ] = 4,
     json_path: JsonOut = None,
@@ -246,7 +252,10 @@ def bench(
     requests: Annotated[int | None, typer.Option(help="largest number of requests")] = None,
     warmup: Annotated[float, typer.Option(help="seconds at the beginning that are not counted")] = 0.0,
     as_text: Annotated[
-        bool | None, typer.Option("--text/--tokens", help="send prompts as text or as token ids")
+        bool | None,
+        typer.Option(
+            "--text/--tokens", help="send prompts as text or as token ids; default: token ids over gRPC, text over HTTP"
+        ),
     ] = None,
     vocab_size: Annotated[int, typer.Option(help="vocabulary size of the model, for token ids over HTTP")] = 0,
     context: Annotated[
@@ -271,8 +280,8 @@ def bench(
 ) -> None:
     """Load a live cluster, and measure what its clients see.
 
-    In an open loop, times count from when a request was due, whenever it was sent. Sampling is greedy, and outputs are
-    as long as the profile or the trace says (`ignore_eos`).
+    With --rate, latency counts from the planned send time, even if the request was sent later. Sampling is greedy, and
+    outputs are as long as the profile or the trace says (`ignore_eos`).
     """
     from simulator.errors import check_above_0
     from simulator.results import Slo
@@ -343,9 +352,9 @@ def calibrate(
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU model whose NIC speed is taken, instead of --nic-gbps")] = None,
 ) -> None:
-    """Fit the durations of a live cluster's steps, transfers and messages to its receipts.
+    """Estimate from a cluster's receipts how long its steps, transfers and messages take.
 
-    An aggregated cluster transfers nothing: give the duration of a transfer as an option there.
+    An aggregated cluster transfers nothing: pass --block-bytes (or --model) and --nic-gbps (or --gpu).
     """
     from simulator.calibrate import AssumedRates
     from simulator.calibrate import calibrate as fit
