@@ -41,7 +41,8 @@ def plan_cluster(
     values: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help="chart values whose pools are checked against their devices; may be repeated"
+            metavar="FILE",
+            help="file of chart values: check whether its pools fit their GPUs or memory; may be repeated",
         ),
     ] = None,
     shape: Annotated[
