@@ -42,7 +42,7 @@ def plan_cluster(
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="file of chart values: check whether its pools fit their GPUs or memory; may be repeated",
+            help="chart values: check whether their pools fit GPUs and memory limits; may be repeated",
         ),
     ] = None,
     shape: Annotated[
