@@ -45,7 +45,7 @@ async def show_explanation(
 ) -> None:
     """Show the candidates of a prompt.
 
-    `asked` has further options of Client.explain.
+    `options` has further options of Client.explain.
     """
     async with target.client() as client:
         explanation = await client.explain(prompt, sampling=sampling, **options)
