@@ -199,7 +199,7 @@ def main() -> None:
     models = ["small"] if given.rehearse else given.models.split(",")
     for kind, asked, known in (("part", given.parts, PARTS), ("model", models, LLAMAS)):
         if unknown := set(asked) - set(known):
-            parser.error(f"no {kind} {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+            parser.error(f"unknown {kind} {', '.join(sorted(unknown))}; known are {', '.join(known)}")
     console = Console(width=160)
     python = vllm_python(WorkerConfig(model=OUT, engine="vllm", vllm_python=given.vllm_python))
     gpu = {"gpu": "none: rehearsed on a CPU"} if given.rehearse else gpu_of(python)

@@ -104,7 +104,7 @@ class RouterStream:
 
     def _place(self, placed: pb.PlacedRequest) -> None:
         if placed.number <= self._highest:
-            raise InvalidRequest("placed.number", f"must grow: {placed.number} came after {self._highest}")
+            raise InvalidRequest("placed.number", f"must increase: {placed.number} came after {self._highest}")
         self._highest = placed.number
         served = self._served[placed.number] = _ActiveRequest(placed.number)
         try:

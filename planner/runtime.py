@@ -67,7 +67,9 @@ class PlannerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySetti
         if self.executor == "switch" and not self.switch:
             raise StartError("switch", "must be set for `executor: switch`, which does nothing else")
         if self.executor == "kubernetes" and self.switch:
-            raise StartError("switch", "a pod cannot move from one Deployment to another: unset it")
+            raise StartError(
+                "switch", "must be unset for `executor: kubernetes`: a pod cannot move from one Deployment to another"
+            )
 
 
 class PlannerMetrics:

@@ -87,7 +87,7 @@ class BorrowerStream:
 
     def _open(self, number: int, want: pb.Want) -> None:
         if number <= self._highest:
-            raise InvalidRequest("number", f"must grow: {number} came after {self._highest}")
+            raise InvalidRequest("number", f"must increase: loan {number} came after loan {self._highest}")
         self._highest = number
         try:
             loan = self._begin(want, lambda: self._has_changed(number))

@@ -72,5 +72,5 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     chosen = arguments.parts or list(PARTS)
     if unknown := set(chosen) - set(PARTS):
-        parser.error(f"unknown: {', '.join(unknown)}")
+        parser.error(f"unknown parts: {', '.join(unknown)}")
     uvloop.run(main(chosen, arguments.only))

@@ -264,5 +264,5 @@ async def main(attacks: Sequence[str]) -> None:
 if __name__ == "__main__":
     chosen = sys.argv[1:] or list(ATTACKS)
     if unknown := set(chosen) - set(ATTACKS):
-        sys.exit(f"error: no attack {', '.join(unknown)}; there are {', '.join(ATTACKS)}")
+        sys.exit(f"error: unknown attack {', '.join(unknown)}; known are {', '.join(ATTACKS)}")
     uvloop.run(main(chosen))

@@ -32,7 +32,7 @@ async def main() -> None:
     parts = Parts(console)
     wanted = sys.argv[1:] or list(PARTS)
     if unknown := set(wanted) - set(PARTS):
-        sys.exit(f"error: tiers: no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+        sys.exit(f"error: tiers: unknown part {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
         for name in wanted:
             await parts.measure(name, of(PARTS[name][0], progress))

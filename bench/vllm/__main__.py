@@ -97,5 +97,5 @@ async def main(parts: list[str]) -> None:
 if __name__ == "__main__":
     chosen = sys.argv[1:] or list(PARTS)
     if unknown := set(chosen) - set(PARTS):
-        sys.exit(f"error: no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+        sys.exit(f"error: unknown part {', '.join(unknown)}; known are {', '.join(PARTS)}")
     uvloop.run(main(chosen))

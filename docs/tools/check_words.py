@@ -92,7 +92,7 @@ def _texts_of_call(call: ast.Call) -> Iterator[Text]:
     if name in METRICS and len(arguments) > 1:
         yield Text("metric", call.lineno, arguments[1])
     if name in LOGGED and arguments and " " in arguments[0]:
-        yield Text("log", call.lineno, arguments[0].lstrip("%s: "))
+        yield Text("log", call.lineno, arguments[0].removeprefix("%s: "))
 
 
 def comments_of(values: str) -> Iterator[Text]:

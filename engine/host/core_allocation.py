@@ -42,7 +42,7 @@ class CoreAllocation:
     def __init__(self, role: Role, cores: Sequence[int]) -> None:
         """Join the allocation.
 
-        `told` are the cores that the engine was told to use; empty: all it may use.
+        `cores` are the cores that a setting names; empty: all it may use.
 
         Raises OSError where there are no such sockets, or no list of them.
         """

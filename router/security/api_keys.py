@@ -47,7 +47,7 @@ class Principal:
             raise Forbidden("this key is not an operator's")
 
     def tenant_for(self, requested: str) -> str:
-        """Return the tenant of a request that names `asked`.
+        """Return the tenant of a request that names `requested`.
 
         Raises Forbidden where that is another tenant.
         """

@@ -89,7 +89,7 @@ async def run_batch(
     summary = f"{outcome.finished} finished, {outcome.failed} failed"
     console.print(f"{summary}, {outcome.done_before} done before: {target}")
     if outcome.failed:
-        console.print("run it again to try those that failed once more")
+        console.print("run the command again to retry the failed requests")
     return outcome
 
 

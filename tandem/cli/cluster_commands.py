@@ -339,7 +339,7 @@ def new(
     from router.security.api_keys import entry_for, new_key
 
     key = new_key()
-    console.print(f"# the key, for whoever is to use it; it is kept nowhere\n{key}", soft_wrap=True, markup=False)
+    console.print(f"# the key, for its user; it is stored nowhere else\n{key}", soft_wrap=True, markup=False)
     console.print("# the entry, for api_keys_file", markup=False)
     console.print(
         entry_for(key, name, name if tenant is None else tenant, model or [], days, operator),

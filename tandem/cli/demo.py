@@ -93,7 +93,7 @@ async def run_demo(
         await _watch(console, clients, stories)
         _report(console, stories)
         again = make_stories(2)
-        console.print("\nthe first two once more: their blocks are still where they were used\n")
+        console.print("\nthe first two stories once more: their KV blocks are still cached\n")
         await _watch(console, clients, again)
         _report(console, again)
         console.print()

@@ -45,7 +45,7 @@ async def show_explanation(
 ) -> None:
     """Show the candidates of a prompt.
 
-    `asked` has further options of Client.explain.
+    `options` has further options of Client.explain.
     """
     async with target.client() as client:
         explanation = await client.explain(prompt, sampling=sampling, **options)
@@ -58,7 +58,7 @@ async def show_explanation(
     )
     console.print(words)
     if not explanation.candidates:
-        console.print("no decode worker can start it now: it would wait")
+        console.print("no decode worker can start the request now: it would wait")
         return
     with uncut(console):
         console.print(candidate_table(explanation.candidates[:most]))
@@ -100,9 +100,9 @@ async def show_decisions(console: Console, target: Target, request_id: str, most
         for line in came_of(placement):
             console.print(line, markup=False)
     if past.error:
-        console.print(f"it ended with: {past.error}", markup=False)
+        console.print(f"the request ended with: {past.error}", markup=False)
     elif not past.ended:
-        console.print("it is under way" if past.placements else "it waits for a place")
+        console.print("the request is under way" if past.placements else "the request waits for a place")
 
 
 def reservation_of(decided: pb.Explanation | pb.PlacementDecision) -> str:

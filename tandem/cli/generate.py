@@ -25,7 +25,7 @@ async def stream_text(
 ) -> None:
     """Print one completion as it comes; of several, each as a whole, in order.
 
-    `asked` has further options of Client.generate.
+    `options` has further options of Client.generate.
     """
     choices = {index: _Choice() for index in range(sampling.n if sampling.HasField("n") else 1)}
     alone = len(choices) == 1

@@ -42,7 +42,7 @@ def plan_cluster(
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="values file of the Helm chart: only check whether its pools fit their GPUs; may be repeated",
+            help="Helm chart values: only check whether their pools fit GPUs and memory limits; may be repeated",
         ),
     ] = None,
     shape: Annotated[

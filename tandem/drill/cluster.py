@@ -40,7 +40,7 @@ class DrillCluster(LiveWorkers):
         if fault not in FAULTS:
             raise InvalidRequest("fault", f"unknown fault {fault!r}; known are {', '.join(FAULTS)}")
         if bool(peer_id) != (fault == "partition"):
-            raise InvalidRequest("peer", "must be set for a partition, and only then")
+            raise InvalidRequest("peer", "must name the other worker of a partition, and be left out for other faults")
         ends = [(await self.worker(worker_id, "worker"), peer_id)]
         if fault == "partition":
             ends.append((await self.worker(peer_id, "peer"), worker_id))

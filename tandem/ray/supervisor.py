@@ -360,7 +360,7 @@ class Supervisor:
             await follower.stop()
             self._group.give_back(follower.options)
             raise
-        self._say(f"{role.name} is followed by {name}")
+        self._say(f"{role.name} is replaced by {name}")
         await role.leave()
         self._group.give_back(role.options)
 

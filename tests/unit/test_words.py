@@ -56,6 +56,7 @@ def _report(tmp_path: Path, source: str, values: str = "# -- Number of routers.\
         ('raise StartError("port")', None),
         ('log.warning("%s: the store is full: %s", name, error)', ("log", 1, "the store is full: %s")),
         ('log.info(f"joined to {router}")', ("log", 1, "joined to X")),
+        ('log.info("started in %s", seconds)', ("log", 1, "started in %s")),
         ('log.info("joined")', None),
         ('Counter("tandem_steps", "Steps of the engine.")', ("metric", 1, "Steps of the engine.")),
         ('x = ("Blocks of the pool.", pool.size)', ("metric", 1, "Blocks of the pool.")),
