@@ -68,7 +68,7 @@ def test_a_damaged_superblock_starts_the_file_afresh(tmp_path: Path, caplog: pyt
     flip(file_of(tmp_path), 9)
     tiers = open_tiers(tmp_path)
     assert served(tiers) == {}
-    assert "started afresh: its superblock is damaged" in caplog.text
+    assert "started empty: its superblock is damaged" in caplog.text
     assert file_of(tmp_path).stat().st_size == SUPERBLOCK_BYTES
     put(tiers, 1, np.random.default_rng(1))
     tiers.close()

@@ -208,7 +208,7 @@ def test_files_that_do_not_hold_float8(make_model: MakeModel, tmp_path: Path, ch
         ({"bits": 3}, "by gptq with bits 3; only 4 and 8"),
         ({"group_size": 0}, "group_size 0"),
         ({"checkpoint_format": "marlin"}, "in the format marlin; only gptq and gptq_v2"),
-        ({"checkpoint_format": "gptq", "format": "gptq_v2"}, "disagree: gptq, gptq_v2"),
+        ({"checkpoint_format": "gptq", "format": "gptq_v2"}, "differ: gptq, gptq_v2"),
         ({"dynamic": {"-:.*o_proj": {}}}, "with dynamic"),
         ({"rotation": "hadamard"}, "with rotation 'hadamard'"),
         ({"pack_dtype": "int8"}, "with pack_dtype 'int8'"),

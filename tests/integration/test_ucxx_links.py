@@ -115,7 +115,7 @@ def test_an_address_that_nobody_signed_never_reaches_ucx(lender: tuple[UcxxTrans
     """UCX would read it as structures of its own, wherever they lead."""
     borrower = Borrower(lender[1])
     borrower.say(pack_frame(Kind.HELLO, pack_greeting(replace(lender[1], secret=bytes(32)), b"\xff" * 200)))
-    assert borrower.heard() == (Kind.REFUSED, "the greeting's signature does not match")
+    assert borrower.heard() == (Kind.REFUSED, "the greeting's signature does not match the endpoint's secret")
 
 
 @pytest.mark.parametrize(

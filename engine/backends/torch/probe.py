@@ -130,7 +130,7 @@ def _refuse_other_ways(model: torch.nn.Module) -> None:
         one, other = call.key[0, :, 1].float(), call.key[0, :, 3].float()
         if (one - other).norm() > TOLERANCE * one.norm():
             raise ModelRefused(
-                f"in layer {call.layer} a token's result depends on other tokens outside attention, or on its"
+                f"layer {call.layer}: a token's result depends on other tokens outside attention, or on its"
                 " place in the batch"
             )
 
