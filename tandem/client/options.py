@@ -87,6 +87,9 @@ class EmbedOptions(CallOptions, total=False):
     model: str
     dimensions: int | None
     """Length of each vector; None: the model's own."""
+    cache_salt: str
+    session_id: str
+    prompt_cache_key: str
     tenant: str
     priority: int
     max_ttft_ms: float | None
