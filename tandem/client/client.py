@@ -279,13 +279,19 @@ class Client:
         return list((await self._ask(lambda stub, how: stub.Usage(request, **how), timeout_s, metadata)).totals)
 
     async def wait_for_workers(self, num_prefill: int, num_decode: int, timeout_s: float) -> None:
-        """Wait until so many workers have joined the router, of all models together.
+        """Wait until this many workers have joined the router, of all models together; also for the router itself.
 
         Raises Unavailable after `timeout_s`.
         """
         give_up_at = time.monotonic() + timeout_s
         while True:
-            models = await self.list_models()
+            try:
+                models = await self.list_models()
+            except Unavailable:
+                if time.monotonic() > give_up_at:
+                    raise
+                await asyncio.sleep(0.1)
+                continue
             prefill, decode = (sum(getattr(m, f"{role}_workers") for m in models) for role in ("prefill", "decode"))
             if prefill >= num_prefill and decode >= num_decode:
                 return

@@ -281,7 +281,7 @@ def test_no_process_is_left_behind() -> None:
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
-        (["--workers", "1"], "error: workers: a pair takes 2"),
+        (["--workers", "1"], "error: workers: must be 2 to 16, not 1"),
         (["--set", "transport=pigeon"], "error: transport: "),
         (["--set", "wings=2"], "error: wings: unknown key"),
         (["--model", "/nowhere"], "error: model: no directory '/nowhere'"),
@@ -295,5 +295,5 @@ def test_what_cannot_be_checked_at_all(arguments: list[str], cause: str) -> None
 
 
 def test_too_many_workers() -> None:
-    with pytest.raises(StartError, match="16 are the most"):
+    with pytest.raises(StartError, match="must be 2 to 16, not 17"):
         run_doctor(Console(file=io.StringIO()), SIM, None, 17, False)

@@ -56,4 +56,4 @@ async def test_a_kept_prompt_outlives_a_flood_until_an_operator_lets_it_go(
         assert await reused(kept) == 0
         code, printed = await tandem("cache", "melt", "--address", cluster.address)
         assert code != 0
-        assert "none of ls, pin, warm, drop" in printed
+        assert "known are ls, pin, warm, drop" in printed

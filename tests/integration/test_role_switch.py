@@ -78,7 +78,7 @@ async def test_what_it_had_computed_is_there_in_its_new_role(model, cluster_of, 
         decode = named(cluster, "decode-0").address
         assert await switch_role(decode, "decode", None) == 0  # which it is
         async with channel(decode) as link:
-            with pytest.raises(Exception, match="role: 7"):
+            with pytest.raises(Exception, match="role: must be ROLE_PREFILL or ROLE_DECODE, not 7"):
                 await membership_pb2_grpc.WorkerStub(link).SwitchRole(membership_pb2.SwitchRoleRequest(role=7))  # type: ignore[arg-type]
         prompt = prompt_of(1, 400)
         first = await ask(client, prompt, max_tokens=5, ignore_eos=True)

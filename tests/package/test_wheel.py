@@ -83,7 +83,7 @@ def test_the_base_is_the_client_and_the_commands_that_talk(base: Environment) ->
         assert "Usage" in base.run("tandem", command, "--help")
     refused = base.run("tandem", "--address", "127.0.0.1:1", code=2)
     assert "No such option" in refused
-    assert "no router answers at 127.0.0.1:1" in base.run("tandem", "generate", "hi", "-a", "127.0.0.1:1", code=2)
+    assert "no router answers at 127.0.0.1:1" in base.run("tandem", "generate", "hi", "-a", "127.0.0.1:1", code=1)
     base.run("python", "-c", "import tandem.errors; from tandem.client import Client, SyncClient, Piece, Receipt")
 
 
