@@ -47,7 +47,7 @@ async def site(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
     topology = plan_topology(1, 2, router, settings, [0, 1], 1)
     async with running(LocalCluster(topology)) as (cluster, client):
         # the interpreter of V2's kernels takes a tenth of a second for a step
-        yield Site(cluster, client, 120 if request.param == "V1" else 24)
+        yield Site(cluster, client, 400 if request.param == "V1" else 24)
 
 
 async def test_kv_moves_and_is_found_again(site: Site, ask, audit) -> None:  # type: ignore[no-untyped-def]
@@ -90,8 +90,11 @@ async def test_streams_survive_a_decode_engine_and_a_decode_worker(site: Site) -
     streams = [Stream(site.client, prompt_of(seed, size), count, cache_salt="d") for seed, size, count in shapes]
     await asyncio.gather(*(stream.reached(5) for stream in streams))
     kill_engine(site.cluster.decode[0])
+    # A stream near its end may end on the dying engine.
+    living = [stream for stream in streams if len(stream.token_ids) < 3 * site.num_tokens // 4]
+    assert living, "the engine was killed while streams ran"
     assert [stream.token_ids for stream in await finished(streams)] == undisturbed
-    assert {stream.receipt.placement.decode_worker for stream in streams} == {"decode-1"}
+    assert {stream.receipt.placement.decode_worker for stream in living} == {"decode-1"}
 
 
 @pytest.mark.long
