@@ -42,9 +42,13 @@ OpenTransport = Callable[[TransportOptions], Transport]
 """Function that an entry point names. Raises TransportUnavailable where the transport does not start."""
 
 
-def transport_names() -> list[str]:
-    """Return the names of the installed transports."""
-    return [NIXL, *plugin_names(GROUP)]
+def check_transport(name: str) -> None:
+    """Check that a transport is installed.
+
+    Raises TransportUnavailable.
+    """
+    if name not in (names := [NIXL, *plugin_names(GROUP)]):
+        raise TransportUnavailable(f"unknown transport {name!r}; installed are {', '.join(names)}")
 
 
 def open_transport(
@@ -69,7 +73,6 @@ def open_transport(
         from kvtransfer.nixl import NixlTransport
 
         return NixlTransport(agent_name, options.strict)
-    open_plugin: OpenTransport | None = load_plugin(GROUP, name)
-    if open_plugin is None:
-        raise TransportUnavailable(f"unknown transport {name!r}; installed are {', '.join(transport_names())}")
+    check_transport(name)
+    open_plugin: OpenTransport = load_plugin(GROUP, name)
     return open_plugin(options)

@@ -141,14 +141,12 @@ def replay_trace(
     ] = None,
     kill: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="WORKER@S", help="worker to kill, and the second of the replay at which it dies; may be repeated"
-        ),
+        typer.Option(metavar="WORKER@S", help="worker to kill at a second of the replay; may be repeated"),
     ] = None,
     autoscale: Annotated[
         int | None,
         typer.Option(
-            metavar="MOST", help="also compare a cluster sized by the planner, with at most this many workers per role"
+            metavar="MOST", help="largest number of workers per role for a cluster that the planner sizes, compared too"
         ),
     ] = None,
     worker_start: Annotated[

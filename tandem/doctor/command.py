@@ -16,7 +16,8 @@ from cluster.tls import member_of
 from engine.config import WorkerConfig
 from engine.model.hub import CONFIG_FILES, fetch
 from engine.model.model_dir import ModelDir
-from kvtransfer.registry import transport_names
+from kvtransfer.errors import TransportUnavailable
+from kvtransfer.registry import check_transport
 from tandem.doctor.checks import check_all
 from tandem.doctor.findings import Finding, exit_code
 from tandem.doctor.hosts import DoctorService, HostLink, HostReport, listen
@@ -59,9 +60,10 @@ def run_doctor(
     if others and settings.get("host", LOOPBACK) == LOOPBACK:
         settings = settings | {"host": _address_toward(others[0])}
     config, machine = _settled(settings, model)
-    if config.transport not in (names := transport_names()):
-        reason = f"no transport {config.transport!r} is installed; installed are {', '.join(names)}"
-        raise StartError("transport", reason)
+    try:
+        check_transport(config.transport)
+    except TransportUnavailable as error:
+        raise StartError("transport", str(error)) from None
     findings = check_all(machine, config, workers, os.environ, alone=not others)
     reports, pairs, unreached = asyncio.run(_examine(config, machine, workers, others))
     findings += [each.judge_clock() for each in reports] + unreached + judge_pairs(pairs, machine, config)
