@@ -112,7 +112,7 @@ def qwen2_half_b(path: Path, num_layers: int | None = None, dtype: str = "bfloat
         shape = QWEN2_HALF_B | ({} if num_layers is None else {"num_hidden_layers": num_layers})
         model = Qwen2ForCausalLM(Qwen2Config(**shape)).to(getattr(torch, dtype))
     model.save_pretrained(path)
-    _word_tokenizer(path, QWEN2_HALF_B["vocab_size"], "w151643")
+    word_tokenizer(path, QWEN2_HALF_B["vocab_size"], "w151643")
     return path
 
 
@@ -131,7 +131,7 @@ def llama(path: Path, shape: dict[str, Any], dtype: str = "bfloat16", device: st
     del model
     if device == "cuda":
         torch.cuda.empty_cache()
-    _word_tokenizer(path, shape["vocab_size"], "w1")
+    word_tokenizer(path, shape["vocab_size"], "w1")
     return path
 
 
@@ -146,7 +146,8 @@ def kv_bytes_per_token(shape: dict[str, Any]) -> int:
     return int(shape["num_hidden_layers"] * shape["num_key_value_heads"] * head_dim * 2 * 2)
 
 
-def _word_tokenizer(path: Path, vocab_size: int, eos_token: str) -> None:
+def word_tokenizer(path: Path, vocab_size: int, eos_token: str) -> None:
+    """Write a tokenizer of one word per token, without a decoder."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

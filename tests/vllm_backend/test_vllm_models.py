@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from bench.models import word_tokenizer
 from cluster.errors import StartError
+from engine.core_types import StructuredOutput
+from engine.messages.from_engine import Failed
+from engine.sampling.structured_output import FIELD
 from support.adapters import LLAMA, adapter_weights, write_adapter
 from support.long_runs import mostly_long
 from support.real_engines import RealEngine, engines, greedy
-from support.vllm_engines import BLOCK, ids, need_vllm, vllm_engine
+from support.vllm_engines import BLOCK, V2, ids, need_vllm, vllm_engine
 from support.vllm_models import KINDS, VOCAB, write_model
 
 pytestmark = [need_vllm]
@@ -109,3 +113,20 @@ async def test_a_model_without_a_prefix_cache_is_refused_at_start(tmp_path: Path
         assert raised.value.field == "model"
     finally:
         await engine.host.stop()
+
+
+async def test_a_tokenizer_that_grammars_cannot_read_fails_their_requests_alone(tmp_path: Path) -> None:
+    """vLLM's grammars read the tokenizer first: one without a decoder makes them fail, and nothing else."""
+    model = write_model("llama", tmp_path)
+    word_tokenizer(model, VOCAB, "w1")
+    engine = vllm_engine("worker", model=model, vllm_python=V2)
+    async with engines(engine):
+        asked = greedy("grammar", [5] * 40, structured=StructuredOutput("regex", ("[a-z]+",)))
+        engine.send(asked)
+        await engine.until(lambda: engine._said(Failed))
+        (failed,) = [message.failure for message in engine.said if isinstance(message, Failed)]
+        assert failed.field.startswith(FIELD)
+        assert "cannot read this model's tokenizer" in failed.reason
+        engine.said.clear()
+        assert len(ids(await engine.answer(greedy("plain", [5] * 40, 8, ignore_eos=True)))) == 8
+        assert (await engine.audited()).reserved_blocks == 0

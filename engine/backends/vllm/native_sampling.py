@@ -75,11 +75,10 @@ class NativeSampling(Sampling):
             # vLLM's statistics of the prompt would take a cached prefix beyond it for an error
             request.prefill_stats = None
         if request.structured_output_request is not None:
-            self._manager.grammar_init(request)
-            compiled = request.structured_output_request._grammar
+            compiled = self._compiled(request)
             if emitted:
                 compiled = self._manager.executor.submit(_advanced, compiled, request_id, emitted)
-                request.structured_output_request.grammar = compiled
+            request.structured_output_request.grammar = compiled
             if isinstance(compiled, Future):
                 compiled.add_done_callback(lambda _: wake())
         return request
@@ -98,6 +97,19 @@ class NativeSampling(Sampling):
             SampleResult(token_id, TokenLogprobs(float(row[0]), *_likeliest(ids, row, count)))
             for token_id, ids, row in zip(output.new_token_ids, token_ids, values, strict=False)
         ]
+
+    def _compiled(self, request: Request) -> Any:
+        """Return vLLM's grammar of a request, or the future of one.
+
+        vLLM reads the tokenizer at the first grammar. Where it cannot, the request fails, and no other.
+        """
+        try:
+            self._manager.grammar_init(request)
+        except Exception as error:  # any library's; the request's failure names it
+            failed: Future[Any] = Future()
+            failed.set_exception(ValueError(f"vLLM's {self._backend} cannot read this model's tokenizer: {error}"))
+            return failed
+        return request.structured_output_request._grammar
 
     def _params(self, sequence: Sequence) -> VllmParams:
         wanted = sequence.sampling
