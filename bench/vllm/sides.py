@@ -290,11 +290,12 @@ async def compare(
     figures["loads"] = {}
     async with AsyncExitStack() as stack:
         if together:
-            theirs = await stack.enter_async_context(plain(setting, scratch))
+            theirs, ours = await asyncio.gather(
+                stack.enter_async_context(plain(setting, scratch)), stack.enter_async_context(aggregated(setting))
+            )
             figures["plain vllm"] = theirs.about
             await warm(theirs)
             with quiet(theirs):
-                ours = await stack.enter_async_context(aggregated(setting))
                 await warm(ours)
         for number in range(rounds):
             if together:
