@@ -27,6 +27,14 @@ def root_key(model_fingerprint: bytes, cache_salt: str, adapter: bytes = b"") ->
     return blake2b(salt, key=key, person=adapter, digest_size=KEY_BYTES).digest()
 
 
+def resume_name(key: BlockKey) -> BlockKey:
+    """Return the name under which a worker of a model with several KV groups announces that a chain can go on here.
+
+    Such a worker holds all that a request needs which continues after the block `key`, not only this block.
+    """
+    return blake2b(key, digest_size=KEY_BYTES, person=b"resumable").digest()
+
+
 def block_keys(parent: BlockKey, token_ids: Sequence[int], block_tokens: int, first_token: int = 0) -> list[BlockKey]:
     """Return the keys of the full blocks of `token_ids[first_token:]`, whose chain continues `parent`.
 

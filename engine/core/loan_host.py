@@ -283,6 +283,11 @@ class LoanHost(ABC):
     def idle(self) -> bool:
         """Whether no request and no loan is left, and no step runs."""
 
+    @property
+    def computes_loans(self) -> bool:
+        """Whether a loan is not computed completely."""
+        return bool(self._lender_manager.started_jobs())
+
     def drop_cache(self) -> None:
         """Forget every cached block that nobody holds."""
         pool = self._kv_cache.pool

@@ -110,13 +110,15 @@ class RequestTable(ABC, Generic[R]):
         if lack := self._start(request, chains, keys):
             self._reject(message.request_id, lack, permanent=False)
             return
-        self._kv_cache.counts.looked(POOL, len(keys), len(lead.blocks))
+        num_cached = lead.num_computed // self._kv_cache.layout.block_tokens
+        self._kv_cache.counts.looked(POOL, len(keys), num_cached)
         account = request.account
-        account.reused_blocks, account.times["admitted"] = len(lead.blocks), self._kv_cache.clock()
+        account.reused_blocks, account.times["admitted"] = num_cached, self._kv_cache.clock()
         self._requests[message.request_id] = request
         self._admitted(request, lead)
         lender = message.lender_computes if message.borrow else None
-        if not self._borrower_manager.take(BorrowRequest(lead, keys, lender, account, self, message.reads_store)):
+        course = self._kv_cache.course(lead, keys)
+        if not self._borrower_manager.take(BorrowRequest(lead, course, lender, account, self, message.reads_store)):
             self.loan_over(lead, lost_blocks=False)
 
     def cancel(self, request_id: str, choice: int | None = None) -> None:
@@ -165,7 +167,7 @@ class RequestTable(ABC, Generic[R]):
     def _count_left(self, sequence: Sequence) -> None:
         """Count the blocks and tokens that are left to compute."""
         account = self._requests[sequence.request_id].account
-        total = self._kv_cache.layout.blocks_for(sequence.num_prompt)
+        total = -(-sequence.num_prompt // self._kv_cache.layout.block_tokens)
         brought = account.restored_blocks + account.store_blocks + account.moved_blocks
         account.computed_blocks = total - account.reused_blocks - brought
         account.computed_tokens = sequence.num_prompt - sequence.num_computed

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from engine.block_keys import BlockKey, block_keys
 from engine.core_types import Sequence
 from engine.kv.block_pool import BlockPool, CacheEvent, NamedPlace, Removed, Stored
+from engine.kv.course import Course, chain_course
 from engine.kv.kv_stats import KvStats
 from engine.kv.layout import KvLayout
 from engine.kv.pins import Pins, Retention
@@ -119,6 +120,22 @@ class KVCacheManager:
         sequence.num_computed = len(hits) * self.layout.block_tokens
         return True
 
+    def course(self, sequence: Sequence, keys: Seq[BlockKey]) -> Course:
+        """Return the course of a sequence from its cached blocks to the last of `keys`."""
+        return chain_course(keys, len(sequence.keys), len(keys))
+
+    def course_between(self, keys: Seq[BlockKey], first: int, end: int) -> Course:
+        """Return the course of a chain from the boundary `first` to the last one within `keys[:end]`."""
+        return chain_course(keys, first, end)
+
+    def cut(self, sequence: Sequence, course: Course, end: int) -> Course:
+        """Return a sequence's course to an earlier boundary, at which its loan ends."""
+        return course.cut(end)
+
+    def num_cached(self, keys: Seq[BlockKey]) -> int:
+        """Return the last boundary within `keys` at which a request can go on from cached blocks."""
+        return len(self.pool.match(keys))
+
     def adopt(self, sequence: Sequence) -> int:
         """Replace reserved blocks of a starting sequence by blocks that were cached meanwhile; return their number.
 
@@ -196,7 +213,11 @@ class KVCacheManager:
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         """Allocate blocks from the sequence's reservation until `num_tokens` fit."""
-        missing = self.layout.blocks_for(num_tokens) - len(sequence.blocks)
+        self.grow_to(sequence, self.layout.blocks_for(num_tokens))
+
+    def grow_to(self, sequence: Sequence, num_blocks: int) -> None:
+        """Allocate blocks from the sequence's reservation until it has `num_blocks`."""
+        missing = num_blocks - len(sequence.blocks)
         if missing > 0:
             assert missing <= sequence.num_reserved, "a block is taken that was not promised"
             sequence.blocks += self.pool.allocate(missing)

@@ -149,12 +149,18 @@ class BorrowerManager:
         times["loan_started"] = loan.heard_at = self._kv_cache.clock()
         times["lender_queued_s"] = message.queued_ms / 1e3
         lender.cached_end = lender.fetched_end = message.cached_end_block
+        course, end = loan.wanted.course, message.end_block
+        if course.first <= end < course.end:
+            course = loan.wanted.course = self._kv_cache.cut(loan.wanted.sequence, course, end)
+            end = len(course.names)
+        elif end == course.end:
+            end = len(course.names)
         try:
             lender.connect(message.endpoint)
         except TransferError as error:
             self._handle(loan, Failed(str(error)))
             return
-        self._handle(loan, Started(message.end_block))
+        self._handle(loan, Started(end))  # an end outside the course ends the loan
 
     def _announce(self, loan: Loan, lender: LenderSource, message: LoanBlocks) -> None:
         times = loan.wanted.account.times
@@ -248,12 +254,12 @@ class BorrowerManager:
     def _restore(self, wanted: BorrowRequest) -> bool:
         """Borrow from the tiers, if they hold the next blocks."""
         tiers, first = self._kv_cache.tiers, len(wanted.sequence.keys)
-        if tiers is None or first >= len(wanted.keys):
+        if tiers is None or first >= len(wanted.course.names):
             return False
-        count = self._kv_cache.num_restorable(wanted.keys[first:])
-        held = wanted.keys[first : first + count]
+        count = self._kv_cache.num_restorable(wanted.course.names[first:])
+        held = wanted.course.names[first : first + count]
         source = TierSource(tiers, held, self._kv_cache.write_block, self._own, self._others, self._below)
-        self._looked_below(len(wanted.keys) - first, source)
+        self._looked_below(len(wanted.course.names) - first, source)
         if not count:
             return False
         loan = self._open(wanted, source, first, first + count)
@@ -272,7 +278,7 @@ class BorrowerManager:
         """Borrow from the lender, if there is one and blocks are missing."""
         sequence = wanted.sequence
         first = len(sequence.keys)
-        if wanted.lender_computes is None or first >= len(wanted.keys):
+        if wanted.lender_computes is None or first >= len(wanted.course.names):
             return False
         lender = LenderSource(
             sequence.request_id,
@@ -282,10 +288,10 @@ class BorrowerManager:
             self._kv_cache.layout.block_bytes,
             self._emit,
         )
-        loan = self._open(wanted, lender, first, len(wanted.keys), may_be_part=not wanted.lender_computes)
-        self._kv_cache.counts.looked(REMOTE, len(wanted.keys) - first, 0)
+        self._open(wanted, lender, first, len(wanted.course.names), may_be_part=not wanted.lender_computes)
+        self._kv_cache.counts.looked(REMOTE, len(wanted.course.names) - first, 0)
         wanted.account.times["loan_opened"] = self._kv_cache.clock()
-        lender.open(first, loan.machine.end, self._fast_path.expect(sequence.request_id))
+        lender.open(wanted.course.first, wanted.course.end, self._fast_path.expect(sequence.request_id))
         return True
 
     def _open(self, wanted: BorrowRequest, source: LoanSource, first: int, end: int, may_be_part: bool = False) -> Loan:
@@ -307,11 +313,11 @@ class BorrowerManager:
         for action in loan.machine.handle(event):
             match action:
                 case Allocate(_, end):
-                    self._kv_cache.grow(sequence, end * self._kv_cache.layout.block_tokens)
+                    self._kv_cache.grow_to(sequence, end)
                 case Read(first, block_ids):
                     self._read(loan, first, block_ids)
                 case Bind(first, end, fingerprints):
-                    self._kv_cache.bind(sequence, loan.wanted.keys[first:end], fingerprints)
+                    self._kv_cache.bind(sequence, loan.wanted.course.names[first:end], fingerprints)
                     self._count(loan, first, end)
                     loan.wanted.owner.loan_bound(sequence, first)
                 case Release(first, count):
@@ -393,7 +399,7 @@ class BorrowerManager:
 
     def _name_failure(self, loan: Loan, mismatched: int, failure: str) -> None:
         """Name a loan's failure in the account, and tell its source of a block that arrived wrong."""
-        account, key = loan.wanted.account, loan.wanted.keys[loan.machine.bound_end]
+        account = loan.wanted.account
         match loan.source:
             case LenderSource():
                 silence = f"the lender was silent for {loan.silent_s:.1f} s: " if loan.silent_s else ""
@@ -403,13 +409,14 @@ class BorrowerManager:
                     return  # a miss
                 account.store_failure = failure
                 if mismatched:
-                    loan.source.spoiled(key)
+                    loan.source.spoiled(loan.next_name)
             case _:
                 account.restore_failure = failure
-                loan.source.spoiled(key)
+                loan.source.spoiled(loan.next_name)
 
     def _count(self, loan: Loan, first: int, end: int) -> None:
-        account, count = loan.wanted.account, end - first
+        account, course = loan.wanted.account, loan.wanted.course
+        count = course.num_chain_blocks(first, end)
         if isinstance(loan.source, StoreSource):
             account.store_blocks += count
             self._kv_cache.counts.found(STORE, count)
@@ -417,12 +424,14 @@ class BorrowerManager:
         if not isinstance(loan.source, LenderSource):
             account.restored_blocks += count
             return
-        cached = max(0, min(end, loan.source.cached_end) - first)
-        fetched = max(0, min(end, loan.source.fetched_end) - max(first, loan.source.cached_end))
+        cached_end = min(end, max(first, loan.source.cached_end))
+        fetched_end = min(end, max(cached_end, loan.source.fetched_end))
+        cached = course.num_chain_blocks(first, cached_end)
+        fetched = course.num_chain_blocks(cached_end, fetched_end)
         account.moved_blocks += count
-        account.moved_bytes += count * self._kv_cache.layout.block_bytes
+        account.moved_bytes += (end - first) * self._kv_cache.layout.block_bytes
         self._kv_cache.counts.found(REMOTE, count)
-        self._kv_cache.counts.read_bytes += count * self._kv_cache.layout.block_bytes
+        self._kv_cache.counts.read_bytes += (end - first) * self._kv_cache.layout.block_bytes
         account.lender_cached_blocks += cached
         account.lender_fetched_blocks += fetched
         account.lender_computed_blocks += count - cached - fetched

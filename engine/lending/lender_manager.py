@@ -1,10 +1,12 @@
 """The loans that this engine gives: performs the lenders' actions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
 from engine.block_keys import BlockKey, block_keys, root_key
 from engine.core_types import Sequence
+from engine.kv.course import Course
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import POOL
 from engine.lending.borrower_manager import BorrowerManager
@@ -36,6 +38,10 @@ class _Loan:
     asked_at: float
     keys: list[BlockKey]
     """Keys of all full blocks of the request's tokens; kept, since a queued loan is tried at every step."""
+    course: Course
+    """Blocks for the borrower, by position."""
+    num_announced: int = 0
+    """Position before which blocks were announced."""
     job: Sequence | None = None
     fetching: bool = False
     """Whether the job is borrowing or restoring blocks, and is not computed meanwhile."""
@@ -121,15 +127,17 @@ class LenderManager:
             self._refuse(request.loan_id, f"no block is requested in [{request.first_block}, {num_blocks})", bad=True)
         elif request.adapter and request.adapter not in self._adapters:
             self._refuse(request.loan_id, f"this worker has no adapter {request.adapter.hex()}", bad=True)
-        elif num_blocks > self._kv_cache.pool.num_blocks:
+        elif self._kv_cache.layout.blocks_for(num_blocks * width) > self._kv_cache.pool.num_blocks:
             self._refuse(
                 request.loan_id, f"{num_blocks} blocks in a pool of {self._kv_cache.pool.num_blocks}", bad=False
             )
         elif request.may_compute and len(self._waiting) >= self._max_queued:
             self._refuse(request.loan_id, f"{len(self._waiting)} loans wait already", bad=False)
         else:
-            machine = LenderLoan(request.first_block)
-            loan = _Loan(request, machine, self._next_arrival(), self._kv_cache.clock(), self._keys(request))
+            keys = self._keys(request)
+            course = self._kv_cache.course_between(keys, request.first_block, len(keys))
+            machine = LenderLoan(course.start)
+            loan = _Loan(request, machine, self._next_arrival(), self._kv_cache.clock(), keys, course, course.start)
             self._loans[request.loan_id] = loan
             if not request.may_compute:
                 if not self._try_start(loan):
@@ -146,16 +154,16 @@ class LenderManager:
     def close(self, loan_id: str) -> None:
         self._perform(loan_id, lambda machine: machine.handle(Closed()))
 
-    def computed(self, job: Sequence, blocks: list[int]) -> None:
-        """Lend the next computed `blocks` of a job."""
-        self._announce(job, blocks, fetched=False)
+    def computed(self, job: Sequence, names: Iterable[BlockKey], blocks: Iterable[int]) -> None:
+        """Lend the blocks of a job that were computed next."""
+        self._announce(job, dict(zip(names, blocks, strict=True)), fetched=False)
         loan = self._loans.get(job.request_id)
         if loan is not None and loan.job is not None and loan.job.num_remaining == 0:
             self._stop_job(loan)
 
     def loan_bound(self, sequence: Sequence, first: int) -> None:
         """Lend on the blocks of a job that came from elsewhere."""
-        self._announce(sequence, sequence.blocks[first : len(sequence.keys)], fetched=True)
+        self._announce(sequence, dict(zip(sequence.keys[first:], sequence.blocks[first:], strict=False)), fetched=True)
 
     def loan_hedged(self, sequence: Sequence) -> bool:
         """Return False: a borrower waits for this job, so it goes on without its silent source."""
@@ -175,14 +183,17 @@ class LenderManager:
     def _lose(self, loan: _Loan, reason: str) -> None:
         self._perform(loan.request.loan_id, lambda machine: machine.handle(Lost(reason)))
 
-    def _announce(self, job: Sequence, blocks: list[int], fetched: bool) -> None:
-        """Announce blocks, except those before the wanted range."""
-        loan_id = job.request_id
-        first_new = len(job.keys) - len(blocks)
-        skipped = max(0, self._loans[loan_id].request.first_block - first_new)
-        announced = tuple(blocks[skipped:])
-        if announced:
-            self._perform(loan_id, lambda machine: machine.handle(Computed(announced, fetched)))
+    def _announce(self, job: Sequence, blocks: Mapping[BlockKey, int], fetched: bool) -> None:
+        """Announce the blocks that come next in the borrower's course; it needs no others."""
+        loan = self._loans[job.request_id]
+        if announced := self._next_of(loan, blocks):
+            loan.num_announced += len(announced)
+            self._perform(job.request_id, lambda machine: machine.handle(Computed(announced, fetched)))
+
+    def _next_of(self, loan: _Loan, blocks: Mapping[BlockKey, int]) -> tuple[int, ...]:
+        """Return the blocks among these that come next in the borrower's course."""
+        names = islice(loan.course.names, loan.num_announced, None)
+        return tuple(takewhile(lambda block: block is not None, map(blocks.get, names)))  # type: ignore[arg-type]
 
     def start_queued(self) -> None:
         """Start queued loans in order while they fit; the first that does not fit keeps its place.
@@ -218,9 +229,11 @@ class LenderManager:
     def _try_start(self, loan: _Loan) -> bool:
         request, width, keys = loan.request, self._kv_cache.layout.block_tokens, loan.keys
         if not request.may_compute:
-            num_cached = len(self._kv_cache.pool.match(keys))
+            num_cached = self._kv_cache.num_cached(keys)
             keys = keys[: num_cached + self._kv_cache.num_restorable(keys[num_cached:])]
         end = max(len(keys), request.first_block)
+        if end < len(loan.keys):
+            loan.course = self._kv_cache.course_between(loan.keys, request.first_block, end)
         job = Sequence(
             request_id=request.loan_id,
             token_ids=list(request.token_ids[: len(keys) * width]),
@@ -232,13 +245,15 @@ class LenderManager:
             arrival=loan.arrival,
             turn=self._next_arrival(),
         )
-        if not self._kv_cache.start(job, keys, len(keys)):
+        if not self._kv_cache.start(job, keys, self._kv_cache.layout.blocks_for(len(keys) * width)):
             return False
-        self._kv_cache.counts.looked(POOL, len(loan.keys), len(job.blocks))
+        self._kv_cache.counts.looked(POOL, len(loan.keys), job.num_computed // width)
         loan.job, loan.fetching = job, True
-        cached = tuple(job.blocks[request.first_block :])
-        self._perform(request.loan_id, lambda machine: machine.handle(Start(cached, end)))
-        wanted = BorrowRequest(job, keys, False if request.borrow else None, KvAccount(), self, request.reads_store)
+        cached = self._next_of(loan, dict(zip(job.keys, job.blocks, strict=True)))
+        loan.num_announced += len(cached)
+        self._perform(request.loan_id, lambda machine: machine.handle(Start(cached, len(loan.course.names))))
+        course, borrows = self._kv_cache.course(job, keys), False if request.borrow else None
+        wanted = BorrowRequest(job, course, borrows, KvAccount(), self, request.reads_store)
         if loan.job is not None and not self._borrower_manager.take(wanted):
             self.loan_over(job, lost_blocks=False)
         return True
@@ -249,9 +264,9 @@ class LenderManager:
             return
         for action in handle(loan.machine):
             match action:
-                case SendStarting(end, cached_end):
+                case SendStarting(_, cached_end):
                     queued_ms = (self._kv_cache.clock() - loan.asked_at) * 1e3
-                    self._say(loan, LendStarting(loan_id, end, cached_end, queued_ms))
+                    self._say(loan, LendStarting(loan_id, loan.course.end, cached_end, queued_ms))
                 case Announce(first, block_ids, fetched):
                     self._kv_cache.pool.acquire(block_ids)
                     fingerprints = self._kv_cache.fingerprints_of(block_ids)

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from engine.block_keys import BlockKey
 from engine.core_types import Sequence
+from engine.kv.course import Course
 from engine.kv.store.shared_store import Fetched
 from engine.lending.block_reads import RankRead
 from engine.lending.borrower import Borrower
@@ -28,13 +29,13 @@ class LoanOwner(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BorrowRequest:
     """Request of a sequence for missing blocks."""
 
     sequence: Sequence
-    keys: list[BlockKey]
-    """Keys of the chain up to the last block that may come from elsewhere."""
+    course: Course
+    """Blocks up to the last one that may come from elsewhere, by position; the sequence holds its first ones."""
     lender_computes: bool | None
     """Whether the lender may compute blocks it lacks; None without a lender."""
     account: KvAccount
@@ -58,6 +59,11 @@ class Loan:
     """Time of the lender's last announcement, by its front or by the fast path, on the engine's clock."""
     silent_s: float = 0.0
     """Silence of the lender, in seconds, after which blocks were first computed here; 0 when they never were."""
+
+    @property
+    def next_name(self) -> BlockKey:
+        """Name of the first block that is not bound."""
+        return self.wanted.course.names[self.machine.bound_end]
 
 
 @dataclass(slots=True)

@@ -48,13 +48,13 @@ class StoreLoans:
         A placement that counts on the store knows what it holds, and what reading from it costs.
         """
         store, first = self._kv_cache.store, len(wanted.sequence.keys)
-        missing = wanted.keys[first:]
+        missing = wanted.course.names[first:]
         if store is None or wanted.lender_computes is not None or not missing:
             return False
         if not store.answers or not (wanted.reads_store or self._seems_worth_it(len(missing))):
             return False
         source = StoreSource(store, missing, first, self._kv_cache.write_block, self._own, self._others, self._copying)
-        loan = self._open_loan(wanted, source, first, len(wanted.keys), True)
+        loan = self._open_loan(wanted, source, first, len(wanted.course.names), True)
         self._kv_cache.counts.looked(STORE, len(missing), 0)
         wanted.account.times["fetch_started"] = loan.heard_at = self._kv_cache.clock()
 

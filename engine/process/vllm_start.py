@@ -8,7 +8,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cluster.roles import Role
 from engine.config import WorkerConfig, max_step_tokens
@@ -21,6 +21,9 @@ from engine.model_runner import ModelInfo
 from engine.process.spec import RankSpec
 from engine.process.vllm_arguments import check_version, engine_arguments, passed_arguments
 from engine.sampling.grammar import Grammars
+
+if TYPE_CHECKING:
+    from engine.backends.vllm.groups import KvGroups
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +113,7 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
 
     from engine.backends.vllm.batch_runner import rank_executor
     from engine.backends.vllm.connector import offered
-    from engine.backends.vllm.kv_memory import VllmKvMemory
+    from engine.backends.vllm.kv_memory import LayerPlace, VllmKvMemory
 
     offered.in_file = belongs_in_file(role)
     vllm_config = _engine_config(config, arguments, adapters)
@@ -132,7 +135,7 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
         from engine.backends.vllm.native_sampling import NativeSampling
 
         sampling = NativeSampling(engine, model_dir.eos_token_ids, always_seeded=config.tensor_parallel > 1)
-    block_tokens = _block_tokens(engine, config)
+    groups = _groups(engine, config)
     backends = sorted({type(layer.impl).__name__ for layer in _attention_layers(vllm_config)})
     about = f"{vllm.__version__},{'+'.join(backends)},{vllm_config.cache_config.cache_dtype}"
     requests = [LoRARequest(each.name, i, str(each.path)) for i, each in enumerate(adapters, 1)]
@@ -141,7 +144,13 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
     num_blocks = int(vllm_config.cache_config.num_gpu_blocks)
     pools = offered.pools if on_cpu else None
     rank_number = rank.rank if rank is not None else 0
-    memory = VllmKvMemory(offered.caches, num_blocks, block_tokens, about, pools, config.tensor_parallel, rank_number)
+    places = [
+        LayerPlace(each.offset + number * each.layer_stride, each.block_stride)
+        for each in engine.scheduler.kv_cache_config.kv_cache_tensors
+        for number in range(len(each.layers))
+    ]
+    ranks = config.tensor_parallel
+    memory = VllmKvMemory(offered.caches, places, num_blocks, groups.unit, about, pools, groups, ranks, rank_number)
     weights = model_dir.weights_fingerprint() + _digest_of(vllm_config.model_config)
     info = ModelInfo(
         weights_fingerprint=blake2b(weights, digest_size=32).digest(),
@@ -240,19 +249,23 @@ def _engine_config(config: WorkerConfig, arguments: dict[str, Any], adapters: li
     return vllm_config
 
 
-def _block_tokens(engine: Any, config: WorkerConfig) -> int:
-    """Return the tokens of a block.
+def _groups(engine: Any, config: WorkerConfig) -> "KvGroups":
+    """Return the model's KV groups.
 
-    Raises EngineStartError for a cache of several groups, and for another block size than the worker's.
+    Raises EngineStartError for several groups on several ranks, and for another block size than the worker's, unless
+    the model's recurrent states decide it.
     """
-    groups = engine.scheduler.kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise EngineStartError("model", f"its KV cache has {len(groups)} groups ({kinds}); Tandem lends from one")
-    block_tokens = int(groups[0].kv_cache_spec.block_size)
-    if block_tokens != config.block_tokens:
-        raise EngineStartError("block_tokens", f"vLLM uses blocks of {block_tokens} tokens here")
-    return block_tokens
+    from engine.backends.vllm.groups import KvGroups
+
+    kv_config = engine.scheduler.kv_cache_config
+    unit = int(kv_config.hash_block_size or kv_config.kv_cache_groups[0].kv_cache_spec.block_size)
+    groups = KvGroups(engine.scheduler.kv_cache_manager, unit)
+    if config.tensor_parallel > 1 and not groups.is_chain:
+        reason = f"1 is all that a model with {groups.num_groups} KV groups takes: {', '.join(groups.kinds)}"
+        raise EngineStartError("tensor_parallel", reason)
+    if unit != config.block_tokens and not kv_config.has_mamba_layers:
+        raise EngineStartError("block_tokens", f"vLLM uses blocks of {unit} tokens here")
+    return groups
 
 
 def _attention_layers(vllm_config: Any) -> list[Any]:

@@ -49,6 +49,8 @@ class WarmUp:
         self._vocab_size = info.vocab_size
         self._grammars = grammars
         self._messages: list[FromEngine] = []
+        self._lent = ""
+        """Id of the loan that is open and has announced blocks; empty for none."""
 
     def emit(self, message: FromEngine) -> None:
         """Take a message of the core that is warmed up."""
@@ -106,13 +108,15 @@ class WarmUp:
             steps.begin()
             pending, self._messages = self._messages, []
             for event in pending:
-                self._process(core, event)
+                self._process(event)
+            if self._lent and not core.computes_loans:
+                core.handle(LendClosed(self._lent))
+                self._lent = ""
 
-    def _process(self, core: LoanHost, message: FromEngine) -> None:
+    def _process(self, message: FromEngine) -> None:
         match message:
-            case LendReady(loan_id, first, block_ids):
-                if first + len(block_ids) == self._num_tokens // self._block_tokens:
-                    core.handle(LendClosed(loan_id))
+            case LendReady(loan_id):
+                self._lent = loan_id
             case Failed(name, failure):
                 log.warning("request %r of the warm-up failed: %s: %s", name, failure.field, failure.reason)
             case LendRefused(name, reason) | Rejected(name, reason):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.vllm.kv_memory import VllmKvMemory, pool_allocation
+from engine.backends.vllm.kv_memory import LayerPlace, VllmKvMemory, pool_allocation
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
 from engine.process.vllm_arguments import engine_arguments
@@ -31,7 +31,9 @@ class Allocated:
         whole = whole.permute([layout.index(letter) for letter in "LBHNC"])
         self.layers: list[Tensor] = list(whole.unbind(0))
         caches = {f"layer {number}": layer for number, layer in enumerate(self.layers)}
-        self.memory = VllmKvMemory(caches, num_blocks, TOKENS, "backend", None if on_device else pools, ranks)
+        places = [LayerPlace(4 * layer.storage_offset(), 4 * layer.stride(0)) for layer in self.layers]
+        memory = None if on_device else pools
+        self.memory = VllmKvMemory(caches, places, num_blocks, TOKENS, "backend", memory, ranks=ranks)
         self.pools = pools
 
 

@@ -7,20 +7,34 @@ Tandem's block keys here. This adapter adds what loans need:
 - an index of *filled* blocks. vLLM names a block when it schedules the step that will fill it; a block may be lent
   only once that step has ended and its fingerprint is taken;
 - *quarantined* blocks, which a read that cannot be stopped may still write.
+
+With several KV groups a block's name stands for its key and its group, and the pool also knows at which boundaries a
+request can go on.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Any, NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool as VllmPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
-from engine.block_keys import BlockKey
-from engine.kv.block_pool import BlockPool, NamedPlace, Removed, Stored
+from engine.backends.vllm.boundaries import Boundaries
+from engine.backends.vllm.groups import FilledBlocks, GroupBlock, KvGroups
+from engine.block_keys import BlockKey, resume_name
+from engine.kv.block_pool import BlockPool, CacheEvent, NamedPlace, Removed, Stored
 
-GROUP = 0
-"""The only KV cache group: an engine with several is refused at start."""
+
+class GroupPlace(NamedTuple):
+    """A block of the pool, its name, and its place in a chain."""
+
+    block: int
+    parent: BlockKey
+    """Name of the block that a chain must have for this one to be of use: the one before, or that of the chain."""
+    key: BlockKey
+    """Its name."""
+    of: GroupBlock
 
 
 class _AllocationWatcher:
@@ -39,10 +53,12 @@ class _AllocationWatcher:
     def reset(self) -> None: ...
 
 
-class VllmBlockPool(BlockPool):
+class VllmBlockPool(BlockPool, FilledBlocks):
     """Adapter with the interface of `engine/kv/block_pool.py`. Block 0 is vLLM's null block and never appears."""
 
-    def __init__(self, pool: VllmPool, on_evict: Callable[[list[NamedPlace]], None] | None = None) -> None:
+    def __init__(
+        self, pool: VllmPool, groups: KvGroups, on_evict: Callable[[list[NamedPlace]], None] | None = None
+    ) -> None:
         """Create the adapter.
 
         `on_evict` is called with each named block that vLLM reuses, while its bytes are still there.
@@ -50,6 +66,10 @@ class VllmBlockPool(BlockPool):
         super().__init__(1, on_evict)  # its records stay empty: vLLM's pool has them
         self._pool = pool
         self.num_blocks = pool.num_gpu_blocks - 1
+        self._groups = groups
+        self._boundaries = None if groups.is_chain else Boundaries(groups)
+        self._place_of: dict[int, GroupPlace] = {}
+        """Place of each named block."""
         assert pool.enable_caching
         pool.metrics_collector = _AllocationWatcher(self)
 
@@ -77,36 +97,54 @@ class VllmBlockPool(BlockPool):
     def match(self, keys: Iterable[BlockKey]) -> list[int]:
         blocks: list[int] = []
         for key in keys:
-            if (block := self._block_of.get(key)) is None or not self._is_named(block, key):
+            if (block := self._block_of.get(key)) is None or not self._is_named(block):
                 break
             blocks.append(block)
         return blocks
+
+    def is_filled(self, block: int, name: BlockKey) -> bool:
+        return self._block_of.get(name) == block
 
     def has_name(self, parent: BlockKey, key: BlockKey, block: int) -> bool:
         """Return whether `block` is known to hold the KV of `key`."""
         return self._name_of.get(block) == (parent, key)
 
-    def filled(self, parent: BlockKey, key: BlockKey, block: int) -> bool:
-        """Record that `block` holds the KV of `key`; return False when it was known already."""
-        if self.has_name(parent, key, block):
+    def is_cached(self, place: GroupPlace) -> bool:
+        """Return whether vLLM has the block in its prefix cache under its name."""
+        return bool(self._pool.blocks[place.block].block_hash == _hash_of(place))
+
+    def filled(self, place: GroupPlace) -> bool:
+        """Record that a block holds the KV of its name; return False when it was known already."""
+        if self.has_name(place.parent, place.key, place.block):
             return False
-        present = self._block_of.get(key)
-        if present is not None and self._is_named(present, key):
+        present = self._block_of.get(place.key)
+        if present is not None and self._is_named(present):
             return True  # a duplicate, which stays private to its holder
-        self._block_of[key] = block
-        self._name_of[block] = (parent, key)
-        self._events.append(Stored(parent, (key,)))
+        self._block_of[place.key] = place.block
+        self._name_of[place.block] = (place.parent, place.key)
+        self._place_of[place.block] = place
+        if place.of.group == self._groups.chain_group:
+            self._events.append(Stored(place.parent, (place.key,)))
+        elif self._boundaries is not None:
+            self._events += _resumable(self._boundaries.add(place.of))
         return True
 
-    def publish_at(self, first: int, parent: BlockKey, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
-        """Name held blocks that arrived from elsewhere, chain indices `first` and up; vLLM's prefix cache gets them."""
-        for index, (key, number) in enumerate(zip(keys, blocks, strict=True), first):
-            block = self._pool.blocks[number]
+    def publish_at(self, places: Sequence[GroupPlace]) -> None:
+        """Name held blocks that arrived from elsewhere; vLLM's prefix cache gets them."""
+        for place in places:
+            block = self._pool.blocks[place.block]
             assert block.ref_cnt > 0
-            num_tokens = (index + 1) * self._pool.hash_block_size
-            self._pool._insert_block_hash(make_block_hash_with_group_id(BlockHash(key), GROUP), block, num_tokens)
-            self.filled(parent, key, number)
-            parent = key
+            self._pool._insert_block_hash(_hash_of(place), block, place.of.end * self._groups.unit)
+            self.filled(place)
+
+    def resumable(self, keys: Sequence[BlockKey]) -> tuple[int, list[tuple[GroupBlock, int]]]:
+        """Return the last boundary within `keys` at which a request can go on, and the blocks that it needs."""
+        return self._groups.resumable(keys, self)
+
+    def snapshot(self) -> list[CacheEvent]:
+        places = self._place_of.values()
+        chain = [Stored(each.parent, (each.key,)) for each in places if each.of.group == self._groups.chain_group]
+        return chain + (_resumable(self._boundaries.keys) if self._boundaries is not None else [])
 
     def oldest(self, count: int) -> list[NamedPlace]:
         """Return the named blocks among the next `count` that vLLM will reuse, in that order."""
@@ -122,7 +160,11 @@ class VllmBlockPool(BlockPool):
         """Forget and return the block's name, if it has one."""
         if (name := self._name_of.pop(block, None)) is not None:
             del self._block_of[name[1]]
-            self._events.append(Removed((name[1],)))
+            place = self._place_of.pop(block)
+            if place.of.group == self._groups.chain_group:
+                self._events.append(Removed((name[1],)))
+            elif self._boundaries is not None and (gone := self._boundaries.remove(place.of)):
+                self._events.append(Removed(tuple(map(resume_name, gone))))
         return name
 
     def _reused_next(self) -> Iterator[int]:
@@ -133,9 +175,9 @@ class VllmBlockPool(BlockPool):
             yield block.block_id
             block = block.next_free_block
 
-    def _is_named(self, block: int, key: BlockKey) -> bool:
-        """Return whether vLLM still has the block under this key; forget the name otherwise."""
-        if self._pool.blocks[block].block_hash == make_block_hash_with_group_id(BlockHash(key), GROUP):
+    def _is_named(self, block: int) -> bool:
+        """Return whether vLLM still has the block under its name; forget the name otherwise."""
+        if self.is_cached(self._place_of[block]):
             return True
         self._forget(block)
         return False
@@ -149,7 +191,11 @@ class VllmBlockPool(BlockPool):
         return list(islice(idle, limit))
 
     def drop_idle(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
-        idle = {key: block for key in keys for block in self.match([key]) if not self._pool.blocks[block].ref_cnt}
+        """Free the cached blocks of these names, and of these keys in all groups; return their names."""
+        keys = list(keys)
+        names = [self._groups.name(key, group) for key in keys for group in range(self._groups.num_groups)]
+        names += keys
+        idle = {key: block for key in names for block in self.match([key]) if not self._pool.blocks[block].ref_cnt}
         self._pool.evict_blocks(set(idle.values()))
         for block in idle.values():
             self._forget(block)
@@ -178,7 +224,10 @@ class VllmBlockPool(BlockPool):
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        blocks = self.match(keys)
+        if self._groups.is_chain:
+            blocks = self.match(keys)
+        else:
+            blocks = [block for _, block in self.resumable(keys)[1]]
         unused = [block for block in blocks if self._pool.blocks[block].ref_cnt == 0]
         self.acquire(unused)
         self.release(unused)  # to the end of vLLM's free queue, the tail of the chain first
@@ -212,3 +261,13 @@ class VllmBlockPool(BlockPool):
             claimed = Counter(block for held in [*holders, list(self._quarantined)] for block in held)
             counts = {block.block_id: block.ref_cnt for block in blocks if block.ref_cnt}
             assert dict(claimed) == counts, f"claimed {dict(claimed)}, counted {counts}"
+
+
+def _hash_of(place: GroupPlace) -> Any:
+    """Return vLLM's hash of a block."""
+    return make_block_hash_with_group_id(BlockHash(place.of.key), place.of.group)
+
+
+def _resumable(keys: Iterable[BlockKey]) -> list[CacheEvent]:
+    """Return the events that announce boundaries."""
+    return [Stored(key, (resume_name(key),)) for key in keys]

@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
 from vllm.platforms import current_platform
 
 from engine.backends.vllm.kv_memory import pool_allocation
@@ -24,8 +29,8 @@ class Offered:
     in_file: bool = False
     """Whether KV memory should be a memory file."""
     pools: list[Pool] = field(default_factory=list)
-    caches: dict[str, Tensor] = field(default_factory=dict)
-    """KV tensors by layer name."""
+    caches: dict[str, Tensor | list[Tensor]] = field(default_factory=dict)
+    """KV tensors by layer name; a layer with a recurrent state has several."""
     block_pool: Any = None
     """vLLM's `BlockPool`."""
 
@@ -33,7 +38,7 @@ class Offered:
 offered = Offered()
 
 
-class TandemConnector(KVConnectorBase_V1):
+class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     """Connector of both roles, in one process with the scheduler and the worker."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -56,7 +61,7 @@ class TandemConnector(KVConnectorBase_V1):
         """Return the context in which vLLM allocates KV memory."""
         return pool_allocation(offered.in_file, offered.pools)
 
-    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         offered.caches.update(kv_caches)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -68,6 +73,16 @@ class TandemConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert num_external_tokens == 0
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Return that vLLM may free a finished request's blocks at once: loans hold their own."""
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return the same for a model with several KV groups."""
+        return False, None
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()

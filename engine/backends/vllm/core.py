@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.backends.vllm.block_pool import GroupPlace
 from engine.backends.vllm.kv_cache import VllmKVCache
 from engine.backends.vllm.kv_memory import VllmKvMemory
 from engine.backends.vllm.requests import VllmRequests
@@ -23,7 +24,6 @@ from engine.backends.vllm.sampling import Sampling
 from engine.backends.vllm.submitted import Full, Submissions, Submitted
 from engine.core.loan_host import EngineParts, Input, LoanHost
 from engine.core_types import Sequence
-from engine.kv.block_pool import NamedPlace
 from engine.kv.store.shared_store import SharedStore
 from engine.lending.block_reads import LocalRank
 from engine.lending.borrower_manager import BorrowerManager
@@ -51,7 +51,7 @@ class _HardeningBorrower(BorrowerManager):
 class _Filled:
     """Blocks that one step filled, held until they are named."""
 
-    def __init__(self, full: Seq[Full], places: Seq[NamedPlace]) -> None:
+    def __init__(self, full: Seq[Full], places: Seq[GroupPlace]) -> None:
         self.full, self.places = full, places
         self.blocks = [each.block for each in places]
 
@@ -90,7 +90,10 @@ class VllmCore(LoanHost):
         """Whether the last schedule was empty, and nothing has happened since."""
         self._is_unblocked = False
         """Whether vLLM could schedule more than before; set on any thread."""
-        kv_cache = VllmKVCache(memory, block_pool, time.monotonic, self._finished, store)
+        groups = memory.layout.groups
+        assert groups is not None
+        sampling.fills_beyond = not groups.is_chain
+        kv_cache = VllmKVCache(memory, block_pool, groups, time.monotonic, self._finished, store)
         own = LocalRank(parts.transport, memory.part, memory.part_fingerprints)
         super().__init__(parts, info, memory.pool, own, kv_cache, memory, _HardeningBorrower)
         self._submissions = Submissions(self._scheduler, kv_cache, sampling, lora, self._on_scheduled, self.unblock)
@@ -212,7 +215,10 @@ class VllmCore(LoanHost):
         """
         if not full:
             return
-        places = [place for each in full for place in self._kv_cache.unnamed(each.parent, each.keys, each.blocks)]
+        pool = self._kv_cache.pool
+        places = [
+            place for each in full for place in each.places if not pool.has_name(place.parent, place.key, place.block)
+        ]
         filled = _Filled(full, places)
         if self._fingerprint_later is None or not (places or self._unnamed):
             self._named(filled, self._fingerprints_of(filled))
@@ -231,16 +237,19 @@ class VllmCore(LoanHost):
     def _named(self, filled: _Filled, fingerprints: NDArray[np.uint64]) -> None:
         self._kv_cache.name(filled.places, fingerprints)
         for each in filled.full:
-            sequence = each.submitted.sequence
-            known, end = len(sequence.keys), each.first + len(each.keys)
-            if end <= known or self._submissions.get(each.submitted.request_id) is not each.submitted:
+            sequence, end = each.submitted.sequence, each.end * self._kv_cache.groups.unit
+            if self._submissions.get(each.submitted.request_id) is not each.submitted:
                 continue
-            sequence.keys += each.keys[known - each.first :]
+            # after a preemption the first ones may be known
+            is_known = max(0, len(sequence.keys) + len(each.places) - each.end) if self._kv_cache.groups.is_chain else 0
+            new = each.places[is_known:]
+            sequence.keys += [place.key for place in new]
             if sequence.sampling is None:
-                sequence.num_computed = end * self._kv_cache.layout.block_tokens
-                self._lender_manager.computed(sequence, each.blocks[known - each.first :])
+                sequence.num_computed = max(sequence.num_computed, end)
+                names, blocks = [place.key for place in new], [place.block for place in new]
+                self._lender_manager.computed(sequence, names, blocks)
             else:
-                self._requests.fill_if_complete(sequence)
+                self._requests.fill_if_complete(sequence, end)
 
     def _submit_jobs(self) -> None:
         """Let vLLM compute what loans lack."""

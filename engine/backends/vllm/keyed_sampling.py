@@ -44,9 +44,9 @@ class KeyedSampling(Sampling):
     def request(
         self, sequence: Sequence, request_id: str, arguments: dict[str, Any], wake: Callable[[], None]
     ) -> Request:
-        wanted, params = sequence.sampling, FILLS
+        wanted, params, tokens = sequence.sampling, FILLS, self.fill_tokens(sequence)
         if wanted is not None and not sequence.only_fills:
-            self.sequences[request_id] = sequence
+            self.sequences[request_id], tokens = sequence, list(sequence.token_ids)
             params = VllmParams(
                 temperature=0.0,
                 max_tokens=wanted.max_tokens - sequence.num_sampled,
@@ -56,7 +56,7 @@ class KeyedSampling(Sampling):
                 prompt_logprobs=scores_wanted(sequence),
                 extra_args={ARGUMENT: request_id},
             )
-        return Request(request_id, list(sequence.token_ids), params, **arguments)
+        return Request(request_id, tokens, params, **arguments)
 
     def results(self, sequence: Sequence, request: Request, output: Any) -> Seq[SampleResult]:
         sampled = self.samples.pop(request.request_id, None)

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.vllm.block_pool import VllmBlockPool
+from engine.backends.vllm.block_pool import GroupPlace, VllmBlockPool
+from engine.backends.vllm.groups import GroupBlock, GroupCourse, KvGroups
 from engine.backends.vllm.kv_memory import VllmKvMemory
 from engine.block_keys import BlockKey
 from engine.core_types import Sequence
-from engine.kv.block_pool import NamedPlace
+from engine.kv.course import Course
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.store.shared_store import SharedStore
 
@@ -35,15 +36,19 @@ class VllmKVCache(KVCacheManager):
         self,
         memory: VllmKvMemory,
         block_pool: Any,
+        groups: KvGroups,
         clock: Callable[[], float],
         on_finish: Callable[[Sequence], None],
         store: SharedStore | None = None,
     ) -> None:
-        """Create the manager over vLLM's BlockPool.
+        """Create the manager over vLLM's BlockPool and its groups.
 
         `on_finish` is called with each sequence that gives its blocks back.
         """
-        pool = VllmBlockPool(block_pool, None if store is None else self._demote)
+        pool = VllmBlockPool(block_pool, groups, None if store is None else self._demote)
+        self.groups = groups
+        self._courses: dict[Sequence, GroupCourse] = {}
+        """Courses of sequences that are not submitted, with several groups."""
         super().__init__(pool.num_blocks, memory.layout, memory, clock=clock, pool=pool, store=store)
         self._on_finish = on_finish
         self._hardened: dict[Sequence, list[int]] = {}
@@ -66,8 +71,41 @@ class VllmKVCache(KVCacheManager):
         count, sequence.num_reserved = sequence.num_reserved, 0
         self._hardened[sequence] = self.pool.allocate(count)
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        missing = self.layout.blocks_for(num_tokens) - len(sequence.blocks)
+    def start(self, sequence: Sequence, keys: Seq[BlockKey], num_total_blocks: int) -> bool:
+        if self.groups.is_chain:
+            return super().start(sequence, keys, num_total_blocks)
+        first, held = self.pool.resumable(keys)
+        course = self.groups.course(keys, first, len(keys))
+        # a loan brings the tails of another boundary while those of the first one are held
+        num_new = max(num_total_blocks - len(held), len(course.names) - course.start)
+        if not self.pool.reserve_with([block for _, block in held], num_new):
+            return False
+        sequence.blocks = [block for _, block in held]
+        sequence.keys = [each.name for each, _ in held]
+        sequence.num_reserved = num_new
+        sequence.num_computed = first * self.groups.unit
+        self._courses[sequence] = course
+        return True
+
+    def course(self, sequence: Sequence, keys: Seq[BlockKey]) -> Course:
+        return super().course(sequence, keys) if self.groups.is_chain else self._courses[sequence]
+
+    def course_between(self, keys: Seq[BlockKey], first: int, end: int) -> Course:
+        if self.groups.is_chain:
+            return super().course_between(keys, first, end)
+        return self.groups.course(keys, first, end)
+
+    def cut(self, sequence: Sequence, course: Course, end: int) -> Course:
+        shorter = super().cut(sequence, course, end)
+        if isinstance(shorter, GroupCourse):
+            self._courses[sequence] = shorter
+        return shorter
+
+    def num_cached(self, keys: Seq[BlockKey]) -> int:
+        return super().num_cached(keys) if self.groups.is_chain else self.pool.resumable(keys)[0]
+
+    def grow_to(self, sequence: Sequence, num_blocks: int) -> None:
+        missing = num_blocks - len(sequence.blocks)
         if missing > 0:
             taken = self._hardened[sequence]
             assert missing <= len(taken), "a block is taken that was not promised"
@@ -84,6 +122,7 @@ class VllmKVCache(KVCacheManager):
 
     def hand_over(self, sequence: Sequence) -> None:
         """Drop the sequence's references: vLLM holds the same blocks by now."""
+        self._courses.pop(sequence, None)
         self.pool.release(sequence.blocks)
         sequence.blocks = []
 
@@ -94,27 +133,45 @@ class VllmKVCache(KVCacheManager):
             sequence.num_reserved = num_blocks
 
     def finish(self, sequence: Sequence) -> None:
+        self._courses.pop(sequence, None)
         if taken := self._hardened.pop(sequence, None):
             self.pool.release(taken)
         super().finish(sequence)
         self._on_finish(sequence)
 
-    def unnamed(self, parent: BlockKey, keys: Seq[BlockKey], blocks: Seq[int]) -> list[NamedPlace]:
-        """Return the blocks among these that have no such name yet; `keys` are a chain that follows `parent`."""
-        places = [NamedPlace(*each) for each in zip(blocks, [parent, *keys[:-1]], keys, strict=True)]
-        return [each for each in places if not self.pool.has_name(each.parent, each.key, each.block)]
-
-    def name(self, places: Seq[NamedPlace], fingerprints: NDArray[np.uint64]) -> None:
+    def name(self, places: Seq[GroupPlace], fingerprints: NDArray[np.uint64]) -> None:
         """Name held blocks that a step filled; the fingerprints are [places, KV heads]."""
         new = []
         for each, fingerprint in zip(places, fingerprints, strict=True):
-            if self.pool.filled(each.parent, each.key, each.block):
+            if self.pool.filled(each):
                 self._fingerprints[each.block] = fingerprint
                 new.append(each)
         if new and self.store is not None and self.store.writes_at_once:
             self._store_blocks(new)
 
+    def bind(self, sequence: Sequence, keys: Seq[BlockKey], fingerprints: Seq[bytes]) -> None:
+        first_computed = sequence.num_computed
+        super().bind(sequence, keys, fingerprints)
+        if (course := self._courses.get(sequence)) is not None:
+            is_whole = len(sequence.keys) == len(course.names)
+            sequence.num_computed = course.end * self.groups.unit if is_whole else first_computed
+
     def _publish(self, sequence: Sequence, keys: Seq[BlockKey]) -> None:
         first = len(sequence.keys)
-        self.pool.publish_at(first, self._last_key(sequence), keys, sequence.blocks[first : first + len(keys)])
+        blocks = sequence.blocks[first : first + len(keys)]
+        if (course := self._courses.get(sequence)) is not None:
+            new = course.blocks[first : first + len(keys)]
+        else:
+            parents = [self._last_key(sequence), *keys[:-1]]
+            new = [
+                GroupBlock(end, 0, key, key, parent)
+                for end, (key, parent) in enumerate(zip(keys, parents, strict=True), first + 1)
+            ]
+        self.pool.publish_at([self.place(sequence, each, block) for each, block in zip(new, blocks, strict=True)])
         sequence.keys += keys
+
+    def place(self, sequence: Sequence, block: GroupBlock, number: int) -> GroupPlace:
+        """Return the place of a sequence's block in its chain."""
+        in_chain = block.group == self.groups.chain_group
+        parent = (block.before or sequence.root) if in_chain else block.key
+        return GroupPlace(number, parent, block.name, block)

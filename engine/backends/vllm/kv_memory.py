@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,16 @@ from engine.tensor_parallel.gathering import GatheredBlocks
 from kvtransfer.fingerprint import Fingerprints, PlaneFingerprints
 from kvtransfer.ranks import MAX_PLANES, BlockPart
 from kvtransfer.transport import AnyPool, DevicePool, Pool
+
+if TYPE_CHECKING:
+    from engine.backends.vllm.groups import KvGroups
+
+
+class LayerPlace(NamedTuple):
+    """Place of a layer's part of blocks: it begins at `offset` + block number * `stride`, in bytes of the pool."""
+
+    offset: int
+    stride: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,14 @@ class VllmLayout(KvLayout):
     span_bytes: int = 0
     backend: str = ""
     """Attention backend and vLLM version, which decide how keys and values are packed."""
+    groups: "KvGroups | None" = None
+    """KV groups of the model; None for one group of full attention."""
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return the number of blocks, of all KV groups, that hold `num_tokens` tokens."""
+        if self.groups is None:  # the zero-argument super() does not work in a class with slots
+            return KvLayout.blocks_for(self, num_tokens)
+        return self.groups.blocks_for(num_tokens)
 
     @property
     def block_bytes(self) -> int:
@@ -60,6 +78,7 @@ class VllmLayout(KvLayout):
         """
         shape = f"vllm,{self.backend},{self.planes},{self.span_bytes},{self.layers},{self.kv_heads}"
         shape += f",{self.block_tokens},{self.dtype},{KV_FORMAT}"
+        shape += f",{self.groups.shape}" if self.groups is not None else ""
         return blake2b(shape.encode() + weights, digest_size=32).digest()
 
 
@@ -120,46 +139,50 @@ class VllmKvMemory:
 
     def __init__(
         self,
-        caches: Mapping[str, Tensor],
+        caches: Mapping[str, Tensor | Sequence[Tensor]],
+        places: Iterable[LayerPlace],
         num_blocks: int,
         block_tokens: int,
         backend: str,
         pools: Sequence[Pool] | None,
+        groups: "KvGroups | None" = None,
         ranks: int = 1,
         rank: int = 0,
     ) -> None:
-        """Read the layout off the tensors that vLLM gives its attention layers, [num_blocks, ...] each.
+        """Read the layout off vLLM's tensors, [num_blocks, ...] each; a layer with a recurrent state has several.
 
-        `pools` is the main memory that vLLM was given for them; None: they are in a device's memory. This process is
-        `rank` of `ranks`.
+        `places` tell where the layers' parts of blocks lie. Layers of different groups may have the same place, since a
+        block belongs to one group at a time. `pools` is the main memory that vLLM was given for them; None: they are
+        in a device's memory. This process is `rank` of `ranks`.
 
         Raises EngineStartError for a layout in which a block is not one span per layer, or one span in all, and for
         several ranks with a layout in which a head's bytes do not lie together.
         """
-        tensors = list({tensor.data_ptr(): tensor for tensor in caches.values()}.values())
+        by_layer = ([cache] if isinstance(cache, Tensor) else list(cache) for cache in caches.values())
+        tensors = list({tensor.data_ptr(): tensor for layer in by_layer for tensor in layer}.values())
         first = tensors[0]
         storage = first.untyped_storage()
         if any(tensor.untyped_storage().data_ptr() != storage.data_ptr() for tensor in tensors):
             raise EngineStartError("model", "vLLM keeps the KV of its layers in several allocations; Tandem needs one")
-        if any(tensor.shape != first.shape or tensor.dtype != first.dtype for tensor in tensors):
-            raise EngineStartError("model", "its layers have KV of different shapes; Tandem moves blocks of one shape")
-        step = first.stride(0) * first.element_size()
-        total = storage.nbytes()
-        planes = 1 if step * num_blocks == total else len(tensors)
-        offsets = sorted(tensor.storage_offset() * first.element_size() for tensor in tensors)
+        offsets, strides = sorted({place.offset for place in places}), {place.stride for place in places}
+        total, step = storage.nbytes(), min(strides)
+        planes = 1 if step * num_blocks == total else len(offsets)
         apart = all(offset == plane * step * num_blocks for plane, offset in enumerate(offsets))
-        if planes * step * num_blocks != total or planes > MAX_PLANES or not (planes == 1 or apart):
-            reason = f"vLLM's KV memory has an unknown layout: {tuple(first.shape)}, {first.stride()}; "
-            raise EngineStartError("model", reason + "unset VLLM_KV_CACHE_LAYOUT if it is set")
+        if len(strides) > 1 or planes * step * num_blocks != total or not (planes == 1 or apart):
+            reason = f"vLLM's KV memory has an unknown layout: {total} bytes, {num_blocks} blocks, places {offsets}, "
+            raise EngineStartError("model", f"{reason}strides {strides}; unset VLLM_KV_CACHE_LAYOUT if it is set")
+        if planes > MAX_PLANES:
+            raise EngineStartError("model", f"it has {planes} layers, and Tandem moves blocks of {MAX_PLANES} at most")
+        is_alike = all(tensor.shape == first.shape and tensor.dtype == first.dtype for tensor in tensors)
         kv_heads = first.shape[1] if first.dim() == 4 else 1  # MLA: [blocks, block_tokens, elements]
-        if first.stride(1) * first.shape[1] != first.stride(0):
+        if not is_alike or first.stride(1) * first.shape[1] != first.stride(0):
             if ranks > 1:
                 reason = f"{ranks} needs a KV layout in which a head's bytes lie together, BHLNC or LBHNC; vLLM chose "
                 reason += "another for this model: set vllm_options.attention_backend"
                 raise EngineStartError("tensor_parallel", reason)
             kv_heads = 1
         self.layout = VllmLayout(
-            layers=len(tensors),
+            layers=len(caches),
             kv_heads=kv_heads * ranks,
             head_dim=first.shape[-1],
             block_tokens=block_tokens,
@@ -167,6 +190,7 @@ class VllmKvMemory:
             planes=planes,
             span_bytes=step * ranks,
             backend=backend,
+            groups=groups,
         )
         self.num_blocks = num_blocks
         self.part = BlockPart(self.layout.block_bytes, rank, ranks, planes, num_blocks)

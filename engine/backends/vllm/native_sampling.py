@@ -66,7 +66,7 @@ class NativeSampling(Sampling):
         self, sequence: Sequence, request_id: str, arguments: dict[str, Any], wake: Callable[[], None]
     ) -> Request:
         if sequence.sampling is None or sequence.only_fills:
-            return Request(request_id, list(sequence.token_ids), FILLS, **arguments)
+            return Request(request_id, self.fill_tokens(sequence), FILLS, **arguments)
         num_prompt = sequence.num_prompt - sequence.num_emitted_before
         emitted = sequence.token_ids[num_prompt:]
         request = Request(request_id, sequence.token_ids[:num_prompt], self._params(sequence), **arguments)

@@ -103,13 +103,12 @@ class VllmRequests(RequestTable[_Request]):
             self._lost(sequence)
             return
         self._count_left(sequence)
-        if not self.fill_if_complete(sequence):
+        if not self.fill_if_complete(sequence, sequence.num_computed):
             self._submissions.add(sequence, self._promised_blocks(sequence))
 
-    def fill_if_complete(self, sequence: Sequence) -> bool:
-        """End a request without output whose blocks are all named; return whether it was one."""
-        width = self._kv_cache.layout.block_tokens
-        if not sequence.only_fills or len(sequence.keys) * width < sequence.num_prompt or not self.has(sequence):
+    def fill_if_complete(self, sequence: Sequence, num_tokens: int) -> bool:
+        """End a request without output when `num_tokens`, whose blocks are named, are all; return whether it ended."""
+        if not sequence.only_fills or num_tokens < sequence.num_prompt or not self.has(sequence):
             return False
         self._fill(sequence)
         return True

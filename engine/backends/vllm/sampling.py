@@ -22,6 +22,14 @@ FILLS = VllmParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=Fa
 class Sampling(ABC):
     """Way in which a vLLM engine samples."""
 
+    fills_beyond = False
+    """Whether a sequence without output gets a token more: of windows and states vLLM keeps what a boundary needs that
+    lies before the last token of a prompt."""
+
+    def fill_tokens(self, sequence: Sequence) -> list[int]:
+        """Return the prompt of a sequence without output."""
+        return [*sequence.token_ids, 0] if self.fills_beyond else list(sequence.token_ids)
+
     def refusal(self, message: Generate) -> str:
         """Return why a request cannot be sampled here, naming the field; empty where it can."""
         return ""

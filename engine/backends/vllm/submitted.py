@@ -14,9 +14,10 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
+from engine.backends.vllm.block_pool import GroupPlace
 from engine.backends.vllm.kv_cache import VllmKVCache
 from engine.backends.vllm.sampling import Sampling
-from engine.block_keys import BlockKey, block_keys
+from engine.block_keys import block_keys
 from engine.core_types import Sequence
 
 
@@ -29,10 +30,10 @@ class Submitted:
     """vLLM's `Request`."""
     promised: int
     """Blocks that the sequence was admitted with."""
-    blocks: list[int] = field(default_factory=list)
-    """Blocks that vLLM holds for it, in order; empty while it waits."""
-    num_filled: int = 0
-    """Leading `blocks` that are named and fingerprinted."""
+    blocks: list[list[int]] = field(default_factory=list)
+    """Blocks that vLLM gave it, by group, in order; 0 where it has none. Empty while it waits."""
+    num_filled: list[int] = field(default_factory=list)
+    """Leading `blocks` of each group that were looked at when a step filled them."""
 
     @property
     def request_id(self) -> str:
@@ -46,13 +47,12 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Blocks of a sequence that a step filled, chain indices `first` and up."""
+    """Blocks of a sequence that a step filled, of all groups."""
 
     submitted: Submitted
-    first: int
-    parent: BlockKey
-    keys: list[BlockKey]
-    blocks: list[int]
+    end: int
+    """Number of computed keys of the chain."""
+    places: list[GroupPlace]
 
 
 class Submissions:
@@ -96,8 +96,12 @@ class Submissions:
     def holdings(self) -> list[list[int]]:
         """Return the block lists that vLLM holds, including those that it frees when a step in flight has ended."""
         manager = self._scheduler.kv_cache_manager
-        held = [list(manager.get_block_ids(request_id)[0]) for request_id in self._scheduler.requests]
-        return held + [[block.block_id for block in blocks] for _, blocks in self._scheduler.deferred_frees]
+        held = [
+            [block for blocks in manager.get_block_ids(request_id) for block in blocks if block]
+            for request_id in self._scheduler.requests
+        ]
+        deferred = self._scheduler.deferred_frees
+        return held + [[block.block_id for block in blocks if not block.is_null] for _, blocks in deferred]
 
     def get(self, request_id: str) -> Submitted | None:
         return self._by_id.get(request_id)
@@ -112,7 +116,7 @@ class Submissions:
             "arrival_time": float(sequence.arrival),
             "priority": -sequence.priority,
             "lora_request": self._lora[sequence.adapter] if sequence.adapter else None,
-            "block_hasher": _hasher(sequence, self._kv_cache.layout.block_tokens),
+            "block_hasher": _hasher(sequence, self._kv_cache.groups.unit),
         }
         request = self._sampling.request(sequence, request_id, arguments, self._unblock)
         submitted = Submitted(sequence, request, promised)
@@ -143,7 +147,7 @@ class Submissions:
         width = self._kv_cache.layout.block_tokens
         for new in output.scheduled_new_reqs:  # on V2 also those that resume after a preemption
             submitted = self._by_id[new.req_id]
-            submitted.blocks, submitted.num_filled = list(new.block_ids[0]), 0
+            self._begin(submitted, new.block_ids)
             self._started(submitted, new.num_computed_tokens // width)
         cached = output.scheduled_cached_reqs
         for request_id, block_ids, computed in zip(
@@ -152,25 +156,27 @@ class Submissions:
             submitted = self._by_id[request_id]
             if request_id in cached.resumed_req_ids:
                 assert block_ids is not None
-                submitted.blocks, submitted.num_filled = list(block_ids[0]), 0
+                self._begin(submitted, block_ids)
                 self._started(submitted, computed // width)
-            elif block_ids is not None and block_ids[0]:
-                submitted.blocks += block_ids[0]
+            elif block_ids is not None and any(block_ids):
+                for blocks, new_blocks in zip(submitted.blocks, block_ids, strict=True):
+                    blocks += new_blocks
                 self._lower(submitted)
 
     def filled_by(self, output: SchedulerOutput) -> list[int]:
-        """Return the blocks that a scheduled step will fill."""
+        """Return the blocks that a scheduled step will fill, of an engine with one group."""
         width = self._kv_cache.layout.block_tokens
         submissions = [self._by_id[request_id] for request_id in output.num_scheduled_tokens]
         return [
             block
             for each in submissions
-            for block in each.blocks[each.num_filled : each.request.num_computed_tokens // width]
+            for block in each.blocks[0][each.num_filled[0] : each.request.num_computed_tokens // width]
         ]
 
     def filled(self, output: SchedulerOutput) -> list[Full]:
         """Return the blocks that the ended step filled; called after vLLM has processed its output."""
-        width, full_blocks = self._kv_cache.layout.block_tokens, list[Full]()
+        groups, full_blocks = self._kv_cache.groups, list[Full]()
+        unit, widths = groups.unit, groups.widths
         for request_id in output.num_scheduled_tokens:
             if (submitted := self._by_id.get(request_id)) is None:
                 continue  # cancelled meanwhile
@@ -179,13 +185,34 @@ class Submissions:
             computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
             if submitted.sequence.sampling is not None:  # a loan's job has computed what is named, and no more
                 submitted.sequence.num_computed = computed
-            first, end = submitted.num_filled, min(computed, request.num_tokens) // width
-            if end > first:
-                hashes = request.block_hashes
-                parent = hashes[first - 1] if first else submitted.sequence.root
-                full_blocks.append(Full(submitted, first, parent, hashes[first:end], submitted.blocks[first:end]))
-                submitted.num_filled = end
+            end = min(computed, request.num_tokens) // unit
+            if any(end // width > known for width, known in zip(widths, submitted.num_filled, strict=True)):
+                full_blocks.append(Full(submitted, end, self._places(submitted, end)))
         return full_blocks
+
+    def _places(self, submitted: Submitted, end: int) -> list[GroupPlace]:
+        """Return the places of the blocks that were filled up to `end` keys, ordered by their ends.
+
+        Of windows and states vLLM caches some: those that a boundary may need.
+        """
+        groups, keys = self._kv_cache.groups, submitted.request.block_hashes
+        places = []
+        for group, (width, blocks) in enumerate(zip(groups.widths, submitted.blocks, strict=True)):
+            for at in range(submitted.num_filled[group], end // width):
+                if number := blocks[at]:
+                    block = groups.block(keys, group, at, end)
+                    place = self._kv_cache.place(submitted.sequence, block, number)
+                    if groups.is_chain or self._kv_cache.pool.is_cached(place):
+                        places.append(place)
+            submitted.num_filled[group] = max(submitted.num_filled[group], end // width)
+        return places if groups.is_chain else sorted(places, key=lambda place: place.of)
+
+    def _begin(self, submitted: Submitted, block_ids: Iterable[Iterable[int]]) -> None:
+        """Record vLLM's first blocks of a sequence that starts or resumes; those computed by now have their names."""
+        groups = self._kv_cache.groups
+        known = submitted.sequence.num_computed // groups.unit
+        submitted.blocks = [list(blocks) for blocks in block_ids]
+        submitted.num_filled = [known // width for width in groups.widths]
 
     def _started(self, submitted: Submitted, num_hits: int) -> None:
         self._kv_cache.hand_over(submitted.sequence)
@@ -193,7 +220,8 @@ class Submissions:
         self._on_scheduled(submitted, num_hits)
 
     def _lower(self, submitted: Submitted) -> None:
-        self._kv_cache.promise(submitted.sequence, max(0, submitted.promised - len(submitted.blocks)))
+        held = sum(map(len, submitted.blocks))
+        self._kv_cache.promise(submitted.sequence, max(0, submitted.promised - held))
 
 
 def _hasher(sequence: Sequence, width: int) -> Callable[[Any], list[BlockHash]]:

@@ -1,0 +1,201 @@
+"""KV groups of a vLLM model: which blocks a boundary needs, and how they are named.
+
+vLLM keeps layers that remember alike in a group: full attention, sliding windows, recurrent states. A block belongs to
+one group at a time. vLLM's own lookup says what a boundary needs: asked with a pool in which everything is cached, it
+returns exactly the blocks that a request continuing there reads. So every kind of group that vLLM has is known here.
+
+The chain of keys has one key for each `unit` tokens, vLLM's hash block size. A group's block is named by the last key
+that it covers and by its group. The block of the *chain group* has the key itself as its name.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+from engine.block_keys import KEY_BYTES, BlockKey
+from engine.kv.course import Course
+
+RUNNING_STATES = 3
+"""States that vLLM holds of a request at most: the running one, and those of the two steps before."""
+
+
+class GroupBlock(NamedTuple):
+    """Block of a chain in one group."""
+
+    end: int
+    """Number of keys up to and with its own."""
+    group: int
+    key: BlockKey
+    """Key of the chain at its end."""
+    name: BlockKey
+    before: BlockKey
+    """Key at the end of the group's block before it; empty for the first one."""
+
+
+@lru_cache(maxsize=1 << 16)
+def name_of(key: BlockKey, group: int) -> BlockKey:
+    """Return the name of a block of another group than the chain's."""
+    return blake2b(key, digest_size=KEY_BYTES, person=b"group %d" % group).digest()
+
+
+class _Everything:
+    """Block pool in which every block is cached, each as the pair of its hash and group."""
+
+    def __init__(self, pool: Any) -> None:
+        self.hash_block_size, self.null_block = pool.hash_block_size, pool.null_block
+
+    def get_cached_block(self, block_hash: BlockHash, groups: Iterable[int]) -> list[Any]:
+        return [(bytes(block_hash), group) for group in groups]
+
+
+class KvGroups:
+    """Groups of one engine."""
+
+    def __init__(self, manager: Any, unit: int) -> None:
+        """Create it for vLLM's KVCacheManager; `unit` is the number of tokens of a key."""
+        coordinator = manager.coordinator
+        self._coordinator = coordinator
+        self._ideal = copy(coordinator)
+        everything = _Everything(coordinator.block_pool)
+        self._ideal.block_pool = everything
+        self._ideal.single_type_managers = tuple(map(copy, coordinator.single_type_managers))
+        for each in self._ideal.single_type_managers:
+            each.block_pool = everything
+        self.unit = unit
+        specs = [each.kv_cache_spec for each in coordinator.single_type_managers]
+        self.widths = [each.block_size // unit for each in coordinator.single_type_managers]
+        """Keys of a block, by group."""
+        full = [group for group, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
+        self.chain_group = full[0] if full else 0
+        """Group whose blocks have the chain's keys as names."""
+        self.is_chain = len(specs) == 1 and bool(full) and not coordinator.eagle_group_ids
+        """Whether a boundary is any number of blocks, and needs these blocks alone."""
+        windows = (
+            getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) for spec in specs
+        )
+        self._longest_window = 2 + max((window or 0) // unit for window in windows)
+        """Blocks after which every window is full."""
+        self._most = [_most_blocks(each) for each in coordinator.single_type_managers]
+
+        self.kinds = [type(spec).__name__.removesuffix("Spec") for spec in specs]
+        self.shape = f"{unit},{self.widths},{[str(spec) for spec in specs]}" if len(specs) > 1 else ""
+        """Text that is equal where blocks of all groups mean the same."""
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.widths)
+
+    def name(self, key: BlockKey, group: int) -> BlockKey:
+        return key if group == self.chain_group else name_of(key, group)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return the number of blocks, of all groups, that a sequence of `num_tokens` tokens holds at most."""
+        total = 0
+        for width, most in zip(self.widths, self._most, strict=True):
+            count = -(-num_tokens // (width * self.unit))
+            total += count if most is None else min(count, most)
+        return total
+
+    def needs(self, keys: Sequence[BlockKey]) -> tuple[int, list[GroupBlock]]:
+        """Return the last boundary within `keys`, and the blocks that it needs, ordered by their ends."""
+        if not keys:
+            return 0, []
+        by_group, num_tokens, _ = self._ideal.find_longest_cache_hit(list(map(BlockHash, keys)), len(keys) * self.unit)
+        end = num_tokens // self.unit
+        return end, sorted(
+            self.block(keys, group, at, end)
+            for group, blocks in enumerate(by_group)
+            for at, block in enumerate(blocks)
+            if isinstance(block, tuple)
+        )
+
+    def tails(self) -> list[tuple[list[int], int]]:
+        """Return the groups beside the chain group that need alike, and how many of their last blocks a boundary needs.
+
+        Other groups of full attention count one block: the chain group stands for their earlier ones.
+        """
+        most = max(self.widths) * self._longest_window
+        keys = [b"%016d" % number for number in range(most)]
+        counts = Counter(block.group for block in self.needs(keys)[1])
+        classes: dict[tuple[int, int], list[int]] = {}
+        for group, width in enumerate(self.widths):
+            if group != self.chain_group:
+                count = 1 if counts[group] == most // width else counts[group]
+                classes.setdefault((width, count), []).append(group)
+        return [(groups, count) for (_, count), groups in classes.items()]
+
+    def resumable(self, keys: Sequence[BlockKey], pool: "FilledBlocks") -> tuple[int, list[tuple[GroupBlock, int]]]:
+        """Return the last boundary within `keys` whose blocks are all in vLLM's cache and filled, with these blocks."""
+        most = len(keys)
+        while most:
+            hashes = [BlockHash(key) for key in keys[:most]]
+            by_group, num_tokens, _ = self._coordinator.find_longest_cache_hit(hashes, most * self.unit)
+            end = num_tokens // self.unit
+            numbers = {
+                (group, at): block.block_id
+                for group, blocks in enumerate(by_group)
+                for at, block in enumerate(blocks)
+                if not block.is_null
+            }
+            held = [(self.block(keys, group, at, end), number) for (group, at), number in numbers.items()]
+            missing = [block.end for block, number in held if not pool.is_filled(number, block.name)]
+            if not missing:
+                return end, sorted(held)
+            most = min(min(missing), end) - 1  # being computed: its fingerprint is not known yet
+        return 0, []
+
+    def course(self, keys: Sequence[BlockKey], first: int, end: int) -> "GroupCourse":
+        """Return the course from the boundary `first` to the last one within `keys[:end]`."""
+        _, held = self.needs(keys[:first])
+        end, needed = self.needs(keys[:end])
+        names = {block.name for block in held}
+        blocks = [*held, *(block for block in needed if block.name not in names)]
+        return GroupCourse(first, end, len(held), [block.name for block in blocks], self, list(keys[:end]), blocks)
+
+    def block(self, keys: Sequence[BlockKey], group: int, at: int, boundary: int) -> GroupBlock:
+        """Return block number `at` of a group; one that the boundary cuts is named by the boundary's key."""
+        end = min((at + 1) * self.widths[group], boundary)
+        key = keys[end - 1]
+        before = keys[at * self.widths[group] - 1] if at else b""
+        return GroupBlock(end, group, key, self.name(key, group), before)
+
+
+class FilledBlocks:
+    """Interface of the pool that knows which blocks have a fingerprint."""
+
+    def is_filled(self, block: int, name: BlockKey) -> bool:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCourse(Course):
+    """Course of a model with several groups."""
+
+    groups: KvGroups
+    keys: list[BlockKey] = field(repr=False)
+    """The chain up to its end."""
+    blocks: list[GroupBlock] = field(repr=False)
+    """Blocks by position."""
+
+    def cut(self, end: int) -> "GroupCourse":
+        return self.groups.course(self.keys, self.first, end)
+
+    def num_chain_blocks(self, first: int, end: int) -> int:
+        width = self.groups.widths[self.groups.chain_group]
+        return int(width) * sum(block.group == self.groups.chain_group for block in self.blocks[first:end])
+
+
+def _most_blocks(manager: Any) -> int | None:
+    """Return the largest number of blocks of a group that one request holds; None where it grows with the request."""
+    spec = manager.kv_cache_spec
+    if isinstance(spec, MambaSpec):
+        return RUNNING_STATES + int(spec.num_speculative_blocks) if spec.mamba_cache_mode == "align" else None
+    most = manager.max_admission_blocks_per_request
+    return None if most is None else int(most)

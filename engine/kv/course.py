@@ -1,0 +1,42 @@
+"""Blocks that a chain needs up to a boundary, in the order in which a loan brings them.
+
+A *boundary* is a number of leading blocks of a chain after which a request can go on. With one KV group a boundary
+needs every block before it, so a course is the chain itself. With several groups (sliding windows, recurrent states)
+it needs all blocks of full attention, the last ones of each window, and one state; `engine/backends/vllm/groups.py`
+knows which.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.block_keys import BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Course from one boundary of a chain to a later one. Both ends of a loan compute it from the same keys.
+
+    Positions count its blocks: those of the first boundary are [0, start), those to be brought [start, len(names)).
+    """
+
+    first: int
+    """Boundary at which it begins, in blocks of the chain."""
+    end: int
+    """Boundary at which it ends, in blocks of the chain."""
+    start: int
+    """Number of blocks that the first boundary needs."""
+    names: list[BlockKey]
+    """Names by position."""
+
+    def cut(self, end: int) -> "Course":
+        """Return the course to the earlier boundary `end`."""
+        return Course(self.first, end, self.start, self.names[:end])
+
+    def num_chain_blocks(self, first: int, end: int) -> int:
+        """Return how many blocks of the chain positions [first, end) are; each counts once, whatever its groups."""
+        return end - first
+
+
+def chain_course(keys: Sequence[BlockKey], first: int, end: int) -> Course:
+    """Return the course of a chain with one KV group."""
+    return Course(first, end, first, list(keys[:end]))
