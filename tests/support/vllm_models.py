@@ -22,12 +22,28 @@ COMMON: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 SLIDING = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
+LINEAR = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "head_dim": 64,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}
+"""Three layers with recurrent states for one of full attention; vLLM computes these in bfloat16 only."""
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {}),
     "gemma3": ("Gemma3TextConfig", SLIDING | {"query_pre_attn_scalar": 32}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": ("GptOssConfig", SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        LINEAR | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1},
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", LINEAR),
     "deepseek": (
         "DeepseekV3Config",
         {

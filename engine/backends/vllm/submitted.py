@@ -8,6 +8,7 @@ it gives none of them to another owner before it is asked for the next step, by 
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash
@@ -19,6 +20,10 @@ from engine.backends.vllm.kv_cache import VllmKVCache
 from engine.backends.vllm.sampling import Sampling
 from engine.block_keys import block_keys
 from engine.core_types import Sequence
+
+
+_numbers = count(1)
+"""Ids of vLLM's requests. None is used twice in a process: vLLM keeps states of an id that it has not forgotten yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +89,6 @@ class Submissions:
         self._by_id: dict[str, Submitted] = {}
         self._of_sequence: dict[Sequence, Submitted] = {}
         self._to_abort: list[str] = []
-        self._count = 0
 
     @property
     def of_requests(self) -> Iterable[Submitted]:
@@ -109,8 +113,7 @@ class Submissions:
     def add(self, sequence: Sequence, promised: int) -> None:
         """Let vLLM compute the sequence."""
         self._kv_cache.soften(sequence)
-        self._count += 1
-        request_id = str(self._count)
+        request_id = str(next(_numbers))
         arguments = {
             "pooling_params": None,
             "arrival_time": float(sequence.arrival),
