@@ -172,6 +172,7 @@ class LoanHost(ABC):
             max_context_tokens=info.max_context_tokens,
             adapters=info.adapters,
             store=store.identity if store is not None else "",
+            resumes_at_boundaries=self._kv_cache.resumes_at_boundaries,
         )
 
     def post(self, message: Posted) -> None:

@@ -8,8 +8,11 @@ knows which.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from typing import NamedTuple
 
-from engine.block_keys import BlockKey
+from engine.block_keys import KEY_BYTES, BlockKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +43,22 @@ class Course:
 def chain_course(keys: Sequence[BlockKey], first: int, end: int) -> Course:
     """Return the course of a chain with one KV group."""
     return Course(first, end, first, list(keys[:end]))
+
+
+class GroupBlock(NamedTuple):
+    """Block of a chain in one group."""
+
+    end: int
+    """Number of keys up to and with its own."""
+    group: int
+    key: BlockKey
+    """Key of the chain at its end."""
+    name: BlockKey
+    before: BlockKey
+    """Key at the end of the group's block before it; empty for the first one."""
+
+
+@lru_cache(maxsize=1 << 16)
+def name_of(key: BlockKey, group: int) -> BlockKey:
+    """Return the name of a block of another group than the chain's."""
+    return blake2b(key, digest_size=KEY_BYTES, person=b"group %d" % group).digest()

@@ -94,6 +94,11 @@ class KVCacheManager:
         self.lingering: list[Sequence] = []
         """Sequences that finished while a step was writing into their blocks; they keep these until the step ends."""
 
+    @property
+    def resumes_at_boundaries(self) -> bool:
+        """Whether a request can go on only after some of the cached blocks of its chain."""
+        return False
+
     def usable_keys(self, sequence: Sequence) -> list[BlockKey]:
         """Return the keys of the sequence's full blocks that may come from elsewhere.
 

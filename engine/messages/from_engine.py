@@ -30,6 +30,8 @@ class Ready(NamedTuple):
     """Whether the weights came from the peer that the start parameters offer."""
     warm_up_s: float = 0.0
     """Seconds that the warm-up took."""
+    resumes_at_boundaries: bool = False
+    """Whether a request can go on only after some of the blocks held, which the cache events name."""
 
 
 class StartFailed(NamedTuple):

@@ -331,4 +331,5 @@ def _hello(context: WorkerContext, address: str) -> pb.Hello:
         store=ready.store,
         start_seconds=context.start.seconds + context.start.warm_up_s,
         weights_source=context.start.weights_source,
+        resumes_at_boundaries=ready.resumes_at_boundaries,
     )

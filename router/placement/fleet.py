@@ -65,6 +65,8 @@ class Fleet:
         self._parted: set[tuple[Worker, Worker]] = set()
         """Borrower and lender pairs that the circuit breaker separates."""
         self._sequence = 0
+        self._bounded: set[str] = set()
+        """Workers, and their stores, that hold blocks after which no request can go on; stores are never forgotten."""
         self.keeps_snapshots = False
         """Whether placements keep the snapshot of their decision."""
         self.adapters: dict[str, bytes] = {}
@@ -89,12 +91,15 @@ class Fleet:
         if (old := self._workers.get(hello.worker_id)) is not None:
             self.left(old)
         worker = self._workers[hello.worker_id] = Worker(hello)
+        if hello.resumes_at_boundaries:
+            self._bounded |= {worker.worker_id, worker.store_id} - {""}
         return worker
 
     def left(self, worker: Worker) -> None:
         """Remove a worker, unless another one has taken its place already."""
         if self._workers.get(worker.worker_id) is worker:
             del self._workers[worker.worker_id]
+            self._bounded.discard(worker.worker_id)
             self._index.drop_worker(worker.worker_id)
             if worker.store_id and worker.store_id not in self._stores():
                 self._index.drop_worker(worker.store_id)
@@ -312,9 +317,9 @@ class Fleet:
 
         `other_keys`: keys of the same blocks for workers with other weights.
         """
-        held = self._index.match(keys)
+        held = self._match(keys)
         for chain in other_keys:
-            held |= self._index.match(chain)  # no worker holds blocks of two versions
+            held |= self._match(chain)  # no worker holds blocks of two versions
         due = dict(held)
         for placed in self._computing:
             assert placed.lender is not None
@@ -325,6 +330,8 @@ class Fleet:
             if not shared and (other_keys or placed.demand.other_keys):
                 chains = [(keys, *other_keys), (placed.keys, *placed.demand.other_keys)]
                 shared = max(itertools.starmap(shared_prefix, itertools.product(*chains)))
+            if placed.lender.hello.resumes_at_boundaries and shared < len(placed.keys):
+                continue  # it will hold what a boundary at the end of that prompt needs
             if shared:
                 due[lender_id] = max(due.get(lender_id, 0), shared)
         hits = Hits.of(self._snapshot, held, due)
@@ -332,6 +339,13 @@ class Fleet:
             return hits
         decode = self._row_of(last.decode_id, last.decode_incarnation)
         return replace(hits, last_decode=decode, last_lender=self._row_of(last.lender_id, last.lender_incarnation))
+
+    def _match(self, keys: Sequence[BlockKey]) -> dict[str, int]:
+        """Return the leading blocks of a chain after which a request can go on, by worker and store."""
+        held = self._index.match(keys)
+        if self._bounded and not self._bounded.isdisjoint(held):
+            self._index.cut_to_boundaries(keys, held, self._bounded)
+        return held
 
     def _row_of(self, worker_id: str, incarnation: bytes) -> int:
         """Return the row of a worker; -1 where it is gone, or another process has its id."""

@@ -13,9 +13,9 @@ are cleared later, one shard at a time, paid for by keys of other events; only t
 Shards also bound the pause while a dictionary grows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from engine.block_keys import BlockKey
+from engine.block_keys import BlockKey, resume_name
 
 NUM_SHARDS = 256
 """Number of shards, by a key's first byte."""
@@ -118,6 +118,23 @@ class PrefixIndex:
         if depth:
             self._name(alive, depth, matched)
         return matched
+
+    def cut_to_boundaries(self, keys: Sequence[BlockKey], matched: dict[str, int], bounded: Collection[str]) -> None:
+        """Lower what `bounded` workers have matched to the last block after which a request can go on there.
+
+        Workers announce such blocks by a second name. One that has none of them is removed from `matched`.
+        """
+        waiting = {1 << self._slots[worker_id]: worker_id for worker_id in bounded if worker_id in matched}
+        mask = sum(waiting)
+        depths = {bit: matched.pop(worker_id) for bit, worker_id in waiting.items()}
+        for depth in range(max(depths.values(), default=0), 0, -1):
+            name = resume_name(keys[depth - 1])
+            for slot in _slots_of(self._shards[name[0]].get(name, 0) & mask):
+                if depths[1 << slot] >= depth:
+                    matched[waiting[1 << slot]] = depth
+                    mask &= ~(1 << slot)
+            if not mask:
+                return
 
     def keys_of(self, worker_id: str) -> frozenset[BlockKey]:
         """Return a worker's keys by reading the whole index: for audits and tests."""

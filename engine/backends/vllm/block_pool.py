@@ -21,9 +21,10 @@ from vllm.v1.core.block_pool import BlockPool as VllmPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
 from engine.backends.vllm.boundaries import Boundaries
-from engine.backends.vllm.groups import FilledBlocks, GroupBlock, KvGroups
+from engine.backends.vllm.groups import FilledBlocks, KvGroups
 from engine.block_keys import BlockKey, resume_name
 from engine.kv.block_pool import BlockPool, CacheEvent, NamedPlace, Removed, Stored
+from engine.kv.course import GroupBlock
 
 
 class GroupPlace(NamedTuple):
@@ -67,7 +68,7 @@ class VllmBlockPool(BlockPool, FilledBlocks):
         self._pool = pool
         self.num_blocks = pool.num_gpu_blocks - 1
         self._groups = groups
-        self._boundaries = None if groups.is_chain else Boundaries(groups)
+        self._boundaries = None if groups.is_chain else Boundaries(groups.tails())
         self._place_of: dict[int, GroupPlace] = {}
         """Place of each named block."""
         assert pool.enable_caching
@@ -224,10 +225,8 @@ class VllmBlockPool(BlockPool, FilledBlocks):
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        if self._groups.is_chain:
-            blocks = self.match(keys)
-        else:
-            blocks = [block for _, block in self.resumable(keys)[1]]
+        is_chain = self._groups.is_chain
+        blocks = self.match(keys) if is_chain else [block for _, block in self.resumable(keys)[1]]
         unused = [block for block in blocks if self._pool.blocks[block].ref_cnt == 0]
         self.acquire(unused)
         self.release(unused)  # to the end of vLLM's free queue, the tail of the chain first

@@ -1,15 +1,15 @@
 """Boundaries of chains at which a request can go on here, of a model with several KV groups.
 
-A boundary needs the last blocks of each window and one state; `KvGroups.tails` says how many. Groups that need alike are
-one class: a class has a block of a chain when all its groups have it. When a class gains or loses a block, the
+A boundary needs the last blocks of each window and one state; `KvGroups.tails` says how many. Groups that need the same
+are one class: a class has a block of a chain when all its groups have it. When a class gains or loses a block, the
 boundaries that could need it are this block and as many after it as a boundary needs, less one.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from engine.backends.vllm.groups import GroupBlock, KvGroups
 from engine.block_keys import BlockKey
+from engine.kv.course import GroupBlock
 
 
 class _Tails:
@@ -66,12 +66,12 @@ class _Tails:
 class Boundaries:
     """Resumable boundaries of one pool."""
 
-    def __init__(self, groups: KvGroups) -> None:
+    def __init__(self, tails: Iterable[tuple[list[int], int]]) -> None:
+        """Create it; `tails` are those of `KvGroups.tails`."""
         self._tails: dict[int, _Tails] = {}
         """Class of each group beside the chain group."""
-        for members, count in groups.tails():
-            tails = _Tails(len(members), count)
-            self._tails |= dict.fromkeys(members, tails)
+        for members, count in tails:
+            self._tails |= dict.fromkeys(members, _Tails(len(members), count))
         self._classes = list(dict.fromkeys(self._tails.values()))
         self.keys: set[BlockKey] = set()
         """Keys at which a request can go on, where the chain before them is held."""

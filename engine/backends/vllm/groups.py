@@ -12,37 +12,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import lru_cache
-from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from engine.block_keys import KEY_BYTES, BlockKey
-from engine.kv.course import Course
+from engine.block_keys import BlockKey
+from engine.kv.course import Course, GroupBlock, name_of
 
 RUNNING_STATES = 3
 """States that vLLM holds of a request at most: the running one, and those of the two steps before."""
-
-
-class GroupBlock(NamedTuple):
-    """Block of a chain in one group."""
-
-    end: int
-    """Number of keys up to and with its own."""
-    group: int
-    key: BlockKey
-    """Key of the chain at its end."""
-    name: BlockKey
-    before: BlockKey
-    """Key at the end of the group's block before it; empty for the first one."""
-
-
-@lru_cache(maxsize=1 << 16)
-def name_of(key: BlockKey, group: int) -> BlockKey:
-    """Return the name of a block of another group than the chain's."""
-    return blake2b(key, digest_size=KEY_BYTES, person=b"group %d" % group).digest()
 
 
 class _Everything:

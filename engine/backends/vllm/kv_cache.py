@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.vllm.block_pool import GroupPlace, VllmBlockPool
-from engine.backends.vllm.groups import GroupBlock, GroupCourse, KvGroups
+from engine.backends.vllm.groups import GroupCourse, KvGroups
 from engine.backends.vllm.kv_memory import VllmKvMemory
 from engine.block_keys import BlockKey
 from engine.core_types import Sequence
-from engine.kv.course import Course
+from engine.kv.block_pool import NamedPlace
+from engine.kv.course import Course, GroupBlock
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.store.shared_store import SharedStore
 
@@ -55,6 +56,10 @@ class VllmKVCache(KVCacheManager):
         """Blocks taken for a reservation and not used yet."""
         self.num_steps = 0
         """Number of steps in flight."""
+
+    @property
+    def resumes_at_boundaries(self) -> bool:
+        return not self.groups.is_chain
 
     @property
     def in_step(self) -> bool:
@@ -147,7 +152,7 @@ class VllmKVCache(KVCacheManager):
                 self._fingerprints[each.block] = fingerprint
                 new.append(each)
         if new and self.store is not None and self.store.writes_at_once:
-            self._store_blocks(new)
+            self._store_blocks([NamedPlace(each.block, each.parent, each.key) for each in new])
 
     def bind(self, sequence: Sequence, keys: Seq[BlockKey], fingerprints: Seq[bytes]) -> None:
         first_computed = sequence.num_computed

@@ -21,7 +21,6 @@ from engine.backends.vllm.sampling import Sampling
 from engine.block_keys import block_keys
 from engine.core_types import Sequence
 
-
 _numbers = count(1)
 """Ids of vLLM's requests. None is used twice in a process: vLLM keeps states of an id that it has not forgotten yet."""
 

@@ -1,0 +1,146 @@
+"""Models with several KV groups: sliding windows keep to the contract of engines, recurrent states are lent."""
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from engine.block_keys import block_keys, resume_name, root_key
+from engine.kv.block_pool import Removed, Stored
+from engine.messages.from_engine import CacheChanged, CacheInspected
+from engine.messages.to_engine import CacheDrop, InspectCache, LoanBlocks, TakeSnapshot
+from support.engine_contract import VOCAB, EngineContract, Pair, account_of, named, prompt_of
+from support.long_runs import mostly_long
+from support.real_engines import engines
+from support.vllm_engines import BLOCK, PYTHON, V2, flip_a_byte, ids, need_vllm, vllm_engine
+from support.vllm_models import write_model
+
+pytestmark = [need_vllm, pytest.mark.asyncio(loop_scope="module")]
+WINDOW_BLOCKS = 2
+"""Blocks of the models' window of 64 tokens."""
+STATE_GROUPS = 3
+STATES = {"V1": PYTHON, "V2 asynchronous": V2}
+KINDS: dict[str, tuple[str, Path]] = {
+    "gemma3, V1": ("gemma3", PYTHON),
+    "gpt_oss, V2 asynchronous": ("gpt_oss", V2),
+    "gemma3, V2 asynchronous": ("gemma3", V2),
+    "gpt_oss, V1": ("gpt_oss", PYTHON),
+}
+
+
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=mostly_long(KINDS, "gemma3, V1", "gpt_oss, V2 asynchronous")
+)
+async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    kind, python = KINDS[request.param]
+    model = write_model(kind, tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
+    cores = sorted(os.sched_getaffinity(0))
+    settings: dict[str, Any] = {"model": model, "vllm_python": python}
+    lender = vllm_engine("lender", "prefill", cores=(cores[0],), **settings)
+    borrower = vllm_engine("borrower", cores=(cores[-1],), **settings)
+    async with engines(lender, borrower):
+        yield Pair(lender, borrower)
+
+
+class TestContract(EngineContract):
+    async def test_dropped_blocks_are_told_and_computed_again_and_others_stay(self, pair: Pair) -> None:
+        """A prompt's blocks of all groups are dropped, with the boundary that they made."""
+        prompt, other, engine = prompt_of(160, 41), prompt_of(160, 42), pair.lender
+        expected = ids(await engine.answer(named(prompt)))
+        await engine.answer(named(other))
+        engine.said.clear()
+        engine.send(InspectCache(1, drop=CacheDrop(prompt)))
+        await engine.until(lambda: any(isinstance(message, CacheInspected) for message in engine.said))
+        (inspected,) = [message for message in engine.said if isinstance(message, CacheInspected)]
+        keys = block_keys(root_key(engine.ready.model_fingerprint, ""), prompt, BLOCK)
+        assert (inspected.dropped_in_pool, inspected.in_use) == (len(keys) + WINDOW_BLOCKS, 0)
+        again = await engine.answer(named(prompt))
+        assert ids(again) == expected
+        assert account_of(again).reused_blocks == 0
+        assert account_of(await engine.answer(named(other))).reused_blocks == (len(other) - 1) // BLOCK
+        events = [event for m in engine.said if isinstance(m, CacheChanged) for event in m.events]
+        gone = [key for event in events if isinstance(event, Removed) for key in event.keys]
+        last = keys[(len(prompt) - 1) // BLOCK - 1]
+        assert set(gone) == {*keys, resume_name(last)}
+        await pair.settled()
+
+
+async def test_the_cache_names_the_boundaries_at_which_a_request_can_go_on(pair: Pair) -> None:
+    """vLLM keeps the windows before a prompt's last token, and no earlier ones."""
+    engine, prompt = pair.lender, prompt_of(300, 70)
+    await engine.answer(named(prompt))
+    engine.said.clear()
+    engine.send(TakeSnapshot())
+    await engine.until(lambda: any(isinstance(m, CacheChanged) and m.snapshot for m in engine.said))
+    (snapshot,) = [m for m in engine.said if isinstance(m, CacheChanged) and m.snapshot]
+    held = {key for event in snapshot.events if isinstance(event, Stored) for key in event.keys}
+    keys = block_keys(root_key(engine.ready.model_fingerprint, ""), prompt, BLOCK)
+    assert set(keys) <= held
+    assert resume_name(keys[300 // BLOCK - 1]) in held
+    shorter = account_of(await engine.answer(named([*prompt[: 5 * BLOCK], 7])))
+    assert (shorter.reused_blocks == 5) is (resume_name(keys[4]) in held)
+    await pair.settled()
+
+
+@pytest.mark.parametrize("cut", [1, 9, 22])
+async def test_a_stream_continues_on_the_other_engine(pair: Pair, cut: int) -> None:
+    whole = named(prompt_of(170, 80 + cut), 24, ignore_eos=True)
+    expected = ids(await pair.lender.answer(whole))
+    rest = named(list(whole.prompt), 24, ignore_eos=True)._replace(emitted=tuple(expected[:cut]))
+    assert ids(await pair.borrowed(rest)) == expected[cut:]
+    await pair.settled()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=mostly_long(STATES, "V1"))
+async def stateful(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    """Two engines of a model with recurrent states, which vLLM computes in bfloat16 only."""
+    model = write_model("qwen3_next", tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
+    cores = sorted(os.sched_getaffinity(0))
+    settings: dict[str, Any] = {"model": model, "vllm_python": STATES[request.param], "dtype": "bfloat16"}
+    lender = vllm_engine("lender", "prefill", cores=(cores[0],), **settings)
+    borrower = vllm_engine("borrower", cores=(cores[-1],), **settings)
+    async with engines(lender, borrower):
+        yield Pair(lender, borrower)
+
+
+@pytest.mark.parametrize("num_tokens", [50, 97, 200, 700])
+async def test_a_state_is_lent_with_the_blocks_before_it(stateful: Pair, num_tokens: int) -> None:
+    """vLLM chooses the tokens of a block so that a block's bytes hold a state."""
+    prompt, width = prompt_of(num_tokens, 90), stateful.lender.ready.block_tokens
+    got = await stateful.borrowed(named(prompt, ignore_eos=True))
+    account, blocks = account_of(got), (num_tokens - 1) // width
+    assert (account.moved_blocks, account.computed_tokens) == (blocks, num_tokens - blocks * width)
+    assert account.moved_bytes == (blocks + (STATE_GROUPS if blocks else 0)) * stateful.lender.ready.block_bytes
+    assert ids(got) == ids(await stateful.lender.answer(named(prompt, ignore_eos=True)))
+    again = await stateful.borrowed(named(prompt, ignore_eos=True))
+    assert account_of(again).reused_blocks == blocks
+    assert ids(again) == ids(got)
+    await stateful.settled()
+
+
+async def test_a_damaged_state_is_found_and_computed_again(stateful: Pair) -> None:
+    prompt, flipped = prompt_of(300, 91), list[int]()
+    request, original = named(prompt, ignore_eos=True), stateful.borrower.send
+
+    def spoil(*messages: object) -> None:
+        for message in messages:
+            if isinstance(message, LoanBlocks):
+                flipped[:] = [message.block_ids[-1]]
+        if flipped and any(isinstance(message, LoanBlocks) for message in messages):
+            flip_a_byte(stateful.lender, flipped[0])
+        original(*messages)  # type: ignore[arg-type]
+
+    stateful.borrower.send = spoil  # type: ignore[method-assign]
+    try:
+        got = await stateful.borrowed(request)
+    finally:
+        stateful.borrower.send = original  # type: ignore[method-assign]
+    account = account_of(got)
+    assert account.mismatched_blocks >= 1
+    assert "corrupted" in account.loan_failure
+    fresh = named(prompt, ignore_eos=True)._replace(cache_salt="another")
+    assert ids(got) == ids(await stateful.borrower.answer(fresh))
+    await stateful.settled()
