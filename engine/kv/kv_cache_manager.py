@@ -137,6 +137,10 @@ class KVCacheManager:
         """Return a sequence's course to an earlier boundary, at which its loan ends."""
         return course.cut(end)
 
+    def stored_course(self, sequence: Sequence, course: Course) -> Course:
+        """Return a sequence's course to the last boundary that the shared store seems to have."""
+        return course
+
     def num_cached(self, keys: Seq[BlockKey]) -> int:
         """Return the last boundary within `keys` at which a request can go on from cached blocks."""
         return len(self.pool.match(keys))

@@ -48,6 +48,8 @@ class StoreLoans:
         A placement that counts on the store knows what it holds, and what reading from it costs.
         """
         store, first = self._kv_cache.store, len(wanted.sequence.keys)
+        if store is not None and wanted.lender_computes is None:
+            wanted.course = self._kv_cache.stored_course(wanted.sequence, wanted.course)
         missing = wanted.course.names[first:]
         if store is None or wanted.lender_computes is not None or not missing:
             return False
@@ -79,6 +81,8 @@ class StoreLoans:
             self._kv_cache.lookups.looked(wanted, message.num_blocks, now - loan.heard_at)
         loan.heard_at = now
         is_worth_it = loan.wanted.reads_store or self._kv_cache.worth_fetching(message.num_blocks)
+        if self._kv_cache.resumes_at_boundaries and message.num_blocks < wanted:
+            is_worth_it = False  # nothing can go on before the boundary
         count = message.num_blocks if is_worth_it else 0
         self._handle(loan, Started(loan.machine.first + count))
         if not loan.machine.done:

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from vllm.v1.core.block_pool import BlockPool as VllmPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
-from engine.backends.vllm.boundaries import Boundaries
+from engine.backends.vllm.boundaries import Boundaries, announced, withdrawn
 from engine.backends.vllm.groups import FilledBlocks, KvGroups
-from engine.block_keys import BlockKey, resume_name
+from engine.block_keys import BlockKey
 from engine.kv.block_pool import BlockPool, CacheEvent, NamedPlace, Removed, Stored
 from engine.kv.course import GroupBlock
 
@@ -127,7 +127,7 @@ class VllmBlockPool(BlockPool, FilledBlocks):
         if place.of.group == self._groups.chain_group:
             self._events.append(Stored(place.parent, (place.key,)))
         elif self._boundaries is not None:
-            self._events += _resumable(self._boundaries.add(place.of))
+            self._events += announced(self._boundaries.add(place.of))
         return True
 
     def publish_at(self, places: Sequence[GroupPlace]) -> None:
@@ -145,7 +145,7 @@ class VllmBlockPool(BlockPool, FilledBlocks):
     def snapshot(self) -> list[CacheEvent]:
         places = self._place_of.values()
         chain = [Stored(each.parent, (each.key,)) for each in places if each.of.group == self._groups.chain_group]
-        return chain + (_resumable(self._boundaries.keys) if self._boundaries is not None else [])
+        return chain + (announced(self._boundaries.keys) if self._boundaries is not None else [])
 
     def oldest(self, count: int) -> list[NamedPlace]:
         """Return the named blocks among the next `count` that vLLM will reuse, in that order."""
@@ -164,8 +164,8 @@ class VllmBlockPool(BlockPool, FilledBlocks):
             place = self._place_of.pop(block)
             if place.of.group == self._groups.chain_group:
                 self._events.append(Removed((name[1],)))
-            elif self._boundaries is not None and (gone := self._boundaries.remove(place.of)):
-                self._events.append(Removed(tuple(map(resume_name, gone))))
+            elif self._boundaries is not None:
+                self._events += withdrawn(self._boundaries.remove(place.of))
         return name
 
     def _reused_next(self) -> Iterator[int]:
@@ -265,8 +265,3 @@ class VllmBlockPool(BlockPool, FilledBlocks):
 def _hash_of(place: GroupPlace) -> Any:
     """Return vLLM's hash of a block."""
     return make_block_hash_with_group_id(BlockHash(place.of.key), place.of.group)
-
-
-def _resumable(keys: Iterable[BlockKey]) -> list[CacheEvent]:
-    """Return the events that announce boundaries."""
-    return [Stored(key, (resume_name(key),)) for key in keys]

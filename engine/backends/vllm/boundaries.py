@@ -8,8 +8,9 @@ boundaries that could need it are this block and as many after it as a boundary 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from engine.block_keys import BlockKey
-from engine.kv.course import GroupBlock
+from engine.block_keys import BlockKey, resume_name
+from engine.kv.block_pool import CacheEvent, Removed, Stored
+from engine.kv.course import GroupBlock, name_of
 
 
 class _Tails:
@@ -97,3 +98,79 @@ class Boundaries:
 
     def _is_resumable(self, key: BlockKey) -> bool:
         return all(tails.is_whole(key) for tails in self._classes)
+
+
+def announced(keys: Iterable[BlockKey], shared: bool = False) -> list[CacheEvent]:
+    """Return the events that announce boundaries."""
+    return [Stored(key, (resume_name(key),), shared) for key in keys]
+
+
+def withdrawn(keys: Iterable[BlockKey], shared: bool = False) -> list[CacheEvent]:
+    """Return the events that withdraw boundaries."""
+    names = tuple(map(resume_name, keys))
+    return [Removed(names, shared)] if names else []
+
+
+class StoredBoundaries:
+    """Boundaries of the shared store, as far as this engine knows its content.
+
+    The store knows names and parents alone. A block of the chain follows its parent; one of a window or a state has the
+    chain's block that ends where it does as its parent, and the name that its group gives it.
+    """
+
+    def __init__(self, tails: Iterable[tuple[list[int], int]], widths: list[int]) -> None:
+        """Create it; `widths` are keys of a block, by group."""
+        tails = list(tails)
+        self._boundaries = Boundaries(tails)
+        self._groups = [group for members, _ in tails for group in members]
+        self._widths = widths
+        self._parents: dict[BlockKey, BlockKey] = {}
+        """Parent of each block of a chain."""
+        self._tails: dict[BlockKey, GroupBlock] = {}
+        """Blocks of windows and states, by name."""
+        self._early: defaultdict[BlockKey, dict[BlockKey, int]] = defaultdict(dict)
+        """Groups of such blocks that were written before the chain's block, by its key and their name."""
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._boundaries.keys
+
+    def translated(self, events: Iterable[CacheEvent]) -> list[CacheEvent]:
+        """Return what the store's events say of chains and of their boundaries."""
+        return [each for event in events for each in self._of(event)]
+
+    def _of(self, event: CacheEvent) -> Iterator[CacheEvent]:
+        if isinstance(event, Removed):
+            for name in event.keys:
+                if (tail := self._tails.pop(name, None)) is not None:
+                    yield from withdrawn(self._boundaries.remove(tail), shared=True)
+                elif self._parents.pop(name, None) is not None:
+                    yield Removed((name,), shared=True)
+                for early in self._early.values():
+                    early.pop(name, None)
+            return
+        parent = event.parent
+        for name in event.keys:
+            group = next((group for group in self._groups if name_of(parent, group) == name), None)
+            if group is None:
+                self._parents[name] = parent
+                yield Stored(parent, (name,), shared=True)
+                for early, its_group in self._early.pop(name, {}).items():
+                    yield from self._add(name, early, its_group)
+                parent = name
+            elif parent in self._parents:
+                yield from self._add(parent, name, group)
+            else:
+                self._early[parent][name] = group
+
+    def _add(self, key: BlockKey, name: BlockKey, group: int) -> list[CacheEvent]:
+        """Add the block of a window or a state that ends at `key`."""
+        if name in self._tails:
+            return []
+        tail = self._tails[name] = GroupBlock(0, group, key, name, self._before(key, self._widths[group]))
+        return announced(self._boundaries.add(tail), shared=True)
+
+    def _before(self, key: BlockKey, width: int) -> BlockKey:
+        """Return the key so many blocks earlier in the chain; empty at its start."""
+        for _ in range(width):
+            key = self._parents.get(key, b"")
+        return key if key in self._parents else b""

@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.vllm.block_pool import GroupPlace, VllmBlockPool
+from engine.backends.vllm.boundaries import StoredBoundaries
 from engine.backends.vllm.groups import GroupCourse, KvGroups
 from engine.backends.vllm.kv_memory import VllmKvMemory
 from engine.block_keys import BlockKey
 from engine.core_types import Sequence
-from engine.kv.block_pool import NamedPlace
+from engine.kv.block_pool import CacheEvent, NamedPlace
 from engine.kv.course import Course, GroupBlock
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.store.shared_store import SharedStore
@@ -48,6 +49,7 @@ class VllmKVCache(KVCacheManager):
         """
         pool = VllmBlockPool(block_pool, groups, None if store is None else self._demote)
         self.groups = groups
+        self._stored = None if groups.is_chain else StoredBoundaries(groups.tails(), groups.widths)
         self._courses: dict[Sequence, GroupCourse] = {}
         """Courses of sequences that are not submitted, with several groups."""
         super().__init__(pool.num_blocks, memory.layout, memory, clock=clock, pool=pool, store=store)
@@ -91,6 +93,18 @@ class VllmKVCache(KVCacheManager):
         sequence.num_computed = first * self.groups.unit
         self._courses[sequence] = course
         return True
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        if self._stored is None or self.store is None:
+            return super().take_cache_events()
+        return self.pool.take_events() + self._stored.translated(self.store.take_events())
+
+    def stored_course(self, sequence: Sequence, course: Course) -> Course:
+        if self._stored is None or not isinstance(course, GroupCourse) or course.keys[course.end - 1] in self._stored:
+            return course
+        ends = range(course.end - 1, course.first, -1)
+        known = next((end for end in ends if course.keys[end - 1] in self._stored), None)
+        return course if known is None else self.cut(sequence, course, known)
 
     def course(self, sequence: Sequence, keys: Seq[BlockKey]) -> Course:
         return super().course(sequence, keys) if self.groups.is_chain else self._courses[sequence]
