@@ -1,5 +1,6 @@
 """Models with several KV groups: sliding windows keep to the contract of engines, recurrent states are lent."""
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,9 +16,12 @@ from engine.messages.from_engine import CacheChanged, CacheInspected
 from engine.messages.to_engine import CacheDrop, InspectCache, LoanBlocks, TakeSnapshot
 from support.engine_contract import VOCAB, EngineContract, Pair, account_of, named, prompt_of
 from support.long_runs import mostly_long
+from support.processes import LENDER_ALWAYS, running
 from support.real_engines import RealEngine, engines
-from support.vllm_engines import BLOCK, PYTHON, V2, flip_a_byte, ids, need_vllm, vllm_engine
+from support.vllm_engines import BLOCK, OPTIONS, PYTHON, V2, flip_a_byte, ids, need_vllm, vllm_engine
 from support.vllm_models import write_model
+from tandem.local.local_cluster import LocalCluster
+from tandem.topology import plan_topology
 
 pytestmark = [need_vllm, pytest.mark.asyncio(loop_scope="module")]
 WINDOW_BLOCKS = 2
@@ -193,3 +197,30 @@ def shared(engine: RealEngine) -> set[bytes]:
 def name_of_tail(key: bytes) -> bytes:
     """The name of a block of a window or a state; group 0 of both models."""
     return name_of(key, 0)
+
+
+@pytest.mark.parametrize("kind", mostly_long(["gpt_oss", "qwen3_next"], "gpt_oss"))
+async def test_a_router_knows_at_which_boundaries_a_worker_can_go_on(kind: str, tmp_path: Path, ask, audit) -> None:  # type: ignore[no-untyped-def]
+    """Conversations of three turns, and prompts that share a beginning: what is predicted to be cached is."""
+    model = write_model(kind, tmp_path, vocab_size=VOCAB)
+    dtype = "bfloat16" if kind == "qwen3_next" else "float32"
+    options = {"engine": "vllm", "vllm_python": PYTHON, "vllm_options": OPTIONS, "kv_memory_mib": 64}
+    worker = {"model": model, "dtype": dtype, "max_prefill_tokens": 1024} | options
+    topology = plan_topology(1, 1, {"model": model, "port": 0} | LENDER_ALWAYS, worker, [0, 1], 1)
+    predicted, found, reused = [], [], 0
+    async with running(LocalCluster(topology)) as (cluster, client):
+        beginning = prompt_of(330, 96)
+        for number in range(3):
+            history = [*beginning[: 330 - 130 * (number == 2)], *prompt_of(40, 97 + number)]
+            for turn in range(3):
+                answer = await ask(client, history, max_tokens=20, ignore_eos=True)
+                kv = answer.finish.receipt.kv
+                predicted.append(answer.finish.receipt.predicted_hit_blocks)
+                found.append(kv.reused_blocks + kv.lender_cached_blocks)
+                reused += kv.reused_blocks
+                history += [*answer.token_ids, *prompt_of(100, 10 * number + turn)]
+                await asyncio.sleep(0.6)  # the router learns what the workers hold
+        await audit([each.address for each in cluster.workers])
+    assert reused
+    right = sum(min(ours, theirs) for ours, theirs in zip(predicted, found, strict=True))
+    assert right >= 0.95 * max(sum(predicted), sum(found)), (predicted, found)
