@@ -76,7 +76,7 @@ class MessagesAnswer(BlockAnswer[MessagesRequest]):
 
     def _message(self, content: list[dict[str, Any]], reason: str | None, stop: str | None) -> dict[str, Any]:
         return {
-            "id": f"msg_{self.request_id}",
+            "id": f"msg_{self.answer_id}",
             "type": "message",
             "role": "assistant",
             "model": self.model,

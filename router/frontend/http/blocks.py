@@ -39,9 +39,9 @@ class BlockAnswer(Answer, Generic[Asked]):
     A stream's events and the whole answer are made by the same steps.
     """
 
-    def __init__(self, api_request: Asked, request_id: str) -> None:
+    def __init__(self, api_request: Asked, answer_id: str) -> None:
         self.api_request = api_request
-        self.request_id = request_id
+        self.answer_id = answer_id
         self.served: PromptInfo | None = None
         self.blocks: list[Block] = []
         self.usage = pb.Usage()

@@ -40,9 +40,9 @@ class OpenAiAnswer(Answer):
     nothing: bytes
     """Bytes in place of all three in the last event of a choice."""
 
-    def __init__(self, api_request: ApiRequest, request_id: str) -> None:
+    def __init__(self, api_request: ApiRequest, answer_id: str) -> None:
         self._api_request = api_request
-        self._id = self.id_prefix + request_id
+        self._id = self.id_prefix + answer_id
         self._choices: dict[int, ChoiceAnswer] = {}
         """Choices by index."""
         self._usage = pb.Usage()

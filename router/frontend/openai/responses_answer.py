@@ -4,7 +4,7 @@ Pure.
 """
 
 import json
-import secrets
+import re
 from typing import Any
 
 from protos import inference_pb2 as pb
@@ -12,10 +12,19 @@ from router.frontend.http.blocks import CALL, REASONING, Block, BlockAnswer, eve
 from router.frontend.openai.responses import ResponsesRequest
 
 PREFIXES = {CALL: "fc_", REASONING: "rs_"}
+RESPONSE = "resp_"
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{4}")
 
 
-def response_id(request_id: str) -> str:
-    return f"resp_{request_id}"
+def item_id(prefix: str, answer_id: str, number: int) -> str:
+    """Return the id of a response's item, from which `response_of_item` makes that of the response."""
+    return f"{prefix}{answer_id}{number:04x}"
+
+
+def response_of_item(name: str) -> str:
+    """Return the id of the response that has an item of this id; empty where it is no id of ours."""
+    known = _ITEM_ID.fullmatch(name)
+    return RESPONSE + known[1] if known else ""
 
 
 class ResponsesAnswer(BlockAnswer[ResponsesRequest]):
@@ -59,7 +68,12 @@ class ResponsesAnswer(BlockAnswer[ResponsesRequest]):
         return self._event(f"response.{self._status()}", response=self.object())
 
     def new_id(self, kind: str) -> str:
-        return PREFIXES.get(kind, "msg_") + secrets.token_hex(16)
+        return item_id(PREFIXES.get(kind, "msg_"), self.answer_id, len(self.blocks))
+
+    @property
+    def id(self) -> str:
+        """Id of the response."""
+        return RESPONSE + self.answer_id
 
     def object(self) -> dict[str, Any]:
         status = self._status()
@@ -73,7 +87,7 @@ class ResponsesAnswer(BlockAnswer[ResponsesRequest]):
                 "total_tokens": self.usage.prompt_tokens + self.usage.completion_tokens,
             }
         return {
-            "id": response_id(self.request_id),
+            "id": self.id,
             "object": "response",
             "created_at": api_request.created,
             "status": status,
