@@ -225,8 +225,11 @@ def check_chat_fields(request: pb.GenerateRequest) -> None:
             if getattr(request, field) not in ("", False, "none", "auto"):
                 raise InvalidRequest(field, "needs tools")
     if request.messages:
+        if request.stream_tool_calls and not request.parse_output:
+            raise InvalidRequest("stream_tool_calls", "needs parse_output")
         return
     for field in (
+        "stream_tool_calls",
         "tools",
         "chat_template_kwargs",
         "parse_output",

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import StartError
+from router.models.call_reading import CallArguments, CallBegun, ToolCall
 from router.models.forced_calls import CLOSE, OPEN
-from router.models.output_format import AUTO, NONE, OutputFormat, OutputParser, Piece, Reasoning, ToolCall
+from router.models.output_format import AUTO, NONE, OutputFormat, OutputParser, Piece, Reasoning
 
 HERMES = OutputFormat("hermes", NONE)
 
@@ -20,10 +21,25 @@ def hermes(forced: bool = False) -> OutputParser:
 
 
 def parse_with(parser: OutputParser, *pieces: str) -> list[Piece]:
-    """Neighbouring texts joined."""
+    """Neighbouring texts joined, and calls whole: what came of one before is the same."""
     found = [item for piece in pieces for item in parser.push(piece)] + parser.finish()
     joined: list[Piece] = []
+    begun: CallBegun | None = None
+    arguments = ""
     for item in found:
+        if isinstance(item, CallBegun):
+            assert begun is None
+            begun, arguments = item, ""
+            continue
+        if isinstance(item, CallArguments):
+            assert begun is not None
+            assert item.text
+            arguments += item.text
+            continue
+        if begun is not None:
+            assert isinstance(item, ToolCall), "nothing stands between the parts of a call"
+            assert (item.name, item.id, item.arguments) == (begun.name, begun.id, arguments)
+            begun = None
         last = joined[-1] if joined else None
         if isinstance(item, str) and isinstance(last, str):
             joined[-1] = last + item
@@ -118,6 +134,13 @@ def test_pieces_do_not_matter(text: str, data: st.DataObject) -> None:
     assert parse(*text) == whole
     if not any(isinstance(item, ToolCall) for item in whole):
         assert "".join(map(str, whole)) == text, "without a call every character stays"
+    tools = [json.dumps({"type": "function", "function": {"name": name}}) for name in "fg"]
+    found = []
+    for each in ([text], pieces, list(text)):
+        parser = HERMES.parser(True, tools=tools)
+        assert parser is not None
+        found.append(parse_with(parser, *each))
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize(
@@ -127,12 +150,41 @@ def test_pieces_do_not_matter(text: str, data: st.DataObject) -> None:
         ('\n{"name": "f", "arguments": {"a": [1, ', '{"a": [1, '),
         ('\n{"name": "f", "arguments": ', ""),
         ('\n{"name": "f", "arguments": {}}\n</tool_', "{}"),
+        ('{"name": "f", "arguments": {"a": 1}', '{"a": 1}'),
+        ('{"name": "f", "arguments": {"a": "b"}}' + CLOSE, '{"a": "b"}'),
     ],
 )
-def test_a_forced_call_that_is_cut_off_is_a_call(text: str, arguments: str) -> None:
-    parser = hermes(forced=True)
-    assert parser.push(OPEN + text) + parser.finish() == [ToolCall("f", arguments)]
+@pytest.mark.parametrize("forced", [True, False])
+def test_a_call_that_is_cut_off_is_a_call_of_which_this_is_known(text: str, arguments: str, forced: bool) -> None:
+    for pieces in ([OPEN + text], list(OPEN + text)):
+        parser = hermes(forced=True) if forced else HERMES.parser(True, tools=[NAMELESS, TOOL])
+        assert parser is not None
+        is_cut = not arguments.endswith("}")
+        assert parse_with(parser, *pieces) == [ToolCall("f", arguments, is_cut=is_cut)]
     assert hermes(forced=True).push("no call") == ["no call"]
+
+
+def test_arguments_come_as_they_are_generated() -> None:
+    parser = HERMES.parser(True, tools=[TOOL])
+    assert parser is not None
+    assert parser.push('Yes. <tool_call>\n{"name": "f", "argu') == ["Yes."]
+    assert parser.push('ments": {"a": [') == [CallBegun("f"), CallArguments('{"a": [')]
+    assert parser.push('1, "}') == [CallArguments('1, "}')]
+    assert parser.push('\n\\"é"]}') == [CallArguments('\\n\\"é"]}')], "a line break within a string is escaped"
+    assert parser.push("}\n</tool_call") == []
+    assert parser.push(">") == [ToolCall("f", '{"a": [1, "}\\n\\"é"]}')]
+    assert parser.push('<tool_call>{"name": "g", "arguments": {"a"') == [], "no tool of the request has this name"
+    assert parser.push(": 1}}</tool_call>") == [ToolCall("g", '{"a": 1}')]
+
+
+def test_a_call_that_was_begun_stays_one() -> None:
+    parser = HERMES.parser(True, tools=[TOOL])
+    assert parser is not None
+    text = '<tool_call>{"name": "f", "arguments": {"a": }} and more</tool_call>!'
+    assert parse_with(parser, text) == [ToolCall("f", '{"a": }', is_cut=True), "!"]
+
+
+NAMELESS, TOOL = "{}", json.dumps({"type": "function", "function": {"name": "f"}})
 
 
 WEATHER = json.dumps(
