@@ -5,7 +5,7 @@ transformers' ResponseParser does the parsing; here are its templates, by model,
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Protocol
 
@@ -15,6 +15,8 @@ from router.models.output_families import CALLS, REASONING, SAME_CALLS, SAME_REA
 
 NONE = "none"
 """Name that switches a parser off."""
+MIN_CLOSING_CHARS = 3
+"""Characters of a closing mark at an output's end that are nothing else: `</` may begin any tag."""
 AUTO = "auto"
 """Name that lets the chat template decide."""
 
@@ -128,6 +130,8 @@ class _Template:
         self.fields = fields
         self.openings = {name: _literals(field, "open") for name, field in fields.items()}
         self.closings = {name: _literals(field, "close") for name, field in fields.items()}
+        self.tagged = {name for name, field in fields.items() if field.get("content", "text") not in ("text", "json")}
+        """Fields whose value says nothing of its end, as values between tags do not."""
         self.readable = {name for name, field in fields.items() if is_readable(field)}
 
     @cached_property
@@ -147,7 +151,7 @@ class _TemplateParser:
     def __init__(self, template: _Template, prefix: str, tools: Sequence[Any], forced: bool) -> None:
         self._parser: Any = _parser_class()(template.compiled, prefix=prefix, tools=list(tools))
         self._open, self._close = template.openings, template.closings
-        self._readable = template.readable
+        self._readable, self._tagged = template.readable, template.tagged
         self._forced, self._names = forced, _names_of(tools)
         self._reader: CallReader | None = None
         """Reader of the present region, where it may be a call."""
@@ -267,6 +271,8 @@ class _TemplateParser:
                     self._add_text(raw.rpartition(opening)[0].rstrip(), pieces)
         if calls:
             self._crossed = True
+            if event["is_cut"] and field in self._tagged:
+                calls[-1] = replace(calls[-1], is_cut=True)
             pieces += calls
             return
         self._after_text = True
@@ -285,6 +291,8 @@ def _parser_class() -> type[Any]:
 
     class RawParser(ResponseParser):  # type: ignore[misc]  # transformers has no types
         _opened_at = 0
+        _found: Any = None
+        """Mark at which the present region ends; None where only the output's end ends it."""
         _begun_chars = 0
         """Characters before the output, which no event has."""
         events: list[Any]
@@ -311,16 +319,29 @@ def _parser_class() -> type[Any]:
             self.events = events
             super()._process(events, eos)
 
+        def _scan(self, watch: Any, eos: bool) -> Any:
+            self._found, hold_start = super()._scan(watch, eos)
+            return self._found, hold_start
+
         def _open_explicit(self, events: Any, field: Any, m: Any) -> None:
             self._opened_at = m.start()
             super()._open_explicit(events, field, m)
             events[-1]["captures"] = self._captures
 
         def _close_current(self, events: Any) -> None:
-            closed = len(events)
+            closed, is_cut = len(events), self._found is None and not self._nearly_closed()
             super()._close_current(events)
             for event in events[closed:]:
+                event["is_cut"] = is_cut
                 event["raw"] = self._buffer[max(self._opened_at, self._begun_chars) : self._pos]
+
+        def _nearly_closed(self) -> bool:
+            """Return whether the output ends within the closing mark, at the mark's end, or in a region without one."""
+            field = self._spec.fields.get(self._current)
+            if field is None or field.close_re is None:
+                return True
+            match = field.close_re.search(self._buffer, self._opened_at, partial=True)
+            return match is not None and match.end() - match.start() >= MIN_CLOSING_CHARS
 
     return RawParser
 

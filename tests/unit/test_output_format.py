@@ -14,6 +14,17 @@ from router.models.output_format import AUTO, NONE, OutputFormat, OutputParser, 
 HERMES = OutputFormat("hermes", NONE)
 
 
+WEATHER = json.dumps(
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+        },
+    }
+)
+
+
 def hermes(forced: bool = False) -> OutputParser:
     parser = HERMES.parser(parses_calls=True, forced=forced)
     assert parser is not None
@@ -164,6 +175,35 @@ def test_a_call_that_is_cut_off_is_a_call_of_which_this_is_known(text: str, argu
     assert hermes(forced=True).push("no call") == ["no call"]
 
 
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=weather>\n<parameter=days>\n3\n</parameter>\n|<parameter=city>\nPar|is\n</parameter>\n"
+            "|</function>\n</tool|_call>|",
+        ),
+        (
+            "glm45",
+            "<tool_call>weather\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n|<arg_key>city</arg_key>\n<arg_value>"
+            "Par|is</arg_value>\n|</tool|_call>|",
+        ),
+    ],
+)
+def test_a_call_between_tags_that_is_cut_off_says_so(family: str, text: str) -> None:
+    cuts = text.split("|")
+    for count in range(1, len(cuts)):
+        parser = OutputFormat(family, NONE).parser(True, tools=[WEATHER])
+        assert parser is not None
+        (call,) = parse_with(parser, *"".join(cuts[:count]))
+        assert isinstance(call, ToolCall)
+        is_cut = count <= 3
+        assert (json.loads(call.arguments), call.is_cut) == (
+            {"days": 3} | ({} if count < 3 else {"city": "Paris"}),
+            is_cut,
+        )
+
+
 def test_arguments_come_as_they_are_generated() -> None:
     parser = HERMES.parser(True, tools=[TOOL])
     assert parser is not None
@@ -187,15 +227,6 @@ def test_a_call_that_was_begun_stays_one() -> None:
 NAMELESS, TOOL = "{}", json.dumps({"type": "function", "function": {"name": "f"}})
 
 
-WEATHER = json.dumps(
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
-        },
-    }
-)
 PARIS = ToolCall("weather", '{"city": "Paris", "days": 3}')
 ARGUMENTS = PARIS.arguments
 FAMILIES: list[tuple[str, str, str, str, list[Piece]]] = [
