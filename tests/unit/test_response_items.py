@@ -163,6 +163,15 @@ async def test_a_response_is_stored_unless_it_may_not() -> None:
 # ----------------------------------------------------------------------------------------------- tools
 
 
+@pytest.mark.parametrize(
+    ("form", "ignored"), [({"type": "text"}, []), ({"type": "grammar", "syntax": "regex"}, ["tools[].format"])]
+)
+def test_a_custom_tools_grammar_is_not_lost_silently(form: Any, ignored: list[str]) -> None:
+    fields = Fields({"input": "hi", "tools": [{"type": "custom", "name": "patch", "format": form}]})
+    read_response(fields, CALLER)
+    assert list(fields.ignored.names) == ignored
+
+
 def named(*names: str, chat: bool) -> list[Any]:
     parts: list[dict[str, Any]] = [{"name": name} for name in names]
     return [{"type": "function"} | ({"function": part} if chat else part) for part in parts]

@@ -285,7 +285,8 @@ def _read_tools(fields: Fields, request: pb.GenerateRequest, api_request: Respon
         if kind == "custom":
             custom.add(name)
             parameters = CUSTOM_PARAMETERS
-            known.take("format")  # a grammar of the text, which the description repeats
+            if known.peek("format") == {"type": "text"}:  # any other form is not enforced, and named as ignored
+                known.take("format")
         if parameters is not None and not isinstance(parameters, dict):
             raise known.refuse("parameters", f"must be a JSON schema, not {shown(parameters)}")
         function["parameters"] = parameters or {"type": "object"}
