@@ -7,58 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import StartError
-from router.models.call_reading import CallArguments, CallBegun, ToolCall
+from router.models.call_reading import ToolCall
 from router.models.forced_calls import CLOSE, OPEN
 from router.models.output_format import AUTO, NONE, OutputFormat, OutputParser, Piece, Reasoning
+from support.output_pieces import WEATHER, parse_with
 
 HERMES = OutputFormat("hermes", NONE)
-
-
-WEATHER = json.dumps(
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
-        },
-    }
-)
 
 
 def hermes(forced: bool = False) -> OutputParser:
     parser = HERMES.parser(parses_calls=True, forced=forced)
     assert parser is not None
     return parser
-
-
-def parse_with(parser: OutputParser, *pieces: str) -> list[Piece]:
-    """Neighbouring texts joined, and calls whole: what came of one before is the same."""
-    found = [item for piece in pieces for item in parser.push(piece)] + parser.finish()
-    joined: list[Piece] = []
-    begun: CallBegun | None = None
-    arguments = ""
-    for item in found:
-        if isinstance(item, CallBegun):
-            assert begun is None
-            begun, arguments = item, ""
-            continue
-        if isinstance(item, CallArguments):
-            assert begun is not None
-            assert item.text
-            arguments += item.text
-            continue
-        if begun is not None:
-            assert isinstance(item, ToolCall), "nothing stands between the parts of a call"
-            assert (item.name, item.id, item.arguments) == (begun.name, begun.id, arguments)
-            begun = None
-        last = joined[-1] if joined else None
-        if isinstance(item, str) and isinstance(last, str):
-            joined[-1] = last + item
-        elif isinstance(item, Reasoning) and isinstance(last, Reasoning):
-            joined[-1] = Reasoning(last.text + item.text)
-        else:
-            joined.append(item)
-    return joined
 
 
 def parse(*pieces: str) -> list[Piece]:
@@ -152,79 +112,6 @@ def test_pieces_do_not_matter(text: str, data: st.DataObject) -> None:
         assert parser is not None
         found.append(parse_with(parser, *each))
     assert found[0] == found[1] == found[2]
-
-
-@pytest.mark.parametrize(
-    ("text", "arguments"),
-    [
-        ('{"name": "f", "arguments": {"a": "b', '{"a": "b'),
-        ('\n{"name": "f", "arguments": {"a": [1, ', '{"a": [1, '),
-        ('\n{"name": "f", "arguments": ', ""),
-        ('\n{"name": "f", "arguments": {}}\n</tool_', "{}"),
-        ('{"name": "f", "arguments": {"a": 1}', '{"a": 1}'),
-        ('{"name": "f", "arguments": {"a": "b"}}' + CLOSE, '{"a": "b"}'),
-    ],
-)
-@pytest.mark.parametrize("forced", [True, False])
-def test_a_call_that_is_cut_off_is_a_call_of_which_this_is_known(text: str, arguments: str, forced: bool) -> None:
-    for pieces in ([OPEN + text], list(OPEN + text)):
-        parser = hermes(forced=True) if forced else HERMES.parser(True, tools=[NAMELESS, TOOL])
-        assert parser is not None
-        is_cut = not arguments.endswith("}")
-        assert parse_with(parser, *pieces) == [ToolCall("f", arguments, is_cut=is_cut)]
-    assert hermes(forced=True).push("no call") == ["no call"]
-
-
-@pytest.mark.parametrize(
-    ("family", "text"),
-    [
-        (
-            "qwen3_coder",
-            "<tool_call>\n<function=weather>\n<parameter=days>\n3\n</parameter>\n|<parameter=city>\nPar|is\n</parameter>\n"
-            "|</function>\n</tool|_call>|",
-        ),
-        (
-            "glm45",
-            "<tool_call>weather\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n|<arg_key>city</arg_key>\n<arg_value>"
-            "Par|is</arg_value>\n|</tool|_call>|",
-        ),
-    ],
-)
-def test_a_call_between_tags_that_is_cut_off_says_so(family: str, text: str) -> None:
-    cuts = text.split("|")
-    for count in range(1, len(cuts)):
-        parser = OutputFormat(family, NONE).parser(True, tools=[WEATHER])
-        assert parser is not None
-        (call,) = parse_with(parser, *"".join(cuts[:count]))
-        assert isinstance(call, ToolCall)
-        is_cut = count <= 3
-        assert (json.loads(call.arguments), call.is_cut) == (
-            {"days": 3} | ({} if count < 3 else {"city": "Paris"}),
-            is_cut,
-        )
-
-
-def test_arguments_come_as_they_are_generated() -> None:
-    parser = HERMES.parser(True, tools=[TOOL])
-    assert parser is not None
-    assert parser.push('Yes. <tool_call>\n{"name": "f", "argu') == ["Yes."]
-    assert parser.push('ments": {"a": [') == [CallBegun("f"), CallArguments('{"a": [')]
-    assert parser.push('1, "}') == [CallArguments('1, "}')]
-    assert parser.push('\n\\"é"]}') == [CallArguments('\\n\\"é"]}')], "a line break within a string is escaped"
-    assert parser.push("}\n</tool_call") == []
-    assert parser.push(">") == [ToolCall("f", '{"a": [1, "}\\n\\"é"]}')]
-    assert parser.push('<tool_call>{"name": "g", "arguments": {"a"') == [], "no tool of the request has this name"
-    assert parser.push(": 1}}</tool_call>") == [ToolCall("g", '{"a": 1}')]
-
-
-def test_a_call_that_was_begun_stays_one() -> None:
-    parser = HERMES.parser(True, tools=[TOOL])
-    assert parser is not None
-    text = '<tool_call>{"name": "f", "arguments": {"a": }} and more</tool_call>!'
-    assert parse_with(parser, text) == [ToolCall("f", '{"a": }', is_cut=True), "!"]
-
-
-NAMELESS, TOOL = "{}", json.dumps({"type": "function", "function": {"name": "f"}})
 
 
 PARIS = ToolCall("weather", '{"city": "Paris", "days": 3}')
