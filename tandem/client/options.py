@@ -60,6 +60,8 @@ class GenerateOptions(TokenizeOptions, total=False):
     min_quality: float
     parse_output: bool
     """Whether pieces hold reasoning and tool calls as `parts` too."""
+    stream_tool_calls: bool
+    """Whether `parts` hold tool calls also as deltas while these are generated; needs `parse_output`."""
     tool_choice: str
     single_tool_call: bool
     reasoning_effort: str

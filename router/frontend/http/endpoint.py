@@ -188,7 +188,7 @@ class Endpoint(Generic[Asked, Made]):
     async def _whole(self, api_request: Asked, caller: Caller, arrival: Arrival) -> bytes:
         check_whole_answer(api_request.requests)
         await self._hooks.before(api_request, caller)
-        answer = self._answer(api_request, api_request.request_id)
+        answer = self._answer(api_request, api_request.answer_id)
         async with aclosing(self._streams(api_request, answer, caller, arrival)) as messages:
             async for number, raw in messages:
                 answer.absorb(number, pb.GenerateResponse.FromString(raw))
@@ -200,7 +200,7 @@ class Endpoint(Generic[Asked, Made]):
             await exchange.send_json(await self._whole(api_request, caller, arrival))
             return
         await self._hooks.before(api_request, caller)
-        answer = self._answer(api_request, api_request.request_id)
+        answer = self._answer(api_request, api_request.answer_id)
         last = b""
         async with aclosing(self._streams(api_request, answer, caller, arrival)) as messages:
             async for number, raw in messages:

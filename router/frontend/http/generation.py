@@ -1,5 +1,6 @@
 """Common parts of all generating APIs: a request as it was read, and the maker of its answer. Pure."""
 
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ class Generation:
     """One HTTP request, as it is to be served and answered."""
 
     request_id: str
+    """Id in logs, receipts and `x-request-id`: the client's, or one that was drawn."""
     requests: list[pb.GenerateRequest]
     """Requests, one for each prompt."""
     names: dict[str, str]
@@ -43,6 +45,8 @@ class Generation:
     """Whether the texts of completions begin with their prompts."""
     ignored: Sequence[str] = ()
     """Fields of the body that had no effect."""
+    answer_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    """Id of the answer without its prefix. Always drawn: `request_id` may be a client's, which can come twice."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since the epoch."""
 

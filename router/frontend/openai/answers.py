@@ -5,7 +5,6 @@ Pure.
 A token costs little Python here: the parts common to all chunks of a choice are prepared once, as bytes.
 """
 
-import secrets
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +14,12 @@ from google.protobuf.json_format import MessageToDict
 from protos import inference_pb2 as pb
 from router.frontend.http.blocks import compact
 from router.frontend.http.generation import Answer, PromptInfo
-from router.frontend.openai.choice import ChoiceAnswer, quoted
+from router.frontend.openai.choice import ChoiceAnswer, call_id_of, quoted
 from router.frontend.openai.logprobs import CompletionLogprobs, chat_logprobs, echoed, joined, prompt_logprobs
 from router.frontend.openai.request import ApiRequest
+from router.models.call_reading import CallArguments, CallBegun, ToolCall
 from router.models.forced_calls import CLOSE
-from router.models.output_format import Piece, Reasoning, ToolCall
+from router.models.output_format import Piece, Reasoning
 
 DONE = b"data: [DONE]\n\n"
 PLAIN = b',"logprobs":null,"finish_reason":null}]'
@@ -40,9 +40,9 @@ class OpenAiAnswer(Answer):
     nothing: bytes
     """Bytes in place of all three in the last event of a choice."""
 
-    def __init__(self, api_request: ApiRequest, request_id: str) -> None:
+    def __init__(self, api_request: ApiRequest, answer_id: str) -> None:
         self._api_request = api_request
-        self._id = self.id_prefix + request_id
+        self._id = self.id_prefix + answer_id
         self._choices: dict[int, ChoiceAnswer] = {}
         """Choices by index."""
         self._usage = pb.Usage()
@@ -90,8 +90,8 @@ class OpenAiAnswer(Answer):
         """Return the events of a prompt's message, perhaps none."""
         choice = self._choice(number, message)
         events = b""
-        if not choice.begun:
-            choice.begun = True
+        if not choice.has_begun:
+            choice.has_begun = True
             if first := self.first(choice):
                 events = choice.head + first + self._only_text(choice)
         if message.token_ids or message.text:
@@ -115,27 +115,38 @@ class OpenAiAnswer(Answer):
         if choice.parser is None:
             return choice.head + self.before + quoted(message.text) + after
         pieces = choice.parser.push(message.text, len(message.token_ids))
-        if detailed and not pieces:
-            return choice.head + self.before + b'""' + after
-        return self._pieces(choice, pieces, after)
+        events = self._pieces(choice, pieces, after)
+        return choice.head + self.before + b'""' + after if detailed and not events else events
 
     def _pieces(self, choice: ChoiceAnswer, pieces: Sequence[Piece], after: bytes) -> bytes:
-        """Return one event per piece, the first one ending with `after`."""
+        """Return at most one event per piece, the first one ending with `after`."""
         events = []
         for piece in pieces:
-            if isinstance(piece, str):
-                events.append(choice.head + self.before + quoted(piece) + after)
-            elif isinstance(piece, Reasoning):
-                if not self._api_request.include_reasoning:
-                    continue
-                text = quoted(piece.text)
-                delta = b'"delta":{"reasoning_content":' + text + b',"reasoning":' + text
+            if delta := self._delta(choice, piece):
                 events.append(choice.head + delta + after)
-            else:
-                call = {"index": len(choice.calls)} | self._call(choice, piece)
-                events.append(choice.head + f'"delta":{{"tool_calls":[{compact(call)}]'.encode() + after)
-            after = self._only_text(choice)
+                after = self._only_text(choice)
         return b"".join(events)
+
+    def _delta(self, choice: ChoiceAnswer, piece: Piece) -> bytes:
+        """Return what a piece adds, without the end of its object; nothing for one that the client has or wants not."""
+        if isinstance(piece, str):
+            return self.before + quoted(piece)
+        if isinstance(piece, Reasoning):
+            text = quoted(piece.text)
+            is_wanted = self._api_request.include_reasoning
+            return b'"delta":{"reasoning_content":' + text + b',"reasoning":' + text if is_wanted else b""
+        call: dict[str, Any] = {"index": len(choice.calls)}
+        if isinstance(piece, CallBegun):
+            choice.begun = call_id_of(piece.id)
+            call |= {"id": choice.begun, "type": "function", "function": {"name": piece.name, "arguments": ""}}
+        elif isinstance(piece, CallArguments):
+            call["function"] = {"arguments": piece.text}
+        elif choice.begun:
+            choice.add_call(piece)
+            return b""
+        else:
+            call |= choice.add_call(piece)
+        return f'"delta":{{"tool_calls":[{compact(call)}]'.encode()
 
     def _detailed(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> bytes:
         """Return the bytes after the text for a choice with further fields."""
@@ -200,8 +211,8 @@ class OpenAiAnswer(Answer):
                 choice.text.append(piece)
             elif isinstance(piece, Reasoning):
                 choice.reasoning.append(piece.text)
-            else:
-                self._call(choice, piece)
+            elif isinstance(piece, ToolCall):
+                choice.add_call(piece)
         if message.HasField("finish"):
             self._finish(number, choice, message.finish)
 
@@ -248,16 +259,10 @@ class OpenAiAnswer(Answer):
     def _choice(self, number: int, message: pb.GenerateResponse) -> ChoiceAnswer:
         return self._choices[number * self._api_request.choices_per_prompt + message.index]
 
-    def _call(self, choice: ChoiceAnswer, call: ToolCall) -> dict[str, Any]:
-        function = {"name": call.name, "arguments": call.arguments}
-        made = {"id": call.id or f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
-        choice.calls.append(made)
-        return made
-
     def _finish(self, number: int, choice: ChoiceAnswer, finish: pb.Finish) -> None:
         self._num_open -= 1
         choice.reason = REASONS[finish.reason]
-        if choice.calls and choice.reason == "stop":
+        if choice.calls and choice.reason == "stop" and not choice.is_cut:
             choice.reason = "tool_calls"
         if finish.stop_match:
             stops = self._api_request.requests[number].sampling.stop

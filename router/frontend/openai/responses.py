@@ -4,6 +4,7 @@ Pure.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +49,9 @@ class ResponsesRequest(Generation):
     own_messages: list[pb.ChatMessage] = field(default_factory=list)
     """Messages of this request without instructions and earlier turns."""
     input_items: list[Any] = field(default_factory=list)
-    """Items of this request's input as the client gave them."""
+    """Items of this request's input as the client gave them; references are replaced by what these name."""
+    references: dict[int, str] = field(default_factory=dict)
+    """Ids of earlier items, by the places of the input items that only refer to these."""
     custom_tools: frozenset[str] = frozenset()
     """Names of tools whose input is a text."""
     echoed: dict[str, Any] = field(default_factory=dict)
@@ -81,11 +84,11 @@ def read_response(fields: Fields, caller: Caller) -> ResponsesRequest:
     _read_tools(fields, request, api_request)
     _read_input(fields, api_request)
     api_request.previous_id = fields.text("previous_response_id")
-    stored = fields.take("store")
-    api_request.is_stored = stored is None or bool(stored)
+    api_request.is_stored = fields.boolean("store", default=True)
     api_request.stream = fields.boolean("stream")
     fields.take("parallel_tool_calls")  # read with the options
-    complete(api_request, [])
+    if not api_request.references:
+        complete(api_request, [])
     fields.finish()
     return api_request
 
@@ -178,12 +181,35 @@ def _read_input(fields: Fields, api_request: ResponsesRequest) -> None:
         raise fields.refuse("input", f"at most {MAX_MESSAGES} items, not {len(value)}")
     api_request.input_items = value
     for place, item in enumerate(value):
-        _add_item(fields.at(f"input[{place}]", item), api_request)
+        of_item = fields.at(f"input[{place}]", item)
+        if _is_reference(of_item):
+            api_request.references[place] = of_item.text("id", required=True)
+            of_item.finish()
+        else:
+            _add_item(of_item, api_request.own_messages)
 
 
-def _add_item(item: Fields, api_request: ResponsesRequest) -> None:
+def _is_reference(item: Fields) -> bool:
+    """Return whether an item only names an earlier one; its type, which may be absent, is taken then."""
+    if item.peek("type") == "item_reference":
+        item.take("type")
+        return True
+    return item.given("id") and not any(map(item.given, ("type", "role", "content")))
+
+
+def refer(api_request: ResponsesRequest, items: Mapping[int, Any]) -> None:
+    """Replace the references by these items, given by their places in the input.
+
+    Raises InvalidRequest.
+    """
+    found = [items.get(place, item) for place, item in enumerate(api_request.input_items)]
+    api_request.input_items, api_request.own_messages = found, []
+    for place, item in enumerate(found):
+        _add_item(Fields(item, f"input[{place}]"), api_request.own_messages)
+
+
+def _add_item(item: Fields, messages: list[pb.ChatMessage]) -> None:
     kind = item.text("type") or "message"
-    messages = api_request.own_messages
     for name in ("id", "status", "phase", "internal_chat_message_metadata_passthrough"):
         item.take(name)
     if kind == "message":
@@ -259,7 +285,8 @@ def _read_tools(fields: Fields, request: pb.GenerateRequest, api_request: Respon
         if kind == "custom":
             custom.add(name)
             parameters = CUSTOM_PARAMETERS
-            known.take("format")  # a grammar of the text, which the description repeats
+            if known.peek("format") == {"type": "text"}:  # any other form is not enforced, and named as ignored
+                known.take("format")
         if parameters is not None and not isinstance(parameters, dict):
             raise known.refuse("parameters", f"must be a JSON schema, not {shown(parameters)}")
         function["parameters"] = parameters or {"type": "object"}
