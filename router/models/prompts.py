@@ -18,6 +18,7 @@ from router.models.after_reasoning import ReasoningMarks
 from router.models.chat_template import ChatTemplate, chars_of, check_chat_fields
 from router.models.client_texts import ClientTexts, ControlTokens
 from router.models.output_format import AUTO, OutputFormat
+from router.models.token_texts import TokenForm, TokenForms, TokensInText, pieces_by_offsets
 
 INLINE_CHARS = 4096
 """Length from which texts are rendered and tokenised on a thread, so that other streams do not wait."""
@@ -89,7 +90,7 @@ class PromptEncoder:
         self.reading = self.vocabulary + _digest(model_dir, ("tokenizer_config.json", "chat_template.jinja"))
         """Digest that is equal where the same prompt gives the same token ids."""
         self._tokens_per_char = TOKENS_PER_CHAR
-        self._token_texts: dict[int, str] = {}
+        self._forms = TokenForms(self._tokenizer)
         self._max_context_tokens = model_dir.max_context_tokens
         longest = max_chars_per_token(self._tokenizer) if self._tokenizer is not None else None
         self._max_chars = None if longest is None else longest * self._max_context_tokens
@@ -115,16 +116,22 @@ class PromptEncoder:
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
 
-    def token_text(self, token_id: int) -> str:
-        """Return the text of one token by itself, special tokens included.
+    def token(self, token_id: int) -> TokenForm:
+        """Return a token by itself; an empty one without a tokenizer."""
+        return self._forms.of(token_id)
 
-        Parts of a character give the replacement character. Empty without a tokenizer.
+    def pieces(self, prompt: Sequence[int], text: str | None) -> list[str]:
+        """Return the part of a prompt's text that each token has; `text`: the text where the prompt was given as one.
+
+        A tokenizer may have changed a given text, such as its combining marks.
         """
-        text = self._token_texts.get(token_id)
-        if text is None:
-            text = self.decode([token_id])
-            self._token_texts[token_id] = text
-        return text
+        if self._tokenizer is not None and text is not None:
+            encoded = self._tokenizer.encode(text)
+            if encoded.ids == list(prompt):
+                return pieces_by_offsets(text, encoded.offsets)
+        tokens = TokensInText(self.token, keeps_special=True)
+        shown = self.decode(prompt) if text is None else text
+        return [token.text for token in tokens.add(prompt, prompt, shown, ends=True)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included; empty without a tokenizer."""

@@ -152,8 +152,16 @@ class BlockAnswer(Answer, Generic[Asked]):
 
 
 def compact(value: Any) -> str:
-    """Return a value as compact JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """Return a value as compact JSON, in one line whatever a client takes for the end of one."""
+    return in_one_line(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+
+
+def in_one_line(text: str) -> str:
+    """Return JSON with all line breaks that Unicode has beyond ASCII escaped: some clients split streams at them."""
+    return text if text.isascii() else text.translate(LINE_BREAKS)
+
+
+LINE_BREAKS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
 def event(name: str, value: dict[str, Any]) -> bytes:

@@ -216,11 +216,17 @@ class Endpoint(Generic[Asked, Made]):
 def _beginner(answer: Answer, number: int, echo: bool) -> Callable[[PreparedRequest], None]:
     def begin(prepared: PreparedRequest) -> None:
         encoder = prepared.model.encoder
-        text = ""
-        if echo:
-            text = prepared.request.text if prepared.request.HasField("text") else encoder.decode(prepared.prompt)
-        answer.begin(
-            number, PromptInfo(prepared.model.name, prepared.prompt, text, encoder.token_text, prepared.output.parser)
+        given = prepared.request.text if prepared.request.HasField("text") else None
+        text = "" if not echo else encoder.decode(prepared.prompt) if given is None else given
+        served = PromptInfo(
+            prepared.model.name,
+            prepared.prompt,
+            text,
+            encoder.token,
+            prepared.output.parser,
+            lambda: encoder.pieces(prepared.prompt, given),
+            prepared.sampling.keep_special_tokens,
         )
+        answer.begin(number, served)
 
     return begin

@@ -1,0 +1,290 @@
+"""Bytes and places of tokens: bytes of all tokens joined are the text, and the text goes on with a token at its offset.
+
+From the engine's tokens through the decode worker to the answers, whole and streamed.
+"""
+
+import codecs
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from decode_worker.output_stream import OutputStream
+from engine.core_types import FinishReason, TokenLogprobs
+from engine.messages.from_engine import KvAccount, Token
+from engine.model.model_dir import ModelDir
+from protos import decode_pb2 as internal_pb
+from protos import inference_pb2 as pb
+from router.frontend.http.generation import PromptInfo
+from router.frontend.openai.answers import ChatAnswer, CompletionAnswer, OpenAiAnswer
+from router.frontend.openai.request import ApiRequest
+from router.models.prompts import PromptEncoder
+from router.models.token_texts import TokenForm, TokensInText, pieces_by_offsets
+from support.small_tokenizers import byte_level, with_byte_fallback
+
+DRAWS = 1000
+MAKERS = {"byte level": byte_level, "byte fallback": with_byte_fallback}
+SOMES = "the END cafe\u0301 e\u0301 \u00e9 🦊 👩‍👩‍👧 🇳🇴 日本 \u0301 to, 😀 \u2028"
+TEXTS = st.lists(st.sampled_from([*SOMES, *SOMES.split()]), min_size=1, max_size=12).map("".join)
+
+
+@dataclass
+class Served:
+    """A model's tokenizer, and its reader of prompts."""
+
+    tokenizer: Tokenizer
+    encoder: PromptEncoder
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = MAKERS[request.param]()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "config.json").write_text(json.dumps({"vocab_size": 500, "max_position_embeddings": 4096}))
+    return Served(tokenizer, PromptEncoder(ModelDir.open(path)))
+
+
+@dataclass
+class Drawn:
+    """A request, and what its engine samples."""
+
+    prompt: str
+    tokens: list[int]
+    tops: list[int]
+    ends: bool = False
+    """Whether the model's end token comes last."""
+    stops: list[str] = field(default_factory=list)
+    keeps_special: bool = False
+    echo: bool = False
+    by_ids: bool = False
+    """Whether the prompt is given as token ids."""
+    together: int = 1
+    """Tokens that one message has."""
+
+
+def boundaries(served: Served, tokens: list[int]) -> list[int]:
+    """The places before, between and after characters."""
+    ends = codecs.getincrementaldecoder("utf-8")()
+    places = [0]
+    for place, token_id in enumerate(tokens, start=1):
+        ends.decode(served.encoder.token(token_id).raw)
+        if not ends.getstate()[0]:
+            places.append(place)
+    return places
+
+
+def scored(token_id: int, tops: list[int]) -> TokenLogprobs:
+    return TokenLogprobs(-1.0, tuple(dict.fromkeys([token_id, *tops])), tuple([-1.0] * len({token_id, *tops})))
+
+
+def messages_of(served: Served, drawn: Drawn, prompt: list[int]) -> list[pb.GenerateResponse]:
+    """The decode worker's messages."""
+    tokens = drawn.tokens + [served.tokenizer.token_to_id("<end>")] * drawn.ends
+    sampling = pb.Sampling(
+        max_tokens=len(tokens), stop=drawn.stops, keep_special_tokens=drawn.keeps_special, logprobs=3
+    )
+    request = internal_pb.DecodeRequest(request_id="r", prompt_token_ids=prompt, sampling=sampling)
+    stream = OutputStream(request, served.tokenizer, "d", 4)
+    messages: list[pb.GenerateResponse] = []
+    for place, token_id in enumerate(tokens):
+        last = place == len(tokens) - 1
+        finish = (FinishReason.STOP if drawn.ends else FinishReason.LENGTH) if last else None
+        account = KvAccount(times={"admitted": 0.0}) if place == 0 else None
+        stream.absorb(Token("r", token_id, scored(token_id, drawn.tops), account, finish))
+        if place % drawn.together == 0 or stream.finished:
+            while (message := stream.take()) is not None:
+                messages.append(message)
+        if stream.finished:
+            break
+    return messages
+
+
+def answers_of(
+    served: Served, drawn: Drawn, kind: type[OpenAiAnswer], **options: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The only choice of the whole answer, and the same put together from a stream."""
+    prompt = served.tokenizer.encode(drawn.prompt).ids
+    given = None if drawn.by_ids else drawn.prompt
+    echo = "" if not drawn.echo else served.encoder.decode(prompt) if given is None else given
+    sampling = pb.Sampling(stop=drawn.stops, keep_special_tokens=drawn.keeps_special, logprobs=3)
+    messages = messages_of(served, drawn, prompt)
+
+    def begun(stream: bool) -> OpenAiAnswer:
+        asked = ApiRequest("r", [pb.GenerateRequest(sampling=sampling)], {}, stream=stream, echo=drawn.echo, **options)
+        answer = kind(asked, "r")
+        pieces = served.encoder.pieces
+        info = PromptInfo(
+            "m", prompt, echo, served.encoder.token, lambda: None, lambda: pieces(prompt, given), drawn.keeps_special
+        )
+        answer.begin(0, info)
+        return answer
+
+    whole = begun(stream=False)
+    if options.get("echo_logprobs"):
+        values = [pb.TokenLogprobs(logprob=-2.0, top_token_ids=drawn.tops, top_logprobs=[-3.0] * len(drawn.tops))]
+        whole.absorb(0, pb.GenerateResponse(prompt_logprobs=values * (len(prompt) - 1)))
+    for message in messages:
+        whole.absorb(0, message)
+    streaming = begun(stream=True)
+    events = b"".join(streaming.chunk(0, message) for message in messages).decode()
+    assert events.splitlines() == events.split("\n")[:-1], "no other line breaks, which clients may split at"
+    chunks = [json.loads(line[6:])["choices"][0] for line in events.split("\n\n") if line[6:7] == "{"]
+    return json.loads(whole.whole())["choices"][0], _put_together(chunks)
+
+
+def _put_together(chunks: list[Any]) -> dict[str, Any]:
+    texts = [chunk["text"] if "text" in chunk else chunk["delta"].get("content", "") for chunk in chunks]
+    parts = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"]]
+    lists: dict[str, list[Any]] = {}
+    for part in parts:
+        for name, values in part.items():
+            lists.setdefault(name, []).extend(values or ())
+    return {"text": "".join(texts), "logprobs": lists, "finish_reason": chunks[-1]["finish_reason"]}
+
+
+def check_chat(served: Served, drawn: Drawn, exact: bool = True) -> dict[str, Any]:
+    whole, streamed = answers_of(served, replace(drawn, echo=False), ChatAnswer)
+    text, entries = whole["message"]["content"], whole["logprobs"]["content"]
+    raw = b"".join(bytes(entry["bytes"]) for entry in entries)
+    assert (raw == text.encode()) if exact else (raw.decode(errors="replace") == text)
+    assert (streamed["text"], streamed["logprobs"]["content"]) == (text, entries)
+    assert streamed["finish_reason"] == whole["finish_reason"]
+    for entry in entries:
+        names = [top["token"] for top in entry["top_logprobs"]]
+        raws = [tuple(top["bytes"]) for top in entry["top_logprobs"]]
+        assert len(set(names)) == len(set(raws)), "equal only where the bytes are"
+        assert entry["token"] in names
+    return whole
+
+
+def check_completion(served: Served, drawn: Drawn) -> dict[str, Any]:
+    whole, streamed = answers_of(served, drawn, CompletionAnswer)
+    check_places(whole)
+    assert streamed["text"] == whole["text"]
+    assert streamed["logprobs"] == whole["logprobs"]
+    if drawn.echo:
+        echoed, _ = answers_of(served, drawn, CompletionAnswer, echo_logprobs=True)
+        check_places(echoed)
+        assert "".join(echoed["logprobs"]["tokens"]) == echoed["text"] == whole["text"]
+        assert echoed["logprobs"]["tokens"][-len(whole["logprobs"]["tokens"]) :] == whole["logprobs"]["tokens"]
+    return whole
+
+
+def check_places(choice: Any) -> None:
+    lists = choice["logprobs"]
+    for token, offset, tops in zip(lists["tokens"], lists["text_offset"], lists["top_logprobs"], strict=True):
+        assert choice["text"][offset:].startswith(token)
+        assert tops is None or token in tops
+    assert lists["text_offset"] == sorted(lists["text_offset"])
+
+
+@settings(max_examples=DRAWS, deadline=None)
+@given(data=st.data())
+def test_any_text(served: Served, data: st.DataObject) -> None:
+    text = data.draw(TEXTS, "output")
+    tokens = served.tokenizer.encode(text, add_special_tokens=False).ids
+    tokens = tokens[: data.draw(st.integers(1, len(tokens)), "length")]  # perhaps within a character
+    if data.draw(st.booleans(), "has special"):
+        special = data.draw(st.sampled_from(boundaries(served, tokens)), "special")
+        tokens.insert(special, served.tokenizer.token_to_id("<end>"))
+    begin = data.draw(st.integers(0, len(text) - 1), "stop")
+    stops = [text[begin : begin + data.draw(st.integers(1, 4), "chars")]]
+    drawn = Drawn(
+        prompt=data.draw(TEXTS, "prompt"),
+        tokens=tokens,
+        tops=data.draw(st.lists(st.integers(3, served.tokenizer.get_vocab_size() - 1), max_size=5), "tops"),
+        ends=data.draw(st.booleans(), "ends"),
+        stops=data.draw(st.sampled_from([[], stops, [*stops, "END"]]), "stops"),
+        keeps_special=data.draw(st.booleans(), "keeps"),
+        echo=data.draw(st.booleans(), "echo"),
+        by_ids=data.draw(st.booleans(), "by ids"),
+        together=data.draw(st.integers(1, 3), "together"),
+    )
+    check_chat(served, drawn)
+    check_completion(served, drawn)
+
+
+@settings(max_examples=DRAWS // 4, deadline=None)
+@given(data=st.data())
+def test_any_tokens_keep_their_places(served: Served, data: st.DataObject) -> None:
+    """Bytes that are no characters: an output needs not be one that a tokenizer would make."""
+    ids = st.integers(0, served.tokenizer.get_vocab_size() - 1)
+    drawn = Drawn("to 🦊", data.draw(st.lists(ids, min_size=1, max_size=12)), [], echo=data.draw(st.booleans()))
+    check_completion(served, drawn)
+
+
+def test_an_emoji_has_its_bytes_and_its_tokens_names_of_their_own(served: Served) -> None:
+    tokens = served.tokenizer.encode("a\U0001f9b7b", add_special_tokens=False).ids
+    tokens = tokens[tokens.index(served.tokenizer.encode("ta", add_special_tokens=False).ids[-1]) :]
+    entries = check_chat(served, Drawn("t", tokens, tops=[]))["logprobs"]["content"]
+    parts = {4: [b"\xf0\x9f", b"\xa6", b"\xb7"], 5: [b"\xf0", b"\x9f", b"\xa6", b"\xb7"]}[len(entries) - 1]
+    assert [bytes(entry["bytes"]) for entry in entries] == [b"a", *parts, b"b"]
+    names = ["bytes:" + "".join(f"\\x{byte:x}" for byte in part) for part in parts]
+    assert [entry["token"] for entry in entries] == ["a", *names, "b"]
+    lists = check_completion(served, Drawn("t", tokens, tops=tokens[1:-1]))["logprobs"]
+    assert lists["tokens"] == ["a", *([""] * (len(parts) - 1)), "\U0001f9b7", "b"]
+    assert lists["text_offset"] == [0, *([1] * len(parts)), 2]
+    assert set(lists["top_logprobs"][0]) == {"a", *names}
+
+
+def test_spaces_before_words_are_part_of_tokens(served: Served) -> None:
+    tokens = served.tokenizer.encode("the the", add_special_tokens=False).ids[-1:]
+    (entry,) = check_chat(served, Drawn("the", tokens, tops=[]))["logprobs"]["content"]
+    assert (entry["token"], bytes(entry["bytes"])) == (" the", b" the")
+
+
+def test_a_prompt_that_ends_within_a_character(served: Served) -> None:
+    ids = served.tokenizer.encode("x😀y", add_special_tokens=False).ids[-5:]
+    tokens = TokensInText(served.encoder.token, before=ids[:2])
+    placed = tokens.add(ids[2:], [None] * 3, "😀y", ends=True)
+    assert b"".join(token.raw for token in placed).decode() == "😀y"
+    assert [token.text for token in placed] == ["", "😀", "y"]
+
+
+def test_tokens_wait_for_their_text_and_lose_what_a_stop_cuts_off() -> None:
+    forms = [TokenForm.of(raw) for raw in (b"a ", b"EN", b"Dx", b"\xf0\x9f")]
+    tokens = TokensInText(lambda token_id: forms[token_id], num_chars=5)
+    assert [token.offset for token in tokens.add([0, 1], "pq", "a ")] == [5]
+    assert tokens.waits
+    cut = tokens.add([2, 3], "rs", "E", ends=True)
+    assert [(token.value, token.text, token.raw, token.offset) for token in cut] == [
+        ("q", "E", b"E", 7),
+        ("r", "", b"", 8),
+        ("s", "", b"", 8),
+    ]
+    assert not tokens.waits
+
+
+def test_parts_of_a_text_by_offsets() -> None:
+    assert pieces_by_offsets("a b😀c", [(0, 0), (0, 1), (2, 3), (3, 4), (3, 4), (4, 5)]) == [
+        "",
+        "a",
+        " b",
+        "",
+        "😀",
+        "c",
+    ]
+    assert pieces_by_offsets("e\u0301 e\u0301", [(0, 1), (2, 4)]) == ["e\u0301", " e\u0301"]
+
+
+def test_names_by_id(served: Served) -> None:
+    drawn = Drawn("t", served.tokenizer.encode("the", add_special_tokens=False).ids[-1:], tops=[7])
+    name = f"token_id:{drawn.tokens[0]}"
+    whole, streamed = answers_of(served, drawn, CompletionAnswer, tokens_as_ids=True)
+    assert whole["logprobs"]["tokens"] == streamed["logprobs"]["tokens"] == [name]
+    assert whole["logprobs"]["top_logprobs"] == [{name: -1.0, "token_id:7": -1.0}]
+    chat, _ = answers_of(served, drawn, ChatAnswer, tokens_as_ids=True)
+    (entry,) = chat["logprobs"]["content"]
+    assert [one["token"] for one in (entry, *entry["top_logprobs"])] == [name, name, "token_id:7"]
+    assert bytes(entry["bytes"]).decode() == chat["message"]["content"]
+
+
+def test_forms_without_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9, "max_position_embeddings": 64}))
+    assert PromptEncoder(ModelDir.open(tmp_path)).token(3) == TokenForm("", b"")
