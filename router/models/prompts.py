@@ -152,8 +152,8 @@ class PromptEncoder:
         """Estimate the prompt's tokens without reading it, from recent tokens per character."""
         return len(request.token_ids) or max(1, round(num_chars(request) * self._tokens_per_char))
 
-    async def encode(self, request: pb.GenerateRequest, tenant: str = "") -> list[int]:
-        """Return the prompt's token ids.
+    async def encode(self, request: pb.GenerateRequest, tenant: str = "", adds_special: bool = True) -> list[int]:
+        """Return the prompt's token ids; `adds_special`: a text gets the tokenizer's special tokens.
 
         Long prompts of a tenant wait for each other, and take turns with other tenants'. Raises InvalidRequest unless
         exactly one readable kind of prompt was given.
@@ -172,10 +172,10 @@ class PromptEncoder:
             limit = f"{self._max_chars}, the most that {self._max_context_tokens} tokens can hold"
             raise InvalidRequest(kind, f"the prompt has {chars} characters, at most {limit}")
         if chars <= INLINE_CHARS and len(request.messages) <= INLINE_MESSAGES:
-            prompt = self._read(request)
+            prompt = self._read(request, adds_special)
         else:
             async with self._turn(chars, tenant):
-                prompt = await asyncio.to_thread(self._read, request)
+                prompt = await asyncio.to_thread(self._read, request, adds_special)
         if chars:
             self._tokens_per_char += (len(prompt) / chars - self._tokens_per_char) / PROMPTS_SEEN
         return prompt
@@ -183,7 +183,7 @@ class PromptEncoder:
     def _turn(self, chars: int, tenant: str) -> AbstractAsyncContextManager[None]:
         return (self._large_turns if chars > LARGE_CHARS else self._turns).turn(tenant)
 
-    def _read(self, request: pb.GenerateRequest) -> list[int]:
+    def _read(self, request: pb.GenerateRequest, adds_special: bool) -> list[int]:
         """Render and tokenise a text or a chat."""
         assert self._tokenizer is not None, "it would be at fault"
         is_chat = bool(request.messages)
@@ -196,7 +196,7 @@ class PromptEncoder:
                 assert self._control is not None, "it hid something"
                 return self._control.encode(text, texts.stand_ins)
         # Unlike `encode`, this lets go of the GIL.
-        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=not is_chat)
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special and not is_chat)
         ids: list[int] = encoded.ids
         return ids
 

@@ -285,6 +285,14 @@ def test_names_by_id(served: Served) -> None:
     assert bytes(entry["bytes"]).decode() == chat["message"]["content"]
 
 
+async def test_a_text_gets_special_tokens_unless_told_otherwise(served: Served) -> None:
+    text = pb.GenerateRequest(text="the")
+    plain = served.tokenizer.encode("the", add_special_tokens=False).ids
+    begin = served.tokenizer.token_to_id("<s>")
+    assert await served.encoder.encode(text) == ([] if begin is None else [begin]) + plain
+    assert await served.encoder.encode(text, adds_special=False) == plain
+
+
 def test_forms_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9, "max_position_embeddings": 64}))
     assert PromptEncoder(ModelDir.open(tmp_path)).token(3) == TokenForm("", b"")

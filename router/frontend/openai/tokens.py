@@ -50,6 +50,8 @@ def _read_text(fields: Fields, caller: Caller) -> TokensRequest:
         request.no_generation_prompt = chat.no_generation_prompt
     else:
         request.text = fields.text("prompt", required=True)
+    if fields.given("add_special_tokens"):
+        request.add_special_tokens = fields.boolean("add_special_tokens")
     returns_texts = fields.boolean("return_token_strs")
     fields.finish()
     return TokensRequest(request, returns_texts)
