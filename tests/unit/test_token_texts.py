@@ -12,17 +12,24 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.types.responses import ResponseCompletedEvent as ResponseCompleted
 from tokenizers import Tokenizer
 
+from cluster.errors import InvalidRequest
 from decode_worker.output_stream import OutputStream
 from engine.core_types import FinishReason, TokenLogprobs
 from engine.messages.from_engine import KvAccount, Token
 from engine.model.model_dir import ModelDir
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
+from router.frontend.http.caller import Caller
+from router.frontend.http.fields import Fields, IgnoredFields
 from router.frontend.http.generation import PromptInfo
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer, OpenAiAnswer
 from router.frontend.openai.request import ApiRequest
+from router.frontend.openai.responses import LOGPROBS, read_response
+from router.frontend.openai.responses_answer import ResponsesAnswer
+from router.models.output_format import OutputFormat
 from router.models.prompts import PromptEncoder
 from router.models.token_texts import TokenForm, TokensInText, pieces_by_offsets
 from support.small_tokenizers import byte_level, with_byte_fallback
@@ -296,3 +303,77 @@ async def test_a_text_gets_special_tokens_unless_told_otherwise(served: Served) 
 def test_forms_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9, "max_position_embeddings": 64}))
     assert PromptEncoder(ModelDir.open(tmp_path)).token(3) == TokenForm("", b"")
+
+
+# ------------------------------------------------------------------------------------------------ Responses
+
+PARSERS = {
+    "text": lambda: None,
+    "parsed": lambda: OutputFormat("hermes", "qwen3").parser(parses_calls=True),
+}
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+OUTPUTS = (
+    "a 🦊 b",
+    "<think>\nwhy 🦊</think>\n\nso 👩‍👩‍👧!",
+    f" first {CALL}",
+    f"<think>so</think>so {CALL} \n{CALL}",
+    "e\u0301 <tool_ no call, END",
+    " \n",
+)
+
+
+def response_of(served: Served, drawn: Drawn, parser: Any) -> tuple[Any, list[Any]]:
+    """The whole response, and the events of a stream."""
+    prompt = served.tokenizer.encode(drawn.prompt).ids
+    asked = {"input": "hi", "include": [LOGPROBS], "top_logprobs": 2}
+    info = PromptInfo("m", prompt, "", served.encoder.token, parser, keeps_special=drawn.keeps_special)
+    made = [ResponsesAnswer(read_response(Fields(asked), Caller("", "r")), "r") for _ in range(2)]
+    for answer in made:
+        answer.begin(0, info)
+    messages = messages_of(served, drawn, prompt)
+    for message in messages:
+        made[0].absorb(0, message)
+    events = b"".join(made[1].chunk(0, message) for message in messages).decode()
+    return json.loads(made[0].whole()), [json.loads(line[6:]) for line in events.split("\n") if line[:5] == "data:"]
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@settings(max_examples=DRAWS // 4, deadline=None)
+@given(data=st.data())
+def test_the_texts_of_a_response(served: Served, parser: str, data: st.DataObject) -> None:
+    text = data.draw(st.sampled_from(OUTPUTS) | TEXTS, "output")
+    tokens = served.tokenizer.encode(text, add_special_tokens=False).ids
+    tokens = tokens[: data.draw(st.integers(1, len(tokens)), "length")]
+    stops, together = data.draw(st.sampled_from([[], ["END"], ["so"]])), data.draw(st.integers(1, 9))
+    drawn = Drawn("t", tokens, [5, 9], stops=stops, together=together, ends=data.draw(st.booleans()))
+    whole, events = response_of(served, drawn, PARSERS[parser])
+    ResponseCompleted.model_validate(events[-1] | {"type": "response.completed"})
+    parts = [item["content"][0] for item in whole["output"] if item["type"] == "message"]
+    for part in parts:
+        assert b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]) == part["text"].encode()
+    streamed = [event for event in events if event["type"] == "response.output_text.delta"]
+    done = [event for event in events if event["type"] == "response.output_text.done"]
+    entries = [entry for event in streamed for entry in event["logprobs"]]
+    assert entries == [entry for part in parts for entry in part["logprobs"]]
+    assert [(event["text"], event["logprobs"]) for event in done] == [
+        (part["text"], part["logprobs"]) for part in parts
+    ]
+
+
+def test_log_probabilities_of_responses_need_to_be_included() -> None:
+    def read(**fields: Any) -> pb.Sampling:
+        return read_response(Fields({"input": "hi"} | fields), Caller("", "r")).requests[0].sampling
+
+    assert not read().HasField("logprobs")
+    assert read(include=[LOGPROBS]).logprobs == 0
+    assert read(include=[LOGPROBS, "reasoning.encrypted_content"], top_logprobs=20).logprobs == 20
+    for fields, name in (
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": [LOGPROBS], "top_logprobs": 21}, "top_logprobs"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            read(**fields)
+        assert caught.value.field == name
+    strict = Fields({"input": "hi", "include": ["other"]}, ignored=IgnoredFields(strict=True))
+    with pytest.raises(InvalidRequest, match="may have"):
+        read_response(strict, Caller("", "r"))
