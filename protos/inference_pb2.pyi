@@ -699,7 +699,10 @@ class StructuredOutput(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """JSON Schema, as JSON. Unsupported parts are refused, not ignored. Properties come in the schema's order."""
+    """JSON Schema, as JSON. Unsupported parts are refused, not ignored, but for formats that llguidance does not know.
+    Properties come in the schema's order. Between two parts stands a space at most, or a line break with an
+    indentation; options in the schema's `x-guidance` go first.
+    """
     json_object: _builtins.bool
     """Any JSON object."""
     regex: _builtins.str
