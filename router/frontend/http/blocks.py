@@ -158,10 +158,13 @@ def compact(value: Any) -> str:
 
 def in_one_line(text: str) -> str:
     """Return JSON with all line breaks that Unicode has beyond ASCII escaped: some clients split streams at them."""
-    return text if text.isascii() else text.translate(LINE_BREAKS)
+    if not text.isascii():  # every piece of every stream passes here
+        for char, escape in LINE_BREAKS.items():
+            text = text.replace(char, escape)
+    return text
 
 
-LINE_BREAKS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+LINE_BREAKS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def event(name: str, value: dict[str, Any]) -> bytes:
