@@ -26,6 +26,7 @@ from router.frontend.http.caller import Caller
 from router.frontend.http.fields import Fields, IgnoredFields
 from router.frontend.http.generation import PromptInfo
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer, OpenAiAnswer
+from router.frontend.openai.output_logprobs import OutputLogprobs
 from router.frontend.openai.request import ApiRequest
 from router.frontend.openai.responses import LOGPROBS, read_response
 from router.frontend.openai.responses_answer import ResponsesAnswer
@@ -377,3 +378,16 @@ def test_log_probabilities_of_responses_need_to_be_included() -> None:
     strict = Fields({"input": "hi", "include": ["other"]}, ignored=IgnoredFields(strict=True))
     with pytest.raises(InvalidRequest, match="may have"):
         read_response(strict, Caller("", "r"))
+
+
+def test_a_token_that_two_pieces_of_a_text_share_is_one_entry() -> None:
+    """A parser holds whitespace back until more text of its region follows."""
+    forms = [TokenForm.of(raw) for raw in (b"why</think>\n\nso ", b"be", b" \n<tool_call>")]
+    dealt = OutputLogprobs(PromptInfo("m", [], "", lambda token_id: forms[token_id]))
+    one = [pb.TokenLogprobs(logprob=-1.0)]
+    dealt.add(pb.GenerateResponse(text="why</think>\n\nso ", token_ids=[0], logprobs=one))
+    assert dealt.of("so") == []
+    dealt.add(pb.GenerateResponse(text="be", token_ids=[1], logprobs=one))
+    assert [bytes(entry["bytes"]) for entry in dealt.of(" be")] == [b"so ", b"be"]
+    dealt.add(pb.GenerateResponse(text=" \n<tool_call>", token_ids=[2], logprobs=one))
+    assert dealt.close() == []
