@@ -746,7 +746,10 @@ class StructuredOutput(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """JSON Schema, as JSON. Unsupported parts are refused, not ignored. Properties come in the schema's order."""
+    """JSON Schema, as JSON. Unsupported parts are refused, not ignored, but for formats that llguidance does not know.
+    Properties come in the schema's order. Between two parts stands a space at most, or a line break with an
+    indentation; options in the schema's `x-guidance` go first.
+    """
     json_object: _builtins.bool
     """Any JSON object."""
     regex: _builtins.str
@@ -1887,6 +1890,7 @@ class TokenizeRequest(_message.Message):
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     NO_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model as in GenerateRequest, but never "auto"."""
     text: _builtins.str
@@ -1895,6 +1899,8 @@ class TokenizeRequest(_message.Message):
     continue_final_message: _builtins.bool
     """End of the prompt as in GenerateRequest, with `messages`."""
     no_generation_prompt: _builtins.bool
+    add_special_tokens: _builtins.bool
+    """With `text` only. Add the special tokens that the tokenizer puts around a prompt, as Generate does. Default true."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
@@ -1911,13 +1917,19 @@ class TokenizeRequest(_message.Message):
         chat_template_kwargs: _builtins.str = ...,
         continue_final_message: _builtins.bool = ...,
         no_generation_prompt: _builtins.bool = ...,
+        add_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_text", b"_text", "add_special_tokens", b"add_special_tokens", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "messages", b"messages", "model", b"model", "no_generation_prompt", b"no_generation_prompt", "text", b"text", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_text", b"_text", "add_special_tokens", b"add_special_tokens", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "messages", b"messages", "model", b"model", "no_generation_prompt", b"no_generation_prompt", "text", b"text", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
     _WhichOneofArgType__text: _TypeAlias = _typing.Literal["_text", b"_text"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__text) -> _WhichOneofReturnType__text | None: ...
 
 Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015

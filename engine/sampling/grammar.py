@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -27,6 +27,7 @@ from cluster.errors import InvalidRequest
 from engine.core_types import AnyPlace, RequestFailure, SamplePosition, Sequence, StructuredOutput
 from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
+from engine.sampling.json_schemas import ANY_OBJECT, SchemaFault, prepared_grammar, prepared_schema
 from engine.sampling.structured_output import FIELD
 
 STACK_BYTES = 64 << 20
@@ -81,6 +82,38 @@ class GrammarCompiler:
         """Return whether the result of compiling a grammar is at hand."""
         with self._lock:
             return structured in self._compiled
+
+    def prepared(self, structured: StructuredOutput) -> StructuredOutput:
+        """Return the form with its schemas as llguidance can keep to them.
+
+        Raises InvalidRequest for a schema that no grammar can keep to.
+        """
+        if structured.kind not in ("json_schema", "grammar"):
+            return structured
+        prepare = prepared_schema if structured.kind == "json_schema" else prepared_grammar
+        try:
+            return replace(structured, texts=(prepare(structured.texts[0], self._covers),))
+        except SchemaFault as error:
+            raise InvalidRequest(structured.field, _shortened(str(error))) from None
+        except (ValueError, RecursionError):
+            return structured  # compiling reports the error
+
+    def _covers(self, names: Seq[str], pattern: str) -> bool:
+        """Return whether a pattern of keys matches these keys only: whether no other key can come after one of them."""
+        schema = {
+            "x-guidance": {"whitespace_flexible": False},
+            "type": "object",
+            "properties": {name: {"const": 1} for name in names},
+            "patternProperties": {pattern: {"const": 1}},
+            "additionalProperties": False,
+        }
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=self._limits)
+        before = self._tokens.tokenize_str(f"{{{json.dumps(names[-1], ensure_ascii=False)}:1,")
+        if matcher.is_error() or matcher.try_consume_tokens(before) < len(before):
+            return False
+        self.masks([matcher])
+        return bool(matcher.is_error())
 
     def _find(self, structured: StructuredOutput) -> LLMatcher | InvalidRequest | None:
         with self._lock:
@@ -142,7 +175,7 @@ def _source(structured: StructuredOutput) -> str:
     Raises ValueError for a schema that is not JSON, which llguidance does not check.
     """
     if structured.kind == "json_object":
-        return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+        return LLMatcher.grammar_from_json_schema(ANY_OBJECT)
     if structured.kind == "choice":
         return LLMatcher.grammar_from_regex("|".join(map(_literally, structured.texts)))
     (text,) = structured.texts

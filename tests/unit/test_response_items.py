@@ -21,6 +21,7 @@ from router.frontend.openai.response_store import MAX_REFERRED, MemoryResponses,
 from router.frontend.openai.responses import ResponsesRequest, read_response
 from router.frontend.openai.responses_answer import ResponsesAnswer
 from router.models.output_format import OutputFormat
+from router.models.token_texts import TokenForm
 
 CALLER = Caller("tenant", "the client's/own")
 FORM = OutputFormat("hermes", "qwen3")
@@ -30,6 +31,10 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": '
 
 def end(reason: pb.FinishReason.ValueType) -> pb.GenerateResponse:
     return pb.GenerateResponse(finish=pb.Finish(reason=reason, receipt=pb.Receipt(request_id="r")))
+
+
+def form_of(token_id: int) -> TokenForm:
+    return TokenForm.of(b"x")
 
 
 class Site:
@@ -45,7 +50,7 @@ class Site:
         asked = read_response(Fields({"input": "hi"} | fields), CALLER)
         await self.hooks.before(asked, CALLER)
         answer = ResponsesAnswer(asked, asked.answer_id)
-        answer.begin(0, PromptInfo("m", [1], "", str, lambda: FORM.parser(True, forced=True)))
+        answer.begin(0, PromptInfo("m", [1], "", form_of, lambda: FORM.parser(True, forced=True)))
         for message in (pb.GenerateResponse(text=text, token_ids=[1]), end(reason)):
             answer.absorb(0, message)
         await self.hooks.after(asked, CALLER, answer)
@@ -81,7 +86,7 @@ def test_a_clients_id_is_no_id_of_an_answer(read: Any, answer_of: Any, body: dic
         asked = read(Fields(dict(body)), CALLER)
         assert asked.request_id == CALLER.request_id
         answer = answer_of(asked, asked.answer_id)
-        answer.begin(0, PromptInfo("m", [1], "", str))
+        answer.begin(0, PromptInfo("m", [1], "", form_of))
         message = end(pb.FINISH_REASON_STOP)
         message.embedding.append(1.0)
         answer.absorb(0, message)

@@ -25,6 +25,7 @@ from router.models.after_reasoning import ReasoningMarks
 from router.models.chat_template import check_chat_fields
 from router.models.output_format import OutputFormat
 from router.models.output_plan import OutputPlan, PromptEnd, plan_output
+from router.models.token_texts import TokenForm
 from router.request_path.parsed_stream import OutputParts
 
 CALLER = Caller("", "r")
@@ -45,7 +46,7 @@ def messages_of(pieces: Sequence[str], reason: pb.FinishReason.ValueType, stop: 
 
 
 def served() -> PromptInfo:
-    return PromptInfo("m", [1], "", str, lambda: FORM.parser(True, tools=TOOLS))
+    return PromptInfo("m", [1], "", lambda token_id: TokenForm.of(b"x"), lambda: FORM.parser(True, tools=TOOLS))
 
 
 def both(

@@ -25,6 +25,7 @@ from engine.backends.vllm.sampling import FILLS, Sampling, ends_of, scores_wante
 from engine.core_types import RequestFailure, SampleResult, Sequence, StructuredOutput, TokenLogprobs
 from engine.messages.to_engine import Generate
 from engine.sampling.grammar import MAX_REASON_CHARS, STACK_BYTES
+from engine.sampling.json_schemas import ANY_OBJECT
 from engine.sampling.structured_output import FIELD
 
 BACKEND = "guidance"
@@ -143,7 +144,7 @@ class NativeSampling(Sampling):
             case "json_schema":
                 params = StructuredOutputsParams(json=text)
             case "json_object":
-                params = StructuredOutputsParams(json_object=True)
+                params = StructuredOutputsParams(json=ANY_OBJECT)
             case "regex":
                 params = StructuredOutputsParams(regex=text)
             case "grammar":

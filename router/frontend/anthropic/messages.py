@@ -169,6 +169,8 @@ def _add_user(fields: Fields, role: str, content: Any, request: pb.GenerateReque
     if isinstance(content, str):
         request.messages.add(role=role, content=content)
         return
+    if content == []:
+        raise fields.refuse("content", "must have a block")
     texts = []
     for block in _blocks(fields, content):
         kind = block.text("type", required=True)

@@ -167,8 +167,19 @@ class BlockAnswer(Answer, Generic[Asked]):
 
 
 def compact(value: Any) -> str:
-    """Return a value as compact JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """Return a value as compact JSON, in one line whatever a client takes for the end of one."""
+    return in_one_line(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+
+
+def in_one_line(text: str) -> str:
+    """Return JSON with all line breaks that Unicode has beyond ASCII escaped: some clients split streams at them."""
+    if not text.isascii():  # every piece of every stream passes here
+        for char, escape in LINE_BREAKS.items():
+            text = text.replace(char, escape)
+    return text
+
+
+LINE_BREAKS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def event(name: str, value: dict[str, Any]) -> bytes:

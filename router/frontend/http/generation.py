@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 
 from protos import inference_pb2 as pb
 from router.models.output_format import OutputParser
-
-TokenText = Callable[[int], str]
-"""Function that returns a token's own text."""
+from router.models.token_texts import FormOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +20,13 @@ class PromptInfo:
     prompt: list[int]
     echo: str
     """Text before the output."""
-    text_of: TokenText
+    form_of: FormOf
     new_parser: Callable[[], OutputParser | None] = lambda: None
     """Function that returns a parser of a choice's output; None where all of it is text."""
+    echo_pieces: Callable[[], list[str]] = list
+    """Function that returns the part of `echo` that each token of the prompt has."""
+    keeps_special: bool = False
+    """Whether the output's text has special tokens."""
 
 
 @dataclass(slots=True)

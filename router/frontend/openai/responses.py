@@ -16,7 +16,7 @@ from router.frontend.http.generation import Generation
 from router.frontend.openai.request import retention_s
 from router.frontend.openai.tool_choice import read_tool_choice
 from router.models.output_plan import forces_call
-from router.validation import MAX_MESSAGES
+from router.validation import MAX_LOGPROBS, MAX_MESSAGES
 
 ROLES = ("developer", "system", "user", "assistant")
 CUSTOM_PARAMETERS = {
@@ -26,6 +26,8 @@ CUSTOM_PARAMETERS = {
     "additionalProperties": False,
 }
 """Parameters of a custom tool, whose input is a text."""
+LOGPROBS = "message.output_text.logprobs"
+"""Value of `include` that asks for log probabilities."""
 REFUSED = ("background", "conversation", "prompt")
 """Fields that need more than a generation, unless these are empty."""
 ECHOED = {
@@ -122,6 +124,7 @@ def _echoed(fields: Fields) -> dict[str, Any]:
         "reasoning": values["reasoning"] or {"effort": None, "summary": None},
         "user": values["user"],
         "max_output_tokens": fields.peek("max_output_tokens"),
+        "top_logprobs": fields.peek("top_logprobs") or 0,
     }
 
 
@@ -145,7 +148,20 @@ def _read_options(fields: Fields, request: pb.GenerateRequest) -> None:
             _read_form(form, sampling)
         text.finish()
     fields.take("metadata")
-    fields.integer("top_logprobs", 0, 0)
+    _read_logprobs(fields, sampling)
+
+
+def _read_logprobs(fields: Fields, sampling: pb.Sampling) -> None:
+    """Read `top_logprobs`, which needs LOGPROBS among `include`; its other values have no effect."""
+    top, included = fields.integer("top_logprobs", 0, MAX_LOGPROBS), fields.strings("include")
+    if LOGPROBS in included:
+        sampling.logprobs = top or 0
+    elif top:
+        raise fields.refuse("top_logprobs", f"needs {LOGPROBS} in include")
+    if any(name != LOGPROBS for name in included):
+        if fields.ignored.strict:
+            raise fields.refuse("include", f"may have {LOGPROBS} only")
+        fields.ignored.add("include")
 
 
 def _read_form(form: Fields, sampling: pb.Sampling) -> None:

@@ -10,6 +10,8 @@ from pydantic_core import from_json
 
 from protos import inference_pb2 as pb
 from router.frontend.http.blocks import CALL, REASONING, Block, BlockAnswer, event
+from router.frontend.http.generation import PromptInfo
+from router.frontend.openai.output_logprobs import OutputLogprobs
 from router.frontend.openai.responses import ResponsesRequest
 from router.models.call_reading import ToolCall
 
@@ -37,6 +39,20 @@ class ResponsesAnswer(BlockAnswer[ResponsesRequest]):
     def __init__(self, api_request: ResponsesRequest, request_id: str) -> None:
         super().__init__(api_request, request_id)
         self._num_events = 0
+        self._logprobs: OutputLogprobs | None = None
+        """Log probabilities of the output; None where the request asked for none."""
+        self._entries: dict[int, list[dict[str, Any]]] = {}
+        """Entries of log probabilities by the index of their block."""
+
+    def begin(self, number: int, served: PromptInfo) -> None:
+        super().begin(number, served)
+        if self.api_request.requests[0].sampling.HasField("logprobs"):
+            self._logprobs = OutputLogprobs(served)
+
+    def chunk(self, number: int, message: pb.GenerateResponse) -> bytes:
+        if self._logprobs is not None:
+            self._logprobs.add(message)
+        return super().chunk(number, message)
 
     def started(self) -> bytes:
         return self._event("response.created", response=self.object()) + self._event(
@@ -61,7 +77,12 @@ class ResponsesAnswer(BlockAnswer[ResponsesRequest]):
         at = {"output_index": block.index, "item_id": block.id, "content_index": 0, "delta": text}
         if block.kind == REASONING:
             return self._event("response.reasoning_text.delta", **at)
-        return self._event("response.output_text.delta", **at, logprobs=[])
+        return self._added(block, text, [] if self._logprobs is None else self._logprobs.of(text))
+
+    def _added(self, block: Block, text: str, entries: list[dict[str, Any]]) -> bytes:
+        self._entries.setdefault(block.index, []).extend(entries)
+        at = {"output_index": block.index, "item_id": block.id, "content_index": 0}
+        return self._event("response.output_text.delta", **at, delta=text, logprobs=entries)
 
     def closed(self, block: Block) -> bytes:
         if block.call is not None:
@@ -70,7 +91,11 @@ class ResponsesAnswer(BlockAnswer[ResponsesRequest]):
         if block.kind == REASONING:
             events = self._event("response.reasoning_text.done", **at, text=block.text)
         else:
-            events = self._event("response.output_text.done", **at, text=block.text, logprobs=[])
+            events = b""
+            if self._logprobs is not None and (entries := self._logprobs.close()):
+                events = self._added(block, "", entries)
+            done = {"text": block.text, "logprobs": self._entries.get(block.index, [])}
+            events += self._event("response.output_text.done", **at, **done)
         events += self._event("response.content_part.done", **at, part=self._part(block, block.text))
         return events + self._event("response.output_item.done", output_index=block.index, item=self._item(block))
 
@@ -157,7 +182,12 @@ class ResponsesAnswer(BlockAnswer[ResponsesRequest]):
     def _part(self, block: Block, text: str) -> dict[str, Any]:
         if block.kind == REASONING:
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {
+            "type": "output_text",
+            "text": text,
+            "annotations": [],
+            "logprobs": self._entries.get(block.index, []),
+        }
 
     def _status_of(self, block: Block) -> str:
         """Return the status of a block that has ended: of texts only the last of an incomplete response is cut off."""
