@@ -18,8 +18,10 @@ FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
 """Formats that llguidance keeps to. JSON Schema makes every other one an annotation."""
-ANY_OBJECT = json.dumps({"type": "object", OPTIONS: {"whitespace_pattern": WHITESPACE}})
+_PATTERN = f'"whitespace_pattern":{json.dumps(WHITESPACE)}'
+ANY_OBJECT = f'{{"type":"object","{OPTIONS}":{{{_PATTERN}}}}}'
 """Schema of any JSON object."""
+_ONE_SPACE = '"whitespace_flexible":false,"item_separator":", ?","key_separator":": ?"'
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE = (
@@ -71,6 +73,11 @@ def prepared_grammar(text: str, covers: Covers) -> str:
             parts.append(_json(_prepared(schema, covers)))
             at = end
     return "".join(parts) + text[at:]
+
+
+def with_one_space(text: str) -> str:
+    """Return a prepared schema or grammar that allows one space after a comma and a colon, and no other whitespace."""
+    return text.replace(_PATTERN, _ONE_SPACE)  # as `_json` writes it; within a string its quotes would be escaped
 
 
 def _json(schema: Any) -> str:

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from cluster.errors import InvalidRequest
-from engine.core_types import StructuredOutput
+from engine.core_types import SamplingParams, Sequence, StructuredOutput
 from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
-from engine.sampling.grammar import GrammarCompiler
+from engine.sampling import grammar
+from engine.sampling.grammar import GrammarCompiler, Grammars, forms_of
 from engine.sampling.json_schemas import ANY_OBJECT, WHITESPACE
 from router.models.forced_calls import Function, call_grammar
 from tandem.storyteller import STORYTELLER
@@ -49,19 +50,54 @@ LAID_OUT = (
 ENDLESS = ("{  }", "{\n\n}", "{" + " " * 200 + "}", "{}" + "\n" * 9)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        StructuredOutput("json_object", ()),
-        StructuredOutput("json_schema", ('{"type": "object"}',)),
-        StructuredOutput("json_schema", ("true",)),
-        StructuredOutput("grammar", ('start: body // not "%json {}"\nbody: %json {"type": "object"}',)),
-    ],
-    ids=["json_object", "json_schema", "true", "grammar"],
-)
+WITH_JSON = {
+    "json_object": StructuredOutput("json_object", ()),
+    "json_schema": StructuredOutput("json_schema", ('{"type": "object"}',)),
+    "true": StructuredOutput("json_schema", ("true",)),
+    "grammar": StructuredOutput("grammar", ('start: body // not "%json {}"\nbody: %json {"type": "object"}',)),
+}
+
+
+@pytest.mark.parametrize("form", WITH_JSON.values(), ids=WITH_JSON)
 def test_whitespace_is_bounded_by_default(compiler: GrammarCompiler, form: StructuredOutput) -> None:
     assert all(keeps(compiler, form, text) for text in LAID_OUT)
     assert not any(keeps(compiler, form, text) for text in ENDLESS)
+
+
+@pytest.mark.parametrize("form", WITH_JSON.values(), ids=WITH_JSON)
+def test_the_form_for_a_library_that_repeats_whitespace(
+    compiler: GrammarCompiler, form: StructuredOutput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = compiler.prepared(form)
+    assert forms_of(prepared) == [prepared]
+    monkeypatch.setattr(grammar, "REPEATS_WHITESPACE", True)
+    one_space, last = forms_of(prepared)
+    assert last == prepared
+    for text in ('{"a":[1,2]}', '{"a": [1, 2]}'):
+        assert keeps(compiler, one_space, text)
+    for text in (*LAID_OUT[1:], *ENDLESS):
+        assert not keeps(compiler, one_space, text)
+    forced = StructuredOutput("grammar", (call_grammar([Function("f", None)], single=True),))
+    for whole in (StructuredOutput("regex", ("a",)), forced):
+        assert forms_of(whole) == [whole]
+
+
+@pytest.mark.parametrize(("begun", "fits"), [('{"a": ', True), ('{\n  "a": ', True), ("{\n  1", False)])
+def test_an_output_that_began_elsewhere_goes_on(
+    compiler: GrammarCompiler, begun: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "REPEATS_WHITESPACE", True)
+    assert TOKENIZER is not None
+    form = compiler.prepared(WITH_JSON["json_schema"])
+    tokens = TOKENIZER.encode(begun, add_special_tokens=False).ids
+    sampling = SamplingParams(max_tokens=99, structured=form)
+    moved = Sequence("r", [5, *tokens], 1 + len(tokens), b"", sampling, 0, 0, num_emitted_before=len(tokens))
+    grammars = Grammars(MODEL)
+    for text in ("1", ', "b"'):
+        masks = grammars.masks([moved])
+        assert masks is not None
+        assert [failure.field for failure in masks.failures.values()] == ([] if fits else [form.field])
+        moved.token_ids += TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
 def test_the_clients_own_whitespace_stays(compiler: GrammarCompiler) -> None:
