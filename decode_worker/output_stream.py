@@ -153,7 +153,12 @@ class OutputStream:
         token_ids, num_chars = emitted_of(request, index)
         sampling = request.sampling
         stream = TextStream(
-            tokenizer, request.prompt_token_ids, sampling.stop, sampling.min_tokens, sampling.keep_special_tokens
+            tokenizer,
+            request.prompt_token_ids,
+            sampling.stop,
+            sampling.min_tokens,
+            sampling.keep_special_tokens,
+            sampling.include_stop_str_in_output,
         )
         text = "".join(stream.push(token_id) for token_id in token_ids)
         num_known = len(token_ids) if request.sampling.HasField("beam_width") else 0
@@ -176,9 +181,8 @@ class OutputStream:
         choice.num_completion += 1
         self._changed[choice.index] = None
         choice.token_ids.append(token.token_id)
-        if not (
-            token.finish is FinishReason.STOP and self._request.sampling.keep_special_tokens
-        ):  # the end token is no text
+        is_end_token = token.finish is FinishReason.STOP  # of the model or of the request; its text may be ordinary
+        if not is_end_token or self._request.sampling.include_stop_str_in_output:
             choice.pieces.append(choice.text.push(token.token_id))
         if token.logprobs is not None:
             choice.logprobs.append(_logprobs(token.logprobs))

@@ -68,6 +68,10 @@ class RouterConfig(
     strict_fields: bool = False
     """Whether the HTTP API refuses a field that it does not know. Otherwise such a field is ignored and named in the
     header `x-tandem-ignored`, unless its loss would change the answer's meaning."""
+    sse_heartbeat_s: PositiveFloat | None = None
+    """Seconds between comments that an HTTP stream gets before its first event, for proxies that end a silent
+    connection. The first comment sends status 200: a refusal after it, or a failure, is an event of the stream.
+    Default: no comments."""
     default_deadline_s: PositiveFloat = 600.0
     """Deadline in seconds of requests that set none."""
     max_attempts: PositiveInt = 4

@@ -83,8 +83,8 @@ class TextStream:
     """Text of one completion, released as it becomes certain.
 
     Text that could be the beginning of a stop string is held back. `push` returns certain text, and `stopped` names the
-    stop string once it was found; it is not part of the text. A stop string that is complete within the first
-    `min_tokens` tokens is ordinary text.
+    stop string once it was found; it is part of the text only where `include_stop` says so. A stop string that is
+    complete within the first `min_tokens` tokens is ordinary text.
     """
 
     def __init__(
@@ -94,10 +94,12 @@ class TextStream:
         stop: Sequence[str],
         min_tokens: int = 0,
         keep_special_tokens: bool = False,
+        include_stop: bool = False,
     ) -> None:
         context = prompt[-CONTEXT_TOKENS:]
         self._decoding = None if tokenizer is None else _Decoding(tokenizer, context, keep_special_tokens)
         self._stop = tuple(stop)
+        self._include_stop = include_stop
         self._too_early = min_tokens
         """Number of further tokens at which no stop string counts."""
         self._held = ""
@@ -120,7 +122,8 @@ class TextStream:
         matches = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if matches and not early:
             at, self.stopped = min(matches)
-            text, self._held = self._held[:at], ""
+            end = at + len(self.stopped) if self._include_stop else at
+            text, self._held = self._held[:end], ""
             return text
         hold = max((_overlap(self._held, stop) for stop in self._stop), default=0)
         cut = len(self._held) - hold

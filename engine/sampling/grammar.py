@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -27,6 +27,7 @@ from cluster.errors import InvalidRequest
 from engine.core_types import AnyPlace, RequestFailure, SamplePosition, Sequence, StructuredOutput
 from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
+from engine.sampling.json_schemas import ANY_OBJECT, SchemaFault, prepared_grammar, prepared_schema, with_one_space
 from engine.sampling.structured_output import FIELD
 
 STACK_BYTES = 64 << 20
@@ -38,6 +39,8 @@ MAX_COMPILED = 128
 MAX_THREADS = 8
 MAX_REASON_CHARS = 300
 """Longest quoted reason: llguidance quotes whole grammars, and gRPC's trailers hold 8 KiB."""
+REPEATS_WHITESPACE = tuple(map(int, llguidance.__version__.split(".")[:2])) < (1, 9)
+"""Whether llguidance lets a schema's `whitespace_pattern` repeat; vLLM comes with such a version."""
 _WORD = 32
 
 _T = TypeVar("_T")
@@ -81,6 +84,38 @@ class GrammarCompiler:
         """Return whether the result of compiling a grammar is at hand."""
         with self._lock:
             return structured in self._compiled
+
+    def prepared(self, structured: StructuredOutput) -> StructuredOutput:
+        """Return the form with its schemas as llguidance can keep to them.
+
+        Raises InvalidRequest for a schema that no grammar can keep to.
+        """
+        if structured.kind not in ("json_schema", "grammar"):
+            return structured
+        prepare = prepared_schema if structured.kind == "json_schema" else prepared_grammar
+        try:
+            return replace(structured, texts=(prepare(structured.texts[0], self._covers),))
+        except SchemaFault as error:
+            raise InvalidRequest(structured.field, _shortened(str(error))) from None
+        except (ValueError, RecursionError):
+            return structured  # compiling reports the error
+
+    def _covers(self, names: Seq[str], pattern: str) -> bool:
+        """Return whether a pattern of keys matches these keys only: whether no other key can come after one of them."""
+        schema = {
+            "x-guidance": {"whitespace_flexible": False},
+            "type": "object",
+            "properties": {name: {"const": 1} for name in names},
+            "patternProperties": {pattern: {"const": 1}},
+            "additionalProperties": False,
+        }
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=self._limits)
+        before = self._tokens.tokenize_str(f"{{{json.dumps(names[-1], ensure_ascii=False)}:1,")
+        if matcher.is_error() or matcher.try_consume_tokens(before) < len(before):
+            return False
+        self.masks([matcher])
+        return bool(matcher.is_error())
 
     def _find(self, structured: StructuredOutput) -> LLMatcher | InvalidRequest | None:
         with self._lock:
@@ -136,13 +171,32 @@ def _shortened(text: str) -> str:
     return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]} ..."
 
 
+def forms_of(structured: StructuredOutput) -> list[StructuredOutput]:
+    """Return the forms to which an output may be held here, the one to prefer first.
+
+    An output that began on another engine may have line breaks, and then keeps only to the last one.
+    """
+    if not REPEATS_WHITESPACE or structured.kind in ("regex", "choice"):
+        return [structured]
+    text = schema_text(structured)
+    if (bounded := with_one_space(text)) == text:
+        return [structured]
+    kind = structured.kind if structured.kind == "grammar" else "json_schema"
+    return [replace(structured, kind=kind, texts=(bounded,)), structured]
+
+
+def schema_text(structured: StructuredOutput) -> str:
+    """Return the text of a schema, regex or grammar."""
+    return ANY_OBJECT if structured.kind == "json_object" else structured.texts[0]
+
+
 def _source(structured: StructuredOutput) -> str:
     """Return the form in llguidance's format.
 
     Raises ValueError for a schema that is not JSON, which llguidance does not check.
     """
     if structured.kind == "json_object":
-        return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+        return LLMatcher.grammar_from_json_schema(ANY_OBJECT)
     if structured.kind == "choice":
         return LLMatcher.grammar_from_regex("|".join(map(_literally, structured.texts)))
     (text,) = structured.texts
@@ -198,6 +252,17 @@ class _State:
     num_seen: int = 0
 
 
+def _rebuilt(compiler: GrammarCompiler, sequence: Sequence, structured: StructuredOutput) -> _State:
+    """Return a state under the first form to which a sequence's output keeps; it has seen all of it or nothing."""
+    *preferred, last = forms_of(structured)
+    sampled = sequence.output_token_ids
+    for form in preferred:
+        matcher = compiler.compile(form)
+        if matcher.try_consume_tokens(sampled) == len(sampled):
+            return _State(matcher, len(sampled))
+    return _State(compiler.compile(last))
+
+
 def _after(matcher: LLMatcher | None, draft_token: int) -> LLMatcher | None:
     """Return a copy advanced by the draft token, or None where the grammar does not allow it."""
     if matcher is None:
@@ -244,11 +309,11 @@ class Grammars:
         Raises InvalidRequest.
         """
         if self._compiler is not None:
-            self._compiler.compile(structured)
+            self._compiler.compile(forms_of(structured)[0])
 
     def knows(self, structured: StructuredOutput) -> bool:
         """Return whether sampling needs no compilation for this grammar."""
-        return self._compiler is None or self._compiler.knows(structured)
+        return self._compiler is None or self._compiler.knows(forms_of(structured)[0])
 
     def masks(self, places: Seq[AnyPlace]) -> TokenMasks | None:
         """Return the masks of a batch, or None when no sequence has a grammar.
@@ -292,7 +357,7 @@ class Grammars:
             raise InvalidRequest(self._refusal.field, self._refusal.message)
         state = self._states.get(sequence)
         if state is None or state.num_seen > sequence.num_sampled:
-            state = self._states[sequence] = _State(self._compiler.compile(structured))
+            state = self._states[sequence] = _rebuilt(self._compiler, sequence, structured)
         unseen = sequence.num_sampled - state.num_seen
         if unseen and not state.matcher.consume_tokens(sequence.token_ids[sequence.num_tokens - unseen :]):
             raise InvalidRequest(structured.field, reason_of(state.matcher))

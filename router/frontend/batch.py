@@ -85,6 +85,7 @@ async def _one(number: int, request: pb.GenerateRequest, generate: Generate) -> 
     gathered = _Gathered({}, pb.Finish())
     try:
         check_whole_answer([request])
+        request.stream_tool_calls = False  # the result has each call whole
         async with contextlib.aclosing(generate(number, request)) as messages:
             async for message in messages:
                 gathered.add(message)

@@ -64,7 +64,16 @@ def make_app(
     started_at = int(time.time())
     max_context = max(model.model_dir.max_context_tokens for model in models)
     limits = BodyLimits(config.max_body_mib << 20, max_context + SPARE_VALUES)
-    context = EndpointContext(handler, drain, keys, arrivals, limits, config.default_deadline_s, config.strict_fields)
+    context = EndpointContext(
+        handler,
+        drain,
+        keys,
+        arrivals,
+        limits,
+        config.default_deadline_s,
+        config.strict_fields,
+        config.sse_heartbeat_s,
+    )
     responses = _open_responses(config)
     endpoints: dict[str, Endpoint[Any, Any]] = {
         "/v1/completions": Endpoint(context, read_completion, CompletionAnswer),

@@ -66,9 +66,9 @@ class _NotingFields(Fields):
         self._note(name, {"type": "string"})
         return super().text(name, required)
 
-    def boolean(self, name: str) -> bool:
+    def boolean(self, name: str, default: bool = False) -> bool:
         self._note(name, {"type": "boolean"})
-        return super().boolean(name)
+        return super().boolean(name, default)
 
     def objects(self, name: str) -> list[Any]:
         self._note(name, {"type": "array", "items": {"type": "object"}})

@@ -71,15 +71,21 @@ class ChatTemplate:
             raise InvalidRequest("tools", "the model's chat template does not support tools")
         source = self._source_with_tools if tools else self._source
         variables = self._variables(request)
-        chat = [_message(message, number, source) for number, message in enumerate(request.messages)]
+        chat = [_message(message, source) for message in request.messages]
         if request.continue_final_message and request.messages[-1].tool_calls:
             raise InvalidRequest(CONTINUES, "the last message calls tools and has no text to continue")
         chat, tools, variables = texts.hide(chat, tools, variables)
         adds_prompt = not (request.continue_final_message or request.no_generation_prompt)
+        continues = request.continue_final_message
         try:
-            return self._rendered(chat, tools, source, adds_prompt, variables, request.continue_final_message)
+            try:
+                return self._rendered(chat, tools, source, adds_prompt, variables, continues)
+            except Exception:  # many templates read arguments of calls as objects only
+                if not _wrap_texts(chat):
+                    raise
+                return self._rendered(chat, tools, source, adds_prompt, variables, continues)
         except ValueError as error:
-            if request.continue_final_message:
+            if continues:
                 reason = "the model's chat template changes the end of the last message, so it cannot go on"
                 raise InvalidRequest(CONTINUES, reason) from error
             raise _refused(error) from error
@@ -92,7 +98,7 @@ class ChatTemplate:
         `opening` is the mark before reasoning, which no header has. Raises InvalidRequest for invalid variables.
         """
         source, variables = self._source_with_tools if request.tools else self._source, self._variables(request)
-        (last,), variables = texts.hide([_message(request.messages[-1], 0, source)], variables)
+        (last,), variables = texts.hide([_message(request.messages[-1], source)], variables)
         user = {"role": "user", "content": "a"}
         try:
             before = self._rendered([user], [], source, False, variables)
@@ -219,8 +225,11 @@ def check_chat_fields(request: pb.GenerateRequest) -> None:
             if getattr(request, field) not in ("", False, "none", "auto"):
                 raise InvalidRequest(field, "needs tools")
     if request.messages:
+        if request.stream_tool_calls and not request.parse_output:
+            raise InvalidRequest("stream_tool_calls", "needs parse_output")
         return
     for field in (
+        "stream_tool_calls",
         "tools",
         "chat_template_kwargs",
         "parse_output",
@@ -247,7 +256,7 @@ def _read_tools(texts: Sequence[str]) -> list[dict[str, Any]]:
     return [_object(text, f"tools[{number}]") for number, text in enumerate(texts)]
 
 
-def _message(message: pb.ChatMessage, number: int, source: str) -> dict[str, Any]:
+def _message(message: pb.ChatMessage, source: str) -> dict[str, Any]:
     """Return a message as templates expect it, without unset fields, since templates test for their presence."""
     role = "system" if message.role == "developer" and "developer" not in source else message.role
     seen: dict[str, Any] = {"role": role, "content": message.content}
@@ -258,14 +267,33 @@ def _message(message: pb.ChatMessage, number: int, source: str) -> dict[str, Any
     if message.reasoning:
         seen["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        where = f"messages[{number}].tool_calls"
-        seen["tool_calls"] = [_tool_call(call, f"{where}[{place}]") for place, call in enumerate(message.tool_calls)]
+        seen["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
     return seen
 
 
-def _tool_call(call: pb.ToolCall, where: str) -> dict[str, Any]:
-    arguments = _object(call.arguments, f"{where}.arguments") if call.arguments else {}
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+def _arguments(text: str) -> dict[str, Any] | str:
+    """Return a call's arguments as an object, or as text where they are none: a model may have been cut off."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _wrap_texts(chat: Sequence[dict[str, Any]]) -> bool:
+    """Make objects of arguments that are texts; return whether there were any."""
+    functions = [call["function"] for message in chat for call in message.get("tool_calls", ())]
+    texts = [function for function in functions if isinstance(function["arguments"], str)]
+    for function in texts:
+        function["arguments"] = {"arguments": function["arguments"]}
+    return bool(texts)
 
 
 def _object(text: str, field: str) -> dict[str, Any]:

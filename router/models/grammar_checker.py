@@ -17,8 +17,9 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cluster.errors import InvalidRequest, Unavailable
 from engine.core_types import StructuredOutput
@@ -29,6 +30,8 @@ START_S = 60.0
 """Seconds for loading the tokenizer."""
 PROCESSES = 2
 """Processes of a model: while one tenant's grammar takes long, another tenant's is checked."""
+MAX_ANSWER_BYTES = 2 << 20
+"""Largest answer of a process: a grammar of the longest text, whose characters JSON writes in 12 bytes at most."""
 MAX_REMEMBERED = 64
 """Remembered results of one tenant."""
 MAX_TENANTS = 256
@@ -57,7 +60,7 @@ class GrammarProcess:
         with its:
             process = _spawn(model_dir, its)
         try:
-            return cls(process, *await asyncio.open_connection(sock=ours))
+            return cls(process, *await asyncio.open_connection(sock=ours, limit=MAX_ANSWER_BYTES))
         except BaseException:  # no other code knows of the process yet
             process.kill()
             ours.close()
@@ -83,7 +86,8 @@ class GrammarProcess:
 class _Result:
     """Result of a check."""
 
-    fault: InvalidRequest | None
+    outcome: StructuredOutput | InvalidRequest
+    """The grammar as it is to be compiled, or its fault."""
     until: float
     """Time from which the result is not used any more, of the monotonic clock."""
 
@@ -105,10 +109,14 @@ class GrammarResults:
         return result
 
     def add(
-        self, tenant: str, structured: StructuredOutput, fault: InvalidRequest | None, lasts_s: float = float("inf")
+        self,
+        tenant: str,
+        structured: StructuredOutput,
+        outcome: StructuredOutput | InvalidRequest,
+        lasts_s: float = float("inf"),
     ) -> None:
         results = self._tenants.setdefault(tenant, OrderedDict())
-        results[structured] = _Result(fault, self._clock() + lasts_s)
+        results[structured] = _Result(outcome, self._clock() + lasts_s)
         results.move_to_end(structured)
         self._tenants.move_to_end(tenant)
         if len(results) > MAX_REMEMBERED:
@@ -130,8 +138,8 @@ class GrammarChecker:
         """Refusal of every grammar, for a model that cannot have any."""
         self._results = GrammarResults()
 
-    async def check(self, structured: StructuredOutput, tenant: str = "") -> None:
-        """Check a tenant's grammar.
+    async def check(self, structured: StructuredOutput, tenant: str = "") -> StructuredOutput:
+        """Check a tenant's grammar; return it as it is to be compiled, with its schemas as llguidance can keep to them.
 
         Raises InvalidRequest, naming the field, when it does not compile within the time limit.
         """
@@ -139,11 +147,12 @@ class GrammarChecker:
         if result is None:
             async with self._turns.turn(tenant):
                 result = self._results.find(tenant, structured)  # another request may have had the same one checked
-                fault = result.fault if result is not None else self._refusal or await self._ask(structured, tenant)
+                outcome = result.outcome if result is not None else self._refusal or await self._ask(structured, tenant)
         else:
-            fault = result.fault
-        if fault is not None:
-            raise InvalidRequest(fault.field, fault.message)
+            outcome = result.outcome
+        if isinstance(outcome, InvalidRequest):
+            raise InvalidRequest(outcome.field, outcome.message)
+        return outcome
 
     async def close(self) -> None:
         """End the processes."""
@@ -151,7 +160,7 @@ class GrammarChecker:
         for process in processes:
             await process.end()
 
-    async def _ask(self, structured: StructuredOutput, tenant: str) -> InvalidRequest | None:
+    async def _ask(self, structured: StructuredOutput, tenant: str) -> StructuredOutput | InvalidRequest:
         question = json.dumps({"kind": structured.kind, "texts": structured.texts})
         process: GrammarProcess | None = None
         answered = False
@@ -159,7 +168,8 @@ class GrammarChecker:
             process = await self._process()
             self._busy.add(process)
             process.questions.write(f"{question}\n".encode())
-            fault = await self._answer_in_time(process)
+            answer = await self._answer_in_time(process)
+            outcome = _fault_in(answer) or replace(structured, texts=tuple(answer["texts"]))
             answered = True
         except TimeoutError:
             reason = f"too complex: it takes longer than {self._limit_s:g} s to compile"
@@ -177,10 +187,10 @@ class GrammarChecker:
                     self._idle.append(process)
                 else:  # also when the client left: the answer would be taken for that to the next question
                     await process.end()
-        self._results.add(tenant, structured, fault)
-        return fault
+        self._results.add(tenant, structured, outcome)
+        return outcome
 
-    async def _answer_in_time(self, process: GrammarProcess) -> InvalidRequest | None:
+    async def _answer_in_time(self, process: GrammarProcess) -> dict[str, Any]:
         """Return the answer, for which the process may use `limit_s` of a core.
 
         It has a lower priority: on a busy machine that takes longer. Raises TimeoutError.
@@ -211,7 +221,7 @@ class GrammarChecker:
         process = await GrammarProcess.start(self._model_dir)
         try:
             async with asyncio.timeout(START_S):
-                self._refusal = await self._answer(process)
+                self._refusal = _fault_in(await self._answer(process))
         except TimeoutError:
             await process.end()
             raise Unavailable(f"the process that checks grammars did not start within {START_S:g} s") from None
@@ -227,7 +237,7 @@ class GrammarChecker:
             raise self._refusal
         return process
 
-    async def _answer(self, process: GrammarProcess) -> InvalidRequest | None:
+    async def _answer(self, process: GrammarProcess) -> dict[str, Any]:
         """Return the next answer.
 
         Raises EOFError or ConnectionError when the process has died.
@@ -235,8 +245,12 @@ class GrammarChecker:
         line = await process.answers.readline()
         if not line:
             raise EOFError
-        answer = json.loads(line)
-        return InvalidRequest(answer["field"], answer["message"]) if answer else None
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def _fault_in(answer: dict[str, Any]) -> InvalidRequest | None:
+    return InvalidRequest(answer["field"], answer["message"]) if "message" in answer else None
 
 
 def _spawn(model_dir: ModelDir, answers_to: socket.socket) -> "subprocess.Popen[bytes]":

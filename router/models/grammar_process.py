@@ -1,7 +1,8 @@
 """Process that compiles requests' grammars and may die of it: `python -m router.models.grammar_process MODEL`.
 
-Each grammar is one line of JSON in and one out: {} when it compiles, else its `field` and `message`. One line comes
-before all others; if it has a `message`, this model cannot have structured output. See `grammar_checker.py`.
+Each grammar is one line of JSON in and one out: the `texts` to be compiled when it compiles, else its `field` and
+`message`. One line comes before all others; if it has a `message`, this model cannot have structured output. See
+`grammar_checker.py`.
 """
 
 import ctypes
@@ -10,6 +11,7 @@ import resource
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from cluster.errors import InvalidRequest
 from engine.core_types import StructuredOutput
@@ -34,29 +36,36 @@ def main() -> None:
     try:
         compiler = GrammarCompiler(ModelDir.open(Path(sys.argv[1])), CHECK_STACK_BYTES)
     except InvalidRequest as error:
-        _say(error)
+        _say(_fault(error))
         return
-    _say(None)
+    _say({})
     for line in sys.stdin:
         question = json.loads(line)
-        _say(_fault(compiler, StructuredOutput(question["kind"], tuple(question["texts"]))))
+        _say(_checked(compiler, StructuredOutput(question["kind"], tuple(question["texts"]))))
 
 
-def _fault(compiler: GrammarCompiler, structured: StructuredOutput) -> InvalidRequest | None:
-    """Return the fault of a grammar, or None.
+def _checked(compiler: GrammarCompiler, structured: StructuredOutput) -> dict[str, Any]:
+    """Return the texts of a grammar as they are to be compiled, or its fault.
 
     The first mask is computed too, as it is often the largest.
     """
     try:
-        matcher = compiler.compile(structured)
+        prepared = compiler.prepared(structured)
+        matcher = compiler.compile(prepared)
     except InvalidRequest as error:
-        return error
+        return _fault(error)
     compiler.masks([matcher])
-    return InvalidRequest(structured.field, reason_of(matcher)) if matcher.is_error() else None
+    if matcher.is_error():
+        return _fault(InvalidRequest(structured.field, reason_of(matcher)))
+    return {"texts": prepared.texts}
 
 
-def _say(error: InvalidRequest | None) -> None:
-    print(json.dumps({} if error is None else {"field": error.field, "message": error.message}), flush=True)
+def _fault(error: InvalidRequest) -> dict[str, Any]:
+    return {"field": error.field, "message": error.message}
+
+
+def _say(answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,30 +4,21 @@ transformers' ResponseParser does the parsing; here are its templates, by model,
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Protocol
 
 from cluster.errors import StartError
+from router.models.call_reading import CallPiece, CallReader, calls_of, is_readable
 from router.models.output_families import CALLS, REASONING, SAME_CALLS, SAME_REASONING, TEXT, Family, Fields
 
 NONE = "none"
 """Name that switches a parser off."""
+MIN_CLOSING_CHARS = 3
+"""Characters of a closing mark at an output's end that are nothing else: `</` may begin any tag."""
 AUTO = "auto"
 """Name that lets the chat template decide."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A tool call that a model made."""
-
-    name: str
-    arguments: str
-    """Arguments as JSON, usually an object."""
-    id: str = ""
-    """Id that the model itself gave; usually empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +28,8 @@ class Reasoning:
     text: str
 
 
-Piece = str | Reasoning | ToolCall
-"""A piece of an output; plain text is for the reader."""
+Piece = str | Reasoning | CallPiece
+"""A piece of an output; plain text is for the reader. A call may come in pieces, too, and then comes whole."""
 
 
 class OutputParser(Protocol):
@@ -139,6 +130,9 @@ class _Template:
         self.fields = fields
         self.openings = {name: _literals(field, "open") for name, field in fields.items()}
         self.closings = {name: _literals(field, "close") for name, field in fields.items()}
+        self.tagged = {name for name, field in fields.items() if field.get("content", "text") not in ("text", "json")}
+        """Fields whose value says nothing of its end, as values between tags do not."""
+        self.readable = {name for name, field in fields.items() if is_readable(field)}
 
     @cached_property
     def compiled(self) -> Any:
@@ -157,7 +151,10 @@ class _TemplateParser:
     def __init__(self, template: _Template, prefix: str, tools: Sequence[Any], forced: bool) -> None:
         self._parser: Any = _parser_class()(template.compiled, prefix=prefix, tools=list(tools))
         self._open, self._close = template.openings, template.closings
-        self._forced = forced
+        self._readable, self._tagged = template.readable, template.tagged
+        self._forced, self._names = forced, _names_of(tools)
+        self._reader: CallReader | None = None
+        """Reader of the present region, where it may be a call."""
         self._held = ""
         """Whitespace that is text only if more text of its region follows."""
         self._dropped = ""
@@ -175,6 +172,7 @@ class _TemplateParser:
         self._ended = False
         self._pieces(self._parser.initial_events)  # only the state after these counts, since the client has the text
         self._held = self._dropped = ""
+        self._reader = None  # a call that the prompt began is given as a whole
 
     def push(self, text: str, num_tokens: int = 0) -> list[Piece]:
         if self._is_broken:
@@ -204,6 +202,8 @@ class _TemplateParser:
         """Give up parsing; return the rest of the output so far as text."""
         pieces = self._pieces(self._parser.events)
         self._is_broken, self._in_reasoning = True, False
+        if self._end_call(pieces):
+            return pieces
         return [*pieces, self._dropped + self._parser.unread]
 
     def _pieces(self, events: Sequence[Mapping[str, Any]]) -> list[Piece]:
@@ -212,9 +212,14 @@ class _TemplateParser:
             field, kind = event["field"], event["type"]
             if kind == "region_open":
                 self._enter(field)
+                if field in self._readable:
+                    captures = event["captures"]
+                    self._reader = CallReader(self._is_known, captures.get("name", ""), captures.get("id", ""))
             elif field.startswith("tool_calls"):
                 if kind == "region_close":
                     self._call(field, event, pieces)
+                elif self._reader is not None:
+                    pieces += self._reader.push(event["text"])
             elif kind == "region_chunk" and field in ("content", "reasoning"):
                 self._say(event["text"], pieces)
             elif field == "reasoning":
@@ -240,17 +245,34 @@ class _TemplateParser:
             self._at_boundary = False
             pieces.append(Reasoning(certain) if self._in_reasoning else certain)
 
+    def _is_known(self, name: str) -> bool:
+        return name in self._names or (self._forced and bool(name))
+
+    def _end_call(self, pieces: list[Piece]) -> bool:
+        """Add the call that the present region began; return whether it began one."""
+        reader, self._reader = self._reader, None
+        call = reader.finish() if reader is not None and (reader.has_begun or self._ended) else None
+        if call is None:
+            return False
+        self._crossed = True
+        pieces.append(call)
+        return True
+
     def _call(self, field: str, event: Mapping[str, Any], pieces: list[Piece]) -> None:
+        if self._end_call(pieces):
+            return
         closing = self._close.get(field, ()) if self._ended else ()
         value, raw = event["value"], self._dropped + event["raw"]
-        calls = _calls_of(value, closing, self._forced)
+        calls = calls_of(value, closing)
         for opening in self._open.get(field, ()):  # a mark may only have been spoken of before the call
             if not calls and isinstance(value.get("function"), str) and opening in value["function"]:
-                calls = _calls_of(value | {"function": value["function"].rpartition(opening)[2]}, closing, self._forced)
+                calls = calls_of(value | {"function": value["function"].rpartition(opening)[2]}, closing)
                 if calls:
                     self._add_text(raw.rpartition(opening)[0].rstrip(), pieces)
         if calls:
             self._crossed = True
+            if event["is_cut"] and field in self._tagged:
+                calls[-1] = replace(calls[-1], is_cut=True)
             pieces += calls
             return
         self._after_text = True
@@ -269,6 +291,8 @@ def _parser_class() -> type[Any]:
 
     class RawParser(ResponseParser):  # type: ignore[misc]  # transformers has no types
         _opened_at = 0
+        _found: Any = None
+        """Mark at which the present region ends; None where only the output's end ends it."""
         _begun_chars = 0
         """Characters before the output, which no event has."""
         events: list[Any]
@@ -295,69 +319,38 @@ def _parser_class() -> type[Any]:
             self.events = events
             super()._process(events, eos)
 
+        def _scan(self, watch: Any, eos: bool) -> Any:
+            self._found, hold_start = super()._scan(watch, eos)
+            return self._found, hold_start
+
         def _open_explicit(self, events: Any, field: Any, m: Any) -> None:
             self._opened_at = m.start()
             super()._open_explicit(events, field, m)
+            events[-1]["captures"] = self._captures
 
         def _close_current(self, events: Any) -> None:
-            closed = len(events)
+            closed, is_cut = len(events), self._found is None and not self._nearly_closed()
             super()._close_current(events)
             for event in events[closed:]:
+                event["is_cut"] = is_cut
                 event["raw"] = self._buffer[max(self._opened_at, self._begun_chars) : self._pos]
+
+        def _nearly_closed(self) -> bool:
+            """Return whether the output ends within the closing mark, at the mark's end, or in a region without one."""
+            field = self._spec.fields.get(self._current)
+            if field is None or field.close_re is None:
+                return True
+            match = field.close_re.search(self._buffer, self._opened_at, partial=True)
+            return match is not None and match.end() - match.start() >= MIN_CLOSING_CHARS
 
     return RawParser
 
 
-_BEGUN = re.compile(r'\s*\{"name": "([^"]*)", "arguments": (.*)', re.DOTALL)
-"""A forced call that is not complete."""
-
-
-def _calls_of(value: Any, closing: Sequence[str], forced: bool) -> list[Piece]:
-    """Return the calls of a region; none where it is no call.
-
-    An output's end may have cut off the `closing` text, of a `forced` call also its arguments.
-    """
-    function, call_id = value.get("function"), value.get("id", "")
-    if isinstance(function, str):
-        text = _without_part(function, closing)
-        if forced and _parsed(text) is None and (begun := _BEGUN.match(text)):
-            return [ToolCall(begun[1], begun[2])]
-        function = _parsed(text)
-    calls = function if isinstance(function, list) else [function]
-    pieces: list[Piece] = []
-    for call in calls:
-        name = call.get("name") if isinstance(call, dict) else None
-        if not isinstance(name, str) or not name:
-            return []
-        arguments = call.get("arguments", call.get("parameters", {}))
-        if isinstance(arguments, str):
-            arguments = _without_part(arguments, closing).strip()
-            if arguments and _parsed(arguments) is None:
-                return []
-            pieces.append(ToolCall(name, arguments or "{}", call_id))
-            continue
-        try:
-            pieces.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False), call_id))
-        except (ValueError, RecursionError):
-            return []
-    return pieces
-
-
-def _parsed(text: str) -> Any:
-    """Parse JSON, also with line breaks within strings; None for anything else."""
-    try:
-        return json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _without_part(text: str, closing: Sequence[str]) -> str:
-    """Cut off the beginning of a closing text at the end of `text`."""
-    for mark in closing:
-        for length in range(min(len(text), len(mark) - 1), 0, -1):
-            if text.endswith(mark[:length]):
-                return text[:-length]
-    return text
+def _names_of(tools: Sequence[Any]) -> frozenset[str]:
+    """Return the names of the tools that have one."""
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    return frozenset(name for name in names if isinstance(name, str))
 
 
 def _fields_of(setting: str, families: Mapping[str, Family], same: Mapping[str, str], name: str) -> Fields:

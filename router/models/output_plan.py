@@ -117,4 +117,8 @@ def _function(text: str, number: int) -> Function:
         raise InvalidRequest(field, "must be a JSON object with function.name for a call of it to be forced") from None
     if not isinstance(name, str) or not isinstance(parameters, dict | None):
         raise InvalidRequest(field, "function.name must be a string, and function.parameters an object")
-    return Function(name, parameters)
+    kinds = "object" if parameters is None else parameters.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        message = "must be object: arguments of a call that is forced have names"
+        raise InvalidRequest(f"{field}.function.parameters.type", message)
+    return Function(name, None if parameters is None else parameters | {"type": "object"})

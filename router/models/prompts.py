@@ -18,6 +18,7 @@ from router.models.after_reasoning import ReasoningMarks
 from router.models.chat_template import ChatTemplate, chars_of, check_chat_fields
 from router.models.client_texts import ClientTexts, ControlTokens
 from router.models.output_format import AUTO, OutputFormat
+from router.models.token_texts import TokenForm, TokenForms, TokensInText, pieces_by_offsets
 
 INLINE_CHARS = 4096
 """Length from which texts are rendered and tokenised on a thread, so that other streams do not wait."""
@@ -89,7 +90,7 @@ class PromptEncoder:
         self.reading = self.vocabulary + _digest(model_dir, ("tokenizer_config.json", "chat_template.jinja"))
         """Digest that is equal where the same prompt gives the same token ids."""
         self._tokens_per_char = TOKENS_PER_CHAR
-        self._token_texts: dict[int, str] = {}
+        self._forms = TokenForms(self._tokenizer)
         self._max_context_tokens = model_dir.max_context_tokens
         longest = max_chars_per_token(self._tokenizer) if self._tokenizer is not None else None
         self._max_chars = None if longest is None else longest * self._max_context_tokens
@@ -115,16 +116,22 @@ class PromptEncoder:
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
 
-    def token_text(self, token_id: int) -> str:
-        """Return the text of one token by itself, special tokens included.
+    def token(self, token_id: int) -> TokenForm:
+        """Return a token by itself; an empty one without a tokenizer."""
+        return self._forms.of(token_id)
 
-        Parts of a character give the replacement character. Empty without a tokenizer.
+    def pieces(self, prompt: Sequence[int], text: str | None) -> list[str]:
+        """Return the part of a prompt's text that each token has; `text`: the text where the prompt was given as one.
+
+        A tokenizer may have changed a given text, such as its combining marks.
         """
-        text = self._token_texts.get(token_id)
-        if text is None:
-            text = self.decode([token_id])
-            self._token_texts[token_id] = text
-        return text
+        if self._tokenizer is not None and text is not None:
+            encoded = self._tokenizer.encode(text)
+            if encoded.ids == list(prompt):
+                return pieces_by_offsets(text, encoded.offsets)
+        tokens = TokensInText(self.token, keeps_special=True)
+        shown = self.decode(prompt) if text is None else text
+        return [token.text for token in tokens.add(prompt, prompt, shown, ends=True)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included; empty without a tokenizer."""
@@ -145,8 +152,8 @@ class PromptEncoder:
         """Estimate the prompt's tokens without reading it, from recent tokens per character."""
         return len(request.token_ids) or max(1, round(num_chars(request) * self._tokens_per_char))
 
-    async def encode(self, request: pb.GenerateRequest, tenant: str = "") -> list[int]:
-        """Return the prompt's token ids.
+    async def encode(self, request: pb.GenerateRequest, tenant: str = "", adds_special: bool = True) -> list[int]:
+        """Return the prompt's token ids; `adds_special`: a text gets the tokenizer's special tokens.
 
         Long prompts of a tenant wait for each other, and take turns with other tenants'. Raises InvalidRequest unless
         exactly one readable kind of prompt was given.
@@ -165,10 +172,10 @@ class PromptEncoder:
             limit = f"{self._max_chars}, the most that {self._max_context_tokens} tokens can hold"
             raise InvalidRequest(kind, f"the prompt has {chars} characters, at most {limit}")
         if chars <= INLINE_CHARS and len(request.messages) <= INLINE_MESSAGES:
-            prompt = self._read(request)
+            prompt = self._read(request, adds_special)
         else:
             async with self._turn(chars, tenant):
-                prompt = await asyncio.to_thread(self._read, request)
+                prompt = await asyncio.to_thread(self._read, request, adds_special)
         if chars:
             self._tokens_per_char += (len(prompt) / chars - self._tokens_per_char) / PROMPTS_SEEN
         return prompt
@@ -176,7 +183,7 @@ class PromptEncoder:
     def _turn(self, chars: int, tenant: str) -> AbstractAsyncContextManager[None]:
         return (self._large_turns if chars > LARGE_CHARS else self._turns).turn(tenant)
 
-    def _read(self, request: pb.GenerateRequest) -> list[int]:
+    def _read(self, request: pb.GenerateRequest, adds_special: bool) -> list[int]:
         """Render and tokenise a text or a chat."""
         assert self._tokenizer is not None, "it would be at fault"
         is_chat = bool(request.messages)
@@ -189,7 +196,7 @@ class PromptEncoder:
                 assert self._control is not None, "it hid something"
                 return self._control.encode(text, texts.stand_ins)
         # Unlike `encode`, this lets go of the GIL.
-        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=not is_chat)
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special and not is_chat)
         ids: list[int] = encoded.ids
         return ids
 

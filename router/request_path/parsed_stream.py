@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from protos import inference_pb2 as pb
+from router.models.call_reading import CallArguments, CallBegun
 from router.models.output_format import OutputParser, Piece, Reasoning
 from router.models.output_plan import OutputPlan
 from router.prepared_request import PreparedRequest
@@ -12,8 +13,10 @@ from router.prepared_request import PreparedRequest
 class OutputParts:
     """Parts of all choices of one request. Pure."""
 
-    def __init__(self, plan: OutputPlan) -> None:
+    def __init__(self, plan: OutputPlan, streams_calls: bool = False) -> None:
+        """Begin; `streams_calls`: calls come also as deltas."""
         self._plan = plan
+        self._streams_calls = streams_calls
         self._parsers: dict[int, OutputParser | None] = {}
 
     def add_to(self, message: pb.GenerateResponse) -> None:
@@ -29,7 +32,11 @@ class OutputParts:
         if message.HasField("finish"):
             pieces += parser.finish()
             message.finish.usage.reasoning_tokens = parser.num_reasoning
-        message.parts.extend(map(part_of, pieces))
+        message.parts.extend(
+            part_of(piece)
+            for piece in pieces
+            if self._streams_calls or not isinstance(piece, CallBegun | CallArguments)
+        )
 
 
 def part_of(piece: Piece) -> pb.OutputPart:
@@ -37,7 +44,12 @@ def part_of(piece: Piece) -> pb.OutputPart:
         return pb.OutputPart(text=piece)
     if isinstance(piece, Reasoning):
         return pb.OutputPart(reasoning=piece.text)
-    return pb.OutputPart(tool_call=pb.ToolCall(id=piece.id, name=piece.name, arguments=piece.arguments))
+    if isinstance(piece, CallBegun):
+        return pb.OutputPart(tool_call_delta=pb.ToolCallDelta(id=piece.id, name=piece.name))
+    if isinstance(piece, CallArguments):
+        return pb.OutputPart(tool_call_delta=pb.ToolCallDelta(arguments=piece.text))
+    call = pb.ToolCall(id=piece.id, name=piece.name, arguments=piece.arguments, incomplete=piece.is_cut)
+    return pb.OutputPart(tool_call=call)
 
 
 async def generate_parts(
@@ -47,11 +59,11 @@ async def generate_parts(
 
     `generate` starts the request; it takes the function that is to be called once the request is checked.
     """
-    plans: list[OutputPlan] = []
+    checked: list[PreparedRequest] = []
     parts: OutputParts | None = None
-    async with aclosing(generate(lambda prepared: plans.append(prepared.output))) as messages:
+    async with aclosing(generate(checked.append)) as messages:
         async for raw in messages:
-            parts = parts or OutputParts(plans[0])
+            parts = parts or OutputParts(checked[0].output, checked[0].request.stream_tool_calls)
             message = pb.GenerateResponse.FromString(raw)
             parts.add_to(message)
             yield message.SerializeToString()

@@ -68,7 +68,9 @@ class Preprocessor:
             chosen = SelectedModel(model, why, await read(model, request, arrival))
         sampling = chosen.reading.sampling
         if (structured := read_structured(sampling)) is not None:
-            await chosen.model.grammars.check(structured, arrival.tenant)
+            prepared = await chosen.model.grammars.check(structured, arrival.tenant)
+            if structured.kind in ("json_schema", "grammar"):
+                setattr(sampling.structured, structured.kind, prepared.texts[0])
         first_token_s = request.max_ttft_ms / 1e3 if request.HasField("max_ttft_ms") else math.inf
         return PreparedRequest(
             request=request,

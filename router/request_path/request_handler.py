@@ -248,9 +248,12 @@ class RequestHandler:
             continue_final_message=request.continue_final_message,
             no_generation_prompt=request.no_generation_prompt,
         )
+        adds_special = not request.HasField("add_special_tokens") or request.add_special_tokens
+        if request.messages and request.HasField("add_special_tokens") and adds_special:
+            raise InvalidRequest("add_special_tokens", "is not for messages: the chat template writes special tokens")
         tenant = principal.tenant or ""
         with self._arrivals.arriving(tenant, is_charged):
-            token_ids = await model.encoder.encode(prompt, tenant)
+            token_ids = await model.encoder.encode(prompt, tenant, adds_special)
         return pb.TokenizeResponse(
             model=model.name, token_ids=token_ids, max_context_tokens=model.model_dir.max_context_tokens
         )

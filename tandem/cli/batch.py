@@ -221,5 +221,5 @@ def _error(error: ServiceError) -> dict[str, Any]:
 
 def _write(file: TextIO, values: dict[str, Any]) -> None:
     """Write and flush a line, so that it survives whatever happens next."""
-    file.write(json.dumps(values, ensure_ascii=False, separators=(",", ":")) + "\n")
+    file.write(json.dumps(values, separators=(",", ":")) + "\n")  # ASCII: readers may split lines by Unicode
     file.flush()

@@ -34,8 +34,8 @@ class PromptOptions(CallOptions, total=False):
     """Name of a served model, or "auto"; empty: the router's default."""
 
 
-class TokenizeOptions(PromptOptions, total=False):
-    """Options of `tokenize`."""
+class PromptEndOptions(PromptOptions, total=False):
+    """Options that say where the prompt of a chat ends."""
 
     continue_final_message: bool
     """Whether the output goes on with the last message's text."""
@@ -43,7 +43,14 @@ class TokenizeOptions(PromptOptions, total=False):
     """Whether the prompt ends after the last message, without the template's beginning of an answer."""
 
 
-class GenerateOptions(TokenizeOptions, total=False):
+class TokenizeOptions(PromptEndOptions, total=False):
+    """Options of `tokenize`."""
+
+    add_special_tokens: bool | None
+    """Whether a text gets the special tokens that the tokenizer puts around a prompt; default true."""
+
+
+class GenerateOptions(PromptEndOptions, total=False):
     """Options of `generate` and `explain`; fields of GenerateRequest in docs/grpc.md."""
 
     sampling: pb.Sampling | None
@@ -60,6 +67,8 @@ class GenerateOptions(TokenizeOptions, total=False):
     min_quality: float
     parse_output: bool
     """Whether pieces hold reasoning and tool calls as `parts` too."""
+    stream_tool_calls: bool
+    """Whether `parts` hold tool calls also as deltas while these are generated; needs `parse_output`."""
     tool_choice: str
     single_tool_call: bool
     reasoning_effort: str

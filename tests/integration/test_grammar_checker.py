@@ -105,20 +105,20 @@ async def test_one_tenants_grammars_do_not_keep_another_ones_waiting() -> None:
 def test_results_are_remembered_for_each_tenant_and_for_a_while() -> None:
     now = [0.0]
     results = GrammarResults(lambda: now[0])
-    results.add("a", GOOD, None)
+    results.add("a", GOOD, GOOD)
     assert results.find("a", GOOD) is not None
     assert results.find("b", GOOD) is None, "the time of an answer would show what another tenant used"
     results.add("a", GOOD, InvalidRequest("f", "too complex"), 10.0)
     found = results.find("a", GOOD)
     assert found is not None
-    assert found.fault is not None
+    assert isinstance(found.outcome, InvalidRequest)
     now[0] = 10.0
     assert results.find("a", GOOD) is None
     for number in range(MAX_REMEMBERED + 1):
-        results.add("m", StructuredOutput("regex", (f"{number}",)), None)
+        results.add("m", StructuredOutput("regex", (f"{number}",)), GOOD)
     assert results.find("m", StructuredOutput("regex", ("0",))) is None
     for number in range(MAX_TENANTS):
-        results.add(f"t{number}", GOOD, None)
+        results.add(f"t{number}", GOOD, GOOD)
     assert results.find("m", StructuredOutput("regex", ("9",))) is None
 
 
@@ -187,3 +187,18 @@ async def test_a_model_without_an_end_token_is_told_so_once(tmp_path: Path) -> N
             assert fault.field == "sampling.structured"
             assert "no end token" in fault.message
         assert not checker._idle
+
+
+async def test_a_grammar_is_returned_as_it_is_to_be_compiled() -> None:
+    longest = json.dumps({"const": "\u2028\\" * 20_000}, ensure_ascii=False)
+    async with checking() as checker:
+        for text in ('{"type": "string", "format": "password"}', longest):
+            prepared = await checker.check(StructuredOutput("json_schema", (text,)))
+            schema = json.loads(prepared.texts[0])
+            assert schema.pop("x-guidance")
+            assert schema == {name: value for name, value in json.loads(text).items() if name != "format"}
+            assert await checker.check(StructuredOutput("json_schema", (text,))) == prepared, "it is remembered"
+        choice = StructuredOutput("choice", ("a", "é"))
+        assert await checker.check(choice) == choice
+        fault = await fault_of(checker, StructuredOutput("json_schema", ('{"minProperties": 3}',)))
+        assert "minProperties 3 cannot be kept to" in fault.message

@@ -17,7 +17,7 @@ from cluster.errors import StartError
 from router.config import RouterConfig
 from router.security.api_keys import entry_for
 from support.batch_site import CHATS, COMPLETIONS, with_chats
-from support.openai_http import http_cluster
+from support.openai_http import RawConnection, http_cluster
 from tandem.local.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -162,3 +162,42 @@ async def test_without_settings_there_is_no_cors_and_no_metrics(sim_model: Calla
         status, _, content = await asyncio.to_thread(ask, plain, "GET", "/metrics")
         assert status == 404
         assert "metrics_on_http_port" in json.loads(content)["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_of_http_1_0_gets_no_chunks(cluster: LocalCluster, stream: bool) -> None:
+    body = json.dumps(ASKING | {"prompt": "word1", "stream": stream}).encode()
+    lines = ["POST /v1/completions HTTP/1.0", f"content-length: {len(body)}", "authorization: Bearer tk-client"]
+
+    def exchanged() -> tuple[bytes, bytes]:
+        with closing(RawConnection(cluster.router.http_address)) as connection:
+            connection.send("\r\n".join([*lines, "", ""]).encode() + body)
+            received = b""
+            while part := connection.read(1 << 16):
+                received += part
+        head, _, rest = received.partition(b"\r\n\r\n")
+        return head, rest
+
+    head, rest = await asyncio.to_thread(exchanged)
+    assert b"200 OK" in head
+    assert b"transfer-encoding" not in head
+    if stream:
+        assert rest.startswith(b"data: {")
+        assert rest.endswith(b"data: [DONE]\n\n")
+    else:
+        assert len(json.loads(rest)["choices"]) == 1
+        assert f"content-length: {len(rest)}".encode() in head
+
+
+async def test_a_text_is_tokenised_with_and_without_special_tokens(cluster: LocalCluster) -> None:
+    for wanted, status in ((True, 200), (False, 200), (3, 400)):
+        body = json.dumps({"prompt": "word1", "add_special_tokens": wanted}).encode()
+        got, _, answer = await asyncio.to_thread(
+            ask, cluster, "POST", "/tokenize", body, authorization="Bearer tk-client"
+        )
+        assert got == status, answer
+    chat = {"messages": [{"role": "user", "content": "word1"}], "add_special_tokens": True}
+    got, _, answer = await asyncio.to_thread(
+        ask, cluster, "POST", "/tokenize", json.dumps(chat).encode(), authorization="Bearer tk-client"
+    )
+    assert (got, json.loads(answer)["error"]["param"]) == (400, "add_special_tokens")

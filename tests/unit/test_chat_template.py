@@ -59,6 +59,24 @@ def test_a_developer_is_a_system_to_who_knows_none() -> None:
     assert ChatTemplate("{# developer #}" + PLAIN, {}).render(request) == "developer:x;"
 
 
+CALLS = "{% for message in messages %}{% for call in message.tool_calls %}{{ CALL }};{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("text", ['{"a": "b', "1", '["a"]', "no json", "[" * 100_000])
+@pytest.mark.parametrize(
+    ("source", "is_object"),
+    [("call.function.arguments | tojson", False), ("call.function.arguments.items() | list | tojson", True)],
+)
+def test_arguments_that_are_no_object_are_read_as_they_are(source: str, is_object: bool, text: str) -> None:
+    """As of a call that was cut off, which clients send back."""
+    calls = [pb.ToolCall(name="f", arguments=text), pb.ToolCall(name="g", arguments='{"a": 1}')]
+    messages = [pb.ChatMessage(role="assistant", tool_calls=calls)]
+    rendered = ChatTemplate(CALLS.replace("CALL", source), {}).render(asking(messages=messages))
+    broken, whole = rendered.removesuffix(";").split(";")
+    assert json.loads(whole) == ([["a", 1]] if is_object else {"a": 1})
+    assert json.loads(broken) == ([["arguments", text]] if is_object else text)
+
+
 def test_of_two_templates_the_one_with_tools_gets_them(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     templates = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": "{{ tools | length }}"}]
@@ -82,10 +100,6 @@ def test_of_two_templates_the_one_with_tools_gets_them(tmp_path: Path) -> None:
         ("chat_template_kwargs", {"chat_template_kwargs": '{"chat_template": "x"}'}),
         ("chat_template_kwargs", {"chat_template_kwargs": '{"messages": []}'}),
         ("chat_template_kwargs", {"chat_template_kwargs": '{"bos_token": "x"}'}),
-        (
-            "messages[0].tool_calls[0].arguments",
-            {"messages": [pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f", arguments="1")])]},
-        ),
     ],
 )
 def test_refusals_name_their_field(field: str, fields: dict[str, Any]) -> None:

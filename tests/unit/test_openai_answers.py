@@ -27,6 +27,7 @@ from router.frontend.http.merging import merged
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer, OpenAiAnswer
 from router.frontend.openai.request import ApiRequest
 from router.models.output_format import OutputFormat, OutputParser
+from router.models.token_texts import TokenForm
 
 STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -41,6 +42,10 @@ def asked_for(num_prompts: int = 1, **options: Any) -> ApiRequest:
 FORM = OutputFormat("hermes", "qwen3")
 
 
+def form_of(token_id: int) -> TokenForm:
+    return TokenForm.of(f"<{token_id}>".encode())
+
+
 def answer_of(kind: type[OpenAiAnswer], asked: ApiRequest, echo: str = "", tools: bool = False) -> OpenAiAnswer:
     answer = kind(asked, "r")
 
@@ -48,7 +53,7 @@ def answer_of(kind: type[OpenAiAnswer], asked: ApiRequest, echo: str = "", tools
         return FORM.parser(parses_calls=True) if tools else None
 
     for number in range(len(asked.requests)):
-        answer.begin(number, PromptInfo("m", [1, 2], echo, lambda token_id: f"<{token_id}>", new_parser))
+        answer.begin(number, PromptInfo("m", [1, 2], echo, form_of, new_parser, lambda: ["<1>", "<2>"]))
     return answer
 
 
@@ -88,7 +93,7 @@ def test_the_events_of_a_chat_to_the_byte() -> None:
     rest = b',"logprobs":null,"finish_reason":null}]}\n\n'
     assert answer.chunk(0, said('a "b"\n\u2028')) == (
         top + b'"delta":{"role":"assistant","content":""}' + rest
-        + top + '"delta":{"content":"a \\"b\\"\\n\u2028"}'.encode() + rest
+        + top + b'"delta":{"content":"a \\"b\\"\\n\\u2028"}' + rest
     )  # fmt: skip
     finish = b'"delta":{},"logprobs":null,"finish_reason":"length","stop_reason":null}]}\n\n'
     assert answer.chunk(0, end(LENGTH)) == top + finish + b"data: [DONE]\n\n"
@@ -139,7 +144,7 @@ def test_choices_are_counted_together() -> None:
 
 
 def test_log_probabilities_of_both_kinds() -> None:
-    messages = [said("ab", 3, 4, logprobs=(-1.0, -math.inf)), end()]
+    messages = [said("<3><4>", 3, 4, logprobs=(-1.0, -math.inf)), end()]
     options: Any = {"token_ids": True}
     chat = whole_of(answer_of(ChatAnswer, asked_for(**options)), *messages)["choices"][0]
     entry = {"token": "<9>", "logprob": -0.5, "bytes": [60, 57, 62]}
@@ -148,7 +153,7 @@ def test_log_probabilities_of_both_kinds() -> None:
     }  # fmt: skip
     assert (chat["token_ids"], chat["prompt_token_ids"]) == ([3, 4], [1, 2])
     text = whole_of(answer_of(CompletionAnswer, asked_for(**options), echo="seen"), *messages)["choices"][0]
-    assert text["text"] == "seenab"
+    assert text["text"] == "seen<3><4>"
     assert text["logprobs"] == {
         "tokens": ["<3>", "<4>"],
         "token_logprobs": [-1.0, -9999.0],
@@ -156,7 +161,7 @@ def test_log_probabilities_of_both_kinds() -> None:
         "text_offset": [4, 7],
     }
     streamed = events_of(answer_of(CompletionAnswer, asked_for(stream=True, **options), echo="seen"), *messages)
-    assert [event["choices"][0]["text"] for event in streamed[:-1]] == ["seen", "ab", ""]
+    assert [event["choices"][0]["text"] for event in streamed[:-1]] == ["seen", "<3><4>", ""]
     assert streamed[1]["choices"][0]["logprobs"] == text["logprobs"]
     assert streamed[1]["choices"][0]["token_ids"] == [3, 4]
     assert streamed[2]["choices"][0]["prompt_token_ids"] == [1, 2]
@@ -164,10 +169,10 @@ def test_log_probabilities_of_both_kinds() -> None:
 
 def test_echoed_log_probabilities_begin_with_the_prompts() -> None:
     scored = [pb.TokenLogprobs(logprob=-3.0, top_token_ids=[5], top_logprobs=[-0.25])]
-    messages = [pb.GenerateResponse(prompt_logprobs=scored), said("ab", 3, logprobs=(-1.0,)), end()]
+    messages = [pb.GenerateResponse(prompt_logprobs=scored), said("<3>", 3, logprobs=(-1.0,)), end()]
     options: Any = {"echo": True, "echo_logprobs": True}
     whole = whole_of(answer_of(CompletionAnswer, asked_for(**options), echo="<1><2>"), *messages)
-    assert whole["choices"][0]["text"] == "<1><2>ab"
+    assert whole["choices"][0]["text"] == "<1><2><3>"
     assert whole["choices"][0]["logprobs"] == {
         "tokens": ["<1>", "<2>", "<3>"],
         "token_logprobs": [None, -3.0, -1.0],

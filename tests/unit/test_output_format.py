@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import StartError
+from router.models.call_reading import ToolCall
 from router.models.forced_calls import CLOSE, OPEN
-from router.models.output_format import AUTO, NONE, OutputFormat, OutputParser, Piece, Reasoning, ToolCall
+from router.models.output_format import AUTO, NONE, OutputFormat, OutputParser, Piece, Reasoning
+from support.output_pieces import WEATHER, parse_with
 
 HERMES = OutputFormat("hermes", NONE)
 
@@ -17,21 +19,6 @@ def hermes(forced: bool = False) -> OutputParser:
     parser = HERMES.parser(parses_calls=True, forced=forced)
     assert parser is not None
     return parser
-
-
-def parse_with(parser: OutputParser, *pieces: str) -> list[Piece]:
-    """Neighbouring texts joined."""
-    found = [item for piece in pieces for item in parser.push(piece)] + parser.finish()
-    joined: list[Piece] = []
-    for item in found:
-        last = joined[-1] if joined else None
-        if isinstance(item, str) and isinstance(last, str):
-            joined[-1] = last + item
-        elif isinstance(item, Reasoning) and isinstance(last, Reasoning):
-            joined[-1] = Reasoning(last.text + item.text)
-        else:
-            joined.append(item)
-    return joined
 
 
 def parse(*pieces: str) -> list[Piece]:
@@ -118,32 +105,15 @@ def test_pieces_do_not_matter(text: str, data: st.DataObject) -> None:
     assert parse(*text) == whole
     if not any(isinstance(item, ToolCall) for item in whole):
         assert "".join(map(str, whole)) == text, "without a call every character stays"
+    tools = [json.dumps({"type": "function", "function": {"name": name}}) for name in "fg"]
+    found = []
+    for each in ([text], pieces, list(text)):
+        parser = HERMES.parser(True, tools=tools)
+        assert parser is not None
+        found.append(parse_with(parser, *each))
+    assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize(
-    ("text", "arguments"),
-    [
-        ('{"name": "f", "arguments": {"a": "b', '{"a": "b'),
-        ('\n{"name": "f", "arguments": {"a": [1, ', '{"a": [1, '),
-        ('\n{"name": "f", "arguments": ', ""),
-        ('\n{"name": "f", "arguments": {}}\n</tool_', "{}"),
-    ],
-)
-def test_a_forced_call_that_is_cut_off_is_a_call(text: str, arguments: str) -> None:
-    parser = hermes(forced=True)
-    assert parser.push(OPEN + text) + parser.finish() == [ToolCall("f", arguments)]
-    assert hermes(forced=True).push("no call") == ["no call"]
-
-
-WEATHER = json.dumps(
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
-        },
-    }
-)
 PARIS = ToolCall("weather", '{"city": "Paris", "days": 3}')
 ARGUMENTS = PARIS.arguments
 FAMILIES: list[tuple[str, str, str, str, list[Piece]]] = [

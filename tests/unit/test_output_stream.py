@@ -111,6 +111,44 @@ def test_a_stop_string_ends_it_and_later_tokens_count_for_nothing(tokenizer: Tok
     assert message.finish.usage.completion_tokens == 3
 
 
+def texts_of(generation: OutputStream, chars: str, finish: FinishReason) -> str:
+    """Text of tokens of which the last one has a finish reason, each taken by itself."""
+    text = ""
+    for place, char in enumerate(chars, 1):
+        generation.absorb(token(char, finish=finish if place == len(chars) else None))
+        if (message := generation.take()) is not None:
+            text += message.text
+    assert generation.finished
+    return text
+
+
+@pytest.mark.parametrize("keeps_special", [False, True])
+@pytest.mark.parametrize(("includes", "text"), [(False, "ab"), (True, "abc")])
+def test_the_token_that_stops_is_text_only_on_demand(
+    tokenizer: Tokenizer, keeps_special: bool, includes: bool, text: str
+) -> None:
+    asked = request()
+    asked.sampling.stop_token_ids.append(ALPHABET.index("c"))
+    asked.sampling.keep_special_tokens, asked.sampling.include_stop_str_in_output = keeps_special, includes
+    assert texts_of(OutputStream(asked, tokenizer, "d0", 4), "abc", FinishReason.STOP) == text
+    assert texts_of(OutputStream(asked, tokenizer, "d0", 4), "abc", FinishReason.LENGTH) == "abc"
+
+
+@pytest.mark.parametrize("emitted_chars", range(3))
+def test_a_stop_string_is_text_on_demand_also_after_a_failure(tokenizer: Tokenizer, emitted_chars: int) -> None:
+    emitted = [ALPHABET.index(char) for char in "ab"]
+    asked = request(stop=["bcd"], emitted_token_ids=emitted[:emitted_chars], emitted_chars=min(emitted_chars, 1))
+    asked.sampling.include_stop_str_in_output = True
+    generation = OutputStream(asked, tokenizer, "d0", 4)
+    text, finish = "a" if emitted_chars else "", pb.Finish()
+    for char in "abcd"[emitted_chars:]:
+        generation.absorb(token(char))
+        message = generation.take()
+        assert message is not None
+        text, finish = text + message.text, message.finish
+    assert (text, finish.reason, finish.stop_match) == ("abcd", pb.FINISH_REASON_STOP, "bcd")
+
+
 def test_a_second_attempt_sends_only_what_the_first_did_not(tokenizer: Tokenizer) -> None:
     emitted = [ALPHABET.index(char) for char in "xyz"]
     generation = OutputStream(request(emitted_token_ids=emitted, emitted_chars=2), tokenizer, "d0", 4)

@@ -24,6 +24,7 @@ from router.frontend.openai.response_store import MemoryResponses, ResponseHooks
 from router.frontend.openai.responses import read_response
 from router.frontend.openai.responses_answer import ResponsesAnswer
 from router.models.output_format import OutputFormat
+from router.models.token_texts import TokenForm
 
 CALLER = Caller("", "r")
 FORM = OutputFormat("hermes", "qwen3")
@@ -34,7 +35,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def served(forced: bool = False) -> PromptInfo:
-    return PromptInfo("m", [1], "", str, lambda: FORM.parser(True, forced=forced))
+    return PromptInfo("m", [1], "", lambda token_id: TokenForm.of(b"x"), lambda: FORM.parser(True, forced=forced))
 
 
 def messages_of(text: str, reason: pb.FinishReason.ValueType) -> list[pb.GenerateResponse]:

@@ -5,6 +5,7 @@ docs/vllm.md tells clients what the tests of continued streams show.
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,13 +15,19 @@ import pytest_asyncio
 from engine.core_types import BeamParams, StructuredOutput
 from engine.messages.from_engine import Rejected, Token
 from engine.messages.to_engine import Generate, LoanFailed
+from engine.model.detokenizer import load_tokenizer
+from engine.model.model_dir import ModelDir
+from engine.sampling.json_schemas import prepared_schema
 from support.engine_contract import EngineContract, Pair, account_of, named, numbers, prompt_of
 from support.long_runs import mostly_long
 from support.real_engines import engines, kill
 from support.vllm_engines import PYTHON, V2, ids, need_vllm, vllm_engine
+from tandem.storyteller import STORYTELLER
 
 pytestmark = [need_vllm, pytest.mark.asyncio(loop_scope="module")]
 MAX_TOKENS = 24
+TOKENIZER = load_tokenizer(ModelDir.open(STORYTELLER))
+assert TOKENIZER is not None
 CUTS = (1, 9, 22)
 SCHEMA = '{"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string", "maxLength": 8}}, '
 SCHEMA += '"required": ["n", "s"], "additionalProperties": false}'
@@ -108,6 +115,20 @@ def assert_equal_logprobs(got: list[Token], expected: list[Token], count: int) -
         assert len(token.logprobs.top_token_ids) == len(token.logprobs.top_logprobs) == count
         assert token.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-3)
         assert token.logprobs.top_token_ids == other.logprobs.top_token_ids
+
+
+async def test_whitespace_of_structured_output_is_bounded(pair: Pair) -> None:
+    """A model that prefers spaces writes no two of them; an output that another engine laid out in lines goes on."""
+    form = StructuredOutput("json_schema", (prepared_schema(SCHEMA, lambda *_: False),))
+    vocabulary = range(TOKENIZER.get_vocab_size())
+    spaces = tuple((token_id, 50.0) for token_id in vocabulary if TOKENIZER.decode([token_id]).isspace())
+    answer = await pair.lender.answer(named(prompt_of(70, 35), 12, structured=form, logit_bias=spaces))
+    assert re.match(r'\{"n": -?[0-9]', TOKENIZER.decode(ids(answer)))
+    begun = TOKENIZER.encode('{\n  "n": 1,\n  "s"', add_special_tokens=False).ids
+    rest = resumed(named(prompt_of(70, 35), 64, structured=form), begun)
+    whole = TOKENIZER.decode(begun + ids(await pair.borrower.answer(rest)))
+    assert re.match(r'\{\n  "n": 1,\n  "s"\s*:', whole)
+    await pair.settled()
 
 
 async def test_min_tokens_counts_those_of_an_earlier_attempt(pair: Pair) -> None:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from typing import Any
 
@@ -24,7 +24,7 @@ from engine.backends.torch.sampler import NO_NUMBERS
 from engine.backends.vllm.sampling import FILLS, Sampling, ends_of, scores_wanted
 from engine.core_types import RequestFailure, SampleResult, Sequence, StructuredOutput, TokenLogprobs
 from engine.messages.to_engine import Generate
-from engine.sampling.grammar import MAX_REASON_CHARS, STACK_BYTES
+from engine.sampling.grammar import MAX_REASON_CHARS, STACK_BYTES, forms_of, schema_text
 from engine.sampling.structured_output import FIELD
 
 BACKEND = "guidance"
@@ -77,7 +77,8 @@ class NativeSampling(Sampling):
         if request.structured_output_request is not None:
             compiled = self._compiled(request)
             if emitted:
-                compiled = self._manager.executor.submit(_advanced, compiled, request_id, emitted)
+                others = self._other_forms(sequence, request)
+                compiled = self._manager.executor.submit(_advanced, compiled, request_id, emitted, others)
             request.structured_output_request.grammar = compiled
             if isinstance(compiled, Future):
                 compiled.add_done_callback(lambda _: wake())
@@ -111,6 +112,15 @@ class NativeSampling(Sampling):
             return failed
         return request.structured_output_request._grammar
 
+    def _other_forms(self, sequence: Sequence, request: Request) -> list[Callable[[], Any]]:
+        """Return functions that compile further forms to which emitted tokens may keep."""
+        assert sequence.sampling is not None
+        assert sequence.sampling.structured is not None
+        assert request.structured_output_request is not None
+        kind, _ = request.structured_output_request.structured_output_key
+        others = forms_of(sequence.sampling.structured)[1:]
+        return [partial(self._manager.backend.compile_grammar, kind, schema_text(form)) for form in others]
+
     def _params(self, sequence: Sequence) -> VllmParams:
         wanted = sequence.sampling
         assert wanted is not None
@@ -138,12 +148,11 @@ class NativeSampling(Sampling):
     def _structured(self, wanted: StructuredOutput | None) -> StructuredOutputsParams | None:
         if wanted is None:
             return None
-        text = wanted.texts[0] if wanted.texts else ""
-        match wanted.kind:
-            case "json_schema":
+        form = forms_of(wanted)[0]
+        text = schema_text(form)
+        match form.kind:
+            case "json_schema" | "json_object":
                 params = StructuredOutputsParams(json=text)
-            case "json_object":
-                params = StructuredOutputsParams(json_object=True)
             case "regex":
                 params = StructuredOutputsParams(regex=text)
             case "grammar":
@@ -185,11 +194,14 @@ def _failure_of(sequence: Sequence, request: Request) -> RequestFailure:
     return RequestFailure(wanted.field if wanted is not None else FIELD, reason[:MAX_REASON_CHARS])
 
 
-def _advanced(compiled: Any, request_id: str, emitted: Seq[int]) -> Any:
-    """Return a grammar that has accepted the tokens of an earlier attempt."""
+def _advanced(compiled: Any, request_id: str, emitted: Seq[int], others: Seq[Callable[[], Any]]) -> Any:
+    """Return a grammar that has accepted the tokens of an earlier attempt: the first one, or the first other one."""
     grammar = compiled.result() if isinstance(compiled, Future) else compiled
-    if not grammar.accept_tokens(request_id, list(emitted)):
-        raise ValueError("tokens of an earlier attempt do not match it")
+    waiting = list(others)
+    while not grammar.accept_tokens(request_id, list(emitted)):
+        if not waiting:
+            raise ValueError("tokens of an earlier attempt do not match it")
+        grammar = waiting.pop(0)()
     return grammar
 
 

@@ -3,9 +3,10 @@
 Pure.
 """
 
-import json
 import secrets
 from typing import Any
+
+from pydantic_core import from_json
 
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.messages import MessagesRequest
@@ -43,13 +44,11 @@ class MessagesAnswer(BlockAnswer[MessagesRequest]):
         empty = self._content(block)
         if block.call is not None:
             empty["input"] = {}
-        events = _event("content_block_start", block, content_block=empty)
-        if block.call is not None:
-            delta = {"type": "input_json_delta", "partial_json": block.call.arguments}
-            events += _event("content_block_delta", block, delta=delta)
-        return events
+        return _event("content_block_start", block, content_block=empty)
 
     def added(self, block: Block, text: str) -> bytes:
+        if block.call is not None:
+            return _event("content_block_delta", block, delta={"type": "input_json_delta", "partial_json": text})
         if block.kind == REASONING:
             return _event("content_block_delta", block, delta={"type": "thinking_delta", "thinking": text})
         return _event("content_block_delta", block, delta={"type": "text_delta", "text": text})
@@ -76,7 +75,7 @@ class MessagesAnswer(BlockAnswer[MessagesRequest]):
 
     def _message(self, content: list[dict[str, Any]], reason: str | None, stop: str | None) -> dict[str, Any]:
         return {
-            "id": f"msg_{self.request_id}",
+            "id": f"msg_{self.answer_id}",
             "type": "message",
             "role": "assistant",
             "model": self.model,
@@ -90,9 +89,9 @@ class MessagesAnswer(BlockAnswer[MessagesRequest]):
             return {"type": "thinking", "thinking": block.text, "signature": ""}
         if block.call is None:
             return {"type": "text", "text": block.text}
-        try:
-            arguments = json.loads(block.call.arguments)
-        except ValueError:  # cut off by max_tokens, as `stop_reason` says
+        try:  # of a call that was cut off the values that are complete, as Anthropic's clients read a stream
+            arguments = from_json(block.call.arguments, allow_partial=True)
+        except ValueError:
             arguments = {}
         made = arguments if isinstance(arguments, dict) else {"arguments": arguments}
         return {"type": "tool_use", "id": block.call.id or block.id, "name": block.call.name, "input": made}
@@ -103,7 +102,8 @@ class MessagesAnswer(BlockAnswer[MessagesRequest]):
             return "max_tokens", None
         if self.finish.stop_match in self.api_request.requests[0].sampling.stop and self.finish.stop_match:
             return "stop_sequence", self.finish.stop_match
-        return ("tool_use" if any(block.call is not None for block in self.blocks) else "end_turn"), None
+        calls = [block.call for block in self.blocks if block.call is not None]
+        return ("tool_use" if calls and not calls[-1].is_cut else "end_turn"), None
 
     def _usage_so_far(self) -> dict[str, Any]:
         assert self.served is not None, "the answer has begun"

@@ -18,6 +18,8 @@ EFFORTS = {"disabled": "none", "enabled": "high", "adaptive": "medium"}
 """Effort to reason by the type of `thinking`."""
 CACHE_TTLS = {"5m": 300.0, "1h": 3600.0}
 """Seconds by `ttl` of cache_control."""
+ERROR = "Error"
+"""First word of a tool's result that is an error."""
 CLIENT_TOOLS = (None, "custom")
 """Types of tools that a client defines; all others run at Anthropic."""
 
@@ -167,6 +169,8 @@ def _add_user(fields: Fields, role: str, content: Any, request: pb.GenerateReque
     if isinstance(content, str):
         request.messages.add(role=role, content=content)
         return
+    if content == []:
+        raise fields.refuse("content", "must have a block")
     texts = []
     for block in _blocks(fields, content):
         kind = block.text("type", required=True)
@@ -175,7 +179,8 @@ def _add_user(fields: Fields, role: str, content: Any, request: pb.GenerateReque
         elif kind == "tool_result":
             call_id = block.text("tool_use_id", required=True)
             result = _text(block, "content", block.take("content"), request)
-            block.boolean("is_error")  # said by the result's text
+            if block.boolean("is_error") and not result.lstrip().casefold().startswith(ERROR.casefold()):
+                result = f"{ERROR}: {result}" if result else ERROR  # no chat template knows of errors
             _read_cache_control(block, request)
             request.messages.add(role="tool", tool_call_id=call_id, content=result)
         else:

@@ -7,7 +7,8 @@ from typing import Any, Generic, TypeVar
 
 from protos import inference_pb2 as pb
 from router.frontend.http.generation import Answer, Generation, PromptInfo
-from router.models.output_format import OutputParser, Piece, Reasoning, ToolCall
+from router.models.call_reading import CallArguments, CallBegun, ToolCall
+from router.models.output_format import OutputParser, Piece, Reasoning
 
 Asked = TypeVar("Asked", bound=Generation)
 
@@ -23,7 +24,7 @@ class Block:
     pieces: list[str] = field(default_factory=list)
     """Texts, in order."""
     call: ToolCall | None = None
-    """Tool call of a block of this kind."""
+    """Tool call of a block of this kind; without arguments until these are complete."""
 
     @property
     def text(self) -> str:
@@ -39,9 +40,9 @@ class BlockAnswer(Answer, Generic[Asked]):
     A stream's events and the whole answer are made by the same steps.
     """
 
-    def __init__(self, api_request: Asked, request_id: str) -> None:
+    def __init__(self, api_request: Asked, answer_id: str) -> None:
         self.api_request = api_request
-        self.request_id = request_id
+        self.answer_id = answer_id
         self.served: PromptInfo | None = None
         self.blocks: list[Block] = []
         self.usage = pb.Usage()
@@ -63,11 +64,11 @@ class BlockAnswer(Answer, Generic[Asked]):
 
     @abstractmethod
     def added(self, block: Block, text: str) -> bytes:
-        """Return the events of further text or reasoning."""
+        """Return the events of further text, reasoning or arguments of a call."""
 
     @abstractmethod
     def closed(self, block: Block) -> bytes:
-        """Return the events of a block that is complete; a call is complete when it begins."""
+        """Return the events of a block that is complete."""
 
     @abstractmethod
     def ended(self) -> bytes:
@@ -128,10 +129,19 @@ class BlockAnswer(Answer, Generic[Asked]):
         return pieces
 
     def _piece(self, piece: Piece) -> bytes:
+        if isinstance(piece, CallBegun):
+            return self._begin_call(ToolCall(piece.name, "", piece.id))
+        if isinstance(piece, CallArguments):
+            assert self._open is not None, "a call begins before its arguments"
+            return self.added(self._open, piece.text)
         if isinstance(piece, ToolCall):
-            block = self._add(CALL)
-            block.call = piece
-            return self._close() + self.opened(block) + self.closed(block)
+            events = b""
+            if self._open is None or self._open.kind != CALL:
+                events = self._begin_call(piece)
+                assert self._open is not None, "it was just opened"
+                events += self.added(self._open, piece.arguments)
+            self._open.call = piece
+            return events + self._close()
         kind, text = (REASONING, piece.text) if isinstance(piece, Reasoning) else (TEXT, piece)
         events = b""
         if self._open is None or self._open.kind != kind:
@@ -140,6 +150,11 @@ class BlockAnswer(Answer, Generic[Asked]):
             events += self.opened(block)
         self._open.pieces.append(text)
         return events + self.added(self._open, text)
+
+    def _begin_call(self, call: ToolCall) -> bytes:
+        events, block = self._close(), self._add(CALL)
+        block.call, self._open = call, block
+        return events + self.opened(block)
 
     def _add(self, kind: str) -> Block:
         block = Block(len(self.blocks), kind, self.new_id(kind))
@@ -152,8 +167,19 @@ class BlockAnswer(Answer, Generic[Asked]):
 
 
 def compact(value: Any) -> str:
-    """Return a value as compact JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """Return a value as compact JSON, in one line whatever a client takes for the end of one."""
+    return in_one_line(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+
+
+def in_one_line(text: str) -> str:
+    """Return JSON with all line breaks that Unicode has beyond ASCII escaped: some clients split streams at them."""
+    if not text.isascii():  # every piece of every stream passes here
+        for char, escape in LINE_BREAKS.items():
+            text = text.replace(char, escape)
+    return text
+
+
+LINE_BREAKS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def event(name: str, value: dict[str, Any]) -> bytes:

@@ -66,3 +66,39 @@ class CoalescingTransport:
         if self._head is not None and not self._transport.is_closing():
             self._transport.write(self._head)
         self._head = None
+
+
+CHUNKED = b"transfer-encoding: chunked\r\n"
+
+
+class UnchunkedTransport(CoalescingTransport):
+    """Transport of one answer to a client of HTTP/1.0, which knows no chunks: a stream ends with the connection.
+
+    uvicorn writes whole chunks, and closes connections of HTTP/1.0 itself.
+    """
+
+    __slots__ = ("_is_chunked",)
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(transport, loop)
+        self._is_chunked: bool | None = None
+
+    def write(self, data: bytes) -> None:
+        if self._is_chunked is None:
+            self._is_chunked = CHUNKED in data
+            data = data.replace(CHUNKED, b"", 1)
+        elif self._is_chunked:
+            data = _unchunked(data)
+        if data:
+            super().write(data)
+
+
+def _unchunked(data: bytes) -> bytes:
+    """Return the bytes of whole chunks."""
+    parts = []
+    while data:
+        size, _, rest = data.partition(b"\r\n")
+        num_bytes = int(size, 16)
+        parts.append(rest[:num_bytes])
+        data = rest[num_bytes + 2 :]
+    return b"".join(parts)

@@ -59,6 +59,8 @@ class EndpointContext:
     default_deadline_s: float
     strict_fields: bool
     """Whether a field that nobody reads is refused."""
+    heartbeat_s: float | None = None
+    """Seconds between comments of a stream before its first event; None: there are none."""
 
 
 class Hooks(Generic[Asked, Made]):
@@ -188,7 +190,7 @@ class Endpoint(Generic[Asked, Made]):
     async def _whole(self, api_request: Asked, caller: Caller, arrival: Arrival) -> bytes:
         check_whole_answer(api_request.requests)
         await self._hooks.before(api_request, caller)
-        answer = self._answer(api_request, api_request.request_id)
+        answer = self._answer(api_request, api_request.answer_id)
         async with aclosing(self._streams(api_request, answer, caller, arrival)) as messages:
             async for number, raw in messages:
                 answer.absorb(number, pb.GenerateResponse.FromString(raw))
@@ -199,28 +201,35 @@ class Endpoint(Generic[Asked, Made]):
         if not api_request.stream:
             await exchange.send_json(await self._whole(api_request, caller, arrival))
             return
-        await self._hooks.before(api_request, caller)
-        answer = self._answer(api_request, api_request.request_id)
-        last = b""
-        async with aclosing(self._streams(api_request, answer, caller, arrival)) as messages:
-            async for number, raw in messages:
-                events = answer.chunk(number, pb.GenerateResponse.FromString(raw))
-                if answer.complete:
-                    last += events  # sent once the request is accounted for: its client may ask again at once
-                elif events:
-                    await exchange.send_events(events)
-        await self._hooks.after(api_request, caller, answer)
-        await exchange.end_events(last)
+        async with exchange.heartbeats(self._context.heartbeat_s):
+            await self._hooks.before(api_request, caller)
+            answer = self._answer(api_request, api_request.answer_id)
+            last = b""
+            async with aclosing(self._streams(api_request, answer, caller, arrival)) as messages:
+                async for number, raw in messages:
+                    events = answer.chunk(number, pb.GenerateResponse.FromString(raw))
+                    if answer.complete:
+                        last += events  # sent once the request is accounted for: its client may ask again at once
+                    elif events:
+                        await exchange.send_events(events)
+            await self._hooks.after(api_request, caller, answer)
+            await exchange.end_events(last)
 
 
 def _beginner(answer: Answer, number: int, echo: bool) -> Callable[[PreparedRequest], None]:
     def begin(prepared: PreparedRequest) -> None:
         encoder = prepared.model.encoder
-        text = ""
-        if echo:
-            text = prepared.request.text if prepared.request.HasField("text") else encoder.decode(prepared.prompt)
-        answer.begin(
-            number, PromptInfo(prepared.model.name, prepared.prompt, text, encoder.token_text, prepared.output.parser)
+        given = prepared.request.text if prepared.request.HasField("text") else None
+        text = "" if not echo else encoder.decode(prepared.prompt) if given is None else given
+        served = PromptInfo(
+            prepared.model.name,
+            prepared.prompt,
+            text,
+            encoder.token,
+            prepared.output.parser,
+            lambda: encoder.pieces(prepared.prompt, given),
+            prepared.sampling.keep_special_tokens,
         )
+        answer.begin(number, served)
 
     return begin

@@ -1,8 +1,8 @@
 """One HTTP exchange: its body, its answer, and its end when the client disconnects."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 from starlette.types import Receive, Scope, Send
 
@@ -18,6 +18,8 @@ BODY_S = 60.0
 FAREWELL_S = 1.0
 """Seconds for a client that may not read to take an error."""
 EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+HEARTBEAT = b": heartbeat\n\n"
+"""Comment of a stream of events, which clients drop."""
 IGNORED = "x-tandem-ignored"
 """Header that names the fields of a body without effect."""
 JSON = {"content-type": "application/json"}
@@ -45,6 +47,7 @@ class Exchange:
         """Whether the status was sent; later errors can only be events."""
         self.sending = False
         """Whether the client has not yet taken the last bytes."""
+        self._beats: asyncio.Task[None] | None = None
 
     async def body(self, max_bytes: int, arrival: Arrival) -> bytes:
         """Return the body, of `max_bytes` at most also once it is inflated, counted as held by its arrival.
@@ -103,14 +106,43 @@ class Exchange:
             task.uncancel()
             raise (ClientGone() if connection.lost else Draining("this router was told to stop")) from None
 
+    @asynccontextmanager
+    async def heartbeats(self, every_s: float | None) -> AsyncIterator[None]:
+        """Send a comment every so many seconds within a block, up to the first event; None: send none."""
+        if every_s is not None:
+            self._beats = asyncio.create_task(self._beat(every_s))
+        try:
+            yield
+        finally:
+            await self._stop_beats()
+
+    async def _beat(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            if not self.started:
+                await self._start(200, EVENTS)
+            await self._push(HEARTBEAT, more=True)
+
+    async def _stop_beats(self) -> None:
+        if self._beats is None:
+            return
+        beats, self._beats = self._beats, None
+        beats.cancel()
+        (end,) = await asyncio.gather(beats, return_exceptions=True)
+        if isinstance(end, Exception):
+            raise end
+        self.sending = False
+
     async def send_events(self, events: bytes) -> None:
         """Send events; returns when the client is not too far behind."""
+        await self._stop_beats()
         if not self.started:
             await self._start(200, EVENTS)
         await self._push(events, more=True)
 
     async def end_events(self, events: bytes) -> None:
         """Send the last events."""
+        await self._stop_beats()
         if not self.started:
             await self._start(200, EVENTS)
         await self._push(events, more=False)

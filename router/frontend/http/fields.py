@@ -153,9 +153,10 @@ class Fields:
         """Take a text; empty where it is absent."""
         return self._typed(name, str, "a string", required) or ""
 
-    def boolean(self, name: str) -> bool:
-        """Take a boolean; False where it is absent."""
-        return self._typed(name, bool, "true or false", False) or False
+    def boolean(self, name: str, default: bool = False) -> bool:
+        """Take a boolean."""
+        value = self._typed(name, bool, "true or false", False)
+        return default if value is None else value
 
     def objects(self, name: str) -> list[Any]:
         """Take a list of any values; empty where it is absent."""

@@ -1,5 +1,6 @@
 """Common parts of all generating APIs: a request as it was read, and the maker of its answer. Pure."""
 
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -7,9 +8,7 @@ from dataclasses import dataclass, field
 
 from protos import inference_pb2 as pb
 from router.models.output_format import OutputParser
-
-TokenText = Callable[[int], str]
-"""Function that returns a token's own text."""
+from router.models.token_texts import FormOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +20,13 @@ class PromptInfo:
     prompt: list[int]
     echo: str
     """Text before the output."""
-    text_of: TokenText
+    form_of: FormOf
     new_parser: Callable[[], OutputParser | None] = lambda: None
     """Function that returns a parser of a choice's output; None where all of it is text."""
+    echo_pieces: Callable[[], list[str]] = list
+    """Function that returns the part of `echo` that each token of the prompt has."""
+    keeps_special: bool = False
+    """Whether the output's text has special tokens."""
 
 
 @dataclass(slots=True)
@@ -31,6 +34,7 @@ class Generation:
     """One HTTP request, as it is to be served and answered."""
 
     request_id: str
+    """Id in logs, receipts and `x-request-id`: the client's, or one that was drawn."""
     requests: list[pb.GenerateRequest]
     """Requests, one for each prompt."""
     names: dict[str, str]
@@ -43,6 +47,8 @@ class Generation:
     """Whether the texts of completions begin with their prompts."""
     ignored: Sequence[str] = ()
     """Fields of the body that had no effect."""
+    answer_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    """Id of the answer without its prefix. Always drawn: `request_id` may be a client's, which can come twice."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since the epoch."""
 

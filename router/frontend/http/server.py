@@ -10,7 +10,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.http_server import HttpServer
 from cluster.tls import Credentials
-from router.frontend.http.connection import CONNECTION, ClientConnection, CoalescingTransport
+from router.frontend.http.connection import CONNECTION, ClientConnection, CoalescingTransport, UnchunkedTransport
 from router.frontend.http.errors import error_of
 
 MAX_HEAD_BYTES = 64 << 10
@@ -102,7 +102,8 @@ class _Protocol(HttpToolsProtocol):
             raise ValueError(self._refusal)  # uvicorn turns this into a refusal
         super().on_headers_complete()
         # uvicorn uses only these methods of a transport
-        self.cycle.transport = CoalescingTransport(self.transport, self.loop)  # type: ignore[assignment]
+        kind = UnchunkedTransport if self.scope["http_version"] == "1.0" else CoalescingTransport
+        self.cycle.transport = kind(self.transport, self.loop)  # type: ignore[assignment]
         if self.loop.time() >= self._old_at:
             self.cycle.keep_alive = False
 

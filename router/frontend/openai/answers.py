@@ -5,7 +5,6 @@ Pure.
 A token costs little Python here: the parts common to all chunks of a choice are prepared once, as bytes.
 """
 
-import secrets
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +14,13 @@ from google.protobuf.json_format import MessageToDict
 from protos import inference_pb2 as pb
 from router.frontend.http.blocks import compact
 from router.frontend.http.generation import Answer, PromptInfo
-from router.frontend.openai.choice import ChoiceAnswer, quoted
-from router.frontend.openai.logprobs import CompletionLogprobs, chat_logprobs, echoed, joined, prompt_logprobs
+from router.frontend.openai.choice import ChoiceAnswer, call_id_of, quoted
+from router.frontend.openai.logprobs import LogprobForm, joined, prompt_logprobs
 from router.frontend.openai.request import ApiRequest
+from router.models.call_reading import CallArguments, CallBegun, ToolCall
 from router.models.forced_calls import CLOSE
-from router.models.output_format import Piece, Reasoning, ToolCall
+from router.models.output_format import Piece, Reasoning
+from router.models.token_texts import TextToken, TokensInText
 
 DONE = b"data: [DONE]\n\n"
 PLAIN = b',"logprobs":null,"finish_reason":null}]'
@@ -40,9 +41,9 @@ class OpenAiAnswer(Answer):
     nothing: bytes
     """Bytes in place of all three in the last event of a choice."""
 
-    def __init__(self, api_request: ApiRequest, request_id: str) -> None:
+    def __init__(self, api_request: ApiRequest, answer_id: str) -> None:
         self._api_request = api_request
-        self._id = self.id_prefix + request_id
+        self._id = self.id_prefix + answer_id
         self._choices: dict[int, ChoiceAnswer] = {}
         """Choices by index."""
         self._usage = pb.Usage()
@@ -56,11 +57,11 @@ class OpenAiAnswer(Answer):
     def begin(self, number: int, served: PromptInfo) -> None:
         """Begin a prompt that was checked."""
         per_prompt = self._api_request.choices_per_prompt
+        form = LogprobForm(served.form_of, self._api_request.tokens_as_ids)
         for index in range(number * per_prompt, (number + 1) * per_prompt):
             head = f'data: {self._top(self.chunk_name, served.model)},"choices":[{{"index":{index},'
-            choice = ChoiceAnswer(
-                index, served, head.encode(), served.new_parser(), CompletionLogprobs(len(served.echo))
-            )
+            tokens = TokensInText(served.form_of, len(served.echo), served.keeps_special, served.prompt)
+            choice = ChoiceAnswer(index, served, head.encode(), served.new_parser(), tokens, form)
             self._choices[index] = choice
             if not self._api_request.stream and served.echo:
                 choice.text.append(served.echo)
@@ -73,8 +74,8 @@ class OpenAiAnswer(Answer):
         """
 
     @abstractmethod
-    def message_logprobs(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> Any:
-        """Return the log probabilities of a message's tokens."""
+    def logprobs_of(self, choice: ChoiceAnswer, tokens: Sequence[TextToken]) -> Any:
+        """Return the log probabilities of tokens."""
 
     @abstractmethod
     def whole_logprobs(self, parts: Sequence[Any]) -> Any:
@@ -90,11 +91,11 @@ class OpenAiAnswer(Answer):
         """Return the events of a prompt's message, perhaps none."""
         choice = self._choice(number, message)
         events = b""
-        if not choice.begun:
-            choice.begun = True
+        if not choice.has_begun:
+            choice.has_begun = True
             if first := self.first(choice):
                 events = choice.head + first + self._only_text(choice)
-        if message.token_ids or message.text:
+        if message.token_ids or message.text or (message.HasField("finish") and choice.tokens.waits):
             events += self._changed(choice, message)
         if message.HasField("finish"):
             if choice.parser is not None:
@@ -110,36 +111,48 @@ class OpenAiAnswer(Answer):
 
     def _changed(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> bytes:
         choice.num_tokens += len(message.token_ids)
-        detailed = message.logprobs or self._api_request.token_ids or self._api_request.continuous_usage
-        after = self._detailed(choice, message) if detailed else self._plain
+        tokens = choice.certain(message)
+        detailed = choice.has_logprobs or self._api_request.token_ids or self._api_request.continuous_usage
+        after = self._detailed(choice, message, tokens) if detailed else self._plain
         if choice.parser is None:
             return choice.head + self.before + quoted(message.text) + after
         pieces = choice.parser.push(message.text, len(message.token_ids))
-        if detailed and not pieces:
-            return choice.head + self.before + b'""' + after
-        return self._pieces(choice, pieces, after)
+        events = self._pieces(choice, pieces, after)
+        return choice.head + self.before + b'""' + after if detailed and not events else events
 
     def _pieces(self, choice: ChoiceAnswer, pieces: Sequence[Piece], after: bytes) -> bytes:
-        """Return one event per piece, the first one ending with `after`."""
+        """Return at most one event per piece, the first one ending with `after`."""
         events = []
         for piece in pieces:
-            if isinstance(piece, str):
-                events.append(choice.head + self.before + quoted(piece) + after)
-            elif isinstance(piece, Reasoning):
-                if not self._api_request.include_reasoning:
-                    continue
-                text = quoted(piece.text)
-                delta = b'"delta":{"reasoning_content":' + text + b',"reasoning":' + text
+            if delta := self._delta(choice, piece):
                 events.append(choice.head + delta + after)
-            else:
-                call = {"index": len(choice.calls)} | self._call(choice, piece)
-                events.append(choice.head + f'"delta":{{"tool_calls":[{compact(call)}]'.encode() + after)
-            after = self._only_text(choice)
+                after = self._only_text(choice)
         return b"".join(events)
 
-    def _detailed(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> bytes:
+    def _delta(self, choice: ChoiceAnswer, piece: Piece) -> bytes:
+        """Return what a piece adds, without the end of its object; nothing for one that the client has or wants not."""
+        if isinstance(piece, str):
+            return self.before + quoted(piece)
+        if isinstance(piece, Reasoning):
+            text = quoted(piece.text)
+            is_wanted = self._api_request.include_reasoning
+            return b'"delta":{"reasoning_content":' + text + b',"reasoning":' + text if is_wanted else b""
+        call: dict[str, Any] = {"index": len(choice.calls)}
+        if isinstance(piece, CallBegun):
+            choice.begun = call_id_of(piece.id)
+            call |= {"id": choice.begun, "type": "function", "function": {"name": piece.name, "arguments": ""}}
+        elif isinstance(piece, CallArguments):
+            call["function"] = {"arguments": piece.text}
+        elif choice.begun:
+            choice.add_call(piece)
+            return b""
+        else:
+            call |= choice.add_call(piece)
+        return f'"delta":{{"tool_calls":[{compact(call)}]'.encode()
+
+    def _detailed(self, choice: ChoiceAnswer, message: pb.GenerateResponse, tokens: Sequence[TextToken]) -> bytes:
         """Return the bytes after the text for a choice with further fields."""
-        logprobs = self.message_logprobs(choice, message) if message.logprobs else None
+        logprobs = self.logprobs_of(choice, tokens) if tokens else None
         token_ids = f',"token_ids":{compact(list(message.token_ids))}' if self._api_request.token_ids else ""
         tail = f',"logprobs":{compact(logprobs)},"finish_reason":null{token_ids}}}]'
         return self.after + tail.encode() + self._so_far(choice)
@@ -189,8 +202,8 @@ class OpenAiAnswer(Answer):
         pieces: list[Piece] = [message.text]
         if choice.parser is not None:
             pieces = choice.parser.push(message.text, len(message.token_ids))
-        if message.logprobs:
-            choice.logprobs.append(self.message_logprobs(choice, message))
+        if tokens := choice.certain(message):
+            choice.logprobs.append(self.logprobs_of(choice, tokens))
         if self._api_request.token_ids:
             choice.token_ids += message.token_ids
         if message.HasField("finish") and choice.parser:
@@ -200,8 +213,8 @@ class OpenAiAnswer(Answer):
                 choice.text.append(piece)
             elif isinstance(piece, Reasoning):
                 choice.reasoning.append(piece.text)
-            else:
-                self._call(choice, piece)
+            elif isinstance(piece, ToolCall):
+                choice.add_call(piece)
         if message.HasField("finish"):
             self._finish(number, choice, message.finish)
 
@@ -216,13 +229,13 @@ class OpenAiAnswer(Answer):
         served, parts = choice.served, choice.logprobs
         scored = self._scored.get(choice.index // self._api_request.choices_per_prompt)
         if self._api_request.echo_logprobs:
-            parts = [echoed(served.prompt, scored or (), served.text_of), *parts]
+            parts = [choice.logprob_form.echoed(served.prompt, served.echo_pieces(), scored or ()), *parts]
         values = {"index": choice.index, **self.whole_content(choice), "logprobs": self.whole_logprobs(parts)}
         values |= {"finish_reason": choice.reason, "stop_reason": choice.stop_reason}
         if self._api_request.token_ids:
             values |= {"token_ids": choice.token_ids, "prompt_token_ids": served.prompt}
         if scored is not None and not self._api_request.echo_logprobs:
-            values["prompt_logprobs"] = prompt_logprobs(served.prompt, scored, served.text_of)
+            values["prompt_logprobs"] = prompt_logprobs(served.prompt, scored, served.form_of)
         return values
 
     # --------------------------------------------------------------------------------------------- common
@@ -248,16 +261,10 @@ class OpenAiAnswer(Answer):
     def _choice(self, number: int, message: pb.GenerateResponse) -> ChoiceAnswer:
         return self._choices[number * self._api_request.choices_per_prompt + message.index]
 
-    def _call(self, choice: ChoiceAnswer, call: ToolCall) -> dict[str, Any]:
-        function = {"name": call.name, "arguments": call.arguments}
-        made = {"id": call.id or f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
-        choice.calls.append(made)
-        return made
-
     def _finish(self, number: int, choice: ChoiceAnswer, finish: pb.Finish) -> None:
         self._num_open -= 1
         choice.reason = REASONS[finish.reason]
-        if choice.calls and choice.reason == "stop":
+        if choice.calls and choice.reason == "stop" and not choice.is_cut:
             choice.reason = "tool_calls"
         if finish.stop_match:
             stops = self._api_request.requests[number].sampling.stop
@@ -292,8 +299,8 @@ class CompletionAnswer(OpenAiAnswer):
     def first(self, choice: ChoiceAnswer) -> bytes:
         return self.before + quoted(choice.served.echo) if choice.served.echo else b""
 
-    def message_logprobs(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> Any:
-        return choice.offsets.of(message, choice.served.text_of)
+    def logprobs_of(self, choice: ChoiceAnswer, tokens: Sequence[TextToken]) -> Any:
+        return choice.logprob_form.completion(tokens)
 
     def whole_logprobs(self, parts: Sequence[Any]) -> Any:
         return joined(parts)
@@ -311,8 +318,8 @@ class ChatAnswer(OpenAiAnswer):
     def first(self, choice: ChoiceAnswer) -> bytes:
         return b'"delta":{"role":' + quoted(self._api_request.role) + b',"content":""'
 
-    def message_logprobs(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> Any:
-        return {"content": chat_logprobs(message, choice.served.text_of), "refusal": None}
+    def logprobs_of(self, choice: ChoiceAnswer, tokens: Sequence[TextToken]) -> Any:
+        return {"content": choice.logprob_form.chat(tokens), "refusal": None}
 
     def whole_logprobs(self, parts: Sequence[Any]) -> Any:
         return {"content": [entry for part in parts for entry in part["content"]], "refusal": None} if parts else None

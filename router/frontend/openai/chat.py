@@ -33,8 +33,7 @@ def read_chat(fields: Fields, caller: Caller) -> ApiRequest:
     if (variables := fields.nested("chat_template_kwargs")) is not None:
         request.chat_template_kwargs = variables.rest()
     request.reasoning_effort = fields.text("reasoning_effort")
-    if (include := fields.take("include_reasoning")) is not None:
-        api_request.include_reasoning = bool(include)
+    api_request.include_reasoning = fields.boolean("include_reasoning", default=True)
     request.messages.extend(messages)
     read_prompt_end(fields, request)
     if request.continue_final_message or request.no_generation_prompt:
@@ -162,10 +161,8 @@ def read_tools(fields: Fields, request: pb.GenerateRequest) -> None:
         _check_function(function)
         known.finish()
         request.tools.append(json.dumps(tool, ensure_ascii=False))
-    several = fields.take("parallel_tool_calls")
-    if several is not None and not isinstance(several, bool):
-        raise fields.refuse("parallel_tool_calls", f"must be true or false, not {shown(several)}")
-    request.single_tool_call = several is False and bool(request.tools)
+    several = fields.boolean("parallel_tool_calls", default=True)
+    request.single_tool_call = not several and bool(request.tools)
     read_tool_choice(fields, request, ("function",), _function_name)
 
 

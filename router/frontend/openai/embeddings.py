@@ -139,9 +139,9 @@ class VectorAnswer(Answer):
 
     id_prefix: str
 
-    def __init__(self, api_request: EmbeddingRequest, request_id: str) -> None:
+    def __init__(self, api_request: EmbeddingRequest, answer_id: str) -> None:
         self._api_request = api_request
-        self._id = self.id_prefix + request_id
+        self._id = self.id_prefix + answer_id
         self._model = ""
         self._num_tokens = 0
         self._vectors: dict[int, Vector] = {}

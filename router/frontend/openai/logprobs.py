@@ -1,4 +1,4 @@
-"""Log probabilities in the formats of OpenAI's two endpoints, and of vLLM for prompts.
+"""Log probabilities in the formats of OpenAI's APIs, and of vLLM for prompts.
 
 Pure.
 """
@@ -7,58 +7,64 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from protos import inference_pb2 as pb
-from router.frontend.http.generation import TokenText
+from router.models.token_texts import FormOf, TextToken
 
 LEAST = -9999.0
 """Value in place of minus infinity, which JSON cannot express; vLLM's value."""
 
 
-def chat_logprobs(message: pb.GenerateResponse, text_of: TokenText) -> list[dict[str, Any]]:
-    """Return one entry for each token of the message."""
-    return [
-        _entry(text_of(token_id), logprobs.logprob)
-        | {"top_logprobs": [_entry(text_of(top_id), top) for top_id, top in _tops(logprobs)]}
-        for token_id, logprobs in zip(message.token_ids, message.logprobs, strict=True)
-    ]
+class LogprobForm:
+    """Form of one request's log probabilities."""
 
+    def __init__(self, form_of: FormOf, as_ids: bool = False) -> None:
+        """Create it; `as_ids`: name tokens `token_id:7` instead of their texts."""
+        self._form_of = form_of
+        self._as_ids = as_ids
 
-def _entry(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(text.encode())}
+    def chat(self, tokens: Iterable[TextToken]) -> list[dict[str, Any]]:
+        """Return one entry for each token; its bytes are those that the text has of it."""
+        return [
+            self._entry(token.token_id, token.value.logprob, token.raw)
+            | {"top_logprobs": [self._entry(top_id, top) for top_id, top in _tops(token.value)]}
+            for token in tokens
+        ]
 
+    def _entry(self, token_id: int, logprob: float, raw: bytes | None = None) -> dict[str, Any]:
+        raw = self._form_of(token_id).raw if raw is None else raw
+        return {"token": self._name(token_id), "logprob": max(logprob, LEAST), "bytes": list(raw)}
 
-class CompletionLogprobs:
-    """Log probabilities of one choice; counts the character offset of each token."""
-
-    def __init__(self, num_chars: int) -> None:
-        """Start with `num_chars` characters before the first token."""
-        self._num_chars = num_chars
-
-    def of(self, message: pb.GenerateResponse, text_of: TokenText) -> dict[str, list[Any]]:
-        tokens = [text_of(token_id) for token_id in message.token_ids]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._num_chars)
-            self._num_chars += len(token)
+    def completion(self, tokens: Sequence[TextToken]) -> dict[str, list[Any]]:
+        """Return the lists of a completion: names, offsets and values of the tokens."""
         return {
-            "tokens": tokens,
-            "token_logprobs": [max(logprobs.logprob, LEAST) for logprobs in message.logprobs],
-            "top_logprobs": [
-                {text_of(top_id): top for top_id, top in _tops(logprobs)} | {token: max(logprobs.logprob, LEAST)}
-                for token, logprobs in zip(tokens, message.logprobs, strict=True)
-            ],
-            "text_offset": offsets,
+            "tokens": [self._name(token.token_id, token.text) for token in tokens],
+            "token_logprobs": [max(token.value.logprob, LEAST) for token in tokens],
+            "top_logprobs": [self._named_tops(token) for token in tokens],
+            "text_offset": [token.offset for token in tokens],
         }
 
+    def _named_tops(self, token: TextToken) -> dict[str, float]:
+        name = self._name(token.token_id, token.text)
+        named: dict[str, float] = {}
+        for top_id, top in _tops(token.value):
+            named.setdefault(name if top_id == token.token_id else self._name(top_id), top)
+        return named | {name: max(token.value.logprob, LEAST)}
 
-def echoed(prompt: Sequence[int], scored: Sequence[pb.TokenLogprobs], text_of: TokenText) -> dict[str, list[Any]]:
-    """Return the log probabilities of an echoed prompt, in the same form; the first token has none."""
-    first = pb.GenerateResponse(token_ids=prompt[:1], logprobs=[pb.TokenLogprobs()])
-    rest = pb.GenerateResponse(token_ids=prompt[1:], logprobs=scored)
-    counted = CompletionLogprobs(0)
-    whole = joined([counted.of(first, text_of), counted.of(rest, text_of)])
-    assert whole is not None
-    whole["token_logprobs"][0] = whole["top_logprobs"][0] = None
-    return whole
+    def _name(self, token_id: int, text: str | None = None) -> str:
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        return self._form_of(token_id).text if text is None else text
+
+    def echoed(
+        self, prompt: Sequence[int], pieces: Sequence[str], scored: Sequence[pb.TokenLogprobs]
+    ) -> dict[str, list[Any]]:
+        """Return the lists of an echoed prompt, whose first token has no values."""
+        tokens, offset = [], 0
+        for token_id, text, value in zip(prompt, pieces, (pb.TokenLogprobs(), *scored), strict=True):
+            tokens.append(TextToken(token_id, value, text, text.encode(), offset))
+            offset += len(text)
+        lists = self.completion(tokens)
+        lists["token_logprobs"][0] = lists["top_logprobs"][0] = None
+        return lists
 
 
 def joined(parts: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]] | None:
@@ -73,7 +79,7 @@ def joined(parts: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]] | None
 
 
 def prompt_logprobs(
-    prompt: Sequence[int], scored: Sequence[pb.TokenLogprobs], text_of: TokenText
+    prompt: Sequence[int], scored: Sequence[pb.TokenLogprobs], form_of: FormOf
 ) -> list[dict[str, Any] | None]:
     """Return one entry for each token of the prompt, None for the first.
 
@@ -82,10 +88,10 @@ def prompt_logprobs(
     entries: list[dict[str, Any] | None] = [None]
     for token_id, logprobs in zip(prompt[1:], scored, strict=True):
         entry: dict[str, Any] = {
-            str(top_id): {"logprob": top, "rank": rank, "decoded_token": text_of(top_id)}
+            str(top_id): {"logprob": top, "rank": rank, "decoded_token": form_of(top_id).text}
             for rank, (top_id, top) in enumerate(_tops(logprobs), start=1)
         }
-        own = {"logprob": max(logprobs.logprob, LEAST), "rank": None, "decoded_token": text_of(token_id)}
+        own = {"logprob": max(logprobs.logprob, LEAST), "rank": None, "decoded_token": form_of(token_id).text}
         entry.setdefault(str(token_id), own)
         entries.append(entry)
     return entries

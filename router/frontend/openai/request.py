@@ -25,6 +25,8 @@ class ApiRequest(Generation):
     receipt: bool = False
     token_ids: bool = False
     """Whether the answer has the token ids of prompt and output."""
+    tokens_as_ids: bool = False
+    """Whether log probabilities name tokens by id."""
     echo_logprobs: bool = False
     """Whether log probabilities include those of the echoed prompt."""
     only_echo: bool = False
@@ -67,6 +69,7 @@ def common(fields: Fields, caller: Caller, options: GenerationOptions) -> tuple[
         stream=fields.boolean("stream"),
         receipt=fields.boolean("receipt"),
         token_ids=fields.boolean("return_token_ids"),
+        tokens_as_ids=fields.boolean("return_tokens_as_token_ids"),
         deadline_s=read_deadline_s(fields),
     )
     _read_stream_options(fields, api_request)

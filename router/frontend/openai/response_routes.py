@@ -28,7 +28,7 @@ def add_stored_responses(app: FastAPI, store: ResponseStore, keys: ApiKeys, arri
         return JSONResponse((await found(request)).response)
 
     async def input_items(request: Request) -> Response:
-        items = [{"id": f"item_{number}"} | item for number, item in enumerate((await found(request)).input_items)]
+        items = (await found(request)).named_input_items()
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": "", "last_id": ""}
         return JSONResponse({"object": "list", "data": items, "has_more": False, **ends})
 

@@ -5,24 +5,26 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict
 
-from cluster.errors import Unavailable
+from cluster.errors import InvalidRequest, Unavailable
 from cluster.redis_link import RedisFailure, RedisLink
 from protos import inference_pb2 as pb
 from router.frontend.http.caller import Caller
 from router.frontend.http.endpoint import Hooks
 from router.frontend.http.errors import HttpRefusal
-from router.frontend.openai.responses import ResponsesRequest, complete
-from router.frontend.openai.responses_answer import ResponsesAnswer, response_id
+from router.frontend.openai.responses import ResponsesRequest, complete, refer
+from router.frontend.openai.responses_answer import RESPONSE, ResponsesAnswer, item_id, response_of_item
 
 log = logging.getLogger(__name__)
 KEPT_S = 86_400
 """Seconds for which Redis keeps a response."""
+MAX_REFERRED = 64
+"""Responses to whose items one input may refer: each is read from the store as a whole."""
 LIMIT_S = 1.0
 """Time limit of a call of Redis in seconds."""
 _SET = "redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2]) return 1"
@@ -41,6 +43,16 @@ class StoredResponse:
 
     def to_json(self) -> str:
         return json.dumps([self.response, self.input_items, self.messages], ensure_ascii=False)
+
+    def named_input_items(self) -> list[dict[str, Any]]:
+        """Return the items of the response's own input, each with an id."""
+        name = self.response["id"].removeprefix(RESPONSE)
+        return [{"id": item_id("item_", name, number)} | item for number, item in enumerate(self.input_items)]
+
+    def item(self, wanted: str) -> dict[str, Any] | None:
+        """Return an item of the response's input or output; None where there is none of this id."""
+        items: list[dict[str, Any]] = [*self.response["output"], *self.named_input_items()]
+        return next((item for item in items if item["id"] == wanted), None)
 
     @classmethod
     def of_json(cls, text: str | bytes) -> "StoredResponse":
@@ -157,6 +169,10 @@ class ResponseHooks(Hooks[ResponsesRequest, ResponsesAnswer]):
         self._store = store
 
     async def before(self, api_request: ResponsesRequest, caller: Caller) -> None:
+        if api_request.references:
+            refer(api_request, await self._referred(api_request.references, caller.tenant))
+            if not api_request.previous_id:
+                complete(api_request, [])
         if not api_request.previous_id:
             return
         earlier = await self._store.get(caller.tenant, api_request.previous_id)
@@ -165,6 +181,25 @@ class ResponseHooks(Hooks[ResponsesRequest, ResponsesAnswer]):
             raise HttpRefusal(400, "previous_response_not_found", message, "previous_response_id")
         complete(api_request, [ParseDict(message, pb.ChatMessage()) for message in earlier.messages])
 
+    async def _referred(self, references: Mapping[int, str], tenant: str) -> dict[int, Any]:
+        """Return the items of these ids, by the same places.
+
+        Raises Unavailable, and InvalidRequest for one that is not kept, or for too many responses.
+        """
+        names = dict.fromkeys(map(response_of_item, references.values()))
+        if len(names) > MAX_REFERRED:
+            raise InvalidRequest("input", f"may refer to items of {MAX_REFERRED} responses at most, not {len(names)}")
+        of_name = {name: await self._store.get(tenant, name) for name in names if name}
+        items = {}
+        for place, wanted in references.items():
+            stored = of_name.get(response_of_item(wanted))
+            item = None if stored is None else stored.item(wanted)
+            if item is None:
+                message = f"item {wanted[:80]!r} is not kept here, or no longer"
+                raise HttpRefusal(404, "item_not_found", message, f"input[{place}].id")
+            items[place] = item
+        return items
+
     async def after(self, api_request: ResponsesRequest, caller: Caller, answer: ResponsesAnswer) -> None:
         if not api_request.is_stored:
             return
@@ -172,6 +207,6 @@ class ResponseHooks(Hooks[ResponsesRequest, ResponsesAnswer]):
         messages = [MessageToDict(message, preserving_proto_field_name=True) for message in [*own, *answer.messages()]]
         stored = StoredResponse(answer.object(), api_request.input_items, messages)
         try:
-            await self._store.put(caller.tenant, response_id(api_request.request_id), stored)
+            await self._store.put(caller.tenant, answer.id, stored)
         except Unavailable as error:  # the answer itself is complete; a later turn is told
             log.warning("%s", error)

@@ -4,6 +4,7 @@ Pure.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from router.frontend.http.generation import Generation
 from router.frontend.openai.request import retention_s
 from router.frontend.openai.tool_choice import read_tool_choice
 from router.models.output_plan import forces_call
-from router.validation import MAX_MESSAGES
+from router.validation import MAX_LOGPROBS, MAX_MESSAGES
 
 ROLES = ("developer", "system", "user", "assistant")
 CUSTOM_PARAMETERS = {
@@ -25,6 +26,8 @@ CUSTOM_PARAMETERS = {
     "additionalProperties": False,
 }
 """Parameters of a custom tool, whose input is a text."""
+LOGPROBS = "message.output_text.logprobs"
+"""Value of `include` that asks for log probabilities."""
 REFUSED = ("background", "conversation", "prompt")
 """Fields that need more than a generation, unless these are empty."""
 ECHOED = {
@@ -48,7 +51,9 @@ class ResponsesRequest(Generation):
     own_messages: list[pb.ChatMessage] = field(default_factory=list)
     """Messages of this request without instructions and earlier turns."""
     input_items: list[Any] = field(default_factory=list)
-    """Items of this request's input as the client gave them."""
+    """Items of this request's input as the client gave them; references are replaced by what these name."""
+    references: dict[int, str] = field(default_factory=dict)
+    """Ids of earlier items, by the places of the input items that only refer to these."""
     custom_tools: frozenset[str] = frozenset()
     """Names of tools whose input is a text."""
     echoed: dict[str, Any] = field(default_factory=dict)
@@ -81,11 +86,11 @@ def read_response(fields: Fields, caller: Caller) -> ResponsesRequest:
     _read_tools(fields, request, api_request)
     _read_input(fields, api_request)
     api_request.previous_id = fields.text("previous_response_id")
-    stored = fields.take("store")
-    api_request.is_stored = stored is None or bool(stored)
+    api_request.is_stored = fields.boolean("store", default=True)
     api_request.stream = fields.boolean("stream")
     fields.take("parallel_tool_calls")  # read with the options
-    complete(api_request, [])
+    if not api_request.references:
+        complete(api_request, [])
     fields.finish()
     return api_request
 
@@ -119,6 +124,7 @@ def _echoed(fields: Fields) -> dict[str, Any]:
         "reasoning": values["reasoning"] or {"effort": None, "summary": None},
         "user": values["user"],
         "max_output_tokens": fields.peek("max_output_tokens"),
+        "top_logprobs": fields.peek("top_logprobs") or 0,
     }
 
 
@@ -142,7 +148,20 @@ def _read_options(fields: Fields, request: pb.GenerateRequest) -> None:
             _read_form(form, sampling)
         text.finish()
     fields.take("metadata")
-    fields.integer("top_logprobs", 0, 0)
+    _read_logprobs(fields, sampling)
+
+
+def _read_logprobs(fields: Fields, sampling: pb.Sampling) -> None:
+    """Read `top_logprobs`, which needs LOGPROBS among `include`; its other values have no effect."""
+    top, included = fields.integer("top_logprobs", 0, MAX_LOGPROBS), fields.strings("include")
+    if LOGPROBS in included:
+        sampling.logprobs = top or 0
+    elif top:
+        raise fields.refuse("top_logprobs", f"needs {LOGPROBS} in include")
+    if any(name != LOGPROBS for name in included):
+        if fields.ignored.strict:
+            raise fields.refuse("include", f"may have {LOGPROBS} only")
+        fields.ignored.add("include")
 
 
 def _read_form(form: Fields, sampling: pb.Sampling) -> None:
@@ -178,12 +197,35 @@ def _read_input(fields: Fields, api_request: ResponsesRequest) -> None:
         raise fields.refuse("input", f"at most {MAX_MESSAGES} items, not {len(value)}")
     api_request.input_items = value
     for place, item in enumerate(value):
-        _add_item(fields.at(f"input[{place}]", item), api_request)
+        of_item = fields.at(f"input[{place}]", item)
+        if _is_reference(of_item):
+            api_request.references[place] = of_item.text("id", required=True)
+            of_item.finish()
+        else:
+            _add_item(of_item, api_request.own_messages)
 
 
-def _add_item(item: Fields, api_request: ResponsesRequest) -> None:
+def _is_reference(item: Fields) -> bool:
+    """Return whether an item only names an earlier one; its type, which may be absent, is taken then."""
+    if item.peek("type") == "item_reference":
+        item.take("type")
+        return True
+    return item.given("id") and not any(map(item.given, ("type", "role", "content")))
+
+
+def refer(api_request: ResponsesRequest, items: Mapping[int, Any]) -> None:
+    """Replace the references by these items, given by their places in the input.
+
+    Raises InvalidRequest.
+    """
+    found = [items.get(place, item) for place, item in enumerate(api_request.input_items)]
+    api_request.input_items, api_request.own_messages = found, []
+    for place, item in enumerate(found):
+        _add_item(Fields(item, f"input[{place}]"), api_request.own_messages)
+
+
+def _add_item(item: Fields, messages: list[pb.ChatMessage]) -> None:
     kind = item.text("type") or "message"
-    messages = api_request.own_messages
     for name in ("id", "status", "phase", "internal_chat_message_metadata_passthrough"):
         item.take(name)
     if kind == "message":
@@ -259,7 +301,8 @@ def _read_tools(fields: Fields, request: pb.GenerateRequest, api_request: Respon
         if kind == "custom":
             custom.add(name)
             parameters = CUSTOM_PARAMETERS
-            known.take("format")  # a grammar of the text, which the description repeats
+            if known.peek("format") == {"type": "text"}:  # any other form is not enforced, and named as ignored
+                known.take("format")
         if parameters is not None and not isinstance(parameters, dict):
             raise known.refuse("parameters", f"must be a JSON schema, not {shown(parameters)}")
         function["parameters"] = parameters or {"type": "object"}

@@ -59,10 +59,8 @@ def read_sampling(fields: Fields, most_tokens: tuple[str, ...], default_max_toke
     sampling.ignore_eos = fields.boolean("ignore_eos")
     for token_id, bias in fields.biases("logit_bias").items():
         sampling.logit_bias[token_id] = bias
-    if (skip := fields.take("skip_special_tokens")) is not None:
-        if not isinstance(skip, bool):
-            raise fields.refuse("skip_special_tokens", f"must be true or false, not {shown(skip)}")
-        sampling.keep_special_tokens = not skip
+    sampling.keep_special_tokens = not fields.boolean("skip_special_tokens", default=True)
+    sampling.include_stop_str_in_output = fields.boolean("include_stop_str_in_output")
     _read_structured(fields, options)
     return options
 

@@ -28,7 +28,7 @@ def tokenizer_endpoint(context: EndpointContext) -> JsonEndpoint[TokensRequest]:
         texts = None
         if api_request.returns_texts:
             encoder = context.handler.model_of(reply.model, caller.principal).encoder
-            texts = [encoder.token_text(token_id) for token_id in reply.token_ids]
+            texts = [encoder.token(token_id).text for token_id in reply.token_ids]
         ids = list(reply.token_ids)
         return {"count": len(ids), "max_model_len": reply.max_context_tokens, "tokens": ids, "token_strs": texts}
 
@@ -50,6 +50,8 @@ def _read_text(fields: Fields, caller: Caller) -> TokensRequest:
         request.no_generation_prompt = chat.no_generation_prompt
     else:
         request.text = fields.text("prompt", required=True)
+    if fields.given("add_special_tokens"):
+        request.add_special_tokens = fields.boolean("add_special_tokens")
     returns_texts = fields.boolean("return_token_strs")
     fields.finish()
     return TokensRequest(request, returns_texts)
