@@ -215,7 +215,7 @@ async def test_a_router_knows_at_which_boundaries_a_worker_can_go_on(kind: str, 
             for turn in range(3):
                 answer = await ask(client, history, max_tokens=20, ignore_eos=True)
                 kv = answer.finish.receipt.kv
-                predicted.append(answer.finish.receipt.predicted_hit_blocks)
+                predicted.append(answer.finish.receipt.placement.predicted_hit_blocks)
                 found.append(kv.reused_blocks + kv.lender_cached_blocks)
                 reused += kv.reused_blocks
                 history += [*answer.token_ids, *prompt_of(100, 10 * number + turn)]

@@ -154,8 +154,8 @@ class StoredBoundaries:
             if group is None:
                 self._parents[name] = parent
                 yield Stored(parent, (name,), shared=True)
-                for early, its_group in self._early.pop(name, {}).items():
-                    yield from self._add(name, early, its_group)
+                for tail_name, its_group in self._early.pop(name, {}).items():
+                    yield from self._add(name, tail_name, its_group)
                 parent = name
             elif parent in self._parents:
                 yield from self._add(parent, name, group)
