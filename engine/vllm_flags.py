@@ -37,7 +37,7 @@ _PASSED = {
     "recurrent layers": (
         "mamba_backend mamba_config mamba_ssu_algorithm enable_mamba_cache_stochastic_rounding"
         " mamba_cache_philox_rounds mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode"
-        " prefix_match_unit enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm"
+        " enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm"
         " gdn_prefill_backend kda_prefill_backend kda_decode_backend"
     ),
     "scheduling, sampling, ranks, adapters, debugging": (
@@ -116,6 +116,7 @@ REFUSED: dict[str, str] = {
     ),
     "it would replace Tandem's connector by vLLM's: set kv_store": "kv_offloading_size kv_offloading_backend",
     "Tandem names blocks by its own hash": "prefix_caching_hash_algo",
+    "a block that ends in mid-block is written on after it has its name, so it cannot be verified": "prefix_match_unit",
     "the pool must keep its addresses, and nothing wakes a worker: stop it, or scale the pool": (
         "enable_sleep_mode sleep_mode_offload_cudagraph sleep_preserve_parameter_names enable_cumem_allocator"
         " enable_nccl_comm_suspend"

@@ -140,7 +140,7 @@ class EngineCore(LoanHost):
             if sequence.hedged:
                 self._borrower_manager.computed(sequence)
             if sequence.sampling is None:
-                self._lender_manager.computed(sequence, sequence.keys[-len(full) :], full)
+                self._lender_manager.computed(sequence, sequence.keys[len(sequence.keys) - len(full) :], full)
             elif token is not None:
                 if self._speculator is not None:
                     self._speculator.record_result(chunk, token)

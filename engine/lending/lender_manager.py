@@ -159,7 +159,7 @@ class LenderManager:
         self._announce(job, dict(zip(names, blocks, strict=True)), fetched=False)
         loan = self._loans.get(job.request_id)
         if loan is not None and loan.job is not None and loan.job.num_remaining == 0:
-            self._stop_job(loan)
+            self._end_job(loan)
 
     def loan_bound(self, sequence: Sequence, first: int) -> None:
         """Lend on the blocks of a job that came from elsewhere."""
@@ -176,9 +176,16 @@ class LenderManager:
         if lost_blocks:
             self._lose(loan, "blocks are quarantined for a silent source and no other blocks are free")
         elif sequence.num_remaining == 0:
-            self._stop_job(loan)
+            self._end_job(loan)
         elif not loan.request.may_compute:
             self._lose(loan, "the blocks of a lower tier could not be restored")
+
+    def _end_job(self, loan: _Loan) -> None:
+        """End a job that is computed, and the loan with it where a block was not kept that its end needs."""
+        if loan.num_announced < len(loan.course.names):
+            self._lose(loan, "a block of a window or a state was not kept")
+        else:
+            self._stop_job(loan)
 
     def _lose(self, loan: _Loan, reason: str) -> None:
         self._perform(loan.request.loan_id, lambda machine: machine.handle(Lost(reason)))

@@ -212,6 +212,11 @@ class VllmBlockPool(BlockPool, FilledBlocks):
         self._reserved += num_new
         return True
 
+    def soften(self, blocks: Sequence[int]) -> None:
+        """Turn held blocks into a reservation, also where vLLM has taken more than was available."""
+        self.release(blocks)
+        self._reserved += len(blocks)
+
     def allocate(self, count: int) -> list[int]:
         assert 0 <= count <= self._reserved
         self._reserved -= count

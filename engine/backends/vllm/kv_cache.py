@@ -134,9 +134,7 @@ class VllmKVCache(KVCacheManager):
     def soften(self, sequence: Sequence) -> None:
         """Return the blocks of a hardened reservation to the pool, as a reservation again."""
         if taken := self._hardened.pop(sequence, None):
-            self.pool.release(taken)
-            reserved = self.pool.reserve_with((), len(taken))
-            assert reserved, "blocks given back just now are free"
+            self.pool.soften(taken)
             sequence.num_reserved += len(taken)
 
     def hand_over(self, sequence: Sequence) -> None:
