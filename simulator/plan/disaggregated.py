@@ -82,7 +82,7 @@ class PrefillPool:
 
     def link_utilisation(self, receivers: int) -> float:
         """Return the utilisation of the prefill workers' NICs or of those of `receivers`, whichever is higher."""
-        moved = self.load.rate * self.load.prompt * self.setup.model.kv_bytes_per_token
+        moved = self.load.rate * self.setup.model.loan_bytes(self.load.prompt)
         ends = ((self.workers, "prefill"), (receivers, "decode"))
         rooflines = ((count, roofline_of(self.setup, role, apart=True)) for count, role in ends)  # type: ignore[arg-type]
         return max(moved / (count * nic_bytes_per_s(roofline)) for count, roofline in rooflines)
@@ -96,15 +96,15 @@ class PrefillPool:
     def exposed_s(self, prompt: float, utilisation: float) -> float:
         """Return the part of a prompt's KV transfer that comes after its last step.
 
-        It is that of the last chunk, or the link's backlog by then. Links are shared fairly, so at half their capacity
-        a transfer takes twice as long.
+        It is that of the last chunk, with the prompt's last windows and its state, or the link's backlog by then. Links
+        are shared fairly, so at half their capacity a transfer takes twice as long.
         """
-        byte_s = self.setup.model.kv_bytes_per_token / self.bytes_per_s / (1 - utilisation)
+        model, byte_s = self.setup.model, 1 / self.bytes_per_s / (1 - utilisation)
         steps = self.line.steps
         last = min(steps.computed(prompt), self.setup.prefill_chunk)
         seconds, count = steps.alone(prompt)
         before_s = seconds * (count - 1) / count
-        return max(last * byte_s, prompt * byte_s - before_s)
+        return max(model.loan_bytes(last) * byte_s, model.loan_bytes(prompt) * byte_s - before_s)
 
 
 @dataclass(frozen=True)
