@@ -132,11 +132,13 @@ class ModelShape:
 
     def loan_bytes(self, tokens: float) -> float:
         """Return the bytes that a loan of so many tokens moves: all full layers, the last windows, one state."""
-        return self.kv_bytes(tokens) - (STATES - 1) * self.state_bytes
+        return tokens * self.mean_token_bytes(tokens, states=1)
 
-    def mean_token_bytes(self, tokens: float) -> float:
-        """Return the bytes for each token of a sequence of so many tokens."""
-        return self.kv_bytes_per_token if self.is_uniform else self.kv_bytes(tokens) / tokens
+    def mean_token_bytes(self, tokens: float, states: int = STATES) -> float:
+        """Return the bytes for each token of a sequence of so many tokens, with so many states."""
+        if self.is_uniform:
+            return self.kv_bytes_per_token
+        return (self.kv_bytes(tokens) - (STATES - states) * self.state_bytes) / tokens
 
     @property
     def state_bytes(self) -> float:

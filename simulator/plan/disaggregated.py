@@ -82,7 +82,8 @@ class PrefillPool:
 
     def link_utilisation(self, receivers: int) -> float:
         """Return the utilisation of the prefill workers' NICs or of those of `receivers`, whichever is higher."""
-        moved = self.load.rate * self.setup.model.loan_bytes(self.load.prompt)
+        prompt = self.load.prompt
+        moved = self.load.rate * prompt * self.setup.model.mean_token_bytes(prompt, states=1)
         ends = ((self.workers, "prefill"), (receivers, "decode"))
         rooflines = ((count, roofline_of(self.setup, role, apart=True)) for count, role in ends)  # type: ignore[arg-type]
         return max(moved / (count * nic_bytes_per_s(roofline)) for count, roofline in rooflines)
@@ -99,12 +100,15 @@ class PrefillPool:
         It is that of the last chunk, with the prompt's last windows and its state, or the link's backlog by then. Links
         are shared fairly, so at half their capacity a transfer takes twice as long.
         """
-        model, byte_s = self.setup.model, 1 / self.bytes_per_s / (1 - utilisation)
         steps = self.line.steps
         last = min(steps.computed(prompt), self.setup.prefill_chunk)
         seconds, count = steps.alone(prompt)
         before_s = seconds * (count - 1) / count
-        return max(model.loan_bytes(last) * byte_s, model.loan_bytes(prompt) * byte_s - before_s)
+        last_s, whole_s = (
+            tokens * (self.setup.model.mean_token_bytes(tokens, states=1) / self.bytes_per_s / (1 - utilisation))
+            for tokens in (last, prompt)
+        )
+        return max(last_s, whole_s - before_s)
 
 
 @dataclass(frozen=True)
