@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 
 from engine.backends.sim.timing import StepWork
 from simulator.errors import BadSetup, shown
-from simulator.model_shape import ModelShape
+from simulator.model_layers import LayerGroup
+from simulator.model_shape import STATES, ModelShape
 
 COMPUTE = 0.5
 MEMORY = 0.75
@@ -33,6 +34,8 @@ STEP_S = 0.002
 TP_EFFICIENCY = 0.9
 """Efficiency of each further doubling of the GPUs of one model, which wait for each other twice per layer."""
 USABLE_MEMORY = 0.9
+SEQUENCE_TOKENS = 4096
+"""Length of a sequence where nothing tells that of a load; it matters only to models with windows or states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,9 @@ class Roofline:
     """Step timing of a model on `tp` equal GPUs: the larger of arithmetic and memory time, plus `step_s`.
 
     Arithmetic is that of all tokens, and of attention over the tokens before them. Memory is read once for the weights
-    and once for the KV of each decoding sequence; a prompt's reads of its own KV hide behind its arithmetic.
+    and once for the KV of each decoding sequence; a prompt's reads of its own KV hide behind its arithmetic. The
+    decoding sequences of a step count as equally long where layers have windows. A recurrent state is read and written
+    at each step; its arithmetic is not counted, since its matrices have a small part of the model's weights.
     """
 
     model: ModelShape
@@ -92,6 +97,11 @@ class Roofline:
     _pair_s: float = field(init=False, repr=False)
     _byte_s: float = field(init=False, repr=False)
     _context_s: float = field(init=False, repr=False)
+    _decode_pair_s: float = field(init=False, repr=False)
+    """Seconds per token of context beyond `_pair_s`."""
+    _windows: tuple[tuple[int, float, float], ...] = field(init=False, repr=False)
+    """Size of each window, seconds per pair, and seconds per token of context."""
+    _state_s: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Precompute the seconds per token, pair, byte of weights and token of context, used at every step."""
@@ -101,7 +111,23 @@ class Roofline:
         object.__setattr__(self, "_token_s", 2 * self.model.active_params * flop_s)
         object.__setattr__(self, "_pair_s", self.model.attention_flops_per_pair * flop_s)
         object.__setattr__(self, "_byte_s", byte_s)
-        object.__setattr__(self, "_context_s", self.model.kv_bytes_per_token * byte_s)
+        full, windows = _by_window(self.model)
+        dtype = self.model.kv_dtype_bytes
+        kept = sum(group.layers * group.token_elements for group in full)
+        object.__setattr__(self, "_context_s", kept * dtype * self.copies * byte_s)
+        more = sum(group.layers * (group.decode_pair_flops - group.pair_flops) for group in full)
+        object.__setattr__(self, "_decode_pair_s", more * flop_s)
+        each = (
+            (group.window or 0, group.layers * group.pair_flops * flop_s, group.layers * group.token_elements * dtype)
+            for group in windows
+        )
+        object.__setattr__(self, "_windows", tuple((size, pair_s, kept * byte_s) for size, pair_s, kept in each))
+        object.__setattr__(self, "_state_s", STATES * self.model.state_bytes * byte_s)
+
+    @property
+    def copies(self) -> int:
+        """Copies of KV that the GPUs keep: a latent vector cannot be shared out by heads, so each rank has all."""
+        return self.tp if self.model.latent else 1
 
     @property
     def effective_gpus(self) -> float:
@@ -111,16 +137,23 @@ class Roofline:
     def seconds_of(self, work: StepWork) -> float:
         tokens, context = work.prompt_tokens + work.streams, work.context_tokens
         compute_s = self._token_s * tokens + self._pair_s * (work.prompt_pairs + context)
+        compute_s += self._decode_pair_s * context
         memory_s = self._byte_s * self.model.weight_bytes_read(tokens) + self._context_s * context
+        memory_s += self._state_s * work.streams
+        for size, pair_s, context_s in self._windows:
+            seen = min(context, work.streams * size)
+            compute_s += pair_s * (min(work.prompt_pairs, work.prompt_tokens * size) + seen)
+            memory_s += context_s * seen
         return self.step_s + (compute_s if compute_s > memory_s else memory_s)
 
-    def num_blocks(self, block_tokens: int) -> int:
+    def num_blocks(self, block_tokens: int, sequence_tokens: float = SEQUENCE_TOKENS) -> int:
         """Return the number of KV blocks in the memory that the weights leave.
 
-        Raises BadSetup.
+        Where layers have windows or states, a block is a part of a sequence of `sequence_tokens` tokens, its share of
+        windows and states included. Raises BadSetup.
         """
         left = self.gpu.memory_bytes * self.tp * USABLE_MEMORY - self.model.weight_bytes
-        count = int(left // (self.model.kv_bytes_per_token * block_tokens))
+        count = int(left // (self.model.mean_token_bytes(sequence_tokens) * block_tokens * self.copies))
         if count < 1:
             weights, memory = self.model.weight_bytes / 1e9, self.gpu.memory_bytes * self.tp / 1e9
             raise BadSetup(
@@ -128,3 +161,9 @@ class Roofline:
                 f"{self.model.name} has {weights:.0f} GB of weights, {self.tp} x {self.gpu.name} have {memory:.0f} GB",
             )
         return count
+
+
+def _by_window(model: ModelShape) -> tuple[list[LayerGroup], list[LayerGroup]]:
+    """Return the layers that keep all tokens, and those with a window."""
+    with_tokens = [group for group in model.groups if group.token_elements]
+    return [each for each in with_tokens if each.window is None], [each for each in with_tokens if each.window]

@@ -1,4 +1,8 @@
-"""Properties of a model that decide the duration of its steps: numbers of parameters, and KV per token."""
+"""Properties of a model that decide the duration of its steps: numbers of parameters, and the KV of a sequence.
+
+KV is a function of the context: layers with full attention keep all tokens, those with a window its last ones, and
+recurrent layers a state of fixed size (`model_layers.py`). The numbers of parameters are in `model_weights.py`.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +13,10 @@ from engine.kv.layout import DTYPE_BYTES
 from engine.model.hub import CONFIG_FILES, fetch
 from engine.model.model_dir import ModelDir
 from simulator.errors import BadSetup, shown
+from simulator.model_layers import LayerGroup, attention_of, groups_of, kinds_of, number
+from simulator.model_weights import weights_of
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
-MOST = 1 << 30
-"""Largest accepted number in a config."""
 DEFAULT_CONFIG: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -23,27 +27,27 @@ DEFAULT_CONFIG: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 """Config of Llama 3.1 8B, used when no model is named."""
-_TWO_MATRICES = frozenset(
-    ("opt", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "codegen", "bloom", "falcon", "phi", "starcoder2", "nemotron")
-)
-"""Model types whose MLP has no gate, so two matrices instead of three."""
-_TIED = frozenset(
-    ("opt", "gpt2", "gpt_bigcode", "bloom", "falcon", "starcoder2", "cohere", "cohere2", "gemma", "gemma2", "gemma3")
-) | {"gemma3_text", "gemma3n", "gemma3n_text"}
-"""Model types whose output layer is their embeddings by default."""
+MIXED_FORMATS = {"mxfp4": 4.25}
+"""Bits of an expert's weight, its share of a scale included, in formats that quantise nothing but experts."""
+STATES = 2
+"""States that a sequence holds in each recurrent layer, and that each of its decode steps reads or writes: the running
+one, and that of its last boundary, which can be lent. vLLM counts as many of a request."""
 _TOP = ("quantization_config", "tie_word_embeddings", "torch_dtype", "dtype", "model_type")
 """Keys that a config with a `text_config` may have beside it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder-only transformer of equal layers."""
+    """A decoder-only model."""
 
     name: str
     layers: int
     heads: int
     kv_heads: int
+    """Heads whose keys and values are kept; 1 with MLA."""
     head_dim: int
+    groups: tuple[LayerGroup, ...]
+    """Layers that remember something, by what they remember."""
     dtype_bytes: int
     """Bytes of an unquantised weight, and of embeddings."""
     params: int
@@ -56,8 +60,14 @@ class ModelShape:
     experts_per_token: int = 0
     embedding_params: int = 0
     """Parameters of embeddings and output layer."""
-    layer_bits: int | None = None
+    layer_bits: float | None = None
     """Bits of a quantised layer's weight, without scales; None: `dtype_bytes`."""
+    only_experts: bool = False
+    """Whether `layer_bits` are those of experts only."""
+    latent: bool = False
+    """Whether all heads share one vector of a token (MLA), which every tensor-parallel rank keeps whole."""
+    draft_layers: int = 0
+    """Layers of a module that drafts tokens (MTP), which a server may leave out."""
     max_context_tokens: int | None = None
     """Context length; None: unknown."""
     hidden: int = 0
@@ -69,16 +79,20 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        layers = self.params - self.embedding_params
-        return round(self.embedding_params * self.dtype_bytes + layers * self._layer_bytes)
+        return round((self.params - self._narrow_params) * self.dtype_bytes + self._narrow_params * self._layer_bytes)
 
     @property
     def weights_in_words(self) -> str:
         """Sizes of the weights by type, for display."""
         if self.layer_bits is None:
             return f"{self.params / 1e9:.2f} G parameters x {self.dtype_bytes} B"
-        layers, rest = (self.params - self.embedding_params) / 1e9, self.embedding_params / 1e9
+        layers, rest = self._narrow_params / 1e9, (self.params - self._narrow_params) / 1e9
         return f"{layers:.2f} G parameters x {self._layer_bytes:g} B + {rest:.2f} G x {self.dtype_bytes} B"
+
+    @property
+    def _narrow_params(self) -> int:
+        """Parameters with `layer_bits`."""
+        return self.expert_params if self.only_experts else self.params - self.embedding_params
 
     @property
     def kv_dtype(self) -> str:
@@ -91,7 +105,51 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_dtype_bytes
+        """Bytes of a token in all layers with attention, while it is within their windows."""
+        return self.kv_dtype_bytes * sum(group.layers * group.token_elements for group in self.groups)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether each token adds as many bytes: no windows and no states."""
+        return all(group.window is None and group.token_elements for group in self.groups)
+
+    @property
+    def undivided(self) -> str:
+        """Reason why the vllm engine takes one rank only: what the layers keep; empty: it takes several."""
+        if len(self.groups) > 1:
+            return " and ".join(group.kept for group in self.groups)
+        return "MLA" if self.latent else ""
+
+    def kv_bytes(self, tokens: float, in_flight: int = 0, dtype_bytes: float | None = None) -> float:
+        """Return the bytes that a sequence of so many tokens holds in all layers, with `STATES` states.
+
+        `in_flight`: tokens of steps under way, which windows keep too. `dtype_bytes`: of an element of KV, where it is
+        not stored as computed; states are. Layers that draft are not among them.
+        """
+        own = self.kv_dtype_bytes if dtype_bytes is None else dtype_bytes
+        sizes = (own * group.layers * group.token_elements * group.tokens(tokens, in_flight) for group in self.groups)
+        return sum(sizes) + STATES * self.state_bytes
+
+    def loan_bytes(self, tokens: float) -> float:
+        """Return the bytes that a loan of so many tokens moves: all full layers, the last windows, one state."""
+        return tokens * self.mean_token_bytes(tokens, states=1)
+
+    def mean_token_bytes(self, tokens: float, states: int = STATES) -> float:
+        """Return the bytes for each token of a sequence of so many tokens, with so many states."""
+        if self.is_uniform:
+            return self.kv_bytes_per_token
+        return (self.kv_bytes(tokens) - (STATES - states) * self.state_bytes) / tokens
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of one state in all recurrent layers."""
+        return sum(group.layers * group.state_bytes(self.kv_dtype_bytes) for group in self.groups)
+
+    @property
+    def draft_bytes_per_token(self) -> int:
+        """Bytes of a token in the layers that draft, which have full attention."""
+        full = next((group.token_elements for group in self.groups if group.window is None), 0)
+        return self.draft_layers * full * self.kv_dtype_bytes
 
     @property
     def _layer_bytes(self) -> float:
@@ -100,8 +158,15 @@ class ModelShape:
 
     @property
     def attention_flops_per_pair(self) -> int:
-        """FLOP of attention per pair of a token and one before it: a product with its key, and one with its value."""
-        return 4 * self.layers * self.heads * self.head_dim
+        """FLOP of full attention per pair of a token and one before it: products with its key and with its value."""
+        return sum(group.layers * group.pair_flops for group in self.groups if group.window is None)
+
+    def attention_flops(self, tokens: float, pairs: float) -> float:
+        """Return the FLOP of attention of so many prompt tokens with so many tokens before them, as pairs."""
+        windows = (group for group in self.groups if group.window is not None)
+        return self.attention_flops_per_pair * pairs + sum(
+            group.layers * group.pair_flops * min(pairs, tokens * (group.window or 0)) for group in windows
+        )
 
     def weight_bytes_read(self, num_tokens: int) -> float:
         """Return the weight bytes that a step of so many tokens reads, with experts chosen at random."""
@@ -149,96 +214,67 @@ def shape_of(name: str, config: dict[str, Any]) -> ModelShape:
 
     Raises BadSetup naming a missing key.
     """
-    if config.get("kv_lora_rank"):
-        raise BadSetup("model", "config.json: kv_lora_rank: latent attention (MLA) is not known to the simulator")
     kind = str(config.get("model_type") or "")
-    hidden, layers = _number(config, "hidden_size", "n_embd"), _number(config, "num_hidden_layers", "n_layer")
-    heads = _number(config, "num_attention_heads", "n_head")
-    if heads > hidden:
-        raise BadSetup("model", f"config.json: {heads} attention heads are more than the hidden size, {hidden}")
-    kv_heads = _number(config, "num_key_value_heads", default=_default_kv_heads(config, kind, heads))
-    head_dim = _number(config, "head_dim", default=hidden // heads)
-    inner = _number(config, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", default=4 * hidden)
-    experts = _number(config, "num_local_experts", "num_experts", "n_routed_experts", default=0, least=0)
-    per_token = _number(config, "num_experts_per_tok", default=0, least=0)
+    hidden, layers = number(config, "hidden_size", "n_embd"), number(config, "num_hidden_layers", "n_layer")
+    attention = attention_of(config, kind, hidden)
+    kinds = kinds_of(config, kind, layers)
     dtype = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
     if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
         raise BadSetup("model", f"config.json: unknown torch_dtype {shown(dtype)}; known are {', '.join(_DTYPE_BYTES)}")
-    if bool(experts) != bool(per_token) or per_token > experts:
-        raise BadSetup("model", f"config.json: a token cannot be sent to {per_token} of {experts} experts")
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    dense = 0 if experts else (2 if kind in _TWO_MATRICES else 3) * hidden * inner
-    expert_inner = _number(config, "moe_intermediate_size", default=inner)
-    expert = 3 * hidden * expert_inner if experts else 0
-    vocab = _number(config, "vocab_size")
-    vocabulary = vocab * hidden
-    tied = config.get("tie_word_embeddings")
-    embeddings = vocabulary if (kind in _TIED if tied is None else tied) else 2 * vocabulary
-    common = layers * (attention + dense)
+    weights = weights_of(config, kind, hidden, kinds, attention)
+    bits, only_experts = _layer_bits(config.get("quantization_config"))
+    common = weights.common
     return ModelShape(
         name=name,
         layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        groups=groups_of(config, kind, hidden, kinds, attention),
         dtype_bytes=_DTYPE_BYTES[dtype],
-        params=common + layers * experts * expert + embeddings,
-        active_params=common + layers * per_token * expert,
-        expert_params=layers * experts * expert,
-        experts=experts,
-        experts_per_token=per_token,
-        embedding_params=embeddings,
-        layer_bits=_layer_bits(config.get("quantization_config")),
-        max_context_tokens=_number(config, "max_position_embeddings", "n_positions", default=0) or None,
+        params=common + weights.experts + weights.embeddings,
+        active_params=common + weights.active_experts,
+        expert_params=weights.experts,
+        experts=weights.num_experts,
+        experts_per_token=weights.experts_per_token,
+        embedding_params=weights.embeddings,
+        layer_bits=bits,
+        only_experts=only_experts,
+        latent=bool(attention.latent),
+        draft_layers=number(config, "num_nextn_predict_layers", "mtp_num_hidden_layers", default=0, least=0),
+        max_context_tokens=number(config, "max_position_embeddings", "n_positions", default=0) or None,
         hidden=hidden,
-        inner=per_token * expert_inner if experts else inner,
-        vocab=vocab,
+        inner=weights.inner,
+        vocab=number(config, "vocab_size"),
     )
 
 
-def _default_kv_heads(config: dict[str, Any], kind: str, heads: int) -> int:
-    """Return the KV heads of a config that names them in another way."""
-    if kind == "falcon" and config.get("new_decoder_architecture"):
-        return _number(config, "num_kv_heads", default=heads)
-    multi_query = kind in ("falcon", "gpt_bigcode") and config.get("multi_query") is not False
-    return 1 if multi_query else heads
-
-
-def _layer_bits(quantised: Any) -> int | None:
-    """Return the bits of a weight by `quantization_config`, or None.
+def _layer_bits(quantised: Any) -> tuple[float | None, bool]:
+    """Return the bits of a weight by `quantization_config`, or None; and whether they are those of experts only.
 
     Raises BadSetup for an unknown method.
     """
     if quantised is None:
-        return None
+        return None, False
     values = quantised if isinstance(quantised, dict) else {}
     method = str(values.get("quant_method") or "").lower()
     if not method and (values.get("load_in_4bit") or values.get("load_in_8bit")):
         method = "bitsandbytes"
     match method:
         case "gptq" | "awq":
-            return _number(values, "bits", "w_bit", default=4)
+            return number(values, "bits", "w_bit", default=4), False
         case "bitsandbytes":
-            return 4 if values.get("load_in_4bit") else 8
+            return 4 if values.get("load_in_4bit") else 8, False
         case "fp8" | "fbgemm_fp8":
-            return 8
+            return 8, False
+        case method if method in MIXED_FORMATS:
+            return MIXED_FORMATS[method], True
         case "compressed-tensors":
             groups = values.get("config_groups")
             first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
             weights = first.get("weights") if isinstance(first, dict) else None
-            return _number(weights if isinstance(weights, dict) else {}, "num_bits")
-    known = "gptq, awq, bitsandbytes, fp8, fbgemm_fp8, compressed-tensors"
+            return number(weights if isinstance(weights, dict) else {}, "num_bits"), False
+    known = "gptq, awq, bitsandbytes, fp8, fbgemm_fp8, compressed-tensors, " + ", ".join(MIXED_FORMATS)
     raise BadSetup(
         "model", f"config.json: quantization_config: unknown quant_method {shown(method)}; known are {known}"
     )
-
-
-def _number(config: dict[str, Any], *names: str, default: int | None = None, least: int = 1) -> int:
-    for name in names:
-        if (value := config.get(name)) is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
-                raise BadSetup("model", f"config.json: {name} is {shown(value)}, not {least} to {MOST}")
-            return value
-    if default is None:
-        raise BadSetup("model", f"config.json has no {names[0]}")
-    return default

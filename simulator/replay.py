@@ -19,7 +19,7 @@ from simulator.autoscale import Autoscale, Autoscaler, Sizes
 from simulator.calibration import Calibration
 from simulator.cluster import START_S, ClusterSpec, Failure, FleetMaker, SimCluster, plain_fleet
 from simulator.errors import BadSetup, check_above_0, shown
-from simulator.gpus import Gpu, Roofline
+from simulator.gpus import SEQUENCE_TOKENS, Gpu, Roofline
 from simulator.model_shape import ModelShape
 from simulator.policies import AlwaysLend, LeastLoaded, PrefixHash, RoundRobin
 from simulator.request import Outcome, TraceRequest
@@ -57,6 +57,8 @@ class Setup:
     usd_per_gpu_hour: float | None = None
     """Price; default: the table's."""
     block_tokens: int = 64
+    sequence_tokens: float = SEQUENCE_TOKENS
+    """Mean tokens of a sequence; windows and states are shared out over them."""
     prefill_chunk: int = 4096
     """Prompt tokens of a prefill worker's step."""
     decode_chunk: int = 512
@@ -309,7 +311,6 @@ def roofline_of(setup: Setup, role: Role, apart: bool) -> Roofline:
 def priors_of(setup: Setup, apart: bool) -> Priors:
     """Return the speeds that an operator who knows the GPUs would set in the router."""
     prefill, decode = (roofline_of(setup, role, apart) for role in ("prefill", "decode"))
-
     return Priors(
         prefill_tokens_per_s=_tokens_per_s(prefill, setup.prefill_chunk),
         decode_prefill_tokens_per_s=_tokens_per_s(decode, setup.decode_chunk),
@@ -361,13 +362,13 @@ def spec_of(setup: Setup, role: Role, apart: bool) -> WorkerSpec:
     """
     if setup.calibration is not None:
         return _measured_spec(setup.calibration, role)
-    model = setup.model
-    # All heads as one: a block has as many bytes, and one fingerprint.
-    layout = KvLayout(model.layers, 1, model.kv_heads * model.head_dim, setup.block_tokens, model.kv_dtype)
+    model = setup.model  # all layers and heads as one: a block has as many bytes, and one fingerprint
+    width = round(model.mean_token_bytes(setup.sequence_tokens) / (2 * model.kv_dtype_bytes))
+    layout = KvLayout(1, 1, max(1, width), setup.block_tokens, model.kv_dtype)
     chunk = setup.prefill_chunk if role == "prefill" else setup.decode_chunk
     roofline = roofline_of(setup, role, apart)
     limits = EngineLimits(StepBudget(max(MAX_BATCH_TOKENS, chunk), chunk))
-    num_blocks = roofline.num_blocks(setup.block_tokens)
+    num_blocks = roofline.num_blocks(setup.block_tokens, setup.sequence_tokens)
     context = model.max_context_tokens or UNLIMITED_CONTEXT
     return WorkerSpec(role, layout, num_blocks, roofline, limits, nic_bytes_per_s(roofline), max_context_tokens=context)
 

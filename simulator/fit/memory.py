@@ -7,7 +7,9 @@ ranks. Each rank takes
 
 `weights` is the model's number of parameters times their bytes; embeddings and the output layer stay in the model's
 dtype whatever `weights` says, which is too much by the output layer where Tandem quantises it. The KV pool is
-`kv_memory_mib`, which is of all ranks together. `auto` is what the other terms leave.
+`kv_memory_mib`, which is of all ranks together. `auto` is what the other terms leave. Under vLLM the pool must hold one
+full context, of which layers with a window keep the last tokens, and recurrent layers two states
+(`ModelShape.kv_bytes`). The torch engine keeps whole contexts in all layers.
 
 `step` is an estimate of what a step of `max_batch_tokens` tokens takes at its largest, in a layer and at the end:
 
@@ -44,6 +46,8 @@ HOST_RESERVE = 0.78e9
 MAX_ROWS = 1024
 """Rows of logits in one step: vLLM's largest default of max_num_seqs."""
 MIB = 1 << 20
+BATCHES_IN_FLIGHT = 2
+"""Steps whose tokens a window keeps too: vLLM frees blocks once a step has ended, and two are under way on a GPU."""
 _BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.5}
 """Bits of a quantised weight; int4 has a 16-bit scale for each 32 weights."""
 _WITHOUT_FLOAT8 = frozenset({"A100", "A10"})
@@ -171,7 +175,7 @@ def check(worker: Worker) -> Fit:
         raise Unchecked("model", "its shape is not known")
     refusals = list(_refused(config, worker))
     need, kv_mib = _need(worker, config)
-    context = full_context_bytes(worker.shape, config)
+    context = full_context_bytes(worker.shape, config, worker.device)
     refusals += _too_little(worker, config, need, kv_mib, context)
     return Fit(worker, tuple(refusals), need, kv_mib, tuple(_not_counted(config, worker.role)))
 
@@ -197,21 +201,23 @@ def block_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
     """Return the bytes of a KV block, of all ranks together."""
     if shape is None or config.engine == "sim":
         return float(config.sim_block_kib << 10) * config.block_tokens / 16
-    layout = _layout(shape, config)
-    if config.engine != "vllm" or (dtype := config.vllm_option("kv_cache_dtype") or AUTO) == AUTO:
-        return float(layout.block_bytes)
-    bits = 16.0 if dtype in ("bfloat16", "float16") else _vllm_bits(config, "kv_cache_dtype", dtype)
-    return layout.block_bytes * bits / (8 * DTYPE_BYTES[layout.dtype])
+    if config.engine != "vllm":
+        return float(_layout(shape, config).block_bytes)
+    return shape.kv_bytes(config.block_tokens, dtype_bytes=_vllm_kv_bytes(shape, config))
 
 
-def full_context_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
+def full_context_bytes(shape: ModelShape | None, config: WorkerConfig, device: Device | None = None) -> float:
     """Return the KV of one context as long as the worker takes it.
 
     Where the context's length is not known, that is the KV of a CPU's step; of the sim engine, one block.
     """
     if shape is None or config.engine == "sim":
         return block_bytes(shape, config)
-    return _layout(shape, config).blocks_for(_context_tokens(shape, config)) * block_bytes(shape, config)
+    blocks = _layout(shape, config).blocks_for(_context_tokens(shape, config))
+    if config.engine != "vllm":
+        return blocks * block_bytes(shape, config)
+    in_flight = BATCHES_IN_FLIGHT * max_step_tokens(config, _gpu(device))
+    return shape.kv_bytes(blocks * config.block_tokens, in_flight, _vllm_kv_bytes(shape, config))
 
 
 def step_bytes(shape: ModelShape | None, config: WorkerConfig, device: Device) -> float:
@@ -220,7 +226,7 @@ def step_bytes(shape: ModelShape | None, config: WorkerConfig, device: Device) -
         return 0.0
     dtype, ranks = DTYPE_BYTES[_layout(shape, config).dtype], config.tensor_parallel
     sharded = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim + 3 * shape.inner
-    tokens = max_step_tokens(config, GpuDevice(device.name, int(device.memory_bytes)) if device.is_gpu else None)
+    tokens = max_step_tokens(config, _gpu(device))
     layer = tokens * dtype * (4 * shape.hidden + sharded / ranks)
     return layer + min(tokens, MAX_ROWS) * shape.vocab * (dtype + 8)
 
@@ -268,9 +274,21 @@ def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
             f"tensor_parallel: {ranks} does not divide the {shape.kv_heads} KV heads and {shape.heads} heads"
             f" of {shape.name}"
         )
+    if shape is not None and (refusal := _refused_memory(shape, config)):
+        refusals.append(refusal)
     if config.engine == "torch" and config.weights == "fp8" and not worker.device.has_float8:
         refusals.append(f"weights: fp8 needs a GPU of compute capability 8.9, which {worker.device.name} is not")
     return list(dict.fromkeys(refusals))
+
+
+def _refused_memory(shape: ModelShape, config: WorkerConfig) -> str:
+    """Return why the engine does not keep the memory that the model's layers need; empty: it does."""
+    kind = "recurrent layers" if shape.state_bytes else "MLA" if shape.latent else ""
+    if config.engine == "torch" and kind:
+        return f"engine: torch does not serve {kind}, which {shape.name} has: set engine: vllm"
+    if config.engine == "vllm" and config.tensor_parallel > 1 and shape.undivided:
+        return f"tensor_parallel: 1 is all that the vllm engine takes with {shape.undivided}, as {shape.name} has"
+    return ""
 
 
 def _too_little(worker: Worker, config: WorkerConfig, need: Need, kv_mib: int, context: float) -> list[str]:
@@ -307,6 +325,17 @@ def _not_counted(config: WorkerConfig, role: Role) -> list[str]:
 def _layout(shape: ModelShape, config: WorkerConfig) -> KvLayout:
     dtype = shape.kv_dtype if config.dtype == AUTO else config.dtype
     return KvLayout(shape.layers, shape.kv_heads, shape.head_dim, config.block_tokens, dtype, kept=config.kv_dtype)
+
+
+def _gpu(device: Device | None) -> GpuDevice | None:
+    return GpuDevice(device.name, int(device.memory_bytes)) if device is not None and device.is_gpu else None
+
+
+def _vllm_kv_bytes(shape: ModelShape, config: WorkerConfig) -> float:
+    """Return the bytes of an element of keys and values under vLLM."""
+    if (dtype := config.vllm_option("kv_cache_dtype") or AUTO) == AUTO:
+        return DTYPE_BYTES[_layout(shape, config).dtype]
+    return (16.0 if dtype in ("bfloat16", "float16") else _vllm_bits(config, "kv_cache_dtype", dtype)) / 8
 
 
 def _dtype_bytes(shape: ModelShape, config: WorkerConfig) -> int:

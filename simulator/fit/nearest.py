@@ -106,7 +106,7 @@ def _resized(worker: Worker, change: Change) -> Iterator[Change]:
             config = smallest.worker.config()
             devices = config.tensor_parallel if worker.device.is_gpu else 1
             largest_mib = 1 + math.floor(smallest.left * devices / MIB)
-            if largest_mib * MIB >= full_context_bytes(worker.shape, config):
+            if largest_mib * MIB >= full_context_bytes(worker.shape, config, smallest.worker.device):
                 yield base | Change({"kv_memory_mib": largest_mib})
 
 
@@ -161,7 +161,7 @@ def _larger(worker: Worker) -> Iterator[Change]:
         fit = check(worker)
         least = fit.need.total if fit.need else 0.0
         if worker.kv_auto:
-            least += full_context_bytes(worker.shape, worker.config())
+            least += full_context_bytes(worker.shape, worker.config(), device)
         yield Change(device=replace(device, memory_bytes=float((math.floor(least / GIB) + 1) * GIB)))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from simulator.gpus import COMPUTE, MEMORY, USABLE_MEMORY, Roofline
+from simulator.model_shape import STATES, ModelShape
 from simulator.plan.aggregated import NUM_MESSAGES as TOGETHER_MESSAGES
 from simulator.plan.aggregated import AggregatedPlan
 from simulator.plan.disaggregated import NUM_MESSAGES, TAIL_STEPS, DisaggregatedPlan
@@ -57,13 +58,20 @@ def sections(plan: Plan) -> list[Section]:
 def _given(setup: Setup, load: Load) -> Iterator[PlanFigure]:
     model, outputs = setup.model, load.outputs
     yield PlanFigure("weights", model.weights_in_words, model.weight_bytes / 1e9, "GB")
-    shape = f"2 x {model.layers} layers x {model.kv_heads} KV heads x {model.head_dim} x {model.kv_dtype_bytes} B"
-    yield PlanFigure("KV of a token", shape, model.kv_bytes_per_token / 1e3, "kB")
+    if model.undivided:
+        how = f"all that the vllm engine takes with {model.undivided}; a larger TP below is arithmetic only"
+        yield PlanFigure("GPUs of a worker", how, 1, "")
+    if model.kv_bytes_per_token:
+        yield PlanFigure("KV of a token", _of_token(model), model.kv_bytes_per_token / 1e3, "kB")
+    if state := _states(model):
+        yield PlanFigure("state", state, model.state_bytes / 1e6, "MB")
+    if drafts := model.draft_bytes_per_token:
+        how = f"{_many(model.draft_layers, 'layer')} of the MTP module; not counted below"
+        yield PlanFigure("KV of a token where tokens are drafted, besides", how, drafts / 1e3, "kB")
     square = outputs.square
     how = f"prompt {load.prompt:,.0f} + E[output²] / 2 E[output] = {square:,.0f} / {2 * load.output:,.0f}"
     yield PlanFigure("tokens of a stream at any moment", how, load.context, "")
-    kv = load.context * model.kv_bytes_per_token / 1e9
-    yield PlanFigure("KV of a sequence", f"{load.context:,.0f} x {model.kv_bytes_per_token / 1e3:.1f} kB", kv, "GB")
+    yield PlanFigure("KV of a sequence", _of_sequence(model, load.context), model.kv_bytes(load.context) / 1e9, "GB")
     computed = load.rate * load.prompt * (1 - load.hit_rate)
     how = f"{load.rate:g} requests/s x {load.prompt:,.0f} x (1 - {load.hit_rate:g} cached)"
     yield PlanFigure("prompt tokens to compute", how, computed, "/s")
@@ -75,7 +83,7 @@ def _prefill(apart: DisaggregatedPlan) -> Iterator[PlanFigure]:
     line = pool.line
     yield from _prompts(line, load, setup.prefill_chunk)
     yield from _wait(line, load, pool.workers)
-    kv_bytes = load.prompt * setup.model.kv_bytes_per_token
+    kv_bytes = setup.model.loan_bytes(load.prompt)
     use = apart.link_utilisation
     how = f"{kv_bytes / 1e9:.3g} GB / {pool.bytes_per_s / 1e9:g} GB/s / (1 - {use:.3f} of the links in use)"
     yield PlanFigure("transfer of a prompt's KV", how, 1e3 * kv_bytes / pool.bytes_per_s / (1 - use), "ms")
@@ -128,7 +136,7 @@ def _prompts(line: PromptQueue, load: Load, chunk: int) -> Iterator[PlanFigure]:
     steps, roofline = line.steps, line.steps.roofline
     computed, pairs = steps.computed(load.prompt), steps.pairs(load.prompt)
     model = roofline.model
-    flop = 2 * model.active_params * computed + model.attention_flops_per_pair * pairs
+    flop = 2 * model.active_params * computed + model.attention_flops(computed, pairs)
     alone_s, count = steps.alone(load.prompt)
     beside = f", beside {steps.streams:.1f} streams" if steps.streams else ""
     how = (
@@ -155,7 +163,7 @@ def _wait(line: PromptQueue, load: Load, workers: int) -> Iterator[PlanFigure]:
 
 def _memory(streams: Streams, load: Load) -> Iterator[PlanFigure]:
     roofline = streams.roofline
-    left = streams.pool_tokens * roofline.model.kv_bytes_per_token / 1e9
+    left = streams.pool_bytes * roofline.copies / 1e9
     memory = f"{roofline.tp} x {roofline.gpu.memory_bytes / 1e9:g} GB x {USABLE_MEMORY:g}"
     yield PlanFigure(
         "KV pool of a worker", f"{memory} - {roofline.model.weight_bytes / 1e9:.1f} GB of weights", left, "GB"
@@ -173,7 +181,7 @@ def _batch(streams: Streams, batch: float, workers: int, itl_s: float, load: Loa
     yield PlanFigure("streams of a worker, mean", how, batch, "")
     roofline = streams.roofline
     bytes_read = roofline.model.weight_bytes_read(max(1, round(batch)))
-    kv = max(1.0, batch) * load.context * roofline.model.kv_bytes_per_token
+    kv = max(1.0, batch) * roofline.model.kv_bytes(load.context) * roofline.copies
     how = (
         f"({bytes_read / 1e9:.1f} GB of weights + {kv / 1e9:.1f} GB of KV) / ({_bandwidth(roofline)})"
         f" + {1e3 * roofline.step_s:g} ms, or arithmetic where it takes longer"
@@ -206,6 +214,33 @@ def _bill(option: Option) -> Iterator[PlanFigure]:
     load = option.model.load
     how = f"{option.usd_per_hour:g} USD/h / ({load.rate * load.output:,.0f} output tokens/s x 3600 s)"
     yield PlanFigure("cost of a million output tokens", how, option.usd_per_million, "USD")
+
+
+def _of_token(model: ModelShape) -> str:
+    layers = sum(group.layers for group in model.groups if group.token_elements)
+    if model.latent:
+        elements = max(group.token_elements for group in model.groups)
+        return f"{layers} layers x {elements} elements, which all heads share (MLA), x {model.kv_dtype_bytes} B"
+    return f"2 x {layers} layers x {model.kv_heads} KV heads x {model.head_dim} x {model.kv_dtype_bytes} B"
+
+
+def _states(model: ModelShape) -> str:
+    dtype = model.kv_dtype_bytes
+    groups = (group for group in model.groups if not group.token_elements)
+    return " + ".join(f"{group.layers} layers x {group.state_bytes(dtype) / 1e3:,.1f} kB" for group in groups)
+
+
+def _of_sequence(model: ModelShape, tokens: float) -> str:
+    if model.is_uniform:
+        return f"{tokens:,.0f} x {model.kv_bytes_per_token / 1e3:.1f} kB"
+    parts = [
+        f"{group.layers} layers x {group.tokens(tokens):,.0f} tokens x"
+        f" {group.token_elements * model.kv_dtype_bytes / 1e3:.1f} kB"
+        for group in model.groups
+        if group.token_elements
+    ]
+    states = [f"{STATES} states x {model.state_bytes / 1e6:,.1f} MB"] if model.state_bytes else []
+    return " + ".join([*parts, *states])
 
 
 def _flops(roofline: Roofline) -> str:

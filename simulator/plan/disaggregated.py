@@ -82,7 +82,8 @@ class PrefillPool:
 
     def link_utilisation(self, receivers: int) -> float:
         """Return the utilisation of the prefill workers' NICs or of those of `receivers`, whichever is higher."""
-        moved = self.load.rate * self.load.prompt * self.setup.model.kv_bytes_per_token
+        prompt = self.load.prompt
+        moved = self.load.rate * prompt * self.setup.model.mean_token_bytes(prompt, states=1)
         ends = ((self.workers, "prefill"), (receivers, "decode"))
         rooflines = ((count, roofline_of(self.setup, role, apart=True)) for count, role in ends)  # type: ignore[arg-type]
         return max(moved / (count * nic_bytes_per_s(roofline)) for count, roofline in rooflines)
@@ -96,15 +97,18 @@ class PrefillPool:
     def exposed_s(self, prompt: float, utilisation: float) -> float:
         """Return the part of a prompt's KV transfer that comes after its last step.
 
-        It is that of the last chunk, or the link's backlog by then. Links are shared fairly, so at half their capacity
-        a transfer takes twice as long.
+        It is that of the last chunk, with the prompt's last windows and its state, or the link's backlog by then. Links
+        are shared fairly, so at half their capacity a transfer takes twice as long.
         """
-        byte_s = self.setup.model.kv_bytes_per_token / self.bytes_per_s / (1 - utilisation)
         steps = self.line.steps
         last = min(steps.computed(prompt), self.setup.prefill_chunk)
         seconds, count = steps.alone(prompt)
         before_s = seconds * (count - 1) / count
-        return max(last * byte_s, prompt * byte_s - before_s)
+        last_s, whole_s = (
+            tokens * (self.setup.model.mean_token_bytes(tokens, states=1) / self.bytes_per_s / (1 - utilisation))
+            for tokens in (last, prompt)
+        )
+        return max(last_s, whole_s - before_s)
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,7 @@ def plan(setup: Setup, load: Load) -> Plan:
 
     Raises BadSetup where the model fits no worker.
     """
+    setup = replace(setup, sequence_tokens=load.context)
     why_not: dict[str, str] = {}
     together = _best(why_not, "aggregated", _together(setup, load, why_not))
     apart = _best(why_not, "disaggregated", _apart(setup, load, why_not))
@@ -208,20 +209,20 @@ def smallest(kept_by: Callable[[int], float]) -> int | None:
 def fitting(setup: Setup, gpu: Gpu) -> list[int]:
     """Return the TPs that divide the heads and leave memory for KV.
 
-    Raises BadSetup for none.
+    A model that the vllm engine runs on one rank has that TP, where it fits. Raises BadSetup for none.
     """
     sizes, refusal = [], BadSetup("model", f"{setup.model.name} has {setup.model.heads} heads, no multiple of a TP")
     for tp in TPS:
         if setup.model.heads % tp == 0:
             try:
-                Roofline(setup.model, gpu, tp).num_blocks(setup.block_tokens)
+                Roofline(setup.model, gpu, tp).num_blocks(setup.block_tokens, setup.sequence_tokens)
             except BadSetup as error:
                 refusal = error
             else:
                 sizes.append(tp)
     if not sizes:
         raise refusal
-    return sizes
+    return [1] if setup.model.undivided and 1 in sizes else sizes
 
 
 def _option(model: DisaggregatedPlan | AggregatedPlan, setup: Setup, scenario: Scenario) -> Option:

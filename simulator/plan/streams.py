@@ -31,11 +31,16 @@ class Streams:
 
     @cached_property
     def pool_tokens(self) -> int:
-        """Tokens that its KV pool holds.
+        """Tokens of streams of mean length that its KV pool holds.
 
         Raises BadSetup.
         """
-        return self.roofline.num_blocks(self.block_tokens) * self.block_tokens
+        return self.roofline.num_blocks(self.block_tokens, self.load.context) * self.block_tokens
+
+    @property
+    def pool_bytes(self) -> float:
+        """Bytes of its KV pool, one copy."""
+        return self.pool_tokens * self.roofline.model.mean_token_bytes(self.load.context)
 
     @cached_property
     def fit(self) -> float:
@@ -62,8 +67,13 @@ class Streams:
 
         A sequence is whole on one worker; one that no worker could hold finds none.
         """
-        fitting = self.load.prompts.share_of(lambda prompt: float(prompt + self.load.output <= self.pool_tokens))
+        fitting = self.load.prompts.share_of(lambda prompt: float(self._fits(prompt + self.load.output)))
         return fitting * share_within(workers * math.floor(self.fit), held, self.swing(batch))
+
+    def _fits(self, tokens: float) -> bool:
+        """Return whether a sequence alone fits the pool."""
+        model = self.roofline.model
+        return tokens <= self.pool_tokens if model.is_uniform else model.kv_bytes(tokens) <= self.pool_bytes
 
     def largest(self, itl_s: float) -> float:
         """Return the number of streams whose step takes no longer than `itl_s`; 0: a single one takes longer."""

@@ -48,7 +48,8 @@ def compare(
         open_figures()  # so that a missing matplotlib is reported before the work
     spare_the_started()
     trace = trace_of(setup.seed)
-    last_s = _last_arrival_s(console, trace, name)
+    last_s, sequence_tokens = _read_once(console, trace, name)
+    setup = replace(setup, sequence_tokens=sequence_tokens)
     with ShareProgress(console) as progress:
         samples = []
         for scenario in scenarios:
@@ -170,13 +171,17 @@ def _one_of(field: str, word: str, known: tuple[_Word, ...]) -> _Word:
     raise BadSetup(field, f"{shown(word)} is not known; known are {', '.join(known)}")
 
 
-def _last_arrival_s(console: Console, trace: Iterable[TraceRequest], name: str) -> float:
-    """Read the trace once, to report its errors before the work and to size progress bars."""
-    last_s = 0.0
+def _read_once(console: Console, trace: Iterable[TraceRequest], name: str) -> tuple[float, float]:
+    """Return the last arrival in seconds, for progress bars, and the mean tokens of a sequence.
+
+    Raises BadTrace before any work.
+    """
+    last_s, num_tokens, count = 0.0, 0, 0
     with console.status(f"reading {name}"):
         for request in trace:
-            last_s = request.arrival_s
-    return max(last_s, 1e-9)
+            last_s, count = request.arrival_s, count + 1
+            num_tokens += request.input_tokens + request.output_tokens
+    return max(last_s, 1e-9), max(1.0, num_tokens / max(1, count))
 
 
 def _logged(scenario: Scenario) -> bool:

@@ -58,7 +58,7 @@ def plan_cluster(
     one does not.
     """
     from simulator.gpus import gpu_named
-    from simulator.model_shape import open_shape
+    from simulator.known_models import named_shape
     from simulator.plan.load import Load
     from simulator.replay import Setup
     from simulator.results import Slo
@@ -75,7 +75,7 @@ def plan_cluster(
     if shape:
         raise typer.BadParameter("needs --values", param_hint="--shape")
     setup = Setup(
-        model=open_shape(model),
+        model=named_shape(model),
         gpu=gpu_named("H100" if gpu is None else gpu),
         gpus=1,
         decode_gpu=None if decode_gpu is None else gpu_named(decode_gpu),
@@ -177,7 +177,7 @@ def replay_trace(
     """
     from simulator.calibration import Calibration
     from simulator.gpus import gpu_named
-    from simulator.model_shape import open_shape
+    from simulator.known_models import named_shape
     from simulator.planned import autoscaled
     from simulator.replay import Setup, scenarios
     from simulator.results import Slo
@@ -198,7 +198,7 @@ def replay_trace(
         theirs = {"gpu": gpu, "model": model, "tp": tp, "lag": lag, "block_tokens": block_tokens}
         refuse_beside_calibration([name for name, value in theirs.items() if value is not None])
     setup = Setup(
-        model=open_shape(model),
+        model=named_shape(model),
         gpu=gpu_named("H100" if gpu is None else gpu),
         gpus=gpus,
         tp=1 if tp is None else tp,
@@ -356,15 +356,15 @@ def calibrate(
     """
     from simulator.calibrate import AssumedRates
     from simulator.calibrate import calibrate as fit
-    from simulator.gpus import gpu_named
-    from simulator.model_shape import open_shape
+    from simulator.gpus import SEQUENCE_TOKENS, gpu_named
+    from simulator.known_models import named_shape
     from simulator.traces.reading import served_of
     from tandem.cli.calibrate import show_calibration
 
     nic_bytes_per_s = None if nic_gbps is None else nic_gbps * 1e9 / 8
     if nic_bytes_per_s is None and gpu is not None:
         nic_bytes_per_s = gpu_named(gpu).nic_bytes_per_s
-    kv_token_bytes = None if model is None else open_shape(model).kv_bytes_per_token
+    kv_token_bytes = None if model is None else named_shape(model).mean_token_bytes(SEQUENCE_TOKENS)
     assumed = AssumedRates(kv_token_bytes, block_bytes, nic_bytes_per_s)
     calibration = fit(served_of(log), blocks, prefill_chunk, decode_chunk, assumed)
     calibration.write(out)

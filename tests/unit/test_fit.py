@@ -142,10 +142,15 @@ def test_a_full_context(others: dict[str, Any], token_bytes: int, tokens: int) -
         ("qwen3-32b", 32.76),
         ("mistral-7b-v0.3", 7.25),
         ("mixtral-8x7b-v0.1", 46.70),
+        ("gpt-oss-120b", 116.8),
+        ("gemma-3-27b-it", 27.01),
+        ("qwen3-next-80b-a3b-thinking", 79.6),
+        ("qwen3.5-35b-a3b", 34.64),
+        ("deepseek-v3", 671),
     ],
 )
 def test_known_shapes_have_as_many_parameters_as_their_models(name: str, params: float) -> None:
-    assert name in NAMES
+    assert set(NAMES) & {name, name.removesuffix("-it"), name.removesuffix("-thinking")}
     assert shape_named(name).params == pytest.approx(params * 1e9, rel=1e-3)
 
 
@@ -155,6 +160,43 @@ def test_names_of_repositories() -> None:
     assert narrow.weight_bytes == pytest.approx(72.65e9, rel=1e-3)
     assert known_shape("llama-3.1-8b-mine") is None
     assert known_shape("llama-3.1-9b") is None
+
+
+def test_windows_and_states_in_one_context() -> None:
+    """Layers with a window keep it and two steps of 8192 tokens; recurrent ones two states, never in float8."""
+    fit = check(worker(shape=shape_named("gpt-oss-120b"), engine="vllm", kv_memory_mib=5189))
+    assert fit.fits
+    config = fit.worker.config()
+    assert full_context_bytes(fit.worker.shape, config, H100) == 18 * 2048 * (131072 + 128 + 2 * 8192)
+    (refusal,) = check(worker(shape=shape_named("gpt-oss-120b"), engine="vllm", kv_memory_mib=5188)).refusals
+    assert refusal.startswith("kv_memory_mib: 5188 is below 5189: vLLM needs room for one full context")
+    others = {"engine": "vllm", "vllm_options": {"max_model_len": 32768, "kv_cache_dtype": "fp8"}}
+    config = WorkerConfig.parse({"model": "/m"} | others)
+    assert full_context_bytes(shape_named("qwen3-next-80b-a3b"), config, H100) == 12 * 1024 * 32768 + 2 * 39_518_208
+    config = WorkerConfig.parse({"model": "/m"})  # the torch engine keeps whole contexts in all layers
+    assert full_context_bytes(shape_named("gemma-3-27b"), config, H100) == 62 * 8192 * 131072
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "said"),
+    [
+        ("deepseek-v3", {}, "engine: torch does not serve MLA, which deepseek-v3 has: set engine: vllm"),
+        ("qwen3.5-35b-a3b", {}, "engine: torch does not serve recurrent layers, which qwen3.5-35b-a3b has"),
+        (
+            "gpt-oss-120b",
+            {"engine": "vllm", "tensor_parallel": 2},
+            "tensor_parallel: 1 is all that the vllm engine takes with full attention and sliding windows, as gpt-oss",
+        ),
+        (
+            "deepseek-v3",
+            {"engine": "vllm", "tensor_parallel": 8},
+            "tensor_parallel: 1 is all that the vllm engine takes with MLA, as deepseek-v3 has",
+        ),
+    ],
+)
+def test_memory_that_an_engine_does_not_keep(name: str, others: dict[str, Any], said: str) -> None:
+    refusals = check(worker(shape=shape_named(name), kv_memory_mib=65536, **others)).refusals
+    assert any(each.startswith(said) for each in refusals), refusals
 
 
 # ------------------------------------------------------------------ refusals, and the nearest that fits
