@@ -66,6 +66,8 @@ MODELS: dict[str, Callable[[], list[Any]]] = {
     "states": lambda: [_state(), _full(), _state()],
     "states and a window": lambda: [_state(), _window(9), _full()],
     "full": lambda: [_full()],
+    "one window": lambda: [_window(9)],
+    "one state": lambda: [_state()],
 }
 """KV groups of each kind of model."""
 

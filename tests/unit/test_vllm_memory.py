@@ -115,3 +115,40 @@ def test_what_the_engine_cannot_do_is_refused_by_name(settings: dict[str, object
 
 def test_the_shared_store_is_taken() -> None:
     engine_arguments(WorkerConfig.parse({"model": "m", "engine": "vllm", "kv_store": "d"}))
+
+
+@pytest.mark.parametrize("block_major", [False, True])
+def test_layers_of_several_groups_lie_at_the_same_places(block_major: bool) -> None:
+    """A block belongs to one group at a time: two layers of attention, or two states of two tensors each."""
+    num_blocks, page = 5, HEADS * TOKENS * ELEMENTS * 4
+    pools: list[Pool] = []
+    with pool_allocation(False, pools):
+        raw = torch.zeros(num_blocks * 2 * page, dtype=torch.int8)
+    offsets, stride = ((0, page), 2 * page) if block_major else ((0, num_blocks * page), page)
+    caches: dict[str, Tensor | list[Tensor]] = {}
+    for number, offset in enumerate(offsets):
+        pages = raw.as_strided((num_blocks, page), (stride, 1), offset)
+        caches[f"attention {number}"] = pages.view(torch.float32).unflatten(1, (HEADS, TOKENS, ELEMENTS))
+        caches[f"state {number}"] = [pages[:, : page // 4], pages[:, page // 4 :]]
+    places = [LayerPlace(offset, stride) for offset in offsets for _ in ("attention", "state")]
+    memory = VllmKvMemory(caches, places, num_blocks, TOKENS, "backend", pools)
+    assert (memory.layout.planes, memory.layout.kv_heads) == (1 if block_major else 2, 1)
+    assert memory.layout.block_bytes == 2 * page
+    content = np.random.default_rng(3).integers(0, 256, 2 * page, np.uint8)
+    memory.write_block(3, content)
+    for number in range(2):
+        conv, rest = caches[f"state {number}"]
+        written = torch.cat([conv[3], rest[3]]).numpy().view(np.uint8)
+        assert np.array_equal(written, content[number * page :][:page])
+        assert not conv[[0, 1, 2, 4]].any()
+    (found,) = memory.read_blocks([3])
+    assert np.array_equal(found, content)
+
+
+def test_layers_of_unlike_places_are_refused() -> None:
+    pools: list[Pool] = []
+    with pool_allocation(False, pools):
+        raw = torch.zeros(4 * 96, dtype=torch.int8)
+    caches = {"a": raw[: 4 * 64].view(4, 1, 64), "b": raw[4 * 64 :].view(4, 1, 32)}
+    with pytest.raises(EngineStartError, match="unknown layout"):
+        VllmKvMemory(caches, [LayerPlace(0, 64), LayerPlace(4 * 64, 32)], 4, TOKENS, "backend", pools)

@@ -126,7 +126,7 @@ class VllmBlockPool(BlockPool, FilledBlocks):
         self._place_of[place.block] = place
         if place.of.group == self._groups.chain_group:
             self._events.append(Stored(place.parent, (place.key,)))
-        elif self._boundaries is not None:
+        if self._boundaries is not None:
             self._events += announced(self._boundaries.add(place.of))
         return True
 
@@ -164,7 +164,7 @@ class VllmBlockPool(BlockPool, FilledBlocks):
             place = self._place_of.pop(block)
             if place.of.group == self._groups.chain_group:
                 self._events.append(Removed((name[1],)))
-            elif self._boundaries is not None:
+            if self._boundaries is not None:
                 self._events += withdrawn(self._boundaries.remove(place.of))
         return name
 

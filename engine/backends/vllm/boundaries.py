@@ -70,7 +70,7 @@ class Boundaries:
     def __init__(self, tails: Iterable[tuple[list[int], int]]) -> None:
         """Create it; `tails` are those of `KvGroups.tails`."""
         self._tails: dict[int, _Tails] = {}
-        """Class of each group beside the chain group."""
+        """Class of each group whose last blocks a boundary needs."""
         for members, count in tails:
             self._tails |= dict.fromkeys(members, _Tails(len(members), count))
         self._classes = list(dict.fromkeys(self._tails.values()))
@@ -79,8 +79,7 @@ class Boundaries:
 
     def add(self, block: GroupBlock) -> list[BlockKey]:
         """Record a block; return the boundaries that became resumable by it."""
-        tails = self._tails[block.group]
-        if not tails.add(block):
+        if (tails := self._tails.get(block.group)) is None or not tails.add(block):
             return []
         new = [key for key in tails.near(block.key) if key not in self.keys and self._is_resumable(key)]
         self.keys.update(new)
@@ -88,7 +87,8 @@ class Boundaries:
 
     def remove(self, block: GroupBlock) -> list[BlockKey]:
         """Forget a block; return the boundaries that were resumable with it."""
-        tails = self._tails[block.group]
+        if (tails := self._tails.get(block.group)) is None:
+            return []
         near = list(tails.near(block.key))
         if not tails.remove(block):
             return []

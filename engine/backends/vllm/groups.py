@@ -53,7 +53,8 @@ class KvGroups:
         """Keys of a block, by group."""
         full = [group for group, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
         self.chain_group = full[0] if full else 0
-        """Group whose blocks have the chain's keys as names."""
+        """Group whose blocks have the chain's keys as names: one of full attention, where there is one."""
+        self.has_full = bool(full)
         self.is_chain = len(specs) == 1 and bool(full) and not coordinator.eagle_group_ids
         """Whether a boundary is any number of blocks, and needs these blocks alone."""
         windows = (
@@ -96,16 +97,17 @@ class KvGroups:
         )
 
     def tails(self) -> list[tuple[list[int], int]]:
-        """Return the groups beside the chain group that need alike, and how many of their last blocks a boundary needs.
+        """Return the groups that need the same, and how many of their last blocks a boundary needs.
 
-        Other groups of full attention count one block: the chain group stands for their earlier ones.
+        A chain group of full attention is not among them, since a chain is its blocks. Other groups of full attention
+        count one block: the chain group stands for their earlier ones.
         """
         most = max(self.widths) * self._longest_window
         keys = [b"%016d" % number for number in range(most)]
         counts = Counter(block.group for block in self.needs(keys)[1])
         classes: dict[tuple[int, int], list[int]] = {}
         for group, width in enumerate(self.widths):
-            if group != self.chain_group:
+            if group != self.chain_group or not self.has_full:
                 count = 1 if counts[group] == most // width else counts[group]
                 classes.setdefault((width, count), []).append(group)
         return [(groups, count) for (_, count), groups in classes.items()]
