@@ -1,12 +1,14 @@
 """Layers of a model, and the memory that each has of a sequence: all tokens, the last ones, or a state.
 
-    config.json                                            layers
-    layer_types, hybrid_override_pattern, layers_block_type, linear_attn_config   by name
-    full_attention_interval, or linear_num_value_heads     every 4th (interval) has full attention, others a state
-    sliding_window_pattern, or Gemma 2, Gemma 3, gpt-oss, Cohere 2   every n-th has full attention, others a window
-    sliding_window with use_sliding_window, max_window_layers   Qwen2 and Qwen3: a window from that layer on
-    sliding_window alone                                   Mistral: a window in each
-    kv_lora_rank                                           MLA: one latent vector of a token, shared by all heads
+    key of config.json                                     layers
+    layer_types, layers_block_type                         each by its name
+    hybrid_override_pattern                                each by its letter (Nemotron-H)
+    linear_attn_config                                     those of kda_layers have a state (Kimi Linear)
+    linear_num_value_heads, full_attention_interval        every n-th has full attention, others a state
+    sliding_window_pattern, or a model type of `_PERIODS`  every n-th has full attention, others a window
+    use_sliding_window, max_window_layers                  a window from that layer on (Qwen2, Qwen3)
+    sliding_window alone                                   a window in each (Mistral)
+    kv_lora_rank                                           MLA: one latent vector of a token for all heads
 
 States are those of vLLM: the last inputs of a convolution, and a matrix for each head.
 """

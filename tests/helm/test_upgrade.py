@@ -17,6 +17,8 @@ SIM = ROOT / "helm" / "examples" / "sim.yaml"
 SINCE = {
     ("0.1.0", "tls"): "at '': additional properties",
     ("0.1.0", "gpu-8b"): "additional properties 'fitCheck' not allowed",
+    ("0.1.0", "gpt-oss-120b"): "additional properties 'fitCheck' not allowed",
+    ("0.1.0", "qwen3.5-35b"): "additional properties 'fitCheck' not allowed",
     ("0.1.0", "gpu-rdma"): "at '/worker': additional properties",
     ("0.1.0", "keda"): "at '/monitoring': additional properties 'podMonitor' not allowed",
     ("0.1.0", "hub"): "at '/models/0/source': additional properties 'hub' not allowed",
