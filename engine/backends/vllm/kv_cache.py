@@ -132,10 +132,25 @@ class VllmKVCache(KVCacheManager):
             del taken[:missing]
 
     def soften(self, sequence: Sequence) -> None:
-        """Return the blocks of a hardened reservation to the pool, as a reservation again."""
-        if taken := self._hardened.pop(sequence, None):
+        """Return the blocks that a sequence holds and vLLM will not find to the pool, as a reservation again.
+
+        vLLM computes the sequence next, and might wait for these very blocks.
+        """
+        kept = self._found_by_vllm(sequence)
+        taken = self._hardened.pop(sequence, []) + [block for block in sequence.blocks if block not in kept]
+        if taken:
             self.pool.soften(taken)
             sequence.num_reserved += len(taken)
+            sequence.blocks = [block for block in sequence.blocks if block in kept]
+
+    def _found_by_vllm(self, sequence: Sequence) -> set[int]:
+        """Return the blocks among a sequence's own that its boundary needs."""
+        bound = zip(sequence.keys, sequence.blocks, strict=False)
+        if (course := self._courses.get(sequence)) is None:
+            return {block for _, block in bound}
+        _, needed = self.groups.needs(course.keys[: sequence.num_computed // self.groups.unit])
+        names = {each.name for each in needed}
+        return {block for name, block in bound if name in names}
 
     def hand_over(self, sequence: Sequence) -> None:
         """Drop the sequence's references: vLLM holds the same blocks by now."""
