@@ -188,7 +188,11 @@ class Submissions:
             if submitted.sequence.sampling is not None:  # a loan's job has computed what is named, and no more
                 submitted.sequence.num_computed = computed
             end = min(computed, request.num_tokens) // unit
-            if any(end // width > known for width, known in zip(widths, submitted.num_filled, strict=True)):
+            if groups.is_chain:  # this is done for each stream at each step
+                fills = end > submitted.num_filled[0]
+            else:
+                fills = any(end // width > known for width, known in zip(widths, submitted.num_filled, strict=True))
+            if fills:
                 full_blocks.append(Full(submitted, end, self._places(submitted, end)))
         return full_blocks
 
