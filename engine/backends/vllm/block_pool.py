@@ -21,7 +21,7 @@ from vllm.v1.core.block_pool import BlockPool as VllmPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
 from engine.backends.vllm.boundaries import Boundaries, announced, withdrawn
-from engine.backends.vllm.groups import FilledBlocks, KvGroups
+from engine.backends.vllm.groups import KvGroups
 from engine.block_keys import BlockKey
 from engine.kv.block_pool import BlockPool, CacheEvent, NamedPlace, Removed, Stored
 from engine.kv.course import GroupBlock
@@ -54,7 +54,7 @@ class _AllocationWatcher:
     def reset(self) -> None: ...
 
 
-class VllmBlockPool(BlockPool, FilledBlocks):
+class VllmBlockPool(BlockPool):
     """Adapter with the interface of `engine/kv/block_pool.py`. Block 0 is vLLM's null block and never appears."""
 
     def __init__(
@@ -104,6 +104,7 @@ class VllmBlockPool(BlockPool, FilledBlocks):
         return blocks
 
     def is_filled(self, block: int, name: BlockKey) -> bool:
+        """Return whether the block is known to hold the KV of this name."""
         return self._block_of.get(name) == block
 
     def has_name(self, parent: BlockKey, key: BlockKey, block: int) -> bool:
@@ -140,7 +141,7 @@ class VllmBlockPool(BlockPool, FilledBlocks):
 
     def resumable(self, keys: Sequence[BlockKey]) -> tuple[int, list[tuple[GroupBlock, int]]]:
         """Return the last boundary within `keys` at which a request can go on, and the blocks that it needs."""
-        return self._groups.resumable(keys, self)
+        return self._groups.resumable(keys, self.is_filled)
 
     def snapshot(self) -> list[CacheEvent]:
         places = self._place_of.values()
@@ -193,9 +194,9 @@ class VllmBlockPool(BlockPool, FilledBlocks):
 
     def drop_idle(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Free the cached blocks of these names, and of these keys in all groups; return their names."""
-        keys = list(keys)
-        names = [self._groups.name(key, group) for key in keys for group in range(self._groups.num_groups)]
-        names += keys
+        names = list(keys)
+        if not self._groups.is_chain:
+            names += [self._groups.name(key, group) for key in names for group in range(self._groups.num_groups)]
         idle = {key: block for key in names for block in self.match([key]) if not self._pool.blocks[block].ref_cnt}
         self._pool.evict_blocks(set(idle.values()))
         for block in idle.values():

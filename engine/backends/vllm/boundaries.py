@@ -130,6 +130,7 @@ class StoredBoundaries:
         """Blocks of windows and states, by name."""
         self._early: defaultdict[BlockKey, dict[BlockKey, int]] = defaultdict(dict)
         """Groups of such blocks that were written before the chain's block, by its key and their name."""
+        self._key_of_early: dict[BlockKey, BlockKey] = {}
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._boundaries.keys
@@ -143,10 +144,11 @@ class StoredBoundaries:
             for name in event.keys:
                 if (tail := self._tails.pop(name, None)) is not None:
                     yield from withdrawn(self._boundaries.remove(tail), shared=True)
-                elif self._parents.pop(name, None) is not None:
+                elif (key := self._key_of_early.pop(name, None)) is not None:
+                    self._early[key].pop(name, None)
+                else:  # also a block that only others wrote
+                    self._parents.pop(name, None)
                     yield Removed((name,), shared=True)
-                for early in self._early.values():
-                    early.pop(name, None)
             return
         parent = event.parent
         for name in event.keys:
@@ -155,12 +157,14 @@ class StoredBoundaries:
                 self._parents[name] = parent
                 yield Stored(parent, (name,), shared=True)
                 for tail_name, its_group in self._early.pop(name, {}).items():
+                    del self._key_of_early[tail_name]
                     yield from self._add(name, tail_name, its_group)
                 parent = name
             elif parent in self._parents:
                 yield from self._add(parent, name, group)
             else:
                 self._early[parent][name] = group
+                self._key_of_early[name] = parent
 
     def _add(self, key: BlockKey, name: BlockKey, group: int) -> list[CacheEvent]:
         """Add the block of a window or a state that ends at `key`."""

@@ -9,7 +9,7 @@ that it covers and by its group. The block of the *chain group* has the key itse
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,7 +63,6 @@ class KvGroups:
         self._longest_window = 2 + max((window or 0) // unit for window in windows)
         """Blocks after which every window is full."""
         self._most = [_most_blocks(each) for each in coordinator.single_type_managers]
-
         self.kinds = [type(spec).__name__.removesuffix("Spec") for spec in specs]
         self.shape = f"{unit},{self.widths},{[str(spec) for spec in specs]}" if len(specs) > 1 else ""
         """Text that is equal where blocks of all groups mean the same."""
@@ -112,8 +111,13 @@ class KvGroups:
                 classes.setdefault((width, count), []).append(group)
         return [(groups, count) for (_, count), groups in classes.items()]
 
-    def resumable(self, keys: Sequence[BlockKey], pool: "FilledBlocks") -> tuple[int, list[tuple[GroupBlock, int]]]:
-        """Return the last boundary within `keys` whose blocks are all in vLLM's cache and filled, with these blocks."""
+    def resumable(
+        self, keys: Sequence[BlockKey], is_filled: Callable[[int, BlockKey], bool]
+    ) -> tuple[int, list[tuple[GroupBlock, int]]]:
+        """Return the last boundary within `keys` whose blocks are all in vLLM's cache and filled, with these blocks.
+
+        `is_filled` says of a block and a name whether the block's fingerprint under this name is known.
+        """
         most = len(keys)
         while most:
             hashes = [BlockHash(key) for key in keys[:most]]
@@ -126,7 +130,7 @@ class KvGroups:
                 if not block.is_null
             }
             held = [(self.block(keys, group, at, end), number) for (group, at), number in numbers.items()]
-            missing = [block.end for block, number in held if not pool.is_filled(number, block.name)]
+            missing = [block.end for block, number in held if not is_filled(number, block.name)]
             if not missing:
                 return end, sorted(held)
             most = min(min(missing), end) - 1  # being computed: its fingerprint is not known yet
@@ -146,13 +150,6 @@ class KvGroups:
         key = keys[end - 1]
         before = keys[at * self.widths[group] - 1] if at else b""
         return GroupBlock(end, group, key, self.name(key, group), before)
-
-
-class FilledBlocks:
-    """Interface of the pool that knows which blocks have a fingerprint."""
-
-    def is_filled(self, block: int, name: BlockKey) -> bool:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,19 +44,20 @@ class KeyedSampling(Sampling):
     def request(
         self, sequence: Sequence, request_id: str, arguments: dict[str, Any], wake: Callable[[], None]
     ) -> Request:
-        wanted, params, tokens = sequence.sampling, FILLS, self.fill_tokens(sequence)
-        if wanted is not None and not sequence.only_fills:
-            self.sequences[request_id], tokens = sequence, list(sequence.token_ids)
-            params = VllmParams(
-                temperature=0.0,
-                max_tokens=wanted.max_tokens - sequence.num_sampled,
-                stop_token_ids=ends_of(sequence, self.eos_token_ids),
-                ignore_eos=True,
-                detokenize=False,
-                prompt_logprobs=scores_wanted(sequence),
-                extra_args={ARGUMENT: request_id},
-            )
-        return Request(request_id, tokens, params, **arguments)
+        wanted = sequence.sampling
+        if wanted is None or sequence.only_fills:
+            return Request(request_id, self.fill_tokens(sequence), FILLS, **arguments)
+        self.sequences[request_id] = sequence
+        params = VllmParams(
+            temperature=0.0,
+            max_tokens=wanted.max_tokens - sequence.num_sampled,
+            stop_token_ids=ends_of(sequence, self.eos_token_ids),
+            ignore_eos=True,
+            detokenize=False,
+            prompt_logprobs=scores_wanted(sequence),
+            extra_args={ARGUMENT: request_id},
+        )
+        return Request(request_id, list(sequence.token_ids), params, **arguments)
 
     def results(self, sequence: Sequence, request: Request, output: Any) -> Seq[SampleResult]:
         sampled = self.samples.pop(request.request_id, None)

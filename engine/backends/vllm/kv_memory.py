@@ -172,7 +172,9 @@ class VllmKvMemory:
             reason = f"vLLM's KV memory has an unknown layout: {total} bytes, {num_blocks} blocks, places {offsets}, "
             raise EngineStartError("model", f"{reason}strides {strides}; unset VLLM_KV_CACHE_LAYOUT if it is set")
         if planes > MAX_PLANES:
-            raise EngineStartError("model", f"it has {planes} layers, and Tandem moves blocks of {MAX_PLANES} at most")
+            raise EngineStartError(
+                "model", f"a block of this model has {planes} spans; Tandem moves at most {MAX_PLANES}"
+            )
         is_alike = all(tensor.shape == first.shape and tensor.dtype == first.dtype for tensor in tensors)
         kv_heads = first.shape[1] if first.dim() == 4 else 1  # MLA: [blocks, block_tokens, elements]
         if not is_alike or first.stride(1) * first.shape[1] != first.stride(0):
