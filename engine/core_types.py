@@ -137,6 +137,9 @@ class Sequence:
     """Whether it is computed although its loan is open, because the lender is silent."""
     num_expected: int = 0
     """Number of tokens at its expected end; 0: unknown."""
+    next_token: int = 0
+    """Token after the last one, where a sequence without output has it. Draft layers make the KV of a token from the
+    one after it."""
     held_at: int | None = None
     """Number of leading tokens that a hedged sequence may compute: blocks after them are being read."""
 

@@ -40,6 +40,7 @@ _PASSED = {
         " enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm"
         " gdn_prefill_backend kda_prefill_backend kda_decode_backend"
     ),
+    "speculation": "speculative_config spec_method spec_model spec_tokens",
     "scheduling, sampling, ranks, adapters, debugging": (
         "max_num_scheduled_tokens async_scheduling use_fp64_gumbel structured_outputs_config"
         " max_num_seqs max_num_active_seqs long_prefill_token_threshold long_prefill_token_threshold_adaptive"
@@ -87,9 +88,8 @@ REFUSED: dict[str, str] = {
     "the tokenizer is the model's own; vLLM has it for grammars, where there is one": (
         "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init"
     ),
-    "the vllm engine makes no drafts that Tandem would take: leave it out": (
-        "speculative_config spec_method spec_model spec_tokens per_request_spec_decode_metrics diffusion_config"
-    ),
+    "receipts count the drafts of each request: ask by receipt: true": "per_request_spec_decode_metrics",
+    "a diffusion model writes a block of tokens again and again, so none of its KV can be named": "diffusion_config",
     "start more workers instead of data-parallel ranks: each is a replica": (
         "data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address"
         " data_parallel_rpc_port data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb"

@@ -172,8 +172,9 @@ class Want(_message.Message):
     """Fingerprint of weights, layout and dtype. A lender with another fingerprint refuses before any byte moves."""
     cache_salt: _builtins.str
     token_ids: _builtins.bytes
-    """Tokens of the chain up to the end of the last wanted block: little-endian uint32. As repeated integers, tens of
-    thousands of tokens would be converted six times between the engines.
+    """Tokens of the chain up to the end of the last wanted block, and the next one where there is one, which draft layers
+    read: little-endian uint32. As repeated integers, tens of thousands of tokens would be converted six times between
+    the engines.
     """
     first_block: _builtins.int
     """First wanted block: blocks [first_block, tokens / block_tokens) are wanted."""

@@ -11,7 +11,6 @@ from engine.kv.kv_stats import PINNED, POOL, REMOTE, STORE
 from engine.lending.lender_manager import LenderManager
 from engine.messages.from_engine import CacheChanged, FromEngine, KvUse, Load, TierUse
 from engine.messages.to_engine import PlacementMark
-from engine.speculation.speculator import Speculator
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +51,18 @@ class ReportedRequests(Protocol):
     def num_sequences(self) -> int: ...
 
 
+class DraftCounts(Protocol):
+    """Numbers of draft tokens, as load reports need them."""
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens that were verified."""
+
+    @property
+    def num_right(self) -> int:
+        """Draft tokens that were accepted."""
+
+
 class LoadReporter:
     """Reporter driven by the engine's loop; sends nothing by itself."""
 
@@ -62,14 +73,14 @@ class LoadReporter:
         lender_manager: LenderManager,
         times: ReportSchedule,
         emit: Callable[[FromEngine], None],
-        speculator: Speculator | None = None,
+        drafts: DraftCounts | None = None,
     ) -> None:
         self._kv_cache = kv_cache
         self._requests = requests
         self._lender_manager = lender_manager
         self._times = times
         self._emit = emit
-        self._speculator = speculator
+        self._drafts = drafts
         self._cache_sequence = 0
         self._placements_seen: dict[str, int] = {}
         self._kv_reported: KvUse | None = None
@@ -144,8 +155,8 @@ class LoadReporter:
                 decoding=sum(s.decoding for s in running),
                 preempted=len(preempted),
                 preemptions=running_set.num_preemptions,
-                drafted=self._speculator.num_draft_tokens if self._speculator else 0,
-                accepted=self._speculator.num_right if self._speculator else 0,
+                drafted=self._drafts.num_draft_tokens if self._drafts else 0,
+                accepted=self._drafts.num_right if self._drafts else 0,
                 kv=self._changed_kv_use(now),
             )
         )

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from engine.core.cache_queries import CacheQueries
-from engine.core.load_reports import LoadReporter, ReportSchedule
+from engine.core.load_reports import DraftCounts, LoadReporter, ReportSchedule
 from engine.core.request_table import RequestTable, TableParts
 from engine.core_types import StepBudget
 from engine.kv.kv_cache_manager import BlockMemory, KVCacheManager
@@ -44,7 +44,6 @@ from engine.messages.to_engine import (
     ToEngine,
 )
 from engine.model_runner import ModelInfo
-from engine.speculation.speculator import Speculator
 from kvtransfer.transport import AnyPool, Transport
 
 Input = ToEngine | Posted
@@ -145,12 +144,12 @@ class LoanHost(ABC):
             self._limits.reserve_output_tokens,
         )
 
-    def _serve(self, requests: RequestTable[Any], speculator: Speculator | None = None) -> None:
+    def _serve(self, requests: RequestTable[Any], drafts: DraftCounts | None = None) -> None:
         """Take the engine's requests and report on them."""
         limits = self._limits
         times = ReportSchedule(limits.report_interval_s, limits.min_report_interval_s, limits.max_step_s)
         self._requests = requests
-        self._reports = LoadReporter(self._kv_cache, requests, self._lender_manager, times, self._emit, speculator)
+        self._reports = LoadReporter(self._kv_cache, requests, self._lender_manager, times, self._emit, drafts)
 
     # ------------------------------------------------------------------ the loop's calls
 

@@ -251,6 +251,7 @@ class LenderManager:
             priority=request.priority,
             arrival=loan.arrival,
             turn=self._next_arrival(),
+            next_token=next(islice(request.token_ids, len(keys) * width, None), 0),
         )
         if not self._kv_cache.start(job, keys, self._kv_cache.layout.blocks_for(len(keys) * width)):
             return False

@@ -50,7 +50,7 @@ def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
         "kv_dtype": (config.kv_dtype != "auto", "set vllm_options.kv_cache_dtype"),
         "lora": (config.lora is not None, "the vllm engine does not merge adapters: set adapters"),
         "backend": (config.backend != "auto", "set vllm_options.attention_backend"),
-        "speculation": (config.speculation not in (None, "off"), "the vllm engine does not speculate under Tandem"),
+        "speculation": (config.speculation not in (None, "off"), "set vllm_options.speculative_config, vLLM's own"),
         "kv_host_memory_mib": (config.kv_host_memory_mib > 0, NO_TIERS),
         "kv_disk_dir": (config.kv_disk_dir is not None, NO_TIERS),
     }

@@ -84,7 +84,7 @@ class VllmSteps(Steps):
         if self._deferred is not None and not self._num_flying:
             deferred, self._deferred = self._deferred, None
             self._num_flying += 1
-            self._batches.sample(deferred, self._core.grammar_of(deferred))
+            self._batches.sample(deferred, self._core.deferred_grammar_of(deferred))
         return True
 
     def stop(self) -> None:
@@ -96,7 +96,7 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngi
     prepare_vllm(spec.config.of_rank(0))
     transport = own_transport(spec.config, spec.agent_name)
     started, thread = _start(spec, front, ranks)
-    from engine.backends.vllm.batch_runner import ComputedBatches, LaunchedBatches
+    from engine.backends.vllm.batch_runner import ComputedBatches, LaunchedBatches, mark_launched
     from engine.backends.vllm.core import VllmCore
 
     config, memory, layout = spec.config, started.memory, started.memory.layout
@@ -124,7 +124,7 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngi
         executor = started.engine.model_executor
         batches: Any
         if started.is_native and ranks is None and not computes_at_launch():
-            batches = LaunchedBatches(executor, thread)
+            batches = LaunchedBatches(executor, thread, mark_launched if started.writes_drafts else None)
         else:
             batches = ComputedBatches(executor, thread, memory, followers, core.will_fill)
         return VllmSteps(core, batches, (thread, hashes), depth)

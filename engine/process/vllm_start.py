@@ -54,6 +54,8 @@ class StartedVllm:
     """Largest number of batches in flight."""
     lora: dict[bytes, Any]
     """vLLM's LoRARequest of each adapter, by the adapter's fingerprint."""
+    writes_drafts: bool
+    """Whether drafting writes KV, after a batch's samples."""
 
 
 def prepare_vllm(config: WorkerConfig) -> None:
@@ -114,9 +116,11 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
     from engine.backends.vllm.batch_runner import rank_executor
     from engine.backends.vllm.connector import offered
     from engine.backends.vllm.kv_memory import LayerPlace, VllmKvMemory
+    from engine.backends.vllm.speculation import draft_weights, set_up_speculation
 
     offered.in_file = belongs_in_file(role)
     vllm_config = _engine_config(config, arguments, adapters)
+    set_up_speculation(vllm_config)
     sampling: Any = None
     grammars = None
     if is_native := bool(vllm_config.use_v2_model_runner):
@@ -152,6 +156,9 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
     ranks = config.tensor_parallel
     memory = VllmKvMemory(offered.caches, places, num_blocks, groups.unit, about, pools, groups, ranks, rank_number)
     weights = model_dir.weights_fingerprint() + _digest_of(vllm_config.model_config)
+    drafts = vllm_config.speculative_config
+    if writes_drafts := drafts is not None and drafts.uses_draft_kv_cache():
+        weights += drafts.method.encode() + draft_weights(vllm_config) + _digest_of(drafts.draft_model_config)
     info = ModelInfo(
         weights_fingerprint=blake2b(weights, digest_size=32).digest(),
         vocab_size=model_dir.vocab_size,
@@ -168,7 +175,9 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
         num_batches,
         vllm_config.cache_config.kv_cache_layout,
     )
-    return StartedVllm(engine, memory, offered.block_pool, gpu, info, is_native, sampling, grammars, num_batches, lora)
+    return StartedVllm(
+        engine, memory, offered.block_pool, gpu, info, is_native, sampling, grammars, num_batches, lora, writes_drafts
+    )
 
 
 def _digest_of(model_config: Any) -> bytes:
@@ -259,7 +268,9 @@ def _groups(engine: Any, config: WorkerConfig) -> "KvGroups":
 
     kv_config = engine.scheduler.kv_cache_config
     unit = int(kv_config.hash_block_size or kv_config.kv_cache_groups[0].kv_cache_spec.block_size)
-    groups = KvGroups(engine.scheduler.kv_cache_manager, unit)
+    scheduler = engine.scheduler
+    num_ahead = 1 + scheduler.num_spec_tokens + scheduler.num_lookahead_tokens if scheduler.num_spec_tokens else 0
+    groups = KvGroups(scheduler.kv_cache_manager, unit, num_ahead)
     if config.tensor_parallel > 1 and not groups.is_chain:
         reason = f"1 is all that a model with {groups.num_groups} KV groups takes: {', '.join(groups.kinds)}"
         raise EngineStartError("tensor_parallel", reason)

@@ -98,13 +98,16 @@ class LenderStreams:
         """Lenders cut off in a drill: until when, in seconds of the monotonic clock, by worker id."""
 
     def open(self, engine_id: str, holder: pb.Holder, chain: LoanChain, wanted: OpenLoan) -> Loan:
+        num_tokens = wanted.end_block * self._block_tokens
+        if self._block_tokens > 1:  # draft layers read the next token; otherwise it would be a block more
+            num_tokens += 1
         want = pb.Want(
             request_id=chain.request_id,
             lender_incarnation=holder.incarnation,
             model_fingerprint=self._model_fingerprint,
             cache_salt=chain.cache_salt,
             adapter=chain.adapter,
-            token_ids=pack_tokens(chain.token_ids[: wanted.end_block * self._block_tokens]),
+            token_ids=pack_tokens(chain.token_ids[:num_tokens]),
             first_block=wanted.first_block,
             may_compute=wanted.may_compute,
             priority=chain.priority,

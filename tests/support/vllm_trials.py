@@ -1,9 +1,10 @@
 """Trials of vLLM engines with several KV groups, without a model: `python -m support.vllm_trials FIRST COUNT`.
 
 Each engine is Tandem's core over vLLM's own scheduler and block pool. Instead of a model, `Computer` writes into each
-block what a model would have written, and looks, before each step, whether all that the step reads is there. Reads
-between engines, messages, cancels, cuts and kills happen in an order drawn from the seed; after every move the books
-balance, and every named block has the bytes of its name. It runs in vLLM's environment.
+block what a model would have written, and looks, before each step, whether all that the step reads is there. Some
+engines draft tokens, right ones and wrong ones, whose KV lies in blocks until it is written over. Reads between
+engines, messages, cancels, cuts and kills happen in an order drawn from the seed; after every move the books balance,
+and every named block has the bytes of its name. It runs in vLLM's environment.
 """
 
 import os
@@ -13,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -86,9 +87,13 @@ def _state() -> MambaSpec:
     return MambaSpec(block_size=BLOCK, shapes=((PAGE,),), dtypes=(torch.int8,), mamba_cache_mode="align")
 
 
-def content(tokens: Sequence[int], group: int) -> bytes:
-    """What a block of a group has in it after these tokens."""
-    return blake2b(np.array(tokens, np.uint32).tobytes(), digest_size=PAGE, person=b"group %d" % group).digest()
+def content(tokens: Sequence[int], group: int, spec: Any) -> bytes:
+    """What a group's last block has in it after these tokens: a state, or a slot for each of its tokens."""
+    text, person = np.array(tokens, np.uint32).tobytes(), b"group %d" % group
+    if isinstance(spec, MambaSpec):
+        return blake2b(text, digest_size=PAGE, person=person).digest()
+    ends = range((len(tokens) - 1) // BLOCK * BLOCK + 1, len(tokens) + 1)
+    return b"".join(blake2b(text[: 4 * end], digest_size=PAGE // BLOCK, person=person).digest() for end in ends)
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -102,6 +107,16 @@ def undisturbed(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+class Drafting(NamedTuple):
+    """How an engine drafts."""
+
+    num_drafts: int
+    num_lookahead: int
+    """Positions after a step's own into which draft layers write."""
+    overlaps: bool
+    """Whether the scheduler runs ahead of the drafts."""
+
+
 @dataclass
 class Row:
     """A request as a model runner has it."""
@@ -109,15 +124,21 @@ class Row:
     tokens: list[int]
     computed: int
     blocks: list[list[int]]
+    drafts: list[int] = field(default_factory=list)
 
 
 class Computer:
     """Stands for vLLM's model runner: keeps requests by what the scheduler's outputs say, and computes in order."""
 
-    def __init__(self, specs: Sequence[Any], memory: np.ndarray[Any, Any]) -> None:
+    def __init__(self, specs: Sequence[Any], memory: np.ndarray[Any, Any], drafting: "Drafting", rng: Any) -> None:
         self._specs = specs
         self._memory = memory
+        self._drafting = drafting
+        self._rng = rng
         self._rows: dict[str, Row] = {}
+        self.drafts = DraftTokenIds([], [])
+        """Drafts of the requests in the last batch."""
+        self.num_accepted = 0
 
     def compute(self, output: Any) -> ModelRunnerOutput:
         for request_id in output.finished_req_ids:
@@ -128,8 +149,9 @@ class Computer:
         cached = output.scheduled_cached_reqs
         for place, request_id in enumerate(cached.req_ids):
             row, new_blocks = self._rows[request_id], cached.new_block_ids[place]
-            row.computed = cached.num_computed_tokens[place]
+            # a scheduler that runs ahead counts drafts that are rejected meanwhile
             if request_id in cached.resumed_req_ids:
+                row.computed = cached.num_computed_tokens[place]
                 row.tokens = list(cached.all_token_ids[request_id])
                 row.blocks = [list(blocks) for blocks in new_blocks]
             elif new_blocks is not None:
@@ -137,15 +159,32 @@ class Computer:
                     blocks += more
         names, sampled = list(output.num_scheduled_tokens), list[list[int]]()
         for request_id in names:
-            row = self._rows[request_id]
-            end = row.computed + output.num_scheduled_tokens[request_id]
+            row, scheduled = self._rows[request_id], output.scheduled_spec_decode_tokens.get(request_id, [])
+            drafts = row.drafts if self._drafting.overlaps else scheduled
+            drafts = (drafts + [-1] * len(scheduled))[: len(scheduled)]
+            end = row.computed + output.num_scheduled_tokens[request_id] - len(drafts)
+            assert not drafts or end == len(row.tokens), "drafts before a prompt's end"
             self._read(row)
-            self._write(row, end)
-            sampled.append([])
-            if end >= len(row.tokens):
-                sampled[-1].append(next_token(row.tokens[:end]))
-                row.tokens.append(sampled[-1][0])
+            self._write(row, [*row.tokens[:end], *(max(draft, 0) for draft in drafts)])
+            sampled.append(self._sample(row, drafts) if end >= len(row.tokens) else [])
+            row.computed = end + max(0, len(sampled[-1]) - 1)
+            row.drafts = self._guess(row) if sampled[-1] else []
+        self.drafts = DraftTokenIds(names, [self._rows[name].drafts for name in names])
         return ModelRunnerOutput(names, {name: place for place, name in enumerate(names)}, sampled)
+
+    def _sample(self, row: Row, drafts: Sequence[int]) -> list[int]:
+        """Return the tokens of a step: the right drafts, and one more."""
+        first = len(row.tokens)
+        for draft in [*drafts, -1]:
+            row.tokens.append(next_token(row.tokens))
+            if draft != row.tokens[-1]:
+                break
+            self.num_accepted += 1
+        return row.tokens[first:]
+
+    def _guess(self, row: Row) -> list[int]:
+        guesses = undisturbed(row.tokens, self._drafting.num_drafts)
+        return [token if self._rng.random() < 0.7 else self._rng.randrange(VOCAB) for token in guesses]
 
     def _read(self, row: Row) -> None:
         """Raises AssertionError where a block that the step reads has other bytes than it should."""
@@ -153,8 +192,9 @@ class Computer:
         for group, spec in enumerate(self._specs):
             for at in self._needed(spec, start):
                 end = start if isinstance(spec, MambaSpec) else min((at + 1) * BLOCK, start)
-                held = self._memory[row.blocks[group][at]].tobytes()
-                assert held == content(row.tokens[:end], group), f"wrong KV: group {group}, block {at}, {start} tokens"
+                wanted = content(row.tokens[:end], group, spec)
+                held = self._memory[row.blocks[group][at]].tobytes()[: len(wanted)]
+                assert held == wanted, f"wrong KV: group {group}, block {at}, {start} tokens"
 
     def _needed(self, spec: Any, start: int) -> range:
         """Return the blocks of a group that a step after `start` tokens reads."""
@@ -166,13 +206,18 @@ class Computer:
         first = max(0, start - spec.sliding_window + 1) // BLOCK if isinstance(spec, SlidingWindowSpec) else 0
         return range(first, last + 1)
 
-    def _write(self, row: Row, end: int) -> None:
+    def _write(self, row: Row, tokens: list[int]) -> None:
+        """Write the KV of a step, which ends after these tokens, drafts included."""
+        end, ahead = len(tokens), len(tokens) + self._drafting.num_lookahead
         for group, spec in enumerate(self._specs):
             first = (end - 1) // BLOCK if isinstance(spec, MambaSpec) else row.computed // BLOCK
             for at in range(first, (end - 1) // BLOCK + 1):
                 if number := row.blocks[group][at]:
                     upto = end if isinstance(spec, MambaSpec) else min((at + 1) * BLOCK, end)
-                    self._memory[number] = np.frombuffer(content(row.tokens[:upto], group), np.uint8)
+                    written = np.frombuffer(content(tokens[:upto], group, spec), np.uint8)
+                    self._memory[number, : len(written)] = written
+            for number in row.blocks[group][(end - 1) // BLOCK + 1 : (ahead - 1) // BLOCK + 1]:
+                self._memory[number] = self._rng.randrange(256)  # the KV of draft layers
 
 
 class TrialSampling(Sampling):
@@ -192,8 +237,15 @@ class TrialSampling(Sampling):
 class Shell:
     """What is left of vLLM's EngineCore without a model."""
 
-    def __init__(self, scheduler: Any) -> None:
-        self.scheduler = scheduler
+    check_for_draft_tokens = False
+
+    def __init__(self, scheduler: Any, computer: Computer, overlaps: bool) -> None:
+        self.scheduler, self.vllm_config = scheduler, scheduler.vllm_config
+        self._computer, self._overlaps = computer, overlaps
+
+    def post_step(self, model_executed: bool) -> None:
+        if self.scheduler.num_spec_tokens and not self._overlaps and model_executed:
+            self.scheduler.update_draft_token_ids(self._computer.drafts)
 
     def shutdown(self) -> None: ...
 
@@ -204,8 +256,11 @@ class Node:
     def __init__(self, network: dict[bytes, Pool], name: str, kind: str, num_blocks: int, rng: random.Random) -> None:
         self.name, self.rng = name, rng
         self.overlaps = rng.random() < 0.5
-        specs = MODELS[kind]()
-        config = _vllm_config(self.overlaps)
+        self.specs = specs = MODELS[kind]()
+        is_stateless = not any(isinstance(spec, MambaSpec) for spec in specs)
+        num_drafts = rng.choice((0, 0, 1, 3)) if is_stateless else 0
+        self.drafting = Drafting(num_drafts, rng.choice((0, num_drafts)), self.overlaps)
+        config = _vllm_config(self.overlaps, num_drafts)
         config.cache_config.num_gpu_blocks = num_blocks
         groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
         tensors = [KVCacheTensor(num_blocks * PAGE, group.layer_names, PAGE, PAGE) for group in groups]
@@ -219,10 +274,12 @@ class Node:
         with pool_allocation(False, pools):
             raw = torch.zeros(num_blocks * PAGE, dtype=torch.int8)
         caches = {group.layer_names[0]: raw.view(num_blocks, 1, PAGE) for group in groups}
-        kv_groups = KvGroups(scheduler.kv_cache_manager, unit)
+        scheduler.num_lookahead_tokens = self.drafting.num_lookahead
+        ahead = 1 + num_drafts + self.drafting.num_lookahead if num_drafts else 0
+        kv_groups = KvGroups(scheduler.kv_cache_manager, unit, ahead)
         memory = VllmKvMemory(caches, [LayerPlace(0, PAGE)], num_blocks, unit, "trial", pools, kv_groups)
         self.memory = pools[0].memory.reshape(num_blocks, PAGE)
-        self.computer = Computer(specs, self.memory)
+        self.computer = Computer(specs, self.memory, self.drafting, rng)
         self.transport = SlowTransport(network, name)
         self.said: list[Any] = []
         limits = EngineLimits(StepBudget(rng.randint(4, 24), rng.randint(2, 16)), 4, 8, report_interval_s=0.0)
@@ -230,7 +287,7 @@ class Node:
         self.unhashed: deque[tuple[Any, Callable[[], Any]]] = deque()
         self.core = VllmCore(
             EngineParts(self.transport, limits, self.said.append),
-            Shell(scheduler),
+            Shell(scheduler, self.computer, self.overlaps),
             memory,
             scheduler.kv_cache_manager.block_pool,
             info,
@@ -281,29 +338,31 @@ class Node:
         assert audited.fault == "", f"{self.name}: {audited.fault}"
         for block, place in self.core._kv_cache.pool._place_of.items():
             if (tokens := chains.get(place.of.key)) is not None:
-                right = self.memory[block].tobytes() == content(tokens, place.of.group)
+                right = self.memory[block].tobytes() == content(tokens, place.of.group, self.specs[place.of.group])
                 assert right, f"{self.name}: block {block} of group {place.of.group} is named and has other bytes"
 
 
-def _vllm_config(overlaps: bool) -> Any:
-    if overlaps not in _configs:
+def _vllm_config(overlaps: bool, num_drafts: int) -> Any:
+    if (overlaps, num_drafts) not in _configs:
         transfer = KVTransferConfig(
             kv_connector=TandemConnector.__name__,
             kv_connector_module_path=TandemConnector.__module__,
             kv_role="kv_both",
         )
+        drafts = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_max": 2}
         options = EngineArgs(
             model=str(STORYTELLER), enforce_eager=True, max_model_len=128, max_num_seqs=8, dtype="float32",
             block_size=32, skip_tokenizer_init=True, kv_transfer_config=transfer, scheduling_policy="priority",
             max_num_batched_tokens=128, disable_log_stats=True, kv_cache_memory_bytes=1 << 20,
+            speculative_config=drafts if num_drafts else None,
         )  # fmt: skip
-        config = _configs[overlaps] = options.create_engine_config()
+        config = _configs[overlaps, num_drafts] = options.create_engine_config()
         config.scheduler_config.async_scheduling = overlaps
         config.cache_config.block_size, config.cache_config.mamba_cache_mode = BLOCK, "align"
-    return _configs[overlaps]
+    return _configs[overlaps, num_drafts]
 
 
-_configs: dict[bool, Any] = {}
+_configs: dict[tuple[bool, int], Any] = {}
 
 
 @dataclass(eq=False)
@@ -354,7 +413,7 @@ class Trial:
 
     def new_node(self) -> Node:
         self.num_started += 1
-        return Node(self.network, f"node-{self.num_started}", self.kind, self.rng.randint(40, 90), self.rng)
+        return Node(self.network, f"node-{self.num_started}", self.kind, self.rng.randint(48, 98), self.rng)
 
     def run(self) -> None:
         for number in range(500):
@@ -372,6 +431,7 @@ class Trial:
             audited = node.core.audit()
             left = (audited.held_blocks, audited.reserved_blocks, audited.quarantined_blocks, audited.loans)
             assert left == (0, 0, 0, 0), f"{node.name} holds {left} at rest"
+            self.seen["accepted"] += node.computer.num_accepted
         for client in self.clients:
             expected = undisturbed(client.prompt, client.max_tokens)
             assert client.tokens == expected[: len(client.tokens)], "a wrong token"
@@ -469,6 +529,7 @@ class Trial:
 
     def kill(self, node: Node) -> None:
         self.seen["killed"] += 1
+        self.seen["accepted"] += node.computer.num_accepted
         node.transport.close()
         self.nodes[self.nodes.index(node)] = self.new_node()
         for stream in self.streams:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -88,18 +89,24 @@ class LaunchedBatches(Batches):
     is one in which the loop's thread stands still.
     """
 
-    def __init__(self, executor: Any, thread: Thread) -> None:
-        """Create it; `thread` waits."""
+    def __init__(self, executor: Any, thread: Thread, mark_launched: Callable[[], Any] | None = None) -> None:
+        """Create it; `thread` waits.
+
+        With `mark_launched` a batch ends when all that it launched has run, and not with its samples: draft layers
+        write KV after these. It returns an event of the stream on which vLLM launches.
+        """
         self._executor = executor
         self._thread = thread
+        self._mark_launched = mark_launched
         self._launched: Any = None
         """vLLM's future of a batch that is launched and not sampled."""
-        self._flying: deque[tuple[Any, Any, Any]] = deque()
-        """Batches in flight: SchedulerOutput, and vLLM's futures of its launch and of its samples."""
+        self._flying: deque[tuple[Any, Any, Any, Sequence[Any]]] = deque()
+        """Batches in flight: SchedulerOutput, vLLM's futures of its launch and of its samples, and the events with
+        which the batch ends."""
 
     @property
     def has_ended(self) -> bool:
-        return bool(self._flying) and _is_copied(self._flying[0][2])
+        return bool(self._flying) and all(event.query() for event in self._flying[0][3])
 
     def start(self, output: Any, grammar: Any) -> None:
         self.launch(output)
@@ -112,26 +119,36 @@ class LaunchedBatches(Batches):
         sampled = None
         if output.total_num_scheduled_tokens:
             sampled = self._executor.sample_tokens(grammar, non_block=True)
-        self._flying.append((output, self._launched, sampled))
+        events = _ends_of(sampled)
+        if events and self._mark_launched is not None:
+            events.append(self._mark_launched())
+        self._flying.append((output, self._launched, sampled, events))
         self._launched = None
-        if sampled is not None and not _is_copied(sampled):
-            self._thread.submit(None, sampled.async_output.copy_event.synchronize)
+        for event in events:
+            if not event.query():
+                self._thread.submit(None, event.synchronize)
 
     def take(self) -> tuple[Any, Any] | None:
         while self._thread.take() is not None:
             pass  # a wait that is over
         if not self.has_ended:
             return None
-        output, launched, sampled = self._flying.popleft()
+        output, launched, sampled, _ = self._flying.popleft()
         result = None if sampled is None else sampled.result()
         return output, launched.result() if result is None else result
 
 
-def _is_copied(sampled: Any) -> bool:
-    """Return whether vLLM's future of a batch's samples has its result in main memory."""
+def _ends_of(sampled: Any) -> list[Any]:
+    """Return the events after which a future of a batch's samples has its result in main memory."""
     event = getattr(getattr(sampled, "async_output", None), "copy_event", None)
-    query = getattr(event, "query", None)  # vLLM's events on a CPU have none
-    return query is None or bool(query())
+    return [event] if hasattr(event, "query") else []  # vLLM's events on a CPU cannot be asked
+
+
+def mark_launched() -> Any:
+    """Return a CUDA event after all that this thread has launched so far."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 class ComputedBatches(Batches):

@@ -92,12 +92,14 @@ class VllmCore(LoanHost):
         """Whether vLLM could schedule more than before; set on any thread."""
         groups = memory.layout.groups
         assert groups is not None
-        sampling.fills_beyond = not groups.is_chain
+        lookahead = int(engine.vllm_config.num_prefill_lookahead_tokens)
+        sampling.num_beyond = max(lookahead, 0 if groups.is_chain else 1)
         kv_cache = VllmKVCache(memory, block_pool, groups, time.monotonic, self._finished, store)
         own = LocalRank(parts.transport, memory.part, memory.part_fingerprints)
         super().__init__(parts, info, memory.pool, own, kv_cache, memory, _HardeningBorrower)
         self._submissions = Submissions(self._scheduler, kv_cache, sampling, lora, self._on_scheduled, self.unblock)
-        self._serve(VllmRequests(self._table_parts(), self._submissions, sampling))
+        requests = VllmRequests(self._table_parts(), self._submissions, sampling)
+        self._serve(requests, requests if self._scheduler.num_spec_tokens else None)
 
     def unblock(self) -> None:
         """Schedule again although no message came.
@@ -145,8 +147,13 @@ class VllmCore(LoanHost):
         if self._blocked or not self._scheduler.has_requests():
             return None
         budget = self._limits.budget
-        most = budget.max_prefill_tokens + len(self._scheduler.running)
-        self._scheduler.max_num_scheduled_tokens = min(self._own_budget, budget.max_tokens, most)
+        per_stream, num_streams = 1, len(self._scheduler.running)
+        if num_drafts := self._scheduler.num_spec_tokens:
+            # vLLM starts a cached prompt with room for drafts, or not at all
+            per_stream, num_streams = 1 + num_drafts, num_streams + 1
+        most = budget.max_prefill_tokens + num_streams * per_stream
+        wanted = max(budget.max_tokens, per_stream)
+        self._scheduler.max_num_scheduled_tokens = min(self._own_budget, wanted, most)
         output = self._scheduler.schedule()
         self._submissions.after_schedule(output)
         self._blocked = not output.total_num_scheduled_tokens and not output.finished_req_ids
@@ -161,6 +168,14 @@ class VllmCore(LoanHost):
         """Return vLLM's GrammarOutput for a batch, whose sequences' tokens are all known; None without any grammar."""
         return self._scheduler.get_grammar_bitmask(output)
 
+    def deferred_grammar_of(self, output: Any) -> Any:
+        """Return the same for a batch that was launched before its tokens and drafts were known."""
+        if self._engine.check_for_draft_tokens:
+            drafts = self._engine.model_executor.take_draft_token_ids()
+            if drafts is not None:  # those that do not match a grammar leave the batch
+                self._scheduler.update_draft_token_ids_in_output(drafts, output)
+        return self.grammar_of(output)
+
     def will_fill(self, output: Any) -> list[int]:
         """Return the blocks that a scheduled step will fill, for ranks that fingerprint their parts in the step."""
         return self._submissions.filled_by(output)
@@ -169,12 +184,17 @@ class VllmCore(LoanHost):
         """Process the executor's result of the oldest batch in flight."""
         seconds = self._reports.step_ended()
         num_requests = self._requests.num_requests
-        prompt_tokens = sum(count for count in output.num_scheduled_tokens.values() if count > 1)
+        drafts, invalid = output.scheduled_spec_decode_tokens, output.num_invalid_spec_tokens or {}
+        counts = output.num_scheduled_tokens
+        if drafts:
+            counts = {each: count - len(drafts.get(each, ())) for each, count in counts.items()}
+        prompt_tokens = sum(count for count in counts.values() if count > 1)
         if prompt_tokens:
             self._reports.changed = True
             self._kv_cache.rates.computed(prompt_tokens, seconds)
         self._submissions.abort_removed()
         outputs = self._scheduler.update_from_output(output, computed)
+        self._engine.post_step(output.total_num_scheduled_tokens > 0)  # takes the next drafts, unless asynchronous
         self._kv_cache.num_steps -= 1
         if self._kv_cache.in_step:
             self._reports.step_began(self._kv_cache.clock())
@@ -185,7 +205,8 @@ class VllmCore(LoanHost):
             for each in of_client.outputs:
                 submitted = self._submissions.get(each.request_id)
                 if submitted is not None and submitted.sequence.sampling is not None:
-                    self._requests.produced(submitted, each)
+                    num_drafts = len(drafts.get(each.request_id, ())) - invalid.get(each.request_id, 0)
+                    self._requests.produced(submitted, each, num_drafts)
         self._reports.changed |= self._requests.num_requests != num_requests
         self._start_loans()
         self._submit_jobs()

@@ -37,8 +37,13 @@ class _Everything:
 class KvGroups:
     """Groups of one engine."""
 
-    def __init__(self, manager: Any, unit: int) -> None:
-        """Create it for vLLM's KVCacheManager; `unit` is the number of tokens of a key."""
+    def __init__(self, manager: Any, unit: int, num_ahead: int = 0) -> None:
+        """Create it for vLLM's KVCacheManager.
+
+        `unit` is the number of tokens of a key, and `num_ahead` that of positions after a sequence's tokens that
+        vLLM gives blocks to, for drafts.
+        """
+        self._num_ahead = num_ahead
         coordinator = manager.coordinator
         self._coordinator = coordinator
         self._ideal = copy(coordinator)
@@ -78,7 +83,7 @@ class KvGroups:
         """Return the number of blocks, of all groups, that a sequence of `num_tokens` tokens holds at most."""
         total = 0
         for width, most in zip(self.widths, self._most, strict=True):
-            count = -(-num_tokens // (width * self.unit))
+            count = -(-(num_tokens + self._num_ahead) // (width * self.unit))
             total += count if most is None else min(count, most)
         return total
 

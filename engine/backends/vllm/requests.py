@@ -43,6 +43,9 @@ class VllmRequests(RequestTable[_Request]):
         self._submissions = submissions
         self._sampling = sampling
         self.num_preemptions = 0
+        self.num_draft_tokens = 0
+        """Draft tokens verified since the engine started."""
+        self.num_right = 0
 
     # ------------------------------------------------------------------ for load reports
 
@@ -126,8 +129,11 @@ class VllmRequests(RequestTable[_Request]):
         if num_found > 0:  # blocks that other requests computed meanwhile
             self._count_hits(account, num_found)
 
-    def produced(self, submitted: Submitted, output: Any) -> None:
-        """Process vLLM's output of a step for one sequence: tokens, scores of the prompt, and the end."""
+    def produced(self, submitted: Submitted, output: Any, num_drafts: int) -> None:
+        """Process vLLM's output of a step for one sequence: tokens, scores of the prompt, and the end.
+
+        `num_drafts` counts the draft tokens that the step verified.
+        """
         sequence = submitted.sequence
         if (scores := output.new_prompt_logprobs_tensors) is not None:
             self._score(sequence, scores)
@@ -144,10 +150,16 @@ class VllmRequests(RequestTable[_Request]):
             self._finish(sequence.request_id)
             self._reject(sequence.request_id, f"vLLM ended the request: {reason}", permanent=False)
             return
-        for number, result in enumerate(results, 1):
-            self._append(submitted, result, finish if number == len(results) else None)
+        if num_drafts and results:
+            self.num_draft_tokens += num_drafts
+            self.num_right += len(results) - 1
+        for number, result in enumerate(results):
+            is_last = number == len(results) - 1
+            self._append(submitted, result, finish if is_last else None, 0 if number else num_drafts, number > 0)
 
-    def _append(self, submitted: Submitted, result: SampleResult, finish: FinishReason | None) -> None:
+    def _append(
+        self, submitted: Submitted, result: SampleResult, finish: FinishReason | None, drafted: int, followed: bool
+    ) -> None:
         sequence = submitted.sequence
         request = self._requests[sequence.request_id]
         account: KvAccount | None = None
@@ -160,7 +172,18 @@ class VllmRequests(RequestTable[_Request]):
             account.preemptions += new
             self.num_preemptions += new
         sequence.token_ids.append(result.token_id)
-        self._emit(Token(sequence.request_id, result.token_id, result.logprobs, account, finish, sequence.choice))
+        self._emit(
+            Token(
+                sequence.request_id,
+                result.token_id,
+                result.logprobs,
+                account,
+                finish,
+                sequence.choice,
+                drafted=drafted,
+                followed_draft=followed,
+            )
+        )
         if request.waiting:
             self._submit_waiting(request)
         if finish is not None:

@@ -22,13 +22,14 @@ FILLS = VllmParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=Fa
 class Sampling(ABC):
     """Way in which a vLLM engine samples."""
 
-    fills_beyond = False
-    """Whether a sequence without output gets a token more: of windows and states vLLM keeps what a boundary needs that
-    lies before the last token of a prompt."""
+    num_beyond = 0
+    """Number of tokens that a sequence without output gets after its last one. Of windows and states vLLM keeps what a
+    boundary needs that lies before the last token of a prompt, and draft layers read the next tokens."""
 
     def fill_tokens(self, sequence: Sequence) -> list[int]:
         """Return the prompt of a sequence without output."""
-        return [*sequence.token_ids, 0] if self.fills_beyond else list(sequence.token_ids)
+        beyond = [sequence.next_token] + [0] * (self.num_beyond - 1) if self.num_beyond else []
+        return [*sequence.token_ids, *beyond]
 
     def refusal(self, message: Generate) -> str:
         """Return why a request cannot be sampled here, naming the field; empty where it can."""

@@ -1,0 +1,145 @@
+"""Speculative decoding by vLLM: equal tokens with drafts and without, on one engine, lent, and after a failover."""
+
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import pytest_asyncio
+
+from engine.core_types import StructuredOutput
+from engine.messages.from_engine import Token
+from engine.messages.to_engine import Generate
+from support.draft_models import add_mtp_layer, cut_model, write_eagle
+from support.engine_contract import VOCAB, EngineContract, Pair, account_of, named, numbers, prompt_of
+from support.long_runs import mostly_long
+from support.real_engines import RealEngine, engines
+from support.vllm_engines import BLOCK, PYTHON, V2, ids, need_vllm, vllm_engine
+from support.vllm_models import write_model
+from tandem.storyteller import STORYTELLER
+
+pytestmark = [need_vllm, pytest.mark.asyncio(loop_scope="module")]
+MAX_TOKENS = 24
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 0.7, "seed": 7},
+    "top_p": {"temperature": 0.9, "top_p": 0.9, "seed": 8},
+    "penalties": {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.3, "presence_penalty": 0.4},
+    "bias": {"temperature": 0.6, "seed": 4, "logit_bias": ((17, 3.0), (20, 2.0), (5, -100.0)), "min_tokens": 20},
+    "logprobs": {"logprobs": 3, "temperature": 0.7, "seed": 5},
+    "regex": {"temperature": 0.8, "seed": 3, "structured": StructuredOutput("regex", ("[a-z]{3} [0-9]{40}",))},
+}
+
+
+class Drafting(NamedTuple):
+    """A model with a way to draft."""
+
+    model: Callable[[Path], Path]
+    config: Callable[[Path, Path], dict[str, Any]]
+    """Function of the model's directory and a folder that returns vLLM's `speculative_config`."""
+    dtype: str = "float32"
+
+
+def with_mtp(folder: Path) -> Path:
+    model = write_model("qwen3_next", folder, vocab_size=VOCAB)
+    add_mtp_layer(model)
+    return model
+
+
+METHODS = {
+    "ngram": Drafting(
+        lambda _: STORYTELLER,
+        lambda *_: {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    ),
+    "draft model": Drafting(
+        lambda _: STORYTELLER,
+        lambda model, folder: {
+            "method": "draft_model",
+            "model": str(cut_model(model, folder, 3)),
+            "num_speculative_tokens": 3,
+        },
+    ),
+    "eagle": Drafting(
+        lambda _: STORYTELLER,
+        lambda model, folder: {
+            "method": "eagle",
+            "model": str(write_eagle(model, folder)),
+            "num_speculative_tokens": 2,
+        },
+    ),
+    "mtp": Drafting(with_mtp, lambda *_: {"method": "qwen3_next_mtp", "num_speculative_tokens": 2}, "bfloat16"),
+}
+
+
+class Speculating(NamedTuple):
+    """Two engines that draft, and one of the same model that does not."""
+
+    pair: Pair
+    plain: RealEngine
+    has_tokenizer: bool
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=mostly_long(METHODS, "eagle"))
+async def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Speculating]:
+    folder, drafting = tmp_path_factory.mktemp("drafts"), METHODS[request.param]
+    model = drafting.model(folder)
+    cores = sorted(os.sched_getaffinity(0))
+    settings: dict[str, Any] = {"model": model, "vllm_python": V2, "dtype": drafting.dtype}
+    drafts = settings | {"vllm_options": {"speculative_config": drafting.config(model, folder)}}
+    lender = vllm_engine("lender", "prefill", cores=(cores[0],), **drafts)
+    borrower = vllm_engine("borrower", cores=(cores[-1],), **drafts)
+    plain = vllm_engine("plain", cores=(cores[0],), **settings)
+    async with engines(lender, borrower, plain):
+        yield Speculating(Pair(lender, borrower), plain, model == STORYTELLER)
+
+
+@pytest.fixture
+def pair(site: Speculating) -> Pair:
+    return site.pair
+
+
+class TestContract(EngineContract):
+    pass
+
+
+def wanted(name: str) -> Generate:
+    options = {"ignore_eos": "structured" not in SAMPLED[name]} | SAMPLED[name]
+    return named(prompt_of(70, 50), MAX_TOKENS, **options)
+
+
+def num_accepted(tokens: list[Token]) -> int:
+    return sum(token.followed_draft for token in tokens)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+async def test_the_tokens_are_those_without_drafts(site: Speculating, name: str) -> None:
+    request = wanted(name)
+    if request.sampling.structured is not None and not site.has_tokenizer:
+        return  # a made model has none, and its engine refuses
+    expected = await site.plain.answer(request)
+    got = await site.pair.lender.answer(request._replace(request_id=f"d{next(numbers)}"))
+    assert ids(got) == ids(expected)
+    assert got[-1].finish == expected[-1].finish
+    assert sum(token.drafted for token in got) >= num_accepted(got)
+    for cut in (1, 9, 22):
+        rest = request._replace(request_id=f"c{next(numbers)}", emitted=tuple(ids(expected)[:cut]))
+        assert ids(await site.pair.borrower.answer(rest)) == ids(expected)[cut:]
+    await site.pair.settled()
+
+
+async def test_drafts_are_accepted_and_those_after_a_loan_are_the_same(site: Speculating) -> None:
+    """A lent block has the KV that the borrower's draft layers would have computed, its last token's included."""
+    pair, accepted = site.pair, 0
+    for seed in range(4):
+        prompt = prompt_of(4 * BLOCK + 6, 60 + seed)
+        got = await pair.borrowed(named(prompt, MAX_TOKENS, ignore_eos=True))
+        account = account_of(got)
+        assert account.moved_blocks == (len(prompt) - 1) // pair.lender.ready.block_tokens
+        alone = await pair.lender.answer(named(prompt, MAX_TOKENS, ignore_eos=True))
+        assert [(each.token_id, each.followed_draft) for each in got] == [
+            (each.token_id, each.followed_draft) for each in alone
+        ]
+        accepted += num_accepted(got)
+    assert accepted
+    await pair.settled()
