@@ -45,31 +45,29 @@ def write_eagle(model: Path, folder: Path) -> Path:
     return path
 
 
-def add_mtp_layer(model: Path) -> None:
-    """Add a layer for multi-token prediction to a Qwen3-Next model, after its last one, which has full attention.
+def add_mtp_layer(model: Path, prefix: str, joint: str, norms: tuple[str, ...], **config: Any) -> None:
+    """Add a layer for multi-token prediction to a model of random weights, after the pattern of its last layer.
 
-    The model's layers become weaker, since the next state of a random model cannot be foreseen.
+    The names of its weights begin with `prefix`; `joint` is the matrix that joins embedding and state, `norms` are the
+    norms beside it. The model's own layers become weaker, since the next state of a random model cannot be foreseen.
     """
-    config, file = _config(model), model / "model.safetensors"
+    file = model / "model.safetensors"
     weights = load_file(file)
     for name in weights:
         if name.endswith(("o_proj.weight", "out_proj.weight")) or "down_proj" in name:
             weights[name] = weights[name] * STRENGTH
     save_file(weights, file, {"format": "pt"})
-    last = f"model.layers.{config['num_hidden_layers'] - 1}."
+    last = f"model.layers.{_config(model)['num_hidden_layers'] - 1}."
     layer = {
-        "mtp.layers.0." + name.removeprefix(last): tensor.clone()
-        for name, tensor in weights.items()
-        if name.startswith(last)
+        prefix + name.removeprefix(last): tensor.clone() for name, tensor in weights.items() if name.startswith(last)
     }
     _quieten(layer)
     states, embeddings = _states_of(model)
-    norms = torch.zeros(states.shape[-1])  # these norms scale by 1 + weight
-    layer["mtp.fc.weight"] = _fitted(_normed(embeddings), _normed(states))
-    for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
-        layer[f"mtp.{name}.weight"] = norms.clone()
+    layer[joint] = _fitted(_normed(embeddings), _normed(states))
+    own_norm = weights["model.norm.weight"]  # of ones, or of zeros where norms scale by 1 + weight
+    layer |= {name: own_norm.clone() for name in norms}
     save_file(weights | layer, file, {"format": "pt"})
-    _write_config(model, config | {"num_nextn_predict_layers": 1})
+    _write_config(model, _config(model) | config)
 
 
 def _states_of(model: Path) -> tuple[Tensor, Tensor]:
@@ -94,7 +92,8 @@ def _fitted(embeddings: Tensor, states: Tensor) -> Tensor:
     inputs = torch.cat((embeddings[:, 1:], states[:, :-1]), -1).flatten(0, 1).double()
     wanted = states[:, 1:].flatten(0, 1).double()
     ridge = 1e-3 * torch.eye(inputs.shape[1], dtype=torch.float64)
-    return torch.linalg.solve(inputs.T @ inputs + ridge, inputs.T @ wanted).T.float().contiguous()
+    solution: Tensor = torch.linalg.solve(inputs.T @ inputs + ridge, inputs.T @ wanted)
+    return solution.T.float().contiguous()
 
 
 def _normed(values: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ def test_what_is_for_vllms_parser_reaches_it_as_it_was_written(flags: str) -> No
         ("--compilation-config.mode", {}, "--compilation-config.mode: a value must follow"),
         ("--no-enable-prefix-caching", {}, "--no-enable-prefix-caching: only true is possible: loans need"),
         ("-dp 2", {}, "-dp: only 1 is possible: start more workers"),
-        ("-sc.method ngram", {}, "-sc: the vllm engine makes no drafts"),
+        ("-dc.canvas_length 8", {}, "-dc: a diffusion model writes a block of tokens again"),
         (
             "--structured-outputs-config.reasoning_parser x",
             {},
@@ -125,7 +125,7 @@ def test_flags_that_cannot_be_honoured(flags: str, settings: dict[str, Any], rea
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is set by Tandem: set tensor_parallel"),
         ({"max_model_lem": 2}, "max_model_lem: vLLM 0.32 has no such argument; did you mean max_model_len?"),
-        ({"speculative_config": {}}, "speculative_config: the vllm engine makes no drafts"),
+        ({"per_request_spec_decode_metrics": "summary"}, "per_request_spec_decode_metrics: receipts count"),
         ({"scheduling_policy": "fcfs"}, "scheduling_policy: only priority is possible"),
         ({"structured_outputs_config": {"reasoning_parser": "x"}}, "structured_outputs_config: the router finds"),
         ({"enable_prefix_caching": False}, "enable_prefix_caching: only true is possible"),

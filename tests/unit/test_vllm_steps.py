@@ -27,6 +27,8 @@ class Bench:
         """Batches that the core will schedule: tokens, and whether its grammars need the tokens before."""
         self.scheduled: list[Batch] = []
         self.ended: list[Batch] = []
+        self.deferred: list[Batch] = []
+        """Batches whose grammars were asked for after their launch."""
         self.sampled_after: dict[int, int] = {}
         """Number of batches that had ended when a batch was sampled, by batch."""
         self.sampled: deque[tuple[Batch, str]] = deque()
@@ -53,6 +55,10 @@ class Bench:
     def grammar_of(self, batch: Batch) -> str:
         self.sampled_after[batch.number] = len(self.ended)
         return f"grammar {batch.number}"
+
+    def deferred_grammar_of(self, batch: Batch) -> str:
+        self.deferred.append(batch)
+        return self.grammar_of(batch)
 
     def end_step(self, batch: Batch, result: object) -> None:
         assert result == f"grammar {batch.number}"
@@ -136,6 +142,7 @@ def test_batches_end_in_order_and_no_more_are_in_flight_than_allowed(depth: int,
     for batch in bench.scheduled:
         if batch.pending_structured_output_tokens and batch.total_num_scheduled_tokens:
             assert bench.sampled_after[batch.number] == batch.number, "its grammars knew every token before it"
+            assert batch in bench.deferred
 
 
 def test_the_next_batch_is_scheduled_while_one_computes() -> None:
