@@ -261,6 +261,11 @@ class Flag(NamedTuple):
     words: tuple[str, ...]
     """The flag and its values, for vLLM's parser."""
 
+    @property
+    def key(self) -> str:
+        """The flag as written, with the field that follows a dot."""
+        return self.words[0].partition("=")[0]
+
 
 def with_flags(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a vLLM worker's settings with the mapped flags of `vllm_args` as settings of their own.

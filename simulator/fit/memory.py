@@ -9,7 +9,8 @@ ranks. Each rank takes
 dtype whatever `weights` says, which is too much by the output layer where Tandem quantises it. The KV pool is
 `kv_memory_mib`, which is of all ranks together. `auto` is what the other terms leave. Under vLLM the pool must hold one
 full context, of which layers with a window keep the last tokens, and recurrent layers two states
-(`ModelShape.kv_bytes`). The torch engine keeps whole contexts in all layers.
+(`ModelShape.kv_bytes`). The model's own draft layers (MTP) count where vLLM drafts by them. The torch engine keeps whole
+contexts in all layers.
 
 `step` is an estimate of what a step of `max_batch_tokens` tokens takes at its largest, in a layer and at the end:
 
@@ -21,6 +22,7 @@ up and their product. The second line has the logits in the model's dtype, in fl
 of each sequence or prompt token that is scored: at most `MAX_ROWS`.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -34,7 +36,7 @@ from engine.host.memory import UNMEASURED_KV_BYTES
 from engine.kv.layout import DTYPE_BYTES, KvLayout
 from engine.process.vllm_arguments import engine_arguments
 from engine.speculation.speculator import NGRAM
-from engine.vllm_flags import count_of, with_flags
+from engine.vllm_flags import count_of, flags_of, with_flags
 from simulator.errors import BadSetup, shown
 from simulator.model_shape import ModelShape
 
@@ -48,6 +50,7 @@ MAX_ROWS = 1024
 MIB = 1 << 20
 BATCHES_IN_FLIGHT = 2
 """Steps whose tokens a window keeps too: vLLM frees blocks once a step has ended, and two are under way on a GPU."""
+MODEL = "a model"
 _BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.5}
 """Bits of a quantised weight; int4 has a 16-bit scale for each 32 weights."""
 _WITHOUT_FLOAT8 = frozenset({"A100", "A10"})
@@ -203,7 +206,8 @@ def block_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
         return float(config.sim_block_kib << 10) * config.block_tokens / 16
     if config.engine != "vllm":
         return float(_layout(shape, config).block_bytes)
-    return shape.kv_bytes(config.block_tokens, dtype_bytes=_vllm_kv_bytes(shape, config))
+    own = shape.kv_bytes(config.block_tokens, dtype_bytes=_vllm_kv_bytes(shape, config))
+    return own + _mtp_bytes(shape, config, config.block_tokens)
 
 
 def full_context_bytes(shape: ModelShape | None, config: WorkerConfig, device: Device | None = None) -> float:
@@ -216,8 +220,34 @@ def full_context_bytes(shape: ModelShape | None, config: WorkerConfig, device: D
     blocks = _layout(shape, config).blocks_for(_context_tokens(shape, config))
     if config.engine != "vllm":
         return blocks * block_bytes(shape, config)
-    in_flight = BATCHES_IN_FLIGHT * max_step_tokens(config, _gpu(device))
-    return shape.kv_bytes(blocks * config.block_tokens, in_flight, _vllm_kv_bytes(shape, config))
+    in_flight, tokens = BATCHES_IN_FLIGHT * max_step_tokens(config, _gpu(device)), blocks * config.block_tokens
+    own = shape.kv_bytes(tokens, in_flight, _vllm_kv_bytes(shape, config))
+    return own + _mtp_bytes(shape, config, tokens)
+
+
+def _mtp_bytes(shape: ModelShape, config: WorkerConfig, tokens: int) -> float:
+    """Return the KV of so many tokens in the model's own draft layers, where vLLM drafts with them."""
+    if not _drafts_of_vllm(config).endswith("mtp"):
+        return 0.0
+    return tokens * shape.draft_bytes_per_token * _vllm_kv_bytes(shape, config) / shape.kv_dtype_bytes
+
+
+def _drafts_of_vllm(config: WorkerConfig) -> str:
+    """Return the method with which vLLM drafts tokens; empty for none, `MODEL` where only a model is named."""
+    if config.engine != "vllm":
+        return ""
+    for flag in flags_of(config.vllm_args):
+        if flag.name == "speculative_config" and flag.key.endswith(".method"):
+            return flag.values[0]
+    written = config.vllm_option("speculative_config")
+    if isinstance(written, str):
+        try:
+            written = json.loads(written)
+        except ValueError:  # vLLM's parser refuses it when the worker starts
+            written = None
+    if isinstance(written, Mapping):
+        return str(written.get("method") or MODEL)
+    return str(config.vllm_option("spec_method") or (MODEL if config.vllm_option("spec_model") else ""))
 
 
 def step_bytes(shape: ModelShape | None, config: WorkerConfig, device: Device) -> float:
@@ -315,6 +345,9 @@ def _not_counted(config: WorkerConfig, role: Role) -> list[str]:
             parts.append("speculation: the draft model")
     except StartError:
         pass  # told among the refusals
+    drafts = _drafts_of_vllm(config)
+    if drafts and not drafts.endswith("mtp") and not drafts.startswith("ngram"):
+        parts.append("vllm_options.speculative_config: the draft model")
     if config.adapters:
         parts.append("adapters")
     if config.engine != "sim" and config.lora is not None:

@@ -303,6 +303,33 @@ def test_what_is_not_counted_is_named() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "drafts"),
+    [
+        ({"vllm_options": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}}, True),
+        ({"vllm_args": "--spec-method mtp --spec-tokens 1"}, True),
+        ({"vllm_args": "-sc.method=mtp -sc.num_speculative_tokens=1"}, True),
+        ({"vllm_args": """--speculative-config '{"method": "mtp"}'"""}, True),
+        ({"vllm_args": "--spec-method ngram --spec-tokens 3"}, False),
+        ({"vllm_args": "--speculative-config many"}, False),
+        ({}, False),
+    ],
+)
+def test_a_models_own_draft_layers_count_where_it_drafts_by_them(settings: dict[str, Any], drafts: bool) -> None:
+    shape, common = shape_named("deepseek-v3"), {"model": "/m", "engine": "vllm"}
+    assert (shape.draft_layers, shape.max_context_tokens) == (1, 163_840)
+    more = full_context_bytes(shape, WorkerConfig.parse(common | settings))
+    more -= full_context_bytes(shape, WorkerConfig.parse(common))
+    assert more == (163_840 * 576 * 2 if drafts else 0)
+
+
+def test_a_draft_model_of_vllm_is_named() -> None:
+    for flags in ("--spec-method eagle3 --spec-model /eagle", "--spec-model /eagle"):
+        fit = check(worker(engine="vllm", vllm_args=flags))
+        assert fit.unknown == ("vllm_options.speculative_config: the draft model",)
+    assert check(worker(engine="vllm", vllm_args="--spec-method ngram")).unknown == ()
+
+
+@pytest.mark.parametrize(
     ("options", "field"),
     [
         ({"vllm_options": {"quantization": "bitsandbytes"}}, "vllm_options.quantization"),
