@@ -9,8 +9,8 @@ ranks. Each rank takes
 dtype whatever `weights` says, which is too much by the output layer where Tandem quantises it. The KV pool is
 `kv_memory_mib`, which is of all ranks together. `auto` is what the other terms leave. Under vLLM the pool must hold one
 full context, of which layers with a window keep the last tokens, and recurrent layers two states
-(`ModelShape.kv_bytes`). The model's own draft layers (MTP) count where vLLM drafts by them. The torch engine keeps whole
-contexts in all layers.
+(`ModelShape.kv_bytes`). The model's own draft layers (MTP) count where vLLM drafts by them. The torch engine keeps
+whole contexts in all layers.
 
 `step` is an estimate of what a step of `max_batch_tokens` tokens takes at its largest, in a layer and at the end:
 
