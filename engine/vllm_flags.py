@@ -1,4 +1,4 @@
-"""Flags of `vllm serve` 0.32 and arguments of its EngineArgs, and what a worker does with each.
+"""Flags of `vllm serve` 0.31 and 0.32, arguments of their EngineArgs, and what a worker does with each.
 
 An argument is *passed* to vLLM, *mapped* to a setting of the worker, *kept* (Tandem sets it, and a flag may only repeat
 Tandem's value), or *refused* with the reason. Known without vLLM: a worker's front has another environment. The test
@@ -349,7 +349,7 @@ def _flag(word: str, values: list[str]) -> Flag:
     if name is None:
         near = get_close_matches(_dashed(base), FLAGS, n=1, cutoff=0.6)
         meant = f"; did you mean {near[0]}?" if near else ""
-        raise EngineStartError("vllm_args", f"{base}: vLLM 0.32 has no such flag{meant}")
+        raise EngineStartError("vllm_args", f"{base}: vLLM has no such flag{meant}")
     arguments = ([attached] if attached else [value] if equals else []) + values
     if dot and not arguments:
         raise EngineStartError("vllm_args", f"{key}: a value must follow")
@@ -391,7 +391,7 @@ def _is_passed(name: str, value: object) -> bool:
     if name not in NAMES:
         near = get_close_matches(name, NAMES, n=1)
         meant = f"; did you mean {near[0]}?" if near else ""
-        raise EngineStartError("vllm_options", f"{name}: vLLM 0.32 has no such argument{meant}")
+        raise EngineStartError("vllm_options", f"{name}: vLLM has no such argument{meant}")
     if reason := _fault(name, value):
         raise EngineStartError("vllm_options", f"{name}: {reason}")
     return name in PASSED

@@ -11,8 +11,8 @@ from engine.config import WorkerConfig
 from engine.errors import EngineStartError
 from engine.model.adapters import read_adapters
 
-VERSION = "0.32"
-"""The minor version of vLLM whose scheduler and connector interface this backend uses."""
+MINORS = ("0.31", "0.32")
+"""Minor versions of vLLM that this backend runs on."""
 NO_TIERS = "the vllm engine has no tiers below its pool: set kv_store"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of max_lora_rank that vLLM takes on every device."""
@@ -35,9 +35,9 @@ def vllm_python(config: WorkerConfig) -> Path:
 
 
 def check_version(version: str) -> None:
-    """Raise EngineStartError unless vLLM is of the supported minor version."""
-    if not version.startswith(f"{VERSION}."):
-        raise EngineStartError("vllm_python", f"its environment has vLLM {version}; Tandem needs {VERSION}")
+    """Raise EngineStartError unless vLLM is of a supported minor version."""
+    if ".".join(version.split(".")[:2]) not in MINORS:
+        raise EngineStartError("vllm_python", f"its environment has vLLM {version}; Tandem needs {' or '.join(MINORS)}")
 
 
 def engine_arguments(config: WorkerConfig) -> dict[str, Any]:

@@ -267,7 +267,7 @@ def _groups(engine: Any, config: WorkerConfig) -> "KvGroups":
     from engine.backends.vllm.groups import KvGroups
 
     kv_config = engine.scheduler.kv_cache_config
-    unit = int(kv_config.hash_block_size or kv_config.kv_cache_groups[0].kv_cache_spec.block_size)
+    unit = int(engine.scheduler.hash_block_size)
     scheduler = engine.scheduler
     num_ahead = 1 + scheduler.num_spec_tokens + scheduler.num_lookahead_tokens if scheduler.num_spec_tokens else 0
     groups = KvGroups(scheduler.kv_cache_manager, unit, num_ahead)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 
 from cluster.install import EXTRAS, how_to_install
 from engine.config import WorkerConfig
+from engine.errors import EngineStartError
 from engine.host.memory import UNMEASURED_KV_BYTES
-from engine.process.vllm_arguments import VERSION
+from engine.process.vllm_arguments import check_version
 from kvtransfer.strict_lanes import GROUPS
 from kvtransfer.topology import choices
 from tandem.doctor.findings import Finding, Level
@@ -76,8 +77,11 @@ def check_vllm(machine: Machine) -> list[Finding]:
     for name, number in machine.vllm.items():
         if number is None:
             findings.append(Finding("vllm", "broken", f"{name} is not installed in vLLM's environment", advice))
-        elif name == "vllm" and not number.startswith(f"{VERSION}."):
-            findings.append(Finding("vllm", "broken", f"vLLM {number}; this Tandem needs {VERSION}", advice))
+        elif name == "vllm":
+            try:
+                check_version(number)
+            except EngineStartError as error:
+                findings.append(Finding("vllm", "broken", error.reason, advice))
     return findings
 
 

@@ -15,7 +15,7 @@ from support.real_engines import RealEngine
 from tandem.storyteller import STORYTELLER
 
 ROOT = Path(__file__).parent.parent.parent
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+PYTHON = ROOT / os.environ.get("TANDEM_VLLM_VENV", ".venv-vllm") / "bin" / "python"
 V2 = ROOT / "tests" / "support" / "vllm_v2" / "python"
 """Interpreter with Model Runner V2 and asynchronous scheduling on the CPU, whose batches are launched as on a GPU."""
 BLOCK = 32

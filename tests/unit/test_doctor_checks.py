@@ -71,8 +71,8 @@ def test_the_environment_of_vllm() -> None:
     assert of(LAPTOP, "vllm") == []
     good = {"vllm": "0.32.1", "nixl": "1.5.1", "tandem-serving": "0.1.0"}
     assert of(replace(LAPTOP, vllm=good), "vllm") == [("ok", "vllm 0.32.1, nixl 1.5.1, tandem-serving 0.1.0")]
-    old = of(replace(LAPTOP, vllm=good | {"vllm": "0.31.0"}), "vllm")
-    assert old[1] == ("broken", "vLLM 0.31.0; this Tandem needs 0.32")
+    old = of(replace(LAPTOP, vllm=good | {"vllm": "0.30.1"}), "vllm")
+    assert old[1] == ("broken", "its environment has vLLM 0.30.1; Tandem needs 0.31 or 0.32")
     bare = of(replace(LAPTOP, vllm=good | {"nixl": None}), "vllm")
     assert bare[1] == ("broken", "nixl is not installed in vLLM's environment")
     assert of(replace(LAPTOP, vllm="no /x/python"), "vllm") == [("broken", "no /x/python")]

@@ -94,8 +94,8 @@ def test_what_is_for_vllms_parser_reaches_it_as_it_was_written(flags: str) -> No
     [
         ("--tensor-parallel-size 4", {"tensor_parallel": 2}, "--tensor-parallel-size 4 and tensor_parallel: 2 differ"),
         ("--block_size=16", {"block_tokens": 64}, "--block_size 16 and block_tokens: 64 differ"),
-        ("--max-model-length 8", {}, "--max-model-length: vLLM 0.32 has no such flag; did you mean --max-model-len?"),
-        ("--qqqqqqqqqqqqqq 8", {}, "--qqqqqqqqqqqqqq: vLLM 0.32 has no such flag"),
+        ("--max-model-length 8", {}, "--max-model-length: vLLM has no such flag; did you mean --max-model-len?"),
+        ("--qqqqqqqqqqqqqq 8", {}, "--qqqqqqqqqqqqqq: vLLM has no such flag"),
         ("serve m --seed 1", {}, "'serve' comes before the first flag"),
         ("--hf-overrides '{", {}, "No closing quotation"),
         ("-tp", {}, "-tp: one value must follow, not 0"),
@@ -124,7 +124,7 @@ def test_flags_that_cannot_be_honoured(flags: str, settings: dict[str, Any], rea
     ("options", "reason"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is set by Tandem: set tensor_parallel"),
-        ({"max_model_lem": 2}, "max_model_lem: vLLM 0.32 has no such argument; did you mean max_model_len?"),
+        ({"max_model_lem": 2}, "max_model_lem: vLLM has no such argument; did you mean max_model_len?"),
         ({"per_request_spec_decode_metrics": "summary"}, "per_request_spec_decode_metrics: receipts count"),
         ({"scheduling_policy": "fcfs"}, "scheduling_policy: only priority is possible"),
         ({"structured_outputs_config": {"reasoning_parser": "x"}}, "structured_outputs_config: the router finds"),

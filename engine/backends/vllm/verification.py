@@ -42,7 +42,7 @@ class CoupledVerification(RejectionSampler):
         expanded_idx_mapping: Tensor,
         expanded_local_pos: Tensor,
         seq_lens_upper_bound_np: Any,
-        verify_draft_sampled: Tensor,
+        verify_draft_sampled: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if draft_logits is not None or self.use_block_verification or self.synthetic_conditional_rates is not None:
             return super()._verify(  # type: ignore[no-any-return]
@@ -56,7 +56,7 @@ class CoupledVerification(RejectionSampler):
                 expanded_idx_mapping,
                 expanded_local_pos,
                 seq_lens_upper_bound_np,
-                verify_draft_sampled,
+                *(() if verify_draft_sampled is None else (verify_draft_sampled,)),
             )
         states = self.sampler.sampling_states
         processed = self.sampler.apply_sampling_params(
@@ -79,7 +79,8 @@ class CoupledVerification(RejectionSampler):
             is_drafting=False,
             use_fp64=self.sampler.use_fp64_gumbel,
         )
-        return processed, *accepted(drawn, verify_draft_sampled, cu_num_logits, self.num_speculative_steps)
+        drafts = draft_sampled if verify_draft_sampled is None else verify_draft_sampled  # vLLM 0.31 has one of them
+        return processed, *accepted(drawn, drafts, cu_num_logits, self.num_speculative_steps)
 
 
 def accepted(drawn: Tensor, drafts: Tensor, ends: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
