@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from engine.process import vllm_process
 from engine.process.engine_loop import OpenedEngine, run_engine
 from engine.process.front_link import FrontLink
-from engine.process.ranks import Ranks
 from engine.process.spec import EngineSpec
+from engine.process.worker_ranks import WorkerRanks
 
 FIRST_TOKEN = 5
 
@@ -81,7 +81,7 @@ def main() -> None:
     run_engine(_open)
 
 
-def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngine:
+def _open(spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None) -> OpenedEngine:
     # As on any CPU. Launched on the loop's thread, where a launch computes at once, a batch would keep all messages
     # waiting for the moment between two steps.
     vllm_process.computes_at_launch = lambda: True

@@ -17,7 +17,7 @@ from engine.core.load_reports import DraftCounts, LoadReporter, ReportSchedule
 from engine.core.request_table import RequestTable, TableParts
 from engine.core_types import StepBudget
 from engine.kv.kv_cache_manager import BlockMemory, KVCacheManager
-from engine.lending.block_reads import LocalRank, RemoteRank
+from engine.lending.block_reads import LocalRank, Rank, RemoteRank
 from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.connections import Connections
 from engine.lending.corruption import Corruption
@@ -71,7 +71,8 @@ class EngineLimits:
 class EngineParts:
     """Parts that an engine core is made of, and its connections to the process around it."""
 
-    transport: Transport
+    transport: Transport | None
+    """Transport of this process's KV memory; None where other processes have all of it."""
     limits: EngineLimits
     emit: Callable[[FromEngine], None]
     """Function that sends a message to the front; must not block."""
@@ -92,16 +93,19 @@ class LoanHost(ABC):
         self,
         parts: EngineParts,
         info: ModelInfo,
-        pool: AnyPool,
-        own: LocalRank,
+        pool: AnyPool | None,
+        own: LocalRank | None,
         kv_cache: KVCacheManager,
         blocks: BlockMemory,
         borrower_class: type[BorrowerManager] = BorrowerManager,
     ) -> None:
         """Create the managers of loans; a subclass then makes its requests and calls `_serve`.
 
-        `pool` is this rank's KV memory, `own` reads into it, and `blocks` changes bytes of it in a drill.
+        `pool` is this rank's KV memory, `own` reads into it, and `blocks` changes bytes of it in a drill. Pool and rank
+        are None where other processes have all KV memory.
         """
+        ranks: list[Rank] = [*([own] if own is not None else []), *parts.others]
+        self._transport_name = parts.transport.name if parts.transport is not None else parts.others[0].transport
         self._parts, self._limits, self._emit = parts, parts.limits, parts.emit
         self._info, self._pool, self._own, self._blocks = info, pool, own, blocks
         self._kv_cache = kv_cache
@@ -111,7 +115,7 @@ class LoanHost(ABC):
         self._fast_path = FastPath(parts.fast_path)
         self._borrower_manager = borrower_class(
             kv_cache,
-            parts.transport.name,
+            self._transport_name,
             self._emit,
             self.post,
             own,
@@ -129,7 +133,7 @@ class LoanHost(ABC):
             self._next_arrival,
             info.adapter_fingerprints,
         )
-        self._connections = Connections(kv_cache.pool, self._emit, self.post, own, parts.others)
+        self._connections = Connections(kv_cache.pool, self._emit, self.post, ranks)
         self._cache_queries = CacheQueries(kv_cache, self._model_fingerprint, self._emit, self.post)
 
     def _table_parts(self) -> TableParts:
@@ -156,12 +160,13 @@ class LoanHost(ABC):
     def start(self) -> Ready:
         """Register the pool and return the facts that the front announces."""
         transport, layout, info = self._parts.transport, self._kv_cache.layout, self._info
-        endpoint = self._endpoint([transport.register(self._pool), *(rank.endpoint for rank in self._parts.others)])
+        own = [] if transport is None or self._pool is None else [transport.register(self._pool)]
+        endpoint = self._endpoint([*own, *(rank.endpoint for rank in self._parts.others)])
         self._fast_path.lends_from(endpoint)
         store = self._kv_cache.store
         return Ready(
             endpoint=endpoint,
-            transport=transport.name,
+            transport=self._transport_name,
             model_fingerprint=self._model_fingerprint,
             block_tokens=layout.block_tokens,
             block_bytes=layout.block_bytes,
@@ -190,7 +195,8 @@ class LoanHost(ABC):
 
     def close(self) -> None:
         """Stop all transfers; no transfer touches the pool afterwards."""
-        self._parts.transport.close()
+        if self._parts.transport is not None:
+            self._parts.transport.close()
         if self._kv_cache.tiers is not None:
             self._kv_cache.tiers.close()
         if self._kv_cache.store is not None:
@@ -242,6 +248,7 @@ class LoanHost(ABC):
             case SetBudget(budget):
                 self._set_budget(budget)
             case CorruptReads(num_blocks):
+                assert self._own is not None, "the front refuses drills of several ranks"
                 self._own.corruption = Corruption(self._blocks, num_blocks)
             case StoreRemoved():
                 self._cache_queries.removed(message)

@@ -221,16 +221,25 @@ class Rank(ABC):
     def drop(self, endpoint: bytes) -> None:
         """Forget the departed worker at `endpoint`."""
 
+    @abstractmethod
+    def lanes_to(self, endpoint: bytes) -> Callable[[], tuple[str, ...]]:
+        """Prepare reads from the worker at `endpoint`; return the function that tells the lanes these reads use.
+
+        Raises TransferError where it is known now that the worker cannot be read.
+        """
+
 
 class RemoteRank(Rank):
     """A rank in another process."""
 
     endpoint: bytes
     """Endpoint of its part of the pool, for borrowers."""
+    transport: str
+    """Name of its transport."""
 
     @abstractmethod
     def start_copy(self, places: Seq[Place], blocks: Seq[int], on_quiet: OnQuiet) -> RankRead:
-        """Start copying this rank's part of whole blocks at `places`, which rank 0 holds, into `blocks`.
+        """Start copying this rank's part of whole blocks at `places`, which the engine process holds, into `blocks`.
 
         Never raises, like `start_read`.
         """
@@ -263,6 +272,16 @@ class LocalRank(Rank):
         """Peers by endpoint, most recently used last."""
         self.corruption: Corruption | None = None
         """Corruption of arriving blocks, during a drill."""
+
+    def lanes_to(self, endpoint: bytes) -> Callable[[], tuple[str, ...]]:
+        return functools.partial(lanes_of, self.connect(endpoint))
+
+    def lanes_used(self, endpoint: bytes) -> tuple[str, ...]:
+        """Return the lanes that reads from a connected worker have used.
+
+        From any thread.
+        """
+        return lanes_of(self._peers.get(endpoint, []))
 
     def connect(self, endpoint: bytes) -> Peers:
         """Connect to the ranks of a worker that hold some of this rank's part.

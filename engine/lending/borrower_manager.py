@@ -14,7 +14,7 @@ from functools import partial
 from engine.core_types import Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import DISK, HOST, REMOTE, STORE
-from engine.lending.block_reads import LocalRank, ReadProgress, RemoteRank
+from engine.lending.block_reads import LocalRank, Rank, ReadProgress, RemoteRank
 from engine.lending.borrower import (
     NONE_HELD,
     Abandon,
@@ -63,14 +63,14 @@ class BorrowerManager:
         transport_name: str,
         emit: Callable[[FromEngine], None],
         post: Callable[[Posted], None],
-        own: LocalRank,
+        own: LocalRank | None,
         fast_path: FastPath,
         others: Seq[RemoteRank] = (),
         read_silence_s: float = math.inf,
     ) -> None:
         """Create the manager.
 
-        `own` and `others` are the ranks of this engine, this process's rank first.
+        `own` and `others` are the ranks of this engine: that of this process, if it has one, and the rest.
 
         Loans whose reads make no progress for `read_silence_s` fail.
         """
@@ -79,6 +79,7 @@ class BorrowerManager:
         self._emit = emit
         self._post = post
         self._own, self._others = own, others
+        self._ranks: list[Rank] = [*([own] if own is not None else []), *others]
         self._fast_path = fast_path
         self._read_silence_s = read_silence_s
         self._looked_at = 0.0
@@ -283,8 +284,7 @@ class BorrowerManager:
         lender = LenderSource(
             sequence.request_id,
             wanted.lender_computes,
-            self._own,
-            self._others,
+            self._ranks,
             self._kv_cache.layout.block_bytes,
             self._emit,
         )
@@ -295,7 +295,7 @@ class BorrowerManager:
         return True
 
     def _open(self, wanted: BorrowRequest, source: LoanSource, first: int, end: int, may_be_part: bool = False) -> Loan:
-        machine = Borrower(first, end, self._blocks_per_read, may_be_part, 1 + len(self._others))
+        machine = Borrower(first, end, self._blocks_per_read, may_be_part, len(self._ranks))
         loan = self._loans[wanted.sequence.request_id] = Loan(wanted, machine, source)
         return loan
 
@@ -333,7 +333,7 @@ class BorrowerManager:
     def _read(self, loan: Loan, first: int, block_ids: tuple[int, ...]) -> None:
         blocks = loan.wanted.sequence.blocks[first : first + len(block_ids)]
         if isinstance(loan.source, LenderSource):
-            self._kv_cache.counts.reads_begin(1 + len(self._others), self._kv_cache.clock())
+            self._kv_cache.counts.reads_begin(len(self._ranks), self._kv_cache.clock())
         loan.block_reads[first] = dict(
             enumerate(loan.source.start_read(block_ids, blocks, partial(self._quiet, loan, first)))
         )

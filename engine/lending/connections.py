@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.kv.block_pool import BlockPool
-from engine.lending.block_reads import LocalRank, RemoteRank
+from engine.lending.block_reads import Rank
 from engine.lending.loan import ConnectionRead, Posted
 from engine.messages.from_engine import Connected, FromEngine
 from engine.messages.to_engine import Connect
@@ -41,14 +41,13 @@ class Connections:
         pool: BlockPool,
         emit: Callable[[FromEngine], None],
         post: Callable[[Posted], None],
-        own: LocalRank,
-        others: Seq[RemoteRank],
+        ranks: Seq[Rank],
     ) -> None:
-        """Create it; `own` and `others` are the ranks of this engine."""
+        """Create it; `ranks` are those of this engine."""
         self._pool = pool
         self._emit = emit
         self._post = post
-        self._ranks = (own, *others)
+        self._ranks = ranks
         self._openings: dict[int, _Opening] = {}
 
     def open(self, message: Connect) -> None:

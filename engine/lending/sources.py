@@ -17,7 +17,7 @@ from engine.block_keys import BlockKey
 from engine.kv.rows import Place
 from engine.kv.tiers.tier_jobs import Held
 from engine.kv.tiers.tiers import Tiers
-from engine.lending.block_reads import LocalRank, Peers, Rank, RankRead, ReadProgress, RemoteRank, lanes_of
+from engine.lending.block_reads import LocalRank, Rank, RankRead, ReadProgress, ReadRun, RemoteRank
 from engine.lending.fast_path import Word
 from engine.messages.from_engine import CloseLoan, FromEngine, OpenLoan, ReleaseLoan
 
@@ -60,22 +60,20 @@ class LenderSource(LoanSource):
         self,
         loan_id: str,
         may_compute: bool,
-        own: LocalRank,
-        others: Sequence[Rank],
+        ranks: Sequence[Rank],
         block_bytes: int,
         emit: Callable[[FromEngine], None],
     ) -> None:
         """Create the source.
 
-        `others` are ranks 1 and up, if any; `block_bytes` is the size of a whole block.
+        `ranks` are all of this engine; `block_bytes` is the size of a whole block.
         """
         self._loan_id = loan_id
-        self._own = own
-        self._ranks: list[Rank] = [own, *others]
+        self._ranks = ranks
         self._block_bytes = block_bytes
         self._emit = emit
         self._endpoint = b""
-        self._peers: Peers = []
+        self._lanes: Callable[[], tuple[str, ...]] = tuple
         self._unreleased: tuple[int, int] | None = None
         """First block and count of the blocks read since the last ReleaseLoan."""
         self.may_compute = may_compute
@@ -94,13 +92,13 @@ class LenderSource(LoanSource):
 
         Raises TransferError.
         """
-        self._peers = self._own.connect(endpoint)
+        self._lanes = self._ranks[0].lanes_to(endpoint)
         self._endpoint = endpoint
 
     @property
     def lanes(self) -> tuple[str, ...]:
         """Lanes of rank 0; those of other ranks are of the same kind."""
-        return lanes_of(self._peers)
+        return self._lanes()
 
     def start_read(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[RankRead]:
         assert self._endpoint
@@ -128,11 +126,35 @@ class LenderSource(LoanSource):
         self._emit(CloseLoan(self._loan_id))
 
 
-def start_copies(
-    others: Sequence[RemoteRank], places: Sequence[Place], blocks: Sequence[int], on_quiet: RankQuiet
-) -> list[RankRead]:
-    """Start copying whole blocks at `places` into the parts of the ranks besides rank 0."""
-    return [rank.start_copy(places, blocks, partial(on_quiet, number)) for number, rank in enumerate(others, 1)]
+class RankCopies:
+    """Copies of whole blocks, which this process holds, into the parts of all ranks."""
+
+    def __init__(self, own: LocalRank | None, others: Sequence[RemoteRank], progress: ReadProgress) -> None:
+        """Create them.
+
+        `own` is this process's rank, if it has one; `progress` covers its copies.
+        """
+        self._own, self._others, self._progress = own, others, progress
+
+    def start(
+        self,
+        read: ReadRun,
+        place: Callable[[int], Place],
+        block_ids: Sequence[int],
+        blocks: Sequence[int],
+        on_quiet: RankQuiet,
+    ) -> list[RankRead]:
+        """Start copying `block_ids` into `blocks`.
+
+        `read` copies into this process's part. The other ranks copy from the `place` of each block by themselves.
+        """
+        started: list[RankRead] = []
+        if self._own is not None:
+            started.append(self._own.follow(read, block_ids, blocks, partial(on_quiet, 0), [self._progress]))
+        places = [place(index) for index in block_ids]
+        for number, rank in enumerate(self._others, len(started)):
+            started.append(rank.start_copy(places, blocks, partial(on_quiet, number)))
+        return started
 
 
 class TierSource(LoanSource):
@@ -147,7 +169,7 @@ class TierSource(LoanSource):
         tiers: Tiers,
         keys: Sequence[BlockKey],
         write_block: WriteBlock,
-        own: LocalRank,
+        own: LocalRank | None,
         others: Sequence[RemoteRank],
         progress: ReadProgress,
     ) -> None:
@@ -158,7 +180,7 @@ class TierSource(LoanSource):
         self._tiers = tiers
         self._held: list[Held] = tiers.pin(keys)
         self._write_block = write_block
-        self._own, self._others = own, others
+        self._copies = RankCopies(own, others, progress)
         self._progress = progress
 
     def num_held(self, tier: str) -> int:
@@ -172,9 +194,10 @@ class TierSource(LoanSource):
         def read(block_ids: Sequence[int], blocks: Sequence[int]) -> list[Future[None]]:
             return [self._read(block_ids, blocks)]
 
-        own = self._own.follow(read, block_ids, blocks, partial(on_quiet, 0), [self._progress])
-        places = [self._tiers.place(self._held[index]) for index in block_ids]
-        return [own, *start_copies(self._others, places, blocks, on_quiet)]
+        return self._copies.start(read, self._place, block_ids, blocks, on_quiet)
+
+    def _place(self, index: int) -> Place:
+        return self._tiers.place(self._held[index])
 
     def _read(self, block_ids: Sequence[int], blocks: Sequence[int]) -> "Future[None]":
         def write(index: int, content: NDArray[np.uint8]) -> None:

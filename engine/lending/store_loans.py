@@ -21,7 +21,7 @@ class StoreLoans:
     def __init__(
         self,
         kv_cache: KVCacheManager,
-        own: LocalRank,
+        own: LocalRank | None,
         others: Sequence[RemoteRank],
         post: Callable[[Posted], None],
         open_loan: Callable[[BorrowRequest, LoanSource, int, int, bool], Loan],

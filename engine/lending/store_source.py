@@ -18,7 +18,7 @@ from engine.block_keys import BlockKey
 from engine.kv.store.shared_store import Fetched, SharedStore
 from engine.lending.block_reads import LocalRank, RankRead, ReadProgress, RemoteRank
 from engine.lending.borrower import Announced
-from engine.lending.sources import LoanSource, RankQuiet, WriteBlock, start_copies
+from engine.lending.sources import LoanSource, RankCopies, RankQuiet, WriteBlock
 
 FETCHES_AHEAD = 3
 
@@ -26,8 +26,8 @@ FETCHES_AHEAD = 3
 class StoreSource(LoanSource):
     """Blocks of the shared store.
 
-    Objects are whole blocks. Rank 0 fetches them, and each rank copies its part out of them. Block ids are indices into
-    the run of blocks that the loan is for.
+    Objects are whole blocks. The engine process fetches them, and each rank copies its part out of them. Block ids are
+    indices into the run of blocks that the loan is for.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class StoreSource(LoanSource):
         keys: Sequence[BlockKey],
         first: int,
         write_block: WriteBlock,
-        own: LocalRank,
+        own: LocalRank | None,
         others: Sequence[RemoteRank],
         progress: ReadProgress,
     ) -> None:
@@ -45,7 +45,7 @@ class StoreSource(LoanSource):
         self._keys = keys
         self._first = first
         self._write_block = write_block
-        self._own, self._others = own, others
+        self._copies = RankCopies(own, others, progress)
         self._progress = progress
         self._on_fetched: Callable[[int, Fetched], object] = lambda first, fetched: None
         self._end = 0
@@ -90,9 +90,7 @@ class StoreSource(LoanSource):
             self._progress.follow(copying)
             return [copying]
 
-        own = self._own.follow(read, block_ids, blocks, partial(on_quiet, 0), [self._progress])
-        places = [self._content(index) for index in block_ids]
-        return [own, *start_copies(self._others, places, blocks, on_quiet)]
+        return self._copies.start(read, self._content, block_ids, blocks, on_quiet)
 
     def release(self, first: int, count: int) -> None:
         """Give fetches back whose blocks are all in the pool, and fetch what follows."""

@@ -14,7 +14,7 @@ from engine.kv.tiers.tiers import TierConfig, Tiers
 from engine.lending.fast_path import FastPathLink
 from engine.messages.from_engine import FromEngine
 from engine.model_runner import ModelRunner
-from engine.process.ranks import Ranks
+from engine.process.follower_ranks import FollowerRanks
 from engine.process.spec import EngineSpec
 from engine.speculation.speculator import NGRAM, DraftModelProposer, NgramProposer, Speculator
 from kvtransfer.transport import Transport
@@ -29,7 +29,7 @@ def open_core(
     transport: Transport,
     emit: Callable[[FromEngine], None],
     wake: Callable[[], None] = lambda: None,
-    ranks: Ranks | None = None,
+    ranks: FollowerRanks | None = None,
     fast_path: FastPathLink | None = None,
 ) -> EngineCore:
     """Create the engine core.
@@ -60,7 +60,7 @@ def open_bare_core(
     transport: Transport,
     emit: Callable[[FromEngine], None],
     wake: Callable[[], None],
-    ranks: Ranks | None,
+    ranks: FollowerRanks | None,
 ) -> EngineCore:
     """Create an engine core whose blocks never leave the pool, for a warm-up."""
     others = () if ranks is None else ranks.followers

@@ -2,8 +2,8 @@
 
 One loop on the main thread handles messages, collects results, starts the next steps and sends answers. It never waits
 for a slow front (see `message_socket.py`) and never for a step. The process ends with its front: by the closed socket,
-or at once by the kernel when the front is killed. With several tensor-parallel ranks this is rank 0; the others are its
-children, see `engine/process/ranks.py`.
+or at once by the kernel when the front is killed. With several tensor-parallel ranks the others are its children, see
+`engine/process/ranks.py`.
 """
 
 import os
@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from cluster.garbage_collection import spare_the_started
 from cluster.logs import set_up
@@ -66,25 +67,28 @@ class OpenedEngine:
     """Lender of its weights, where it lends any."""
 
 
-OpenEngine = Callable[[EngineSpec, FrontLink, Ranks | None], OpenedEngine]
+OtherRanks = TypeVar("OtherRanks", bound=Ranks)
+OpenEngine = Callable[[EngineSpec, FrontLink, OtherRanks | None], OpenedEngine]
 """Function that loads a model and makes its engine.
 
 Raises EngineStartError, TransportUnavailable or RankLost."""
+OpenRanks = Callable[[EngineSpec, Callable[[], None]], OtherRanks]
+"""Function open(spec, wake) that makes the ranks in other processes; `wake` is called when one is lost."""
 
 
-def run_engine(open_engine: OpenEngine) -> None:
+def run_engine(open_engine: OpenEngine[OtherRanks], open_ranks: OpenRanks[OtherRanks]) -> None:
     """Serve the front at the other end of the socket whose descriptor is the program's argument."""
     become_child()
     link = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
     spec = receive_spec(link)
     front = FrontLink(link)
-    ranks: Ranks | None = None
+    ranks: OtherRanks | None = None
     set_up(spec.role, f"{spec.worker_id}/engine", spec.config)
     try:
         spec.config.refuse_parallel(spec.role)
         if spec.config.tensor_parallel > 1:
-            ranks = Ranks(spec, front.wake)  # started before this process lowers its priority, which they would inherit
-        prepare(spec.config.of_rank(0))
+            ranks = open_ranks(spec, front.wake)
+        prepare(spec.config if ranks is None else ranks.own_share(spec.config))
         engine = open_engine(spec, front, ranks)
     except (EngineStartError, TransportUnavailable, RankLost) as error:
         front.send(StartFailed(str(error) if isinstance(error, EngineStartError) else start_failure(error)))

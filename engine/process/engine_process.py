@@ -15,8 +15,8 @@ from engine.process.assembly import draft_of, open_bare_core, open_core
 from engine.process.compute_thread import ComputeThread
 from engine.process.engine_loop import OpenedEngine, Steps, run_engine
 from engine.process.fast_path_socket import open_fast_path_socket
+from engine.process.follower_ranks import FollowerRanks
 from engine.process.front_link import FrontLink
-from engine.process.ranks import Ranks
 from engine.process.runners import open_core_allocation, open_plugin_runner, open_sim_runner, open_torch_runner
 from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import own_transport
@@ -30,13 +30,13 @@ from kvtransfer.transport import Transport
 
 def main() -> None:
     """Serve the front at the other end of the socket whose descriptor is the argument."""
-    run_engine(_open)
+    run_engine(_open, FollowerRanks)
 
 
 class _Maker:
     """Maker of the runner, bound to its cores; used on the compute thread."""
 
-    def __init__(self, spec: EngineSpec, ranks: Ranks | None, fetch: WeightsFetch | None) -> None:
+    def __init__(self, spec: EngineSpec, ranks: FollowerRanks | None, fetch: WeightsFetch | None) -> None:
         self._spec, self._ranks, self._fetch = spec, ranks, fetch
         self._allocation: CoreAllocation | None = None
         self._runner: ModelRunner | None = None
@@ -96,7 +96,7 @@ class _Steps(Steps):
         self._thread.stop()
 
 
-def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngine:
+def _open(spec: EngineSpec, front: FrontLink, ranks: FollowerRanks | None) -> OpenedEngine:
     transport = own_transport(spec.config, spec.agent_name)
     maker = _Maker(spec, ranks, open_fetch(spec))
     thread = ComputeThread(maker.make, front.wake, maker.settle, LOOK_EVERY_S)
@@ -117,7 +117,7 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngi
 def _warm_up(
     spec: EngineSpec,
     front: FrontLink,
-    ranks: Ranks | None,
+    ranks: FollowerRanks | None,
     runner: ModelRunner,
     thread: ComputeThread[ModelRunner],
     transport: Transport,

@@ -1,18 +1,14 @@
-"""Follower ranks of an engine as rank 0 sees them: starts their processes, commands them, and notices when one is gone.
+"""Ranks of an engine in other processes, as the engine process sees them: it commands them and notices a lost one.
 
-Rank 0 then ends too, since the rest of the engine could compute nothing.
+The engine process then ends too, since the rest of the engine could compute nothing.
 """
 
 import logging
 import os
-import pickle
-import shutil
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
@@ -26,16 +22,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.config import WorkerConfig
 from engine.errors import EngineStartError, RankLost
 from engine.kv.rows import Place
-from engine.lending.block_reads import OnQuiet, RemoteRank
-from engine.process.spec import EngineSpec, RankSpec
+from engine.lending.block_reads import MAX_PEERS, OnQuiet, RemoteRank
+from engine.tensor_parallel.gathering import FingerprintingRank
 from engine.tensor_parallel.messages import (
     Answer,
     BlocksRead,
     Copy,
     CopyBlocks,
     Drop,
+    Fingerprint,
+    Fingerprinted,
     FromFollower,
     Gather,
     Heartbeat,
@@ -46,42 +45,49 @@ from engine.tensor_parallel.messages import (
     ToFollower,
     Withdraw,
 )
-from engine.tensor_parallel.runner import FollowingRank
 from engine.tensor_parallel.shared_memory import SharedMemory, SharedPlace
 from kvtransfer.errors import TransportUnavailable
 
 log = logging.getLogger(__name__)
 
 ANSWER_S = 20.0
-"""Seconds without an answer of its main thread after which a follower counts as gone, whatever its process does."""
+"""Seconds without an answer after which a rank counts as gone, whatever its process does."""
 SILENT_S = 1.0
-"""Seconds without a heartbeat after which a follower counts as hanging; the engine then sends no load reports."""
+"""Seconds without a heartbeat after which a rank counts as hanging; the engine then sends no load reports."""
 JOIN_POLL_S = 0.02
-END_S = 3.0
-"""Seconds for a follower that was told to end."""
 
 
-class Follower(RemoteRank, FollowingRank):
-    """One follower.
+class PartLink(RemoteRank, FingerprintingRank):
+    """One rank in another process, which holds a part of every block.
 
-    `begin_step` and `end_step` belong to the compute thread, all else to the main thread.
+    Its methods belong to the main thread, except those of fingerprints.
     """
 
-    def __init__(self, spec: RankSpec, memory: SharedMemory, on_lost: Callable[[], None]) -> None:
-        self.rank = spec.rank
+    def __init__(self, rank: int, link: Connection, memory: SharedMemory, on_lost: Callable[[], None]) -> None:
+        """Create it for a connection whose other end serves the rank's part.
+
+        `on_lost` is called, on any thread, when the rank is lost.
+        """
+        self.rank = rank
         self.lost: RankLost | None = None
         self._memory = memory
         self._on_lost = on_lost
-        self._joined: Future[bytes] = Future()
+        self.joined: Future[Joined] = Future()
+        """The rank's answer once its pool is registered, or why it could not start."""
         self._answers: SimpleQueue[Answer | None] = SimpleQueue()
-        self._quiet: dict[int, OnQuiet] = {}
-        """Completion callbacks, by number of the block read."""
+        self._quiet: dict[int, tuple[OnQuiet, bytes]] = {}
+        """Completion callback and endpoint, by number of the block read."""
         self._num_block_reads = 0
         self._stuck_s: dict[int, float] = {}
         """Seconds without progress, by number of the block read, as last reported."""
+        self._lanes: dict[bytes, tuple[str, ...]] = {}
+        """Lanes of reads by endpoint, as last reported."""
+        self._hashing: dict[int, Future[NDArray[np.uint64]]] = {}
+        self._num_hashed = 0
+        self._hashing_lock = threading.Lock()
         self._last_message_at = time.monotonic()
-        self._process, self._reads, self._steps = _start_process(memory.descriptor)
-        self._reads.send(spec)
+        self._link = link
+        self._sending = threading.Lock()
         threading.Thread(target=self._listen, name=f"rank-{self.rank}", daemon=True).start()
 
     @property
@@ -98,36 +104,15 @@ class Follower(RemoteRank, FollowingRank):
 
         Raises its failure: EngineStartError or RankLost.
         """
-        if not self._joined.done():
+        if not self.joined.done():
             return False
-        self.endpoint = self._joined.result()
+        joined = self.joined.result()
+        self.endpoint, self.transport = joined.endpoint, joined.transport
         return True
 
     def close(self) -> None:
-        """End the process; by force if it does not end."""
-        for end in (self._reads, self._steps):  # closing alone would not end a read of another thread
-            with suppress(OSError), socket.socket(fileno=os.dup(end.fileno())) as whole:
-                whole.shutdown(socket.SHUT_RDWR)
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    # ------------------------------------------------------------------ steps
-
-    def begin_step(self, step: bytes) -> None:
-        try:
-            self._steps.send_bytes(step)
-        except OSError as error:
-            raise self._is_lost(str(error)) from None
-
-    def end_step(self) -> NDArray[np.uint64]:
-        try:
-            fingerprints: NDArray[np.uint64] = pickle.loads(self._steps.recv_bytes())
-        except (EOFError, OSError) as error:
-            raise self._is_lost(str(error) or "it ended in a step") from None
-        return fingerprints
+        """End the connection, which ends the rank's process."""
+        shut_down(self._link)
 
     def copy_block(self, source: int, target: int) -> None:
         self._ask(Copy(source, target))
@@ -141,29 +126,57 @@ class Follower(RemoteRank, FollowingRank):
         self._answer()
 
     def open_disk(self, path: Path) -> None:
-        """Let the follower read the disk tier's file."""
+        """Let the rank read the disk tier's file."""
         self._tell(OpenDisk(path))
 
     def start_copy(self, places: Seq[Place], blocks: Seq[int], on_quiet: OnQuiet) -> "_RemoteRead":
-        number = self._new_read(on_quiet)
+        number = self._new_read(on_quiet, b"")
         self._tell(CopyBlocks(number, tuple(self._shared(place) for place in places), tuple(blocks)))
         return _RemoteRead(self, number)
 
     def _shared(self, place: Place) -> SharedPlace:
         return SharedPlace(place, True) if isinstance(place, int) else SharedPlace(self._memory.offset_of(place), False)
 
+    # ------------------------------------------------------------------ fingerprints
+
+    def begin_fingerprints(self, blocks: Seq[int]) -> "Future[NDArray[np.uint64]]":
+        future: Future[NDArray[np.uint64]] = Future()
+        with self._hashing_lock:
+            self._num_hashed += 1
+            number = self._num_hashed
+            self._hashing[number] = future
+        self._tell(Fingerprint(number, tuple(blocks)))
+        if self.lost is not None:
+            self._fail_fingerprints(self.lost)  # `_listen` may have ended before this one was recorded
+        return future
+
+    def end_fingerprints(self, begun: "Future[NDArray[np.uint64]]") -> NDArray[np.uint64]:
+        try:
+            return begun.result(ANSWER_S)
+        except TimeoutError:
+            raise self._is_lost(f"no fingerprints for {ANSWER_S:.0f} s") from None
+
+    def _fail_fingerprints(self, lost: RankLost) -> None:
+        with self._hashing_lock:
+            hashing, self._hashing = self._hashing, {}
+        for future in hashing.values():
+            future.set_exception(lost)
+
     # ------------------------------------------------------------------ reads
+
+    def lanes_to(self, endpoint: bytes) -> Callable[[], tuple[str, ...]]:
+        return lambda: self._lanes.get(endpoint, ())
 
     def start_read(
         self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet
     ) -> "_RemoteRead":
-        number = self._new_read(on_quiet)
+        number = self._new_read(on_quiet, endpoint)
         self._tell(ReadBlocks(number, endpoint, tuple(block_ids), tuple(blocks), flow))
         return _RemoteRead(self, number)
 
-    def _new_read(self, on_quiet: OnQuiet) -> int:
+    def _new_read(self, on_quiet: OnQuiet, endpoint: bytes) -> int:
         self._num_block_reads += 1
-        self._quiet[self._num_block_reads] = on_quiet
+        self._quiet[self._num_block_reads] = on_quiet, endpoint
         return self._num_block_reads
 
     def drop(self, endpoint: bytes) -> None:
@@ -178,7 +191,8 @@ class Follower(RemoteRank, FollowingRank):
 
     def _tell(self, message: ToFollower) -> None:
         try:
-            self._reads.send(message)
+            with self._sending:
+                self._link.send(message)
         except OSError as error:
             self._is_lost(str(error))  # the loop checks for it
 
@@ -195,29 +209,41 @@ class Follower(RemoteRank, FollowingRank):
             raise self._is_lost("its process ended")
         return answer
 
-    # ------------------------------------------------------------------ what it says, on a thread of its own
+    # ------------------------------------------------------------------ what it reports, on a thread of its own
 
     def _listen(self) -> None:
         try:
             while True:
-                self._hear(self._reads.recv())
+                self._hear(self._link.recv())
         except (EOFError, OSError):
             lost = self._is_lost("its process ended")
         self._answers.put(None)
-        if not self._joined.done():
-            self._joined.set_exception(lost)
+        self._fail_fingerprints(lost)
+        if not self.joined.done():
+            self.joined.set_exception(lost)
 
     def _hear(self, message: FromFollower) -> None:
         self._last_message_at = time.monotonic()
         match message:
             case Heartbeat(stuck_s):
                 self._stuck_s = stuck_s
-            case Joined(endpoint):
-                self._joined.set_result(endpoint)
+            case Joined():
+                self.joined.set_result(message)
             case NotJoined(field, reason):
-                self._joined.set_exception(EngineStartError(field, reason))
-            case BlocksRead(number, fingerprints, peer_gone):
-                self._quiet.pop(number)(fingerprints, peer_gone)
+                if not self.joined.done():
+                    self.joined.set_exception(EngineStartError(field, reason))
+            case BlocksRead(number, fingerprints, peer_gone, lanes):
+                on_quiet, endpoint = self._quiet.pop(number)
+                if lanes:
+                    self._lanes.pop(endpoint, None)
+                    self._lanes[endpoint] = lanes
+                    if len(self._lanes) > MAX_PEERS:
+                        del self._lanes[next(iter(self._lanes))]
+                on_quiet(fingerprints, peer_gone)
+            case Fingerprinted(number, computed):
+                with self._hashing_lock:
+                    future = self._hashing.pop(number)
+                future.set_result(computed)
             case Answer():
                 self._answers.put(message)
 
@@ -232,73 +258,78 @@ class Follower(RemoteRank, FollowingRank):
 class _RemoteRead:
     """Handle of a block read on another rank."""
 
-    follower: Follower
+    link: PartLink
     number: int
 
     def withdraw(self) -> list[int]:
-        return self.follower.withdraw(self.number)
+        return self.link.withdraw(self.number)
 
     def stuck_s(self) -> float:
-        return self.follower.stuck_s(self.number)
+        return self.link.stuck_s(self.number)
 
 
-class Ranks:
-    """All followers of an engine."""
+class Ranks(ABC):
+    """All ranks of an engine that are in other processes."""
 
-    def __init__(self, spec: EngineSpec, wake: Callable[[], None]) -> None:
-        """Start the processes.
-
-        `wake` is called, on any thread, when a follower is lost.
-        """
-        self._folder = Path(tempfile.mkdtemp(prefix="tandem-ranks-"))
-        self.meeting = self._folder / self._folder.name  # vLLM names shared memory after the file's name
+    def __init__(self) -> None:
         self.memory = SharedMemory()
         """Memory that all ranks map."""
-        self.followers = [
-            Follower(RankSpec(spec, rank, self.meeting), self.memory, wake)
-            for rank in range(1, spec.config.tensor_parallel)
-        ]
+
+    @property
+    @abstractmethod
+    def links(self) -> Seq[PartLink]:
+        """The ranks, in order; those that have connected so far."""
+
+    @property
+    @abstractmethod
+    def num_links(self) -> int:
+        """Number of ranks that must join."""
+
+    @abstractmethod
+    def own_share(self, config: WorkerConfig) -> WorkerConfig:
+        """Return the settings with the engine process's own share of the worker's resources."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the ranks' processes."""
 
     def check(self) -> None:
-        """Check that no follower is lost.
+        """Check that no rank is lost.
 
         Raises RankLost.
         """
-        for follower in self.followers:
-            if follower.lost is not None:
-                raise follower.lost
+        for link in self.links:
+            if link.lost is not None:
+                raise link.lost
 
     @property
     def silent(self) -> bool:
-        """Whether a follower's heartbeat is missing, so the engine must not report load."""
-        return any(follower.is_silent for follower in self.followers)
+        """Whether a rank's heartbeat is missing, so the engine must not report load."""
+        return any(link.is_silent for link in self.links)
 
     def all_joined(self) -> bool:
-        """Return whether all followers have joined.
+        """Return whether all ranks have joined.
 
         Raises EngineStartError or RankLost.
         """
-        joined = [follower.wait_joined() for follower in self.followers]  # each of them, since any may have failed
-        return all(joined)
+        joined = [link.wait_joined() for link in self.links]  # each of them, since any may have failed
+        return len(joined) == self.num_links and all(joined)
 
-    def wait_for(self, made: "Future[Any]") -> None:
-        """Wait until all followers have joined and `made`, of rank 0, is done; less long if it failed.
+    def wait_for(self, made: "Future[Any] | None" = None) -> None:
+        """Wait until all ranks have joined and `made`, of this process, is done; less long if it failed.
 
-        Raises EngineStartError or RankLost of a follower.
+        Raises EngineStartError or RankLost of a rank.
         """
-        while not (self.all_joined() and made.done()):
-            if made.done() and made.exception() is not None:
+        while not (self.all_joined() and (made is None or made.done())):
+            if made is not None and made.done() and made.exception() is not None:
                 return
             time.sleep(JOIN_POLL_S)
 
-    def met(self) -> None:
-        """Remove the meeting file once the ranks have found each other."""
-        shutil.rmtree(self._folder, ignore_errors=True)
 
-    def close(self) -> None:
-        self.met()
-        for follower in self.followers:
-            follower.close()
+def shut_down(link: Connection) -> None:
+    """End a connection in both directions; closing alone would not end a read of another thread."""
+    with suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as whole:
+        whole.shutdown(socket.SHUT_RDWR)
 
 
 def start_failure(error: TransportUnavailable | RankLost) -> str:
@@ -325,22 +356,3 @@ def leave(ranks: Ranks | None) -> None:
     if ranks is not None:
         ranks.close()
         os._exit(0)
-
-
-def _start_process(memory: int) -> tuple["subprocess.Popen[bytes]", Connection, Connection]:
-    """Start a follower; return it and this end of its two sockets, for reads and for steps.
-
-    `memory` is the descriptor of the shared memory.
-    """
-    pairs = [socket.socketpair() for _ in range(2)]
-    theirs = [*(other.fileno() for _, other in pairs), memory]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cluster.launch", "engine.process.follower_process", *map(str, theirs)],
-        pass_fds=theirs,
-        stdin=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
-    for _, other in pairs:
-        other.close()
-    reads, steps = (Connection(own.detach()) for own, _ in pairs)
-    return process, reads, steps

@@ -16,6 +16,11 @@ MINORS = ("0.31", "0.32")
 NO_TIERS = "the vllm engine has no tiers below its pool: set kv_store"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of max_lora_rank that vLLM takes on every device."""
+SEVERAL_RANKS = {
+    "distributed_executor_backend": "mp",
+    "worker_extension_cls": "engine.process.vllm_worker.TandemWorker",
+}
+"""Arguments of an engine with several ranks."""
 MAX_ACTIVE_ADAPTERS = 8
 """Adapters of one step, unless vLLM's max_loras says otherwise."""
 
@@ -64,7 +69,7 @@ def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
         "dtype": config.dtype,
         "kv_cache_memory_bytes": None if config.kv_bytes is None else config.kv_bytes // ranks,
         "tensor_parallel_size": ranks,
-        "distributed_executor_backend": "external_launcher" if ranks > 1 else None,
+        **(SEVERAL_RANKS if ranks > 1 else {}),
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
         "disable_log_stats": True,

@@ -3,17 +3,18 @@
 It runs in vLLM's own environment, where Tandem is installed without its dependencies.
 `engine/process/engine_loop.py` has its loop. vLLM's batches overlap as in its own `step_with_batch_queue`: the next one
 is scheduled and launched while the one before it computes. On a GPU the main thread launches Model Runner V2's batches,
-and a second thread waits for the results. Elsewhere a launch takes as long as the batch, so the second thread does it.
+and a second thread waits for the results. On a CPU a launch takes as long as the batch, so the second thread does it.
+Batches of several ranks are sent to vLLM's worker processes, and the second thread waits for their results.
 """
 
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.core.loan_host import EngineParts
-from engine.errors import EngineStartError
+from engine.errors import EngineStartError, RankLost
 from engine.kv.rows import Allocate, private_rows
 from engine.kv.store.opening import open_store
 from engine.kv.store.shared_store import SharedStore
@@ -25,20 +26,22 @@ from engine.process.compute_thread import ComputeThread
 from engine.process.engine_loop import OpenedEngine, Steps, run_engine
 from engine.process.fast_path_socket import open_fast_path_socket
 from engine.process.front_link import FrontLink
-from engine.process.ranks import Ranks
-from engine.process.spec import EngineSpec, RankSpec
+from engine.process.spec import EngineSpec
 from engine.process.start_up import own_transport
 from engine.process.vllm_start import StartedVllm, computes_at_launch, prepare_vllm, start_vllm, why_not_started
 from engine.process.warm_up import WarmUp, turn_of
+from engine.process.worker_ranks import WorkerRanks
 from engine.sampling.grammar_gate import GrammarGate
-from engine.tensor_parallel.gathering import GatheredBlocks
+
+if TYPE_CHECKING:
+    from engine.backends.vllm.batch_runner import Batches
 
 log = logging.getLogger(__name__)
 
 
 def main() -> None:
     """Serve the front at the other end of the socket whose descriptor is the argument."""
-    run_engine(_open)
+    run_engine(_open, WorkerRanks)
 
 
 class VllmSteps(Steps):
@@ -92,24 +95,22 @@ class VllmSteps(Steps):
         self._hashes.stop()
 
 
-def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngine:
-    prepare_vllm(spec.config.of_rank(0))
-    transport = own_transport(spec.config, spec.agent_name)
+def _open(spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None) -> OpenedEngine:
+    prepare_vllm(spec.config)
+    transport = own_transport(spec.config, spec.agent_name) if ranks is None else None
     started, thread = _start(spec, front, ranks)
-    from engine.backends.vllm.batch_runner import ComputedBatches, LaunchedBatches, mark_launched
+    from engine.backends.vllm.batch_runner import ComputedBatches, LaunchedBatches, SentBatches, mark_launched
     from engine.backends.vllm.core import VllmCore
 
     config, memory, layout = spec.config, started.memory, started.memory.layout
-    followers = ranks.followers if ranks is not None else ()
-    allocate: Allocate = private_rows
-    if ranks is not None:
-        allocate = ranks.memory.take
-        memory.gathered = GatheredBlocks(memory.part, memory.read_parts, followers, allocate)
+    links = ranks.links if ranks is not None else ()
+    allocate: Allocate = private_rows if ranks is None else ranks.memory.take
     hashes, depth = ComputeThread(lambda: None, front.wake), started.num_batches
+    hashes_later = depth > 1 or ranks is not None  # the loop waits for no other process
 
     def core_of(emit: Callable[[FromEngine], None], fast_path: FastPathLink | None, store: SharedStore | None) -> Any:
         return VllmCore(
-            EngineParts(transport, limits_of(spec, started.gpu), emit, front.wake, fast_path, followers),
+            EngineParts(transport, limits_of(spec, started.gpu), emit, front.wake, fast_path, links),
             started.engine,
             memory,
             started.block_pool,
@@ -117,19 +118,21 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngi
             started.sampling,
             started.lora,
             store,
-            hashes.submit if depth > 1 else None,
+            hashes.submit if hashes_later else None,
         )
 
     def steps_of(core: Any) -> Steps:
         executor = started.engine.model_executor
-        batches: Any
-        if started.is_native and ranks is None and not computes_at_launch():
+        batches: Batches
+        if ranks is not None:
+            batches = SentBatches(executor, thread)
+        elif started.is_native and not computes_at_launch():
             batches = LaunchedBatches(executor, thread, mark_launched if started.writes_drafts else None)
         else:
-            batches = ComputedBatches(executor, thread, memory, followers, core.will_fill)
+            batches = ComputedBatches(executor, thread)
         return VllmSteps(core, batches, (thread, hashes), depth)
 
-    num_blocks = memory.pool.num_blocks - 1  # without vLLM's null block
+    num_blocks = memory.num_blocks - 1  # without vLLM's null block
     warming = WarmUp(started.info, layout.block_tokens, num_blocks, ModelDir.open(config.model).has_tokenizer)
     bare = core_of(warming.emit, None, None)
     warm_up_s = warming.run(bare, steps_of(bare), turn_of(front, ranks))
@@ -140,32 +143,28 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngi
         fast_path,
         open_store(config, layout, layout.fingerprint(started.info.weights_fingerprint), allocate),
     )
-    grammars = GrammarGate(started.grammars, front.wake)
     ready = core.start()._replace(gpu=started.gpu, warm_up_s=warm_up_s)
-    return OpenedEngine(core, steps_of(core), ready, grammars)
+    return OpenedEngine(core, steps_of(core), ready, GrammarGate(None, front.wake))
 
 
-def _start(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> tuple[StartedVllm, ComputeThread[Any]]:
-    """Start vLLM on the thread that will launch its batches; return it, and the thread beside the loop.
+def _start(spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None) -> tuple[StartedVllm, ComputeThread[Any]]:
+    """Start vLLM; return it, and the thread beside the loop, which on a CPU is the one that started it.
 
     Raises EngineStartError or RankLost.
     """
-    rank = RankSpec(spec, 0, ranks.meeting) if ranks is not None else None
-    make = partial(_make, spec, rank)
-    if ranks is None and not computes_at_launch():
+    make = partial(_make, spec, ranks)
+    if ranks is not None or not computes_at_launch():
         return make(), ComputeThread(lambda: None, front.wake)
     thread = ComputeThread(make, front.wake)
-    started = thread.made(ranks)
-    if ranks is not None:
-        ranks.met()
-    return started, thread
+    return thread.made(), thread
 
 
-def _make(spec: EngineSpec, rank: RankSpec | None) -> StartedVllm:
+def _make(spec: EngineSpec, ranks: WorkerRanks | None) -> StartedVllm:
     try:
-        return start_vllm(spec.config, spec.role, rank)
-    except EngineStartError:
+        return start_vllm(spec.config, spec.role, ranks)
+    except (EngineStartError, RankLost):
         raise
     except Exception as error:
         log.exception("vLLM did not start")
-        raise why_not_started(error) from error
+        of_rank = ranks.why_not_started() if ranks is not None else None
+        raise of_rank or why_not_started(error) from error

@@ -1,4 +1,4 @@
-"""Start of vLLM in this process, as the only rank of an engine or as one of several."""
+"""Start of vLLM in an engine process: as its only rank, or with worker processes for several."""
 
 import importlib.util
 import json
@@ -6,7 +6,8 @@ import logging
 import os
 import sys
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,12 @@ from engine.host.memory import UNMEASURED_KV_BYTES, belongs_in_file
 from engine.model.adapters import Adapter, read_adapters
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelInfo
-from engine.process.spec import RankSpec
 from engine.process.vllm_arguments import check_version, engine_arguments, passed_arguments
-from engine.sampling.grammar import Grammars
+from engine.process.worker_ranks import WorkerRanks
 
 if TYPE_CHECKING:
     from engine.backends.vllm.groups import KvGroups
+    from engine.backends.vllm.kv_memory import KvMemory
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +38,9 @@ class StartedVllm:
     """vLLM's engine after its model is loaded."""
 
     engine: Any
-    """vLLM's EngineCore. On a follower rank only its executor is used."""
+    """vLLM's EngineCore."""
     memory: Any
-    """`VllmKvMemory` of this rank."""
+    """`KvMemory` of it."""
     block_pool: Any
     gpu: GpuDevice | None
     """GPU that vLLM computes on; None on a CPU."""
@@ -48,8 +49,6 @@ class StartedVllm:
     """Whether vLLM runs Model Runner V2, which samples by itself and whose launches return at once on a GPU."""
     sampling: Any
     """`Sampling` of its requests."""
-    grammars: Grammars | None
-    """Grammars of structured outputs; None where vLLM compiles them."""
     num_batches: int
     """Largest number of batches in flight."""
     lora: dict[bytes, Any]
@@ -59,19 +58,28 @@ class StartedVllm:
 
 
 def prepare_vllm(config: WorkerConfig) -> None:
-    """Set what vLLM reads from the environment when it is imported."""
+    """Set what vLLM reads from the environment when it is imported, here and in its worker processes."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # its log lines are Tandem's
     os.environ["TQDM_DISABLE"] = "1"
     if importlib.util.find_spec("flashinfer") is None:  # vLLM's sampler takes it for installed
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    ranks = range(config.tensor_parallel)
+    if config.cores:
+        of_ranks = [config.of_rank(rank).cores or () for rank in ranks]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, cores)) for cores in of_ranks)
+    if len(ranks) > 1:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads, which a fork would lose
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it wants a NUMA node for each rank
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of a worker share a host
+    quiet_vllm()
+
+
+def quiet_vllm() -> None:
+    """Let vLLM log errors only."""
     warnings.simplefilter("ignore")  # Python's warnings about vLLM's own code
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    if config.cores:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, config.cores))
-    if config.tensor_parallel > 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of a worker share a host
 
 
 def computes_at_launch() -> bool:
@@ -86,10 +94,10 @@ def computes_at_launch() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -> StartedVllm:
+def start_vllm(config: WorkerConfig, role: Role, ranks: WorkerRanks | None = None) -> StartedVllm:
     """Load the model in vLLM, on the calling thread, which on a CPU must be the one that computes.
 
-    With `rank` it waits for the other ranks. Raises EngineStartError.
+    With `ranks` vLLM starts their processes; these end with the calling thread. Raises EngineStartError or RankLost.
     """
     model_dir = ModelDir.open(config.model)
     arguments = engine_arguments(config)  # first: importing vLLM takes seconds
@@ -113,48 +121,31 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
-    from engine.backends.vllm.batch_runner import rank_executor
-    from engine.backends.vllm.connector import offered
-    from engine.backends.vllm.kv_memory import LayerPlace, VllmKvMemory
+    from engine.backends.vllm.connector import offered, offered_memory
     from engine.backends.vllm.speculation import draft_weights, set_up_speculation
 
-    offered.in_file = belongs_in_file(role)
-    vllm_config = _engine_config(config, arguments, adapters)
+    vllm_config = _engine_config(config, role, arguments, adapters)
     set_up_speculation(vllm_config)
-    sampling: Any = None
-    grammars = None
+    os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
+    sampling_class: Any
     if is_native := bool(vllm_config.use_v2_model_runner):
-        os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
+        from engine.backends.vllm.native_sampling import NativeSampling as sampling_class  # noqa: N813
     else:
-        from engine.backends.vllm.keyed_sampling import TandemSampling, keyed_sampling
+        from engine.backends.vllm.keyed_sampling import KeyedSampling as sampling_class  # noqa: N813
+        from engine.backends.vllm.keyed_sampling import TandemSampling
 
         vllm_config.model_config.logits_processors = [TandemSampling]
-        sampling, sampling.eos_token_ids = keyed_sampling, model_dir.eos_token_ids
-        grammars = sampling.grammars = Grammars(model_dir)
-    if not is_native or config.tensor_parallel > 1:
         vllm_config.scheduler_config.async_scheduling = False
-    executor = Executor.get_class(vllm_config) if rank is None else rank_executor(rank.rank, rank.meeting)
-    engine = EngineCore(vllm_config, executor, log_stats=False)
-    if is_native:
-        from engine.backends.vllm.native_sampling import NativeSampling
-
-        sampling = NativeSampling(engine, model_dir.eos_token_ids, always_seeded=config.tensor_parallel > 1)
+    engine = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     groups = _groups(engine, config)
-    backends = sorted({type(layer.impl).__name__ for layer in _attention_layers(vllm_config)})
-    about = f"{vllm.__version__},{'+'.join(backends)},{vllm_config.cache_config.cache_dtype}"
     requests = [LoRARequest(each.name, i, str(each.path)) for i, each in enumerate(adapters, 1)]
     for request in requests:
         engine.add_lora(request)
-    num_blocks = int(vllm_config.cache_config.num_gpu_blocks)
-    pools = offered.pools if on_cpu else None
-    rank_number = rank.rank if rank is not None else 0
-    places = [
-        LayerPlace(each.offset + number * each.layer_stride, each.block_stride)
-        for each in engine.scheduler.kv_cache_config.kv_cache_tensors
-        for number in range(len(each.layers))
-    ]
-    ranks = config.tensor_parallel
-    memory = VllmKvMemory(offered.caches, places, num_blocks, groups.unit, about, pools, groups, ranks, rank_number)
+    memory: KvMemory
+    if ranks is None:
+        memory = offered_memory(vllm_config, engine.scheduler.kv_cache_config, groups.unit, groups)
+    else:
+        memory = _memory_of(engine, ranks, groups)
     weights = model_dir.weights_fingerprint() + _digest_of(vllm_config.model_config)
     drafts = vllm_config.speculative_config
     if writes_drafts := drafts is not None and drafts.uses_draft_kv_cache():
@@ -175,9 +166,28 @@ def start_vllm(config: WorkerConfig, role: Role, rank: RankSpec | None = None) -
         num_batches,
         vllm_config.cache_config.kv_cache_layout,
     )
+    sampling = sampling_class(engine, model_dir.eos_token_ids)
     return StartedVllm(
-        engine, memory, offered.block_pool, gpu, info, is_native, sampling, grammars, num_batches, lora, writes_drafts
+        engine, memory, offered.block_pool, gpu, info, is_native, sampling, num_batches, lora, writes_drafts
     )
+
+
+def _memory_of(engine: Any, ranks: WorkerRanks, groups: "KvGroups") -> "KvMemory":
+    """Return the KV memory of an engine's ranks, which serve their parts from now on.
+
+    Raises EngineStartError or RankLost.
+    """
+    from engine.backends.vllm.kv_memory import RankedKvMemory, VllmLayout
+
+    engine.collective_rpc("tandem_serve", args=(groups.unit,))
+    ranks.wait_for()
+    ranks.met()
+    facts = {(each.layout, each.num_blocks) for each in (link.joined.result() for link in ranks.links)}
+    if len(facts) != 1:
+        raise EngineStartError("model", f"vLLM gave the ranks unlike KV memory: {facts}")
+    ((layout, num_blocks),) = facts
+    assert isinstance(layout, VllmLayout)
+    return RankedKvMemory(replace(layout, groups=groups), num_blocks, ranks.links, ranks.memory.take)
 
 
 def _digest_of(model_config: Any) -> bytes:
@@ -206,21 +216,31 @@ def _gpu_share(config: WorkerConfig) -> float:
 
 def why_not_started(error: BaseException) -> EngineStartError:
     """Return the error of a start that failed within vLLM; it names what to set."""
-    cause = last_cause(error)
+    causes = list(_causes(error))
+    for each in causes:
+        if isinstance(each, EngineStartError):
+            return each
+    cause = _told(causes[-1])
     if "GPU memory utilization" in cause or "gpu_memory_utilization" in cause or "out of memory" in cause:
         hint = "set kv_memory_mib to a number that fits beside the weights and the GPU's other programs"
         return EngineStartError("kv_memory_mib", f"vLLM did not start: {cause}; {hint}")
     return EngineStartError("engine", f"vLLM did not start: {cause}")
 
 
-def last_cause(error: BaseException) -> str:
-    """Return the message of the innermost error, in one line."""
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and what caused it, the innermost one last."""
+    yield error
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
+        yield error
+
+
+def _told(error: BaseException) -> str:
+    """Return an error's message in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _engine_config(config: WorkerConfig, arguments: dict[str, Any], adapters: list[Adapter]) -> Any:
+def _engine_config(config: WorkerConfig, role: Role, arguments: dict[str, Any], adapters: list[Adapter]) -> Any:
     """Return vLLM's VllmConfig.
 
     Raises EngineStartError for options that vLLM does not have, and for models that cannot be lent or split.
@@ -229,7 +249,7 @@ def _engine_config(config: WorkerConfig, arguments: dict[str, Any], adapters: li
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
-    from engine.backends.vllm.connector import TandemConnector
+    from engine.backends.vllm.connector import IN_FILE, TandemConnector
 
     if adapters and current_platform.is_cpu():
         if config.vllm_option("max_loras") is not None:
@@ -240,6 +260,7 @@ def _engine_config(config: WorkerConfig, arguments: dict[str, Any], adapters: li
         kv_connector=TandemConnector.__name__,
         kv_connector_module_path=TandemConnector.__module__,
         kv_role="kv_both",
+        kv_connector_extra_config={IN_FILE: belongs_in_file(role)},
     )
     try:
         options = EngineArgs(kv_transfer_config=transfer, **arguments)
@@ -277,8 +298,3 @@ def _groups(engine: Any, config: WorkerConfig) -> "KvGroups":
     if unit != config.block_tokens and not kv_config.has_mamba_layers:
         raise EngineStartError("block_tokens", f"vLLM uses blocks of {unit} tokens here")
     return groups
-
-
-def _attention_layers(vllm_config: Any) -> list[Any]:
-    layers = vllm_config.compilation_config.static_forward_context.values()
-    return [layer for layer in layers if hasattr(layer, "impl")]

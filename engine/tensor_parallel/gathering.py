@@ -7,6 +7,7 @@ leaves the pool when every rank has copied its part into a row of shared memory;
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from engine.kv.rows import Allocate
 from kvtransfer.ranks import BlockPart
 
+ReadPart = Callable[[Seq[int]], Iterable[NDArray[np.uint8]]]
+"""Function that returns a rank's part of blocks."""
 GATHER_BYTES = 8 << 20
 """Shared memory for blocks that are being gathered, if a block is smaller."""
 
@@ -33,24 +36,42 @@ class GatheringRank(ABC):
         """Wait until the parts are there."""
 
 
+class FingerprintingRank(GatheringRank):
+    """A rank that fingerprints its part of blocks on request.
+
+    Both methods may be called on any thread.
+    """
+
+    @abstractmethod
+    def begin_fingerprints(self, blocks: Seq[int]) -> "Future[NDArray[np.uint64]]":
+        """Start computing fingerprints of the rank's part of blocks that no step writes, [blocks, its KV heads]."""
+
+    @abstractmethod
+    def end_fingerprints(self, begun: "Future[NDArray[np.uint64]]") -> NDArray[np.uint64]:
+        """Wait for fingerprints.
+
+        Raises RankLost.
+        """
+
+
 class GatheredBlocks:
-    """Rank 0's reader of whole blocks."""
+    """The engine process's reader of whole blocks."""
 
     def __init__(
         self,
-        part: BlockPart,
-        read_part: Callable[[Seq[int]], Iterable[NDArray[np.uint8]]],
+        block_bytes: int,
         followers: Seq[GatheringRank],
         allocate: Allocate,
+        own: tuple[BlockPart, ReadPart] | None = None,
     ) -> None:
-        """Create the reader.
+        """Create the reader of blocks of `block_bytes`.
 
-        `read_part` returns rank 0's `part` of blocks. `allocate` returns memory that all ranks map.
+        `own` is the part of this process and its reader; None where the followers have all parts. `allocate` returns
+        memory that all ranks map.
         """
-        self._part = part
-        self._read_part = read_part
+        self._own = own
         self._followers = followers
-        self._rows = allocate(max(1, GATHER_BYTES // part.block_bytes), part.block_bytes)
+        self._rows = allocate(max(1, GATHER_BYTES // block_bytes), block_bytes)
 
     def read(self, blocks: Seq[int]) -> Iterator[NDArray[np.uint8]]:
         """Yield the bytes of blocks that no step writes, each valid until the next one is asked for.
@@ -62,8 +83,10 @@ class GatheredBlocks:
             rows = self._rows[: len(run)]
             for follower in self._followers:
                 follower.begin_gather(run, rows)
-            for row, content in zip(rows, self._read_part(run), strict=True):
-                self._part.put(content, row)
+            if self._own is not None:
+                part, read_part = self._own
+                for row, content in zip(rows, read_part(run), strict=True):
+                    part.put(content, row)
             for follower in self._followers:
                 follower.end_gather()
             yield from rows

@@ -1,11 +1,15 @@
-"""Messages between rank 0's main thread and a follower's.
+"""Messages between an engine process and the process of a rank that holds a part of every block.
 
-Steps use another socket, see `steps.py`.
+Steps use another way: for followers of the torch engine see `steps.py`; vLLM has its own.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.kv.layout import KvLayout
 from engine.tensor_parallel.shared_memory import SharedPlace
 
 HEARTBEAT_S = 0.2
@@ -73,7 +77,15 @@ class Drop:
     endpoint: bytes
 
 
-ToFollower = ReadBlocks | CopyBlocks | Gather | OpenDisk | Withdraw | Copy | Drop
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Compute fingerprints of this rank's part of `blocks`, which no step writes; answered by Fingerprinted, once."""
+
+    number: int
+    blocks: tuple[int, ...]
+
+
+ToFollower = ReadBlocks | CopyBlocks | Gather | OpenDisk | Withdraw | Copy | Drop | Fingerprint
 
 # ---------------------------------------------------------------------------------------- from a follower
 
@@ -83,6 +95,12 @@ class Joined:
     """The shard is loaded and its pool is registered at `endpoint`."""
 
     endpoint: bytes
+    transport: str
+    """Name of its transport."""
+    layout: KvLayout | None = None
+    """Layout of whole blocks, where the engine process has no KV memory to read it off."""
+    num_blocks: int = 0
+    """Blocks of its pool, in the same case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +121,17 @@ class BlocksRead:
     number: int
     fingerprints: tuple[bytes, ...] | None
     peer_gone: bool
+    lanes: tuple[str, ...] = ()
+    """Lanes that reads from this worker have used so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprinted:
+    """Answer to Fingerprint."""
+
+    number: int
+    fingerprints: NDArray[np.uint64]
+    """Fingerprints of this rank's heads, [blocks, its KV heads]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,4 +149,4 @@ class Heartbeat:
     """Block reads without recent progress, by number, and for how many seconds."""
 
 
-FromFollower = Joined | NotJoined | BlocksRead | Answer | Heartbeat
+FromFollower = Joined | NotJoined | BlocksRead | Fingerprinted | Answer | Heartbeat

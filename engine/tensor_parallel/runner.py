@@ -57,7 +57,7 @@ class ParallelRunner(ModelRunner):
         self._followers = followers
         self._writer = StepWriter()
         self._part = BlockPart(own.layout.block_bytes, 0, 1 + len(followers))
-        self._gathered = GatheredBlocks(self._part, own.read_blocks, followers, allocate)
+        self._gathered = GatheredBlocks(own.layout.block_bytes, followers, allocate, (self._part, own.read_blocks))
         self._filled: dict[int, NDArray[np.uint64]] = {}
         """Fingerprints, of all heads, of the blocks that the last step filled."""
 

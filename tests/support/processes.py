@@ -156,8 +156,9 @@ def engine_of(role: RoleProcess) -> int:
 
 
 def ranks_of(engine: int) -> list[int]:
-    """Processes of an engine's other ranks."""
-    return children_running(engine, "engine.process.follower_process")
+    """Processes of an engine's ranks besides the engine process itself: followers, or all of vLLM's workers."""
+    programs = ("engine.process.follower_process", "spawn_main", "VLLM::Worker")
+    return [pid for program in programs for pid in children_running(engine, program)]
 
 
 async def gone(pids: Sequence[int], within_s: float = 3.0) -> None:

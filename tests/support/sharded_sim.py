@@ -122,7 +122,7 @@ class ShardedSim(ModelRunner):
     def gather_from(self, followers: Sequence[GatheringRank], memory: SharedMemory) -> None:
         """Read whole blocks as rank 0 does."""
         part = BlockPart(LAYOUT.block_bytes, 0, len(self.pools))
-        self._gathered = GatheredBlocks(part, super().read_blocks, followers, memory.take)
+        self._gathered = GatheredBlocks(LAYOUT.block_bytes, followers, memory.take, (part, super().read_blocks))
         self._part = part
 
     def read_blocks(self, blocks: Sequence[int]) -> Iterator[NDArray[np.uint8]]:

@@ -215,6 +215,7 @@ class Cluster(Faults):
 
     def verify(self, node: Node) -> None:
         """All blocks that arrived in its GPU's memory are verified."""
+        assert node.core._own is not None
         verifier = node.core._own._batch_verifier
         self.seen["verified together"] += len(verifier._waiting) > 1
         self.seen["withdrawn before verified"] += any(arrival.withdrawn for arrival in verifier._waiting)

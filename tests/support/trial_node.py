@@ -129,6 +129,7 @@ class Node:
         self.transport.on_gpu = on_gpu
         self.verifying = StepExecutor()
         """Performs the passes over blocks that arrived in a GPU's memory."""
+        assert self.core._own is not None
         self.core._own._batch_verifier = BatchVerifier(self._fingerprints, self.verifying)
         self.verified_too_early: list[int] = []
         """Blocks that were verified while a read might still write them."""

@@ -45,14 +45,19 @@ def ids(tokens: Sequence[Token]) -> list[int]:
     return [token.token_id for token in tokens]
 
 
-def flip_a_byte(engine: RealEngine, block: int) -> None:
-    """Change one byte of a block of an engine whose KV memory is a file; of the second plane, if there is one."""
-    found = [entry for entry in Path(f"/proc/{engine.pid}/fd").iterdir() if "memfd:tandem-kv" in os.readlink(entry)]
+def flip_a_byte(engine: RealEngine, block: int, rank: int | None = None) -> None:
+    """Change one byte of a block of an engine whose KV memory is a file; of the second plane, if there is one.
+
+    `rank` has the part to be changed, of an engine whose ranks are processes of their own.
+    """
+    ranks = engine.rank_pids() if rank is not None else [engine.pid]
+    pid = ranks[rank or 0]
+    found = [entry for entry in Path(f"/proc/{pid}/fd").iterdir() if "memfd:tandem-kv" in os.readlink(entry)]
     assert len({entry.stat().st_ino for entry in found}) == 1
     descriptor = found[0]
     ready = engine.ready
     planes, num_blocks, _ = without_planes(ready.endpoint)
-    span = ready.block_bytes // planes
+    span = ready.block_bytes // planes // len(ranks)
     offset = (num_blocks if planes > 1 else 0) * span + block * span + 77
     with descriptor.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         memory[offset] ^= 0x40

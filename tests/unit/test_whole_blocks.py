@@ -94,7 +94,8 @@ def test_whole_blocks_are_gathered_of_all_parts(ranks: int, planes: int, blocks:
     pools = [np.array([part.of(block) for block in whole]) for part in parts]
     followers = [Follower(part, pool) for part, pool in zip(parts[1:], pools[1:], strict=True)]
     memory = SharedMemory()
-    gathered = GatheredBlocks(parts[0], lambda chosen: [pools[0][block] for block in chosen], followers, memory.take)
+    own = parts[0], lambda chosen: [pools[0][block] for block in chosen]
+    gathered = GatheredBlocks(width, followers, memory.take, own)
     found = gathered.read(blocks)
     for block in blocks:
         assert np.array_equal(next(found), whole[block])

@@ -200,3 +200,29 @@ async def test_a_draft_counts_if_it_is_the_token_drawn() -> None:
     ran = await asyncio.create_subprocess_exec(*command, env=environment, stderr=asyncio.subprocess.PIPE)
     _, errors = await ran.communicate()
     assert ran.returncode == 0, errors[-3000:]
+
+
+async def test_two_ranks_draft_as_one(tmp_path: Path) -> None:
+    """Worker processes verify drafts as the engine process does, and lend the KV of draft layers."""
+    model, cores = write_model("llama", tmp_path, vocab_size=VOCAB), tuple(sorted(os.sched_getaffinity(0)))
+    drafts = {"method": "draft_model", "model": str(cut_model(model, tmp_path, 2)), "num_speculative_tokens": 2}
+    settings: dict[str, Any] = {"model": model, "vllm_python": V2}
+    plain = vllm_engine("plain", cores=cores[:1], **settings)
+    two = vllm_engine(
+        "two", "prefill", cores=cores, tensor_parallel=2, vllm_options={"speculative_config": drafts}, **settings
+    )
+    one = vllm_engine("one", cores=cores[-1:], vllm_options={"speculative_config": drafts}, **settings)
+    async with engines(plain, two, one):
+        for name in ("greedy", "seeded"):
+            request = wanted(name)
+            expected = ids(await plain.answer(request))
+            got = await two.answer(request._replace(request_id=f"d{next(numbers)}"))
+            assert ids(got) == expected
+            assert num_accepted(got)
+            rest = request._replace(request_id=f"c{next(numbers)}", emitted=tuple(expected[:9]))
+            assert ids(await one.answer(rest)) == expected[9:]
+        prompt = prompt_of(4 * BLOCK + 6, 64)
+        moved = await one.answer(named(prompt, MAX_TOKENS, ignore_eos=True), two)
+        assert account_of(moved).moved_blocks == 4
+        assert ids(moved) == ids(await plain.answer(named(prompt, MAX_TOKENS, ignore_eos=True)))
+        await Pair(two, one).settled()

@@ -1,27 +1,15 @@
-"""Execution of vLLM's batches on one rank or on several tensor-parallel ranks.
+"""Execution of vLLM's batches: launched on a GPU, computed on a CPU, or sent to several ranks."""
 
-Each rank is a process with vLLM's EngineCore, of which followers use the executor only. Rank 0 schedules, and sends
-each batch to its followers before it computes the batch itself. The ranks meet in vLLM's own sums.
-"""
-
-import pickle
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from engine.backends.vllm.kv_memory import VllmKvMemory
-from engine.tensor_parallel.runner import FollowingRank
-from kvtransfer.fingerprint import Folding
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class Thread(Protocol):
@@ -32,26 +20,6 @@ class Thread(Protocol):
 
     def take(self) -> tuple[Any, Any] | None:
         """Return the tag and the result of the next finished call; None while it runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One step as followers get it: vLLM's batch, and the blocks that are full after it."""
-
-    output: SchedulerOutput
-    filled: list[int] = field(default_factory=list)
-
-
-def rank_executor(rank: int, meeting: Path) -> type[UniProcExecutor]:
-    """Return the class of executors whose only worker is `rank` of several, which meet through a file."""
-
-    class RankExecutor(UniProcExecutor):
-        """Executor of this rank."""
-
-        def _distributed_args(self) -> tuple[str, int, int]:
-            return f"file://{meeting}", rank, rank
-
-    return RankExecutor
 
 
 class Batches(ABC):
@@ -152,36 +120,21 @@ def mark_launched() -> Any:
 
 
 class ComputedBatches(Batches):
-    """Batches that another thread computes, on a CPU or with several ranks."""
+    """Batches that another thread computes, on a CPU."""
 
-    def __init__(
-        self,
-        executor: Any,
-        thread: Thread,
-        memory: VllmKvMemory,
-        followers: Sequence[FollowingRank],
-        will_fill: Callable[[Any], list[int]],
-    ) -> None:
-        """Create it; `thread` computes, and `will_fill` gives the blocks that a batch fills."""
+    def __init__(self, executor: Any, thread: Thread) -> None:
+        """Create it; `thread` computes."""
         self._executor = executor
         self._thread = thread
-        self._memory = memory
-        self._followers = followers
-        self._will_fill = will_fill
 
     @property
     def has_ended(self) -> bool:
         return False  # the thread wakes the loop
 
     def start(self, output: Any, grammar: Any) -> None:
-        if self._followers:
-            step = _Step(output, self._will_fill(output))
-            self._thread.submit(output, partial(self._with_followers, step))
-        else:
-            self._thread.submit(output, partial(_execute, self._executor, _own(output), grammar))
+        self._thread.submit(output, partial(_execute, self._executor, _own(output), grammar))
 
     def launch(self, output: Any) -> None:
-        assert not self._followers, "batches of several ranks have no grammars of vLLM's"
         self._thread.submit(None, partial(self._executor.execute_model, _own(output)))
 
     def sample(self, output: Any, grammar: Any) -> None:
@@ -193,53 +146,59 @@ class ComputedBatches(Batches):
                 return computed
         return None
 
-    def _with_followers(self, step: _Step) -> Any:
-        """Return vLLM's result of a batch that all ranks compute.
 
-        Raises RankLost, and what vLLM raises.
-        """
-        message = pickle.dumps(step, pickle.HIGHEST_PROTOCOL)
-        for follower in self._followers:
-            follower.begin_step(message)
-        computed = _execute(self._executor, step.output, None)
-        parts = [self._memory.part_fingerprints(step.filled), *(each.end_step() for each in self._followers)]
-        self._memory.filled = dict(zip(step.filled, np.concatenate(parts, axis=1), strict=True))
-        return computed
+class SentBatches(Batches):
+    """Batches that the loop's thread sends to worker processes.
+
+    Another thread waits for their results, in the order in which the batches were sent.
+    """
+
+    def __init__(self, executor: Any, thread: Thread) -> None:
+        """Create it; `thread` waits."""
+        self._executor = executor
+        self._thread = thread
+        self._launched: Any = None
+        """vLLM's future of a batch that is launched and not sampled."""
+
+    @property
+    def has_ended(self) -> bool:
+        return False  # the thread wakes the loop
+
+    def start(self, output: Any, grammar: Any) -> None:
+        self.launch(output)
+        self.sample(output, grammar)
+
+    def launch(self, output: Any) -> None:
+        self._launched = self._executor.execute_model(output, non_block=True)
+
+    def sample(self, output: Any, grammar: Any) -> None:
+        launched, self._launched, sampled = self._launched, None, None
+        if output.total_num_scheduled_tokens:
+            sampled = self._executor.sample_tokens(grammar, non_block=True)
+        self._thread.submit(output, partial(_received, launched, sampled))
+
+    def take(self) -> tuple[Any, Any] | None:
+        return self._thread.take()
 
 
-def _execute(executor: Any, output: SchedulerOutput, grammar: Any) -> Any:
+def _received(launched: Any, sampled: Any) -> Any:
+    """Wait for the result of a batch that was sent to worker processes.
+
+    Raises what one of them raised.
+    """
+    result = launched.result()
+    return result if sampled is None else sampled.result()
+
+
+def _execute(executor: Any, output: "SchedulerOutput", grammar: Any) -> Any:
     """Compute a batch on this process's rank and return vLLM's result of it."""
     computed = executor.execute_model(output)
     return executor.sample_tokens(grammar) if computed is None else computed
 
 
-def _own(output: SchedulerOutput) -> SchedulerOutput:
+def _own(output: "SchedulerOutput") -> "SchedulerOutput":
     """Return a batch of which another thread may read the tokens while the scheduler adds to them."""
     for new in output.scheduled_new_reqs:
         if new.prefill_token_ids is not None:
             new.prefill_token_ids = list(new.prefill_token_ids)
     return output
-
-
-class VllmFollower:
-    """Runner of a follower rank."""
-
-    folding: Folding | None = None
-
-    def __init__(self, executor: Any, memory: VllmKvMemory) -> None:
-        self._executor = executor
-        self.pool = memory.pool
-        self.part = memory.part
-        self.fingerprints = memory.part_fingerprints
-        self.read_blocks = memory.read_parts
-        self.write_block = memory.write_part
-
-    def follow(self, step: bytes) -> NDArray[np.uint64]:
-        """Compute rank 0's batch; return this rank's fingerprints of the blocks that it filled."""
-        batch: _Step = pickle.loads(step)
-        _execute(self._executor, batch.output, None)
-        return self.fingerprints(batch.filled)
-
-    def copy_block(self, source: int, target: int) -> None:
-        """Refuse: vLLM copies no blocks."""
-        raise NotImplementedError

@@ -7,7 +7,7 @@ vLLM offers its memory, its pool, and the room for another allocation.
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,31 +18,70 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 
-from engine.backends.vllm.kv_memory import pool_allocation
+from engine.backends.vllm.batch_runner import mark_launched
+from engine.backends.vllm.kv_memory import LayerPlace, VllmKvMemory, pool_allocation
 from kvtransfer.transport import Pool
+
+if TYPE_CHECKING:
+    from engine.backends.vllm.groups import KvGroups
+
+IN_FILE = "in_file"
+"""Key of the connector's own configuration: whether KV memory should be a memory file."""
 
 
 @dataclass(slots=True)
 class Offered:
     """Things that vLLM offered its connectors in this process."""
 
-    in_file: bool = False
-    """Whether KV memory should be a memory file."""
     pools: list[Pool] = field(default_factory=list)
     caches: dict[str, Tensor | list[Tensor]] = field(default_factory=dict)
     """KV tensors by layer name; a layer with a recurrent state has several."""
     block_pool: Any = None
     """vLLM's `BlockPool`."""
+    drafted: Any = None
+    """CUDA event after the KV that the last step's drafts wrote; None without draft layers, and on CPUs."""
+
+    def wait_for_drafts(self) -> None:
+        """Wait until the drafts of all steps whose results are known have written their KV.
+
+        From any thread.
+        """
+        if (event := self.drafted) is not None:
+            event.synchronize()
 
 
 offered = Offered()
 
 
+def offered_memory(
+    vllm_config: Any, kv_cache_config: Any, unit: int, groups: "KvGroups | None", ranks: int = 1, rank: int = 0
+) -> VllmKvMemory:
+    """Return the KV memory that vLLM offered in this process, which is `rank` of `ranks`; blocks have `unit` tokens.
+
+    Raises EngineStartError.
+    """
+    import vllm
+
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    backends = sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")})
+    about = f"{vllm.__version__},{'+'.join(backends)},{vllm_config.cache_config.cache_dtype}"
+    places = [
+        LayerPlace(each.offset + number * each.layer_stride, each.block_stride)
+        for each in kv_cache_config.kv_cache_tensors
+        for number in range(len(each.layers))
+    ]
+    pools = offered.pools if current_platform.is_cpu() else None
+    num_blocks = int(kv_cache_config.num_blocks)
+    return VllmKvMemory(offered.caches, places, num_blocks, unit, about, pools, groups, ranks, rank)
+
+
 class TandemConnector(KVConnectorBase_V1, SupportsHMA):
-    """Connector of both roles, in one process with the scheduler and the worker."""
+    """Connector of both roles, in one process or, with several ranks, in the scheduler's and each worker's."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        drafts = vllm_config.speculative_config
+        self._marks_drafts = drafts is not None and drafts.uses_draft_kv_cache() and not current_platform.is_cpu()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -59,7 +98,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_mem_pool_context(self) -> AbstractContextManager[None]:
         """Return the context in which vLLM allocates KV memory."""
-        return pool_allocation(offered.in_file, offered.pools)
+        return pool_allocation(bool(self._kv_transfer_config.get_from_extra_config(IN_FILE, False)), offered.pools)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         offered.caches.update(kv_caches)
@@ -93,4 +132,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None: ...
 
-    def wait_for_save(self) -> None: ...
+    def wait_for_save(self) -> None:
+        """Mark the end of what a step has launched: vLLM calls it after the drafts."""
+        if self._marks_drafts:
+            offered.drafted = mark_launched()

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from engine.backends.vllm.block_pool import GroupPlace
 from engine.backends.vllm.kv_cache import VllmKVCache
-from engine.backends.vllm.kv_memory import VllmKvMemory
+from engine.backends.vllm.kv_memory import KvMemory, VllmKvMemory
 from engine.backends.vllm.requests import VllmRequests
 from engine.backends.vllm.sampling import Sampling
 from engine.backends.vllm.submitted import Full, Submissions, Submitted
@@ -66,7 +66,7 @@ class VllmCore(LoanHost):
         self,
         parts: EngineParts,
         engine: Any,
-        memory: VllmKvMemory,
+        memory: KvMemory,
         block_pool: Any,
         info: ModelInfo,
         sampling: Sampling,
@@ -95,7 +95,9 @@ class VllmCore(LoanHost):
         lookahead = int(engine.vllm_config.num_prefill_lookahead_tokens)
         sampling.num_beyond = max(lookahead, 0 if groups.is_chain else 1)
         kv_cache = VllmKVCache(memory, block_pool, groups, time.monotonic, self._finished, store)
-        own = LocalRank(parts.transport, memory.part, memory.part_fingerprints)
+        own = None  # where other processes have all KV memory
+        if isinstance(memory, VllmKvMemory) and parts.transport is not None:
+            own = LocalRank(parts.transport, memory.part, memory.part_fingerprints)
         super().__init__(parts, info, memory.pool, own, kv_cache, memory, _HardeningBorrower)
         self._submissions = Submissions(self._scheduler, kv_cache, sampling, lora, self._on_scheduled, self.unblock)
         requests = VllmRequests(self._table_parts(), self._submissions, sampling)
@@ -176,10 +178,6 @@ class VllmCore(LoanHost):
                 self._scheduler.update_draft_token_ids_in_output(drafts, output)
         return self.grammar_of(output)
 
-    def will_fill(self, output: Any) -> list[int]:
-        """Return the blocks that a scheduled step will fill, for ranks that fingerprint their parts in the step."""
-        return self._submissions.filled_by(output)
-
     def end_step(self, output: Any, computed: Any) -> None:
         """Process the executor's result of the oldest batch in flight."""
         seconds = self._reports.step_ended()
@@ -221,8 +219,7 @@ class VllmCore(LoanHost):
     # ------------------------------------------------------------------ parts
 
     def _endpoint(self, ranks: Seq[bytes]) -> bytes:
-        part = self._memory.part
-        return with_planes(join_endpoints(ranks), part.planes, part.num_blocks)
+        return with_planes(join_endpoints(ranks), self._memory.layout.planes, self._memory.num_blocks)
 
     def _own_claims(self) -> list[Seq[int]]:
         """Return the blocks that vLLM's requests hold, those of hardened reservations, and those not named yet."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from engine.backends.vllm.block_pool import GroupPlace, VllmBlockPool
 from engine.backends.vllm.boundaries import StoredBoundaries
 from engine.backends.vllm.groups import GroupCourse, KvGroups
-from engine.backends.vllm.kv_memory import VllmKvMemory
+from engine.backends.vllm.kv_memory import KvMemory
 from engine.block_keys import BlockKey
 from engine.core_types import Sequence
 from engine.kv.block_pool import CacheEvent, NamedPlace
@@ -36,7 +36,7 @@ class VllmKVCache(KVCacheManager):
 
     def __init__(
         self,
-        memory: VllmKvMemory,
+        memory: KvMemory,
         block_pool: Any,
         groups: KvGroups,
         clock: Callable[[], float],

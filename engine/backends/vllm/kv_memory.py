@@ -17,7 +17,8 @@ from engine.backends.torch.fingerprint import TensorFingerprints
 from engine.errors import EngineStartError
 from engine.host.memory import pool_memory
 from engine.kv.layout import KV_FORMAT, KvLayout
-from engine.tensor_parallel.gathering import GatheredBlocks
+from engine.kv.rows import Allocate
+from engine.tensor_parallel.gathering import FingerprintingRank, GatheredBlocks
 from kvtransfer.fingerprint import Fingerprints, PlaneFingerprints
 from kvtransfer.ranks import MAX_PLANES, BlockPart
 from kvtransfer.transport import AnyPool, DevicePool, Pool
@@ -199,21 +200,8 @@ class VllmKvMemory:
         """Part of each block that this rank holds."""
         self.part_fingerprints: Callable[[Sequence[int]], NDArray[np.uint64]]
         """Function that returns fingerprints of this rank's part of blocks, [blocks, this rank's KV heads]."""
-        self.filled: Mapping[int, NDArray[np.uint64]] = {}
-        """Fingerprints, of all ranks' heads, of the blocks that the last step filled; used with several ranks."""
-        self.gathered: GatheredBlocks | None = None
-        """Reader of whole blocks, of rank 0 of several."""
         self._bytes: BlockBytes | PlaneBytes
         self.pool = self._pool_of(first, total, pools, kv_heads)
-
-    def fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
-        """Return fingerprints of whole blocks, [blocks, KV heads].
-
-        With several ranks, only of blocks that the last step filled.
-        """
-        if self.part.ranks == 1:
-            return self.part_fingerprints(blocks)
-        return np.array([self.filled[block] for block in blocks], np.uint64).reshape(-1, self.layout.kv_heads)
 
     def _pool_of(self, tensor: Tensor, num_bytes: int, pools: Sequence[Pool] | None, heads: int) -> AnyPool:
         planes = self.layout.planes
@@ -235,18 +223,48 @@ class VllmKvMemory:
             self.part_fingerprints = PlaneFingerprints(memory, self.num_blocks, planes, heads).of
         return Pool(memory, file=pools[0].file)
 
-    def read_blocks(self, blocks: Sequence[int]) -> Iterable[NDArray[np.uint8]]:
-        """Return the bytes of whole blocks that no step writes; each valid until the next is asked for."""
-        return self.read_parts(blocks) if self.gathered is None else self.gathered.read(blocks)
+    def fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
+        """Return fingerprints of whole blocks, [blocks, KV heads], of the only rank."""
+        return self.part_fingerprints(blocks)
 
-    def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
-        """Set this rank's part of a block that no step uses to that of a whole block; it is visible on return."""
-        self.write_part(block, self.part.of(content))
-
-    def read_parts(self, blocks: Sequence[int]) -> Sequence[NDArray[np.uint8]]:
+    def read_blocks(self, blocks: Sequence[int]) -> Sequence[NDArray[np.uint8]]:
         """Return the bytes of this rank's part of blocks that no step writes."""
         return self._bytes.read(blocks)
 
-    def write_part(self, block: int, content: NDArray[np.uint8]) -> None:
+    def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
         """Set this rank's part of a block that no step uses; it is visible on return."""
         self._bytes.write(block, content)
+
+
+class RankedKvMemory:
+    """KV memory of an engine whose ranks are all in other processes; this one has none."""
+
+    pool: AnyPool | None = None
+
+    def __init__(
+        self, layout: VllmLayout, num_blocks: int, ranks: Sequence[FingerprintingRank], allocate: Allocate
+    ) -> None:
+        """Create it; `allocate` returns memory that all `ranks` map."""
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self._ranks = ranks
+        self._gathered = GatheredBlocks(layout.block_bytes, ranks, allocate)
+
+    def fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
+        """Return fingerprints of whole blocks that no step writes, [blocks, KV heads]; all ranks compute at once.
+
+        From any thread. Raises RankLost.
+        """
+        begun = [rank.begin_fingerprints(blocks) for rank in self._ranks]
+        parts = [rank.end_fingerprints(each) for rank, each in zip(self._ranks, begun, strict=True)]
+        return np.concatenate(parts, axis=1)
+
+    def read_blocks(self, blocks: Sequence[int]) -> Iterable[NDArray[np.uint8]]:
+        """Return the bytes of whole blocks that no step writes; each valid until the next is asked for."""
+        return self._gathered.read(blocks)
+
+    def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
+        """Write this process's part of a block: nothing."""
+
+
+KvMemory = VllmKvMemory | RankedKvMemory

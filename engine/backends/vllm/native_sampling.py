@@ -22,7 +22,14 @@ from vllm.v1.worker.gpu.sample.logit_bias import MAX_NUM_LOGIT_BIAS_TOKENS, MAX_
 
 from engine.backends.torch.sampler import NO_NUMBERS
 from engine.backends.vllm.sampling import FILLS, Sampling, ends_of, scores_wanted
-from engine.core_types import RequestFailure, SampleResult, Sequence, StructuredOutput, TokenLogprobs
+from engine.core_types import (
+    RequestFailure,
+    SampleResult,
+    SamplingParams,
+    Sequence,
+    StructuredOutput,
+    TokenLogprobs,
+)
 from engine.messages.to_engine import Generate
 from engine.sampling.grammar import MAX_REASON_CHARS, STACK_BYTES, forms_of, schema_text
 from engine.sampling.structured_output import FIELD
@@ -35,18 +42,16 @@ GRAMMAR_THREADS = 2
 class NativeSampling(Sampling):
     """Sampling by vLLM, with its own structured output."""
 
-    def __init__(self, engine: Any, eos_token_ids: frozenset[int], always_seeded: bool) -> None:
-        """Create it for vLLM's EngineCore.
+    continues_output = True
+    """Whether vLLM takes tokens that an earlier attempt emitted as output; else they belong to the prompt."""
 
-        `always_seeded`: whether requests without a seed of their own get the router's, because several processes
-        must draw the same tokens.
-        """
+    def __init__(self, engine: Any, eos_token_ids: frozenset[int]) -> None:
+        """Create it for vLLM's EngineCore."""
         self._manager = engine.structured_output_manager
         self._has_tokenizer = not engine.vllm_config.model_config.skip_tokenizer_init
         configured = engine.vllm_config.structured_outputs_config.backend
         self._backend = BACKEND if configured == "auto" else configured
         self._eos_token_ids = eos_token_ids
-        self._always_seeded = always_seeded
         if self._has_tokenizer:
             self._manager.executor = _roomy_threads()
 
@@ -58,6 +63,10 @@ class NativeSampling(Sampling):
             return f"sampling.logit_bias: {num_biases} tokens, vLLM takes at most {most}"
         if wanted.min_tokens and num_ends > MAX_NUM_STOP_TOKEN_IDS:
             return f"sampling.stop_token_ids: {num_ends} with min_tokens, vLLM takes at most {MAX_NUM_STOP_TOKEN_IDS}"
+        return self._refused_structure(wanted)
+
+    def _refused_structure(self, wanted: SamplingParams) -> str:
+        """Return why vLLM cannot compile a request's grammar; empty where it can."""
         if wanted.structured is not None and not self._has_tokenizer:
             return f"{wanted.structured.field}: this model has no tokenizer"
         return ""
@@ -69,8 +78,9 @@ class NativeSampling(Sampling):
             return Request(request_id, self.fill_tokens(sequence), FILLS, **arguments)
         num_prompt = sequence.num_prompt - sequence.num_emitted_before
         emitted = sequence.token_ids[num_prompt:]
-        request = Request(request_id, sequence.token_ids[:num_prompt], self._params(sequence), **arguments)
-        if emitted:
+        prompt = sequence.token_ids[:num_prompt] if self.continues_output else list(sequence.token_ids)
+        request = Request(request_id, prompt, self._params(sequence), **arguments)
+        if emitted and self.continues_output:
             request.append_output_token_ids(emitted)
             # vLLM's statistics of the prompt would take a cached prefix beyond it for an error
             request.prefill_stats = None
@@ -124,14 +134,13 @@ class NativeSampling(Sampling):
     def _params(self, sequence: Sequence) -> VllmParams:
         wanted = sequence.sampling
         assert wanted is not None
-        is_drawn = wanted.seed_is_drawn and not self._always_seeded
         return VllmParams(
             max_tokens=wanted.max_tokens,
             temperature=wanted.temperature,
             top_p=wanted.top_p,
             top_k=wanted.top_k,
             min_p=wanted.min_p,
-            seed=None if is_drawn or wanted.temperature == 0.0 else seed_of(wanted.seed, sequence.choice),
+            seed=None if wanted.seed_is_drawn or wanted.temperature == 0.0 else seed_of(wanted.seed, sequence.choice),
             stop_token_ids=ends_of(sequence, self._eos_token_ids),
             ignore_eos=True,  # its end tokens are among the ones above
             min_tokens=wanted.min_tokens,

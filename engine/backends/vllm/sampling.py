@@ -1,7 +1,8 @@
 """Sampling of a vLLM engine: from Tandem's sequences to vLLM's requests, and from vLLM's outputs to results.
 
 Model Runner V2 draws by (seed, position) itself, so `native_sampling.py` leaves all of it to vLLM. Model Runner V1
-keeps a random generator for each request, which cannot continue elsewhere; there `keyed_sampling.py` draws.
+keeps a random generator for each request, which cannot continue elsewhere; there `keyed_sampling.py` draws, in the
+processes that compute.
 """
 
 from abc import ABC, abstractmethod

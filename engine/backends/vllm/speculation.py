@@ -3,6 +3,7 @@
 The KV of draft layers lies in vLLM's pool beside that of the model's layers, so it is lent with it.
 """
 
+import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,6 +13,8 @@ from engine.errors import EngineStartError, ModelRefused
 from engine.model.model_dir import ModelDir
 
 FIELD = "vllm_options"
+COUPLED = "TANDEM_COUPLED_VERIFICATION"
+"""Environment variable that tells worker processes to verify drafts as this process does."""
 METHODS = ("ngram", "ngram_gpu", "draft_model", "eagle", "eagle3", *get_args(MTPModelTypes), "dflash", "dspark")
 """Methods of vLLM's `speculative_config` that run under Tandem."""
 
@@ -36,6 +39,7 @@ def set_up_speculation(vllm_config: Any) -> None:
     from engine.backends.vllm.verification import couple_verification
 
     couple_verification()
+    os.environ[COUPLED] = "1"
 
 
 def draft_weights(vllm_config: Any) -> bytes:

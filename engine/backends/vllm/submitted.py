@@ -165,16 +165,6 @@ class Submissions:
                     blocks += new_blocks
                 self._lower(submitted)
 
-    def filled_by(self, output: SchedulerOutput) -> list[int]:
-        """Return the blocks that a scheduled step will fill, of an engine with one group."""
-        width = self._kv_cache.layout.block_tokens
-        submissions = [self._by_id[request_id] for request_id in output.num_scheduled_tokens]
-        return [
-            block
-            for each in submissions
-            for block in each.blocks[0][each.num_filled[0] : each.request.num_computed_tokens // width]
-        ]
-
     def filled(self, output: SchedulerOutput) -> list[Full]:
         """Return the blocks that the ended step filled; called after vLLM has processed its output."""
         groups, full_blocks = self._kv_cache.groups, list[Full]()
