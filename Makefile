@@ -149,7 +149,7 @@ bench-engine: $(INSTALLED) $(VLLM_VENV)/.installed
 bench-avx2: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.avx2
 
-# Parts: `python -m bench.vllm alone aggregated steps pair beside transfer faults`.
+# Parts: `python -m bench.vllm alone aggregated ranks steps pair beside transfer faults`.
 bench-vllm: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.vllm
 

@@ -20,12 +20,14 @@ START_TIMEOUT_S = 600.0
 KV_GIB = 4
 
 
-def cpu_variables(environment: Path, cores: Sequence[int], cache: Path) -> dict[str, str]:
-    """Return the variables of vLLM on these cores, with the libraries to preload of its manual."""
+def cpu_variables(environment: Path, cores: Sequence[int], cache: Path, ranks: int = 1) -> dict[str, str]:
+    """Return the variables of vLLM on these cores, shared out to its ranks, with the libraries of its manual."""
+    share = len(cores) // ranks
+    bound = [",".join(map(str, cores[share * rank : share * (rank + 1)])) for rank in range(ranks)]
     libraries = [*environment.rglob("libiomp5.so"), *environment.rglob("libtcmalloc*.so*")]
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(bound),
         "VLLM_CACHE_ROOT": str(cache),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "VLLM_NO_USAGE_STATS": "1",

@@ -1,6 +1,6 @@
 """`make bench-vllm`, or `python -m bench.vllm PART ...` for some parts.
 
-Parts: alone, aggregated, steps, pair, beside, transfer, faults. .bench/vllm.json is written after each.
+Parts: alone, aggregated, ranks, steps, pair, beside, transfer, faults. .bench/vllm.json is written after each.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ from rich.console import Console
 
 from bench.models import cpu_dtype, qwen2_half_b
 from bench.report import OUT, Bar, Parts, conclude, save
-from bench.vllm.aggregated import aggregated_bars, compare_aggregated
+from bench.vllm.aggregated import aggregated_bars, compare_aggregated, compare_ranks
 from bench.vllm.compared import VLLM, compare_alone, compare_beside, compare_pairs
 from bench.vllm.faults import fault_bars, measure_faults
 from bench.vllm.sides import end_on_sigterm
 from bench.vllm.steps import measure_steps, step_bars
 from bench.vllm.transfer import measure_transfer
 
-PARTS = ("alone", "aggregated", "steps", "pair", "beside", "transfer", "faults")
+PARTS = ("alone", "aggregated", "ranks", "steps", "pair", "beside", "transfer", "faults")
 
 
 def bars_of(figures: dict[str, Any]) -> list[Bar]:
@@ -43,8 +43,8 @@ def bars_of(figures: dict[str, Any]) -> list[Bar]:
     add("pair", "the same: TTFT p99", "ttft_p99_ms", 1.0)
     add("pair", "pair, 32 x (256 in, 64 out): output tokens/s, / NixlConnector", "tokens_per_s", 1.0, True)
     add("beside", "pair, 8 streams beside long prompts: ITL p99, / NixlConnector", "itl_p99_ms", 1.0)
-    if "aggregated" in figures:
-        bars += aggregated_bars(figures["aggregated"])
+    for part in ("aggregated", "ranks"):
+        bars += aggregated_bars(figures.get(part, {}))
     if "steps" in figures:
         bars += step_bars(figures["steps"])
     if "transfer" in figures:
@@ -77,6 +77,7 @@ async def main(parts: list[str]) -> None:
     work = {
         "alone": lambda: compare_alone(make_model(), cores, scratch, console),
         "aggregated": lambda: compare_aggregated(cores, console),
+        "ranks": lambda: compare_ranks(cores, console),
         "steps": lambda: asyncio.to_thread(measure_steps, cores, console),
         "pair": lambda: compare_pairs(make_model(), cores, scratch, console),
         "beside": lambda: compare_beside(make_model(), cores, scratch, console),

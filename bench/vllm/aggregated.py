@@ -26,6 +26,20 @@ OPTIONS = {"max_model_len": 2048, "max_num_seqs": 64}
 KV_MIB, STEP_TOKENS = 1024, 2048
 
 
+async def compare_ranks(cores: Sequence[int], console: Console) -> dict[str, Any]:
+    """Compare with two tensor-parallel ranks, each of which has one half of the cores; all else shares them."""
+    dtype = cpu_dtype()
+    large = await asyncio.to_thread(llama, (OUT / f"llama-170m-{dtype}").absolute(), LLAMA_170M, dtype)
+    python = (VLLM / "bin" / "python").absolute()
+    setting = Setting(
+        large, LLAMA_170M["vocab_size"], dtype, KV_MIB, STEP_TOKENS, OPTIONS, python, cores, cores, ranks=2
+    )
+    figures: dict[str, Any] = {"cores": cores}
+    with tempfile.TemporaryDirectory() as scratch:
+        await compare(setting, LOADS, ROUNDS, True, Path(scratch), console, figures)
+    return {"170 M, 2 ranks": figures}
+
+
 async def compare_aggregated(cores: Sequence[int], console: Console) -> dict[str, Any]:
     """Compare on the demo model and on a larger one."""
     dtype = cpu_dtype()

@@ -57,6 +57,8 @@ class Setting:
     """CPU cores of all other processes: vLLM's front; Tandem's router, front and clients."""
     clients: int = 1
     """Client processes in front of Tandem's router."""
+    ranks: int = 1
+    """Tensor-parallel ranks of the engine; with several on CPUs, each computes on its part of `cores`."""
 
     def plain_arguments(self) -> dict[str, Any]:
         """Return the arguments of plain vLLM."""
@@ -64,7 +66,8 @@ class Setting:
             "model": str(self.model),
             "dtype": self.dtype,
             "block_size": BLOCK,
-            "kv_cache_memory_bytes": self.kv_mib << 20,
+            "kv_cache_memory_bytes": (self.kv_mib << 20) // self.ranks,
+            "tensor_parallel_size": self.ranks,
             "max_num_batched_tokens": self.step_tokens,
             **self.options,
         }
@@ -83,6 +86,7 @@ class Setting:
             "max_batch_tokens": self.step_tokens,
             "max_prefill_tokens": self.step_tokens,
             "vllm_options": dict(self.options),
+            "tensor_parallel": self.ranks,
         }
         return settings | ({"device": "cpu", "cores": tuple(self.cores)} if self.cores else {})
 
@@ -198,7 +202,7 @@ def plain(setting: Setting, scratch: Path) -> Clients:
         "other_cores": list(setting.other_cores),
     }
     environment = setting.python.parent.parent
-    variables = cpu_variables(environment, setting.cores, scratch) if setting.cores else {}
+    variables = cpu_variables(environment, setting.cores, scratch, setting.ranks) if setting.cores else {}
     return Clients([str(setting.python), "-m", "bench.vllm.plain", json.dumps(asked)], 1, variables)
 
 
