@@ -17,7 +17,7 @@ FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/package tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-package agents test-agents vllm vllm-if-on-offer test-vllm test-vllm-versions docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-avx2 bench-vllm bench-neighbours bench-clients bench-kv bench-pods bench-tiers bench-router bench-gpu bench-simulator bench-advice bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores bench-batches bench-warm compare dynamo protos check-protos install clean
+.PHONY: demo test test-package agents test-agents vllm vllm-if-on-offer test-vllm test-vllm-versions docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-vllm bench-neighbours bench-clients bench-kv bench-router bench-gpu bench-known compare dynamo protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -145,10 +145,6 @@ bench: $(INSTALLED)
 bench-engine: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.engine
 
-# The torch engine beside vLLM on AVX2; a CPU with more is told to do without it.
-bench-avx2: $(INSTALLED) $(VLLM_VENV)/.installed
-	@$(BIN)/python -m bench.avx2
-
 # Parts: `python -m bench.vllm alone aggregated ranks steps pair beside transfer faults`.
 bench-vllm: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.vllm
@@ -175,56 +171,11 @@ bench-neighbours: $(INSTALLED)
 bench-kv: $(INSTALLED)
 	@$(BIN)/python -m bench.kv
 
-# Workers in network namespaces: needs root, iproute2 and nftables.
-bench-pods: $(INSTALLED)
-	@$(BIN)/python -m bench.pods
-
-# Parts: `python -m bench.tiers replayed folder live pins damage decisions start`.
-bench-tiers: $(INSTALLED)
-	@$(BIN)/python -m bench.tiers
-
 bench-router: $(INSTALLED) $(ROUTERS_VENV)/.installed
 	@$(BIN)/python -m bench.router
 
-bench-simulator: $(INSTALLED)
-	@$(BIN)/python -m bench.simulator
-
-bench-advice: $(INSTALLED)
-	@$(BIN)/python -m bench.advice
-
 bench-known: $(INSTALLED)
 	@$(BIN)/python -m bench.known_results
-
-bench-autoscale: $(INSTALLED)
-	@$(BIN)/python -m bench.autoscale
-
-bench-agreement: $(INSTALLED)
-	@$(BIN)/python -m bench.agreement
-
-bench-load: $(INSTALLED)
-	@$(BIN)/python -m bench.load
-
-bench-speculation: $(INSTALLED)
-	@$(BIN)/python -m bench.speculation
-
-bench-quantised: $(INSTALLED)
-	@$(BIN)/python -m bench.quantised
-
-bench-parallel: $(INSTALLED)
-	@$(BIN)/python -m bench.parallel
-
-bench-cores: $(INSTALLED)
-	@$(BIN)/python -m bench.cores
-
-bench-api: $(INSTALLED)
-	@$(BIN)/python -m bench.api
-
-bench-batches: $(INSTALLED)
-	@$(BIN)/python -m bench.batches
-
-# Parts: `python -m bench.warm torch vllm`.
-bench-warm: $(INSTALLED) $(VLLM_VENV)/.installed
-	@$(BIN)/python -m bench.warm
 
 # vLLM's part needs vLLM's CUDA build: docs/first-gpu.md.
 bench-gpu: $(INSTALLED)

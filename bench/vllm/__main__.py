@@ -1,9 +1,8 @@
 """`make bench-vllm`, or `python -m bench.vllm PART ...` for some parts.
 
-Parts: alone, aggregated, ranks, steps, pair, beside, transfer, faults. .bench/vllm.json is written after each.
+Parts: alone, aggregated, ranks, pair, beside, transfer, faults. .bench/vllm.json is written after each.
 """
 
-import asyncio
 import os
 import shutil
 import sys
@@ -21,10 +20,9 @@ from bench.vllm.aggregated import aggregated_bars, compare_aggregated, compare_r
 from bench.vllm.compared import VLLM, compare_alone, compare_beside, compare_pairs
 from bench.vllm.faults import fault_bars, measure_faults
 from bench.vllm.sides import end_on_sigterm
-from bench.vllm.steps import measure_steps, step_bars
 from bench.vllm.transfer import measure_transfer
 
-PARTS = ("alone", "aggregated", "ranks", "steps", "pair", "beside", "transfer", "faults")
+PARTS = ("alone", "aggregated", "ranks", "pair", "beside", "transfer", "faults")
 
 
 def bars_of(figures: dict[str, Any]) -> list[Bar]:
@@ -45,8 +43,6 @@ def bars_of(figures: dict[str, Any]) -> list[Bar]:
     add("beside", "pair, 8 streams beside long prompts: ITL p99, / NixlConnector", "itl_p99_ms", 1.0)
     for part in ("aggregated", "ranks"):
         bars += aggregated_bars(figures.get(part, {}))
-    if "steps" in figures:
-        bars += step_bars(figures["steps"])
     if "transfer" in figures:
         bars.append(Bar("fingerprints on both sides / TTFT of 1,024 tokens", figures["transfer"]["fingerprints"], 0.03))
         what = "4 chunks: last chunk computed to last block bound / whole transfer"
@@ -78,7 +74,6 @@ async def main(parts: list[str]) -> None:
         "alone": lambda: compare_alone(make_model(), cores, scratch, console),
         "aggregated": lambda: compare_aggregated(cores, console),
         "ranks": lambda: compare_ranks(cores, console),
-        "steps": lambda: asyncio.to_thread(measure_steps, cores, console),
         "pair": lambda: compare_pairs(make_model(), cores, scratch, console),
         "beside": lambda: compare_beside(make_model(), cores, scratch, console),
         "transfer": lambda: measure_transfer(make_model(), cores, console),

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.tiers.damage import FORMAT, KEYS, damage_files, kill_writers, object_of
 from engine.errors import EngineStartError
 from engine.kv.layout import KvLayout
 from engine.kv.store.bucket import BucketObjects
@@ -16,6 +15,7 @@ from engine.kv.store.opening import open_store
 from engine.kv.store.settings import StoreSettings
 from support.processes import Stream, finished, running
 from support.s3_server import BUCKET, s3_server
+from support.store_damage import FORMAT, KEYS, damage_files, kill_writers, object_of
 from tandem.local.local_cluster import LocalCluster
 
 PROMPTS = [[number, *range(100, 400)] for number in range(4)]

@@ -1,6 +1,8 @@
 """Workers that read their weights from a live one: the same model, and the disk whatever goes wrong."""
 
+import os
 import shutil
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from bench.tiers.folder import forget
 from cluster.errors import Incompatible
 from cluster.rpc import channel
 from engine.config import WorkerConfig
@@ -30,6 +31,14 @@ from tandem.local.local_cluster import stop_process
 
 (PROMPT,) = random_prompts(100, seed=1)
 TORCH: dict[str, Any] = {"engine": "torch", "device": "cpu", "backend": "sdpa", "weights_from": "peer"}
+
+
+def forget(files: Sequence[Path]) -> None:
+    """Drop files from the page cache; they are written to the disk first, since dirty pages stay."""
+    for file in files:
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.tiers.damage import damaged
 from engine.block_keys import KEY_BYTES, block_keys
 from engine.kv.store.folder import COUNT_EVERY_S, NUM_FOLDERS, FolderObjects
 from engine.kv.store.object_format import ObjectFormat, ObjectRefused
 from engine.kv.store.objects import ObjectMissing, StoreError
 from engine.kv.tiers.slots import NamedBlock
 from support.small_tiers import BLOCK_BYTES, HEADS, MODEL, ROOT, block_of, fingerprint_of
+from support.store_damage import damaged
 
 FORMAT = ObjectFormat(BLOCK_BYTES, HEADS, MODEL)
 SIGNED = ObjectFormat(BLOCK_BYTES, HEADS, MODEL, b"a secret of sixteen bytes")

@@ -1,23 +1,19 @@
 """Damaged objects in a shared folder, and writers that are killed at any moment: which blocks would be used?
 
-`python -m bench.tiers.damage FOLDER FIRST` is such a writer.
+`python support/store_damage.py FOLDER FIRST` is such a writer.
 """
 
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.progress import Progress
 
-from bench.report import Bar
 from engine.block_keys import block_keys, root_key
 from engine.kv.store.folder import NUM_FOLDERS, FolderObjects
 from engine.kv.store.object_format import ObjectFormat, ObjectRefused
@@ -25,8 +21,6 @@ from engine.kv.store.objects import ObjectMissing
 from engine.kv.tiers.slots import NamedBlock
 from kvtransfer.fingerprint import fingerprint_blocks
 
-DAMAGED = 100_000
-KILLS = 100
 HEADS = 2
 BLOCK_BYTES = 64 << 10
 MODEL = bytes(range(32))
@@ -118,7 +112,7 @@ def kill_writers(root: Path, num_rounds: int) -> Counter[str]:
     """Kill two writers of one folder at a random moment, again and again, and read all blocks after each time."""
     rng, found = random.Random(3), Counter[str]()
     for number in range(num_rounds):
-        command = [sys.executable, "-m", "bench.tiers.damage", str(root)]
+        command = [sys.executable, __file__, str(root)]
         writers = [
             subprocess.Popen([*command, str(first)], stdout=subprocess.PIPE, text=True)
             for first in (number, number + NUM_BLOCKS // 2)
@@ -134,24 +128,6 @@ def kill_writers(root: Path, num_rounds: int) -> Counter[str]:
             writer.stdout.close()
         found.update(use(folder(root), index) for index in range(NUM_BLOCKS))
     return found
-
-
-def measure(progress: Progress) -> dict[str, Any]:
-    task = progress.add_task("damaged objects, killed writers", total=2)
-    with tempfile.TemporaryDirectory() as root:
-        files = damage_files(Path(root) / "damaged", DAMAGED)
-        progress.advance(task)
-        kills = kill_writers(Path(root) / "killed", KILLS)
-        progress.advance(task)
-    return {"damaged": dict(files), "killed writers": dict(kills)}
-
-
-def bars_of(figures: dict[str, Any]) -> list[Bar]:
-    total = Counter(figures["damaged"]) + Counter(figures["killed writers"])
-    return [
-        Bar(f"{DAMAGED:,} damaged objects, {KILLS} x 2 killed writers: wrong blocks used", total["wrong"], 0),
-        Bar("of these, errors without a type", total["untyped"], 0),
-    ]
 
 
 def main(root: str, first: str) -> None:

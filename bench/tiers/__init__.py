@@ -1,1 +1,0 @@
-"""`make bench-tiers`: KV that outlives and outgrows a worker."""
