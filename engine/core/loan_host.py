@@ -82,6 +82,8 @@ class EngineParts:
     """Link to other engines, see `engine/lending/fast_path.py`."""
     others: Seq[RemoteRank] = ()
     """Other ranks of the engine, each with as many blocks of the same numbers."""
+    replicas: int = 1
+    """Ranks in a row that hold the same part of every block."""
 
 
 class LoanHost(ABC):
@@ -122,6 +124,7 @@ class LoanHost(ABC):
             self._fast_path,
             parts.others,
             read_silence_s=parts.limits.read_silence_s,
+            replicas=parts.replicas,
         )
         self._lender_manager = LenderManager(
             kv_cache,
@@ -161,7 +164,8 @@ class LoanHost(ABC):
         """Register the pool and return the facts that the front announces."""
         transport, layout, info = self._parts.transport, self._kv_cache.layout, self._info
         own = [] if transport is None or self._pool is None else [transport.register(self._pool)]
-        endpoint = self._endpoint([*own, *(rank.endpoint for rank in self._parts.others)])
+        endpoints = [*own, *(rank.endpoint for rank in self._parts.others)]
+        endpoint = self._endpoint(endpoints[:: self._parts.replicas])
         self._fast_path.lends_from(endpoint)
         store = self._kv_cache.store
         return Ready(

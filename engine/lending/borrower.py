@@ -170,13 +170,24 @@ class _Piece:
     parts: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
     """Fingerprints by rank."""
 
-    def landed(self, ranks: int) -> tuple[bytes, ...] | None:
-        """Return the fingerprints of all heads, one entry per block; None while a rank is still reading."""
+    def landed(self, ranks: int, replicas: int) -> tuple[bytes, ...] | None:
+        """Return the fingerprints of all heads, one entry per block; None while a rank is still reading.
+
+        The entry is empty where `replicas` of a part differ, since then some of them are wrong.
+        """
         if len(self.parts) < ranks:
             return None
         if ranks == 1:
             return self.parts[0]
-        return tuple(b"".join(parts) for parts in zip(*(self.parts[rank] for rank in range(ranks)), strict=True))
+        of_blocks = zip(*(self.parts[rank] for rank in range(ranks)), strict=True)
+        return tuple(_joined(of_ranks, replicas) for of_ranks in of_blocks)
+
+
+def _joined(of_ranks: tuple[bytes, ...], replicas: int) -> bytes:
+    """Return a block's fingerprints of all heads, from those of its ranks; empty where replicas of a part differ."""
+    parts = of_ranks[::replicas]
+    differ = replicas > 1 and any(each != parts[rank // replicas] for rank, each in enumerate(of_ranks))
+    return b"" if differ else b"".join(parts)
 
 
 class Borrower:
@@ -185,10 +196,18 @@ class Borrower:
     `may_be_part`: the lender computes nothing, so fewer blocks than wanted are no failure.
     """
 
-    def __init__(self, first: int, end: int, max_read_blocks: int, may_be_part: bool = False, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        first: int,
+        end: int,
+        max_read_blocks: int,
+        may_be_part: bool = False,
+        ranks: int = 1,
+        replicas: int = 1,
+    ) -> None:
         assert 0 <= first < end
         assert max_read_blocks > 0
-        assert ranks > 0
+        assert ranks % replicas == 0
         self.first = first
         self.end = end
         self.bound_end = first
@@ -198,6 +217,7 @@ class Borrower:
         self._max_read_blocks = max_read_blocks
         self._may_be_part = may_be_part
         self._ranks = ranks
+        self._replicas = replicas
         self._pieces: dict[int, _Piece] = {}  # by first chain index; those not bound yet
         self._partial = False
         self._state = _State.OPENING
@@ -289,7 +309,7 @@ class Borrower:
         assert 0 <= rank < self._ranks
         assert rank not in piece.parts
         piece.parts[rank] = fingerprints
-        if piece.landed(self._ranks) is None:
+        if piece.landed(self._ranks, self._replicas) is None:
             return []
         return [Release(first, len(piece.expected)), *self._bind_landed()]
 
@@ -302,7 +322,7 @@ class Borrower:
         """Bind all pieces that have arrived and follow what is bound."""
         actions: list[Action] = []
         while (ready := self._pieces.get(self.bound_end)) is not None:
-            if (landed := ready.landed(self._ranks)) is None:
+            if (landed := ready.landed(self._ranks, self._replicas)) is None:
                 break
             del self._pieces[self.bound_end]
             num_equal = _equal_prefix(ready.expected, landed)
@@ -320,7 +340,7 @@ class Borrower:
 
     def _finish(self, failure: str, mismatched: int = 0) -> list[Action]:
         self._state = _State.DONE
-        outstanding = any(piece.landed(self._ranks) is None for piece in self._pieces.values())
+        outstanding = any(piece.landed(self._ranks, self._replicas) is None for piece in self._pieces.values())
         abandon: list[Action] = [Abandon()] if outstanding else []
         return [*abandon, Close(self.bound_end, mismatched, failure)]
 

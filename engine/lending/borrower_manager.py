@@ -67,10 +67,12 @@ class BorrowerManager:
         fast_path: FastPath,
         others: Seq[RemoteRank] = (),
         read_silence_s: float = math.inf,
+        replicas: int = 1,
     ) -> None:
         """Create the manager.
 
-        `own` and `others` are the ranks of this engine: that of this process, if it has one, and the rest.
+        `own` and `others` are the ranks of this engine: that of this process, if it has one, and the rest. So
+        many `replicas` in a row hold the same part of a block.
 
         Loans whose reads make no progress for `read_silence_s` fail.
         """
@@ -79,6 +81,7 @@ class BorrowerManager:
         self._emit = emit
         self._post = post
         self._own, self._others = own, others
+        self._replicas = replicas
         self._ranks: list[Rank] = [*([own] if own is not None else []), *others]
         self._fast_path = fast_path
         self._read_silence_s = read_silence_s
@@ -295,7 +298,7 @@ class BorrowerManager:
         return True
 
     def _open(self, wanted: BorrowRequest, source: LoanSource, first: int, end: int, may_be_part: bool = False) -> Loan:
-        machine = Borrower(first, end, self._blocks_per_read, may_be_part, len(self._ranks))
+        machine = Borrower(first, end, self._blocks_per_read, may_be_part, len(self._ranks), self._replicas)
         loan = self._loans[wanted.sequence.request_id] = Loan(wanted, machine, source)
         return loan
 

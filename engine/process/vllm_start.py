@@ -137,7 +137,8 @@ def start_vllm(config: WorkerConfig, role: Role, ranks: WorkerRanks | None = Non
         vllm_config.model_config.logits_processors = [TandemSampling]
         vllm_config.scheduler_config.async_scheduling = False
     engine = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
-    groups = _groups(engine, config)
+    replicas = max(1, config.tensor_parallel // _num_kv_heads(vllm_config.model_config))
+    groups = _groups(engine, config, config.tensor_parallel // replicas)
     requests = [LoRARequest(each.name, i, str(each.path)) for i, each in enumerate(adapters, 1)]
     for request in requests:
         engine.add_lora(request)
@@ -145,7 +146,7 @@ def start_vllm(config: WorkerConfig, role: Role, ranks: WorkerRanks | None = Non
     if ranks is None:
         memory = offered_memory(vllm_config, engine.scheduler.kv_cache_config, groups.unit, groups)
     else:
-        memory = _memory_of(engine, ranks, groups)
+        memory = _memory_of(engine, ranks, groups, replicas)
     weights = model_dir.weights_fingerprint() + _digest_of(vllm_config.model_config)
     drafts = vllm_config.speculative_config
     if writes_drafts := drafts is not None and drafts.uses_draft_kv_cache():
@@ -172,14 +173,14 @@ def start_vllm(config: WorkerConfig, role: Role, ranks: WorkerRanks | None = Non
     )
 
 
-def _memory_of(engine: Any, ranks: WorkerRanks, groups: "KvGroups") -> "KvMemory":
-    """Return the KV memory of an engine's ranks, which serve their parts from now on.
+def _memory_of(engine: Any, ranks: WorkerRanks, groups: "KvGroups", replicas: int) -> "KvMemory":
+    """Return the KV memory of an engine's ranks, which serve their parts from now on, so many `replicas` the same one.
 
     Raises EngineStartError or RankLost.
     """
     from engine.backends.vllm.kv_memory import RankedKvMemory, VllmLayout
 
-    engine.collective_rpc("tandem_serve", args=(groups.unit,))
+    engine.collective_rpc("tandem_serve", args=(groups.unit, replicas))
     ranks.wait_for()
     ranks.met()
     facts = {(each.layout, each.num_blocks) for each in (link.joined.result() for link in ranks.links)}
@@ -187,7 +188,7 @@ def _memory_of(engine: Any, ranks: WorkerRanks, groups: "KvGroups") -> "KvMemory
         raise EngineStartError("model", f"vLLM gave the ranks unlike KV memory: {facts}")
     ((layout, num_blocks),) = facts
     assert isinstance(layout, VllmLayout)
-    return RankedKvMemory(replace(layout, groups=groups), num_blocks, ranks.links, ranks.memory.take)
+    return RankedKvMemory(replace(layout, groups=groups), num_blocks, ranks.links, ranks.memory.take, replicas)
 
 
 def _digest_of(model_config: Any) -> bytes:
@@ -267,10 +268,9 @@ def _engine_config(config: WorkerConfig, role: Role, arguments: dict[str, Any], 
     except TypeError as error:
         raise EngineStartError("vllm_options", str(error)) from None
     if (ranks := config.tensor_parallel) > 1:
-        model_config = options.create_model_config()
-        kv_heads = 1 if model_config.use_mla else model_config.get_total_num_kv_heads()
-        if kv_heads % ranks:
-            reason = f"{ranks} does not divide the model's {kv_heads} KV heads, and a copied head cannot be lent"
+        kv_heads = _num_kv_heads(options.create_model_config())
+        if kv_heads % ranks and ranks % kv_heads:
+            reason = f"{ranks} neither divides the model's {kv_heads} KV heads nor is a multiple of them"
             raise EngineStartError("tensor_parallel", reason)
     vllm_config = options.create_engine_config()
     if not vllm_config.cache_config.enable_prefix_caching:
@@ -279,22 +279,23 @@ def _engine_config(config: WorkerConfig, role: Role, arguments: dict[str, Any], 
     return vllm_config
 
 
-def _groups(engine: Any, config: WorkerConfig) -> "KvGroups":
-    """Return the model's KV groups.
+def _num_kv_heads(model_config: Any) -> int:
+    """Return the number of KV heads of a model; 1 for MLA, whose latent vectors are of no head."""
+    return 1 if model_config.use_mla else int(model_config.get_total_num_kv_heads())
 
-    Raises EngineStartError for several groups on several ranks, and for another block size than the worker's, unless
-    the model's recurrent states decide it.
+
+def _groups(engine: Any, config: WorkerConfig, parts: int) -> "KvGroups":
+    """Return the KV groups of a model whose blocks lie in so many `parts`.
+
+    Raises EngineStartError for another block size than the worker's, unless the model's recurrent states decide it.
     """
     from engine.backends.vllm.groups import KvGroups
 
     kv_config = engine.scheduler.kv_cache_config
-    unit = int(engine.scheduler.hash_block_size)
     scheduler = engine.scheduler
     num_ahead = 1 + scheduler.num_spec_tokens + scheduler.num_lookahead_tokens if scheduler.num_spec_tokens else 0
-    groups = KvGroups(scheduler.kv_cache_manager, unit, num_ahead)
-    if config.tensor_parallel > 1 and not groups.is_chain:
-        reason = f"1 is all that a model with {groups.num_groups} KV groups takes: {', '.join(groups.kinds)}"
-        raise EngineStartError("tensor_parallel", reason)
+    unit = int(scheduler.hash_block_size)
+    groups = KvGroups(scheduler.kv_cache_manager, unit, num_ahead, parts)
     if unit != config.block_tokens and not kv_config.has_mamba_layers:
         raise EngineStartError("block_tokens", f"vLLM uses blocks of {unit} tokens here")
     return groups

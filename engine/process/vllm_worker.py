@@ -128,13 +128,18 @@ class _Part:
 class TandemWorker:
     """Extension of vLLM's worker class."""
 
-    def tandem_serve(self, unit: int) -> None:
-        """Start to serve this rank's part of blocks of `unit` tokens; the engine process is told the outcome."""
+    def tandem_serve(self, unit: int, replicas: int) -> None:
+        """Start to serve this rank's part of blocks of `unit` tokens; the engine process is told the outcome.
+
+        So many `replicas` in a row hold the same part.
+        """
         worker: Any = self
         spec = _part.spec
         try:
             config = worker.model_runner.kv_cache_config
-            memory = offered_memory(worker.vllm_config, config, unit, None, spec.ranks, spec.rank)
+            memory = offered_memory(
+                worker.vllm_config, config, unit, None, spec.ranks // replicas, spec.rank // replicas
+            )
         except EngineStartError as error:
             _part.fail(error)
             return

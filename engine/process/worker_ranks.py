@@ -1,7 +1,7 @@
 """Ranks of a vLLM engine: the worker processes of vLLM's own executor, which have all of the engine's KV memory.
 
 vLLM starts these processes and runs their steps. Each connects back to the engine process before it makes its worker,
-and is told its settings (`engine/backends/vllm/worker_extension.py`). Once its KV memory is allocated, a thread in it
+and is told its settings (`engine/process/vllm_worker.py`). Once its KV memory is allocated, a thread in it
 serves its part of every block. Reads, copies and fingerprints so wait for no step.
 """
 

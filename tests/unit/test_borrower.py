@@ -81,6 +81,19 @@ def test_a_read_that_lands_early_is_released_and_waits_for_those_before_it() -> 
     ]
 
 
+@pytest.mark.parametrize("wrong", [None, 0, 1, 2, 3])
+def test_of_four_ranks_two_hold_each_head(wrong: int | None) -> None:
+    """A replica that differs spoils the block, whichever it is."""
+    machine = Borrower(0, 1, 1, ranks=4, replicas=2)
+    machine.handle(Started(1))
+    assert machine.handle(Announced(0, (9,), (A + B,))) == [Read(0, (9,))]
+    heads = [BAD if rank == wrong else head for rank, head in enumerate((A, A, B, B))]
+    actions = [machine.handle(ReadCompleted(0, (head,), rank)) for rank, head in enumerate(heads)]
+    assert actions[:3] == [[], [], []]
+    assert machine.bound_end == (1 if wrong is None else 0)
+    assert actions[3][-1] == (Close(1, 0, "") if wrong is None else Close(0, 1, "block 0 arrived corrupted"))
+
+
 def test_a_lender_with_a_part_is_used_for_that_part() -> None:
     machine = Borrower(1, 5, 2)
     assert machine.handle(Started(2)) == [Allocate(1, 2)]

@@ -90,6 +90,24 @@ async def test_a_byte_that_changed_on_the_second_rank_is_found(model: Path) -> N
         assert ids(got) == expected
 
 
+@pytest.mark.parametrize(("kind", "options"), [("llama", {"num_key_value_heads": 1}), ("gemma3", {})])
+async def test_ranks_lend_copied_heads_and_several_groups(kind: str, options: dict[str, int], tmp_path: Path) -> None:
+    model = write_model(kind, tmp_path, **options)
+    one, two = vllm_engine("one", "decode", model, cores=cores()[:1]), two_ranks("two", model)
+    async with engines(one, two):
+        assert two.ready.model_fingerprint == one.ready.model_fingerprint
+        assert two.ready.block_bytes == one.ready.block_bytes
+        for number, (lender, borrower) in enumerate([(two, one), (one, two)]):
+            request = greedy(f"loan {number}", prompt_of(6 * BLOCK + 5 + number), 8, ignore_eos=True)
+            moved = await borrower.answer(request, lender)
+            account = moved[0].account
+            assert account is not None
+            assert (account.moved_blocks, account.mismatched_blocks, account.loan_failure) == (6, 0, "")
+            assert ids(moved) == ids(await lender.answer(request._replace(request_id=f"alone {number}")))
+        for engine in (one, two):
+            assert (await engine.audited()).reserved_blocks == 0
+
+
 @pytest.mark.parametrize("victim", ["engine", "worker"])
 async def test_nothing_is_left_of_a_killed_engine(model: Path, victim: str) -> None:
     engine = await two_ranks("two", model).start()

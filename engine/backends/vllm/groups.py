@@ -37,11 +37,11 @@ class _Everything:
 class KvGroups:
     """Groups of one engine."""
 
-    def __init__(self, manager: Any, unit: int, num_ahead: int = 0) -> None:
+    def __init__(self, manager: Any, unit: int, num_ahead: int = 0, parts: int = 1) -> None:
         """Create it for vLLM's KVCacheManager.
 
         `unit` is the number of tokens of a key, and `num_ahead` that of positions after a sequence's tokens that
-        vLLM gives blocks to, for drafts.
+        vLLM gives blocks to, for drafts. vLLM's groups describe one rank's part of a block, of so many `parts`.
         """
         self._num_ahead = num_ahead
         coordinator = manager.coordinator
@@ -69,7 +69,7 @@ class KvGroups:
         """Blocks after which every window is full."""
         self._most = [_most_blocks(each) for each in coordinator.single_type_managers]
         self.kinds = [type(spec).__name__.removesuffix("Spec") for spec in specs]
-        self.shape = f"{unit},{self.widths},{[str(spec) for spec in specs]}" if len(specs) > 1 else ""
+        self.shape = f"{unit},{self.widths},{[_whole(spec, parts) for spec in specs]}" if len(specs) > 1 else ""
         """Text that is equal where blocks of all groups mean the same."""
 
     @property
@@ -182,3 +182,9 @@ def _most_blocks(manager: Any) -> int | None:
         return RUNNING_STATES + int(spec.num_speculative_blocks) if spec.mamba_cache_mode == "align" else None
     most = manager.max_admission_blocks_per_request
     return None if most is None else int(most)
+
+
+def _whole(spec: Any, parts: int) -> str:
+    """Return the text of a group's specification with the KV heads of all parts."""
+    heads = getattr(spec, "num_kv_heads", None)
+    return str(spec) if heads is None else str(spec).replace(f"num_kv_heads={heads},", f"num_kv_heads={heads * parts},")

@@ -242,13 +242,23 @@ class RankedKvMemory:
     pool: AnyPool | None = None
 
     def __init__(
-        self, layout: VllmLayout, num_blocks: int, ranks: Sequence[FingerprintingRank], allocate: Allocate
+        self,
+        layout: VllmLayout,
+        num_blocks: int,
+        ranks: Sequence[FingerprintingRank],
+        allocate: Allocate,
+        replicas: int = 1,
     ) -> None:
-        """Create it; `allocate` returns memory that all `ranks` map."""
+        """Create it.
+
+        `allocate` returns memory that all `ranks` map. So many `replicas` in a row hold the same part of every block;
+        the first of them lends it.
+        """
         self.layout = layout
         self.num_blocks = num_blocks
-        self._ranks = ranks
-        self._gathered = GatheredBlocks(layout.block_bytes, ranks, allocate)
+        self.replicas = replicas
+        self._ranks = ranks[::replicas]
+        self._gathered = GatheredBlocks(layout.block_bytes, self._ranks, allocate)
 
     def fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
         """Return fingerprints of whole blocks that no step writes, [blocks, KV heads]; all ranks compute at once.
