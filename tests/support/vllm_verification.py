@@ -6,11 +6,14 @@ It runs in vLLM's environment with Model Runner V2, see `support/vllm_v2`.
 import itertools
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 from vllm.v1.worker.gpu import model_runner
 
+from engine.backends.vllm.speculation import set_up_speculation
 from engine.backends.vllm.verification import CoupledVerification, accepted, couple_verification, sums_of
+from engine.errors import EngineStartError
 
 
 def right(drawn: Sequence[int], drafts: Sequence[int]) -> list[int]:
@@ -40,6 +43,13 @@ def main() -> None:
         sums = sums_of(torch.tensor(drawn, dtype=torch.int32), bounds)
         assert sums.tolist() == [sum(drawn[first:end]) for first, end in itertools.pairwise(ends)]
         assert sums.dtype is torch.int32
+    refused = SimpleNamespace(speculative_config=SimpleNamespace(method="suffix"), use_v2_model_runner=True)
+    reason = ""
+    try:
+        set_up_speculation(refused)
+    except EngineStartError as error:
+        reason = error.reason
+    assert "method 'suffix' does not run on Model Runner V2" in reason
     couple_verification()
     assert model_runner.RejectionSampler is CoupledVerification
 

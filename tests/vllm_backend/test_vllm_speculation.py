@@ -179,22 +179,18 @@ async def test_drafts_and_states_are_lent_together(tmp_path: Path) -> None:
         await pair.settled()
 
 
-async def test_speculation_that_cannot_run_is_refused_at_start(tmp_path: Path) -> None:
+async def test_speculation_is_refused_on_v1() -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    for python, config, reason in (
-        (PYTHON, ngram, "Model Runner V1"),
-        (V2, {"method": "suffix", "num_speculative_tokens": 2}, "method 'suffix'"),
-    ):
-        engine = vllm_engine("refused", vllm_python=python, vllm_options={"speculative_config": config})
-        try:
-            with pytest.raises(StartError, match=reason) as raised:
-                await engine.start()
-            assert raised.value.field == "vllm_options"
-        finally:
-            await engine.host.stop()
+    engine = vllm_engine("refused", vllm_python=PYTHON, vllm_options={"speculative_config": ngram})
+    try:
+        with pytest.raises(StartError, match="Model Runner V1") as raised:
+            await engine.start()
+        assert raised.value.field == "vllm_options"
+    finally:
+        await engine.host.stop()
 
 
-async def test_a_draft_counts_if_it_is_the_token_drawn() -> None:
+async def test_a_draft_counts_if_it_is_the_token_drawn_and_other_methods_are_refused() -> None:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [str(V2), "-m", "support.vllm_verification"]
     ran = await asyncio.create_subprocess_exec(*command, env=environment, stderr=asyncio.subprocess.PIPE)
@@ -205,7 +201,7 @@ async def test_a_draft_counts_if_it_is_the_token_drawn() -> None:
 async def test_two_ranks_draft_as_one(tmp_path: Path) -> None:
     """Worker processes verify drafts as the engine process does, and lend the KV of draft layers."""
     model, cores = write_model("llama", tmp_path, vocab_size=VOCAB), tuple(sorted(os.sched_getaffinity(0)))
-    drafts = {"method": "draft_model", "model": str(cut_model(model, tmp_path, 2)), "num_speculative_tokens": 2}
+    drafts = {"method": "draft_model", "model": str(cut_model(model, tmp_path, 4)), "num_speculative_tokens": 2}
     settings: dict[str, Any] = {"model": model, "vllm_python": V2}
     plain = vllm_engine("plain", cores=cores[:1], **settings)
     two = vllm_engine(
@@ -218,7 +214,7 @@ async def test_two_ranks_draft_as_one(tmp_path: Path) -> None:
             expected = ids(await plain.answer(request))
             got = await two.answer(request._replace(request_id=f"d{next(numbers)}"))
             assert ids(got) == expected
-            assert num_accepted(got)
+            assert num_accepted(got) or name != "greedy"
             rest = request._replace(request_id=f"c{next(numbers)}", emitted=tuple(expected[:9]))
             assert ids(await one.answer(rest)) == expected[9:]
         prompt = prompt_of(4 * BLOCK + 6, 64)
