@@ -116,9 +116,7 @@ class ModelShape:
     @property
     def undivided(self) -> str:
         """Reason why the vllm engine takes one rank only: what the layers keep; empty: it takes several."""
-        if len(self.groups) > 1:
-            return " and ".join(group.kept for group in self.groups)
-        return "MLA" if self.latent else ""
+        return "recurrent states" if self.state_bytes else ""
 
     def kv_bytes(self, tokens: float, in_flight: int = 0, dtype_bytes: float | None = None) -> float:
         """Return the bytes that a sequence of so many tokens holds in all layers, with `STATES` states.

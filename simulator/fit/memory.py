@@ -207,7 +207,7 @@ def block_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
     if config.engine != "vllm":
         return float(_layout(shape, config).block_bytes)
     own = shape.kv_bytes(config.block_tokens, dtype_bytes=_vllm_kv_bytes(shape, config))
-    return own + _mtp_bytes(shape, config, config.block_tokens)
+    return _copies(shape, config) * (own + _mtp_bytes(shape, config, config.block_tokens))
 
 
 def full_context_bytes(shape: ModelShape | None, config: WorkerConfig, device: Device | None = None) -> float:
@@ -222,7 +222,12 @@ def full_context_bytes(shape: ModelShape | None, config: WorkerConfig, device: D
         return blocks * block_bytes(shape, config)
     in_flight, tokens = BATCHES_IN_FLIGHT * max_step_tokens(config, _gpu(device)), blocks * config.block_tokens
     own = shape.kv_bytes(tokens, in_flight, _vllm_kv_bytes(shape, config))
-    return own + _mtp_bytes(shape, config, tokens)
+    return _copies(shape, config) * (own + _mtp_bytes(shape, config, tokens))
+
+
+def _copies(shape: ModelShape, config: WorkerConfig) -> int:
+    """Return how many ranks of the vllm engine hold the same KV: several where ranks exceed the KV heads."""
+    return max(1, config.tensor_parallel // shape.kv_heads)
 
 
 def _mtp_bytes(shape: ModelShape, config: WorkerConfig, tokens: int) -> float:
@@ -299,7 +304,7 @@ def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
         refusals.append("device: cuda, but gpus is 0: the pod gets no GPU")
     if worker.gpus and worker.gpus != ranks:
         refusals.append(f"gpus: {worker.gpus} is not tensor_parallel, {ranks}: each rank has one GPU")
-    if shape is not None and config.engine != "sim" and (shape.kv_heads % ranks or shape.heads % ranks):
+    if shape is not None and config.engine != "sim" and not _divides(shape, config):
         refusals.append(
             f"tensor_parallel: {ranks} does not divide the {shape.kv_heads} KV heads and {shape.heads} heads"
             f" of {shape.name}"
@@ -309,6 +314,13 @@ def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
     if config.engine == "torch" and config.weights == "fp8" and not worker.device.has_float8:
         refusals.append(f"weights: fp8 needs a GPU of compute capability 8.9, which {worker.device.name} is not")
     return list(dict.fromkeys(refusals))
+
+
+def _divides(shape: ModelShape, config: WorkerConfig) -> bool:
+    """Return whether the ranks can share out the heads; under vLLM several ranks may hold copies of a KV head."""
+    ranks = config.tensor_parallel
+    copied = config.engine == "vllm" and ranks % shape.kv_heads == 0
+    return not shape.heads % ranks and (copied or not shape.kv_heads % ranks)
 
 
 def _refused_memory(shape: ModelShape, config: WorkerConfig) -> str:

@@ -183,14 +183,9 @@ def test_windows_and_states_in_one_context() -> None:
         ("deepseek-v3", {}, "engine: torch does not serve MLA, which deepseek-v3 has: set engine: vllm"),
         ("qwen3.5-35b-a3b", {}, "engine: torch does not serve recurrent layers, which qwen3.5-35b-a3b has"),
         (
-            "gpt-oss-120b",
+            "qwen3.5-35b-a3b",
             {"engine": "vllm", "tensor_parallel": 2},
-            "tensor_parallel: 1 is all that the vllm engine takes with full attention and sliding windows, as gpt-oss",
-        ),
-        (
-            "deepseek-v3",
-            {"engine": "vllm", "tensor_parallel": 8},
-            "tensor_parallel: 1 is all that the vllm engine takes with MLA, as deepseek-v3 has",
+            "tensor_parallel: 1 is all that the vllm engine takes with recurrent states, as qwen3.5-35b-a3b has",
         ),
     ],
 )
@@ -300,6 +295,19 @@ def test_a_gpu_that_the_pod_does_not_get() -> None:
 def test_what_is_not_counted_is_named() -> None:
     fit = check(worker(speculation="/draft", lora="/lora"))
     assert fit.unknown == ("speculation: the draft model", "lora: while it is merged")
+
+
+def test_ranks_beyond_the_kv_heads_hold_copies() -> None:
+    """DeepSeek-V3 has one latent vector for all heads; each of eight ranks holds all of it."""
+    shape, common = shape_named("deepseek-v3"), {"model": "/m", "engine": "vllm"}
+    one, eight = (WorkerConfig.parse(common | {"tensor_parallel": ranks}) for ranks in (1, 8))
+    assert full_context_bytes(shape, eight) == 8 * full_context_bytes(shape, one)
+    h200 = Device("H200", 141e9)
+    assert check(worker(h200, shape, engine="vllm", tensor_parallel=8, vllm_options={"max_model_len": 65536})).fits
+    llama = worker(engine="vllm", tensor_parallel=16, kv_memory_mib=65536)
+    assert check(llama).fits
+    (refusal,) = check(worker(engine="torch", tensor_parallel=16, kv_memory_mib=65536)).refusals[:1]
+    assert refusal.startswith("tensor_parallel: 16 does not divide the 8 KV heads")
 
 
 @pytest.mark.parametrize(
