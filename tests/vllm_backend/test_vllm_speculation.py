@@ -165,7 +165,9 @@ async def test_drafts_and_states_are_lent_together(tmp_path: Path) -> None:
     model = qwen_with_mtp(tmp_path)
     drafts = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
     settings: dict[str, Any] = {"model": model, "vllm_python": V2, "dtype": "bfloat16", "vllm_options": drafts}
-    lender, borrower = vllm_engine("lender", "prefill", **settings), vllm_engine("borrower", **settings)
+    cores = sorted(os.sched_getaffinity(0))
+    lender = vllm_engine("lender", "prefill", cores=(cores[0],), **settings)
+    borrower = vllm_engine("borrower", cores=(cores[-1],), **settings)
     async with engines(lender, borrower):
         pair = Pair(lender, borrower)
         for num_tokens in (97, 200, 700):
