@@ -30,9 +30,10 @@ class Batches(ABC):
     def has_ended(self) -> bool:
         """Whether `take` returns a result, although nothing woke the loop."""
 
-    @abstractmethod
     def start(self, output: Any, grammar: Any) -> None:
         """Compute the batch of a SchedulerOutput and sample its tokens."""
+        self.launch(output)
+        self.sample(output, grammar)
 
     @abstractmethod
     def launch(self, output: Any) -> None:
@@ -75,10 +76,6 @@ class LaunchedBatches(Batches):
     @property
     def has_ended(self) -> bool:
         return bool(self._flying) and all(event.query() for event in self._flying[0][3])
-
-    def start(self, output: Any, grammar: Any) -> None:
-        self.launch(output)
-        self.sample(output, grammar)
 
     def launch(self, output: Any) -> None:
         self._launched = self._executor.execute_model(output, non_block=True)
@@ -163,10 +160,6 @@ class SentBatches(Batches):
     @property
     def has_ended(self) -> bool:
         return False  # the thread wakes the loop
-
-    def start(self, output: Any, grammar: Any) -> None:
-        self.launch(output)
-        self.sample(output, grammar)
 
     def launch(self, output: Any) -> None:
         self._launched = self._executor.execute_model(output, non_block=True)
