@@ -182,6 +182,19 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     each. Memory, disk, threads and cores in these settings are those of all of them together. It must divide the
     model's heads, and the model needs a tensor-parallel plan in transformers."""
 
+    data_parallel: int = Field(default=1, ge=1)
+    """Number of workers that share the experts of a mixture-of-experts model, each with attention and KV of its own
+    (vllm engine). They are ranks of a group whose steps are made together, so one lost rank ends all; their streams
+    go on at workers of other groups. Each rank is started as a worker of its own, with the same settings."""
+    data_parallel_rank: NonNegativeInt = 0
+    """Number of this worker in its group, from 0."""
+    data_parallel_address: str = "127.0.0.1"
+    """Host of rank 0, where the ranks of the group meet."""
+    data_parallel_port: int = Field(default=29550, ge=1, le=65535)
+    """Port of rank 0 at which the ranks of the group connect; they agree on steps over it. The ports of vLLM's own
+    process groups are free ones, which rank 0, Gloo and NCCL choose at each start, as for `vllm serve`. None of them
+    is encrypted."""
+
     transport: str = Field(default="nixl", pattern=PLUGIN_NAME)
     """Transport of KV between workers, equal for all workers of a cluster. nixl: UCX by NIXL. ucxx: for machines
     without NIXL, or to compare; on one host nixl is faster, since it reads shared memory. Another name: a transport of
@@ -236,6 +249,16 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
         if values.get("vllm_args"):
             raise EngineStartError("vllm_args", "flags of vLLM need engine: vllm")
         return values
+
+    @model_validator(mode="after")
+    def _check_data_parallel(self) -> "WorkerConfig":
+        """Raise EngineStartError for settings that do not go with a data-parallel group."""
+        if self.data_parallel > 1 and self.engine != "vllm":
+            raise EngineStartError("data_parallel", "needs engine: vllm; start more workers instead, each is a replica")
+        if self.data_parallel_rank >= self.data_parallel:
+            reason = f"{self.data_parallel_rank} is no rank of {self.data_parallel}, the value of data_parallel"
+            raise EngineStartError("data_parallel_rank", reason)
+        return self
 
     @field_validator("routers")
     @classmethod
