@@ -304,14 +304,28 @@ def _engine_config(config: WorkerConfig, role: Role, arguments: dict[str, Any], 
         if kv_heads % ranks and ranks % kv_heads:
             reason = f"{ranks} neither divides the model's {kv_heads} KV heads nor is a multiple of them"
             raise EngineStartError("tensor_parallel", reason)
-    if config.data_parallel > 1 and not options.create_model_config().is_moe:
-        reason = "the model has no experts to spread: leave it out and start more workers, each is a replica"
-        raise EngineStartError("data_parallel", reason)
+    if config.data_parallel > 1:
+        _check_data_parallel(options.create_model_config())
     vllm_config = options.create_engine_config()
     if not vllm_config.cache_config.enable_prefix_caching:
         reason = "vLLM turns its prefix cache off for this model here (so it does for MLA on CPUs), and loans need it"
         raise EngineStartError("model", reason)
     return vllm_config
+
+
+def _check_data_parallel(model_config: Any) -> None:
+    """Raise EngineStartError unless the model has experts, and vLLM can spread them on this device."""
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    if not model_config.is_moe:
+        reason = "the model has no experts to spread: leave it out and start more workers, each is a replica"
+        raise EngineStartError("data_parallel", reason)
+    communicator = resolve_obj_by_qualname(current_platform.get_device_communicator_cls())
+    if communicator.all_gatherv is DeviceCommunicatorBase.all_gatherv:
+        reason = "vLLM cannot gather batches of unlike ranks on this device (so on CPUs): it takes GPUs"
+        raise EngineStartError("data_parallel", reason)
 
 
 def _num_kv_heads(model_config: Any) -> int:

@@ -1,15 +1,18 @@
-"""Model Runner V2 and asynchronous scheduling of vLLM on a CPU, by Triton's interpreter.
+"""Model Runner V2 and asynchronous scheduling of vLLM on a CPU, by Triton's interpreter; with V1 data-parallel ranks only.
 
 vLLM takes V2 where Triton has a driver, which it has on GPUs only. Each change below is made when the module that it
 concerns is imported, so that a process which needs none of them starts as fast as before.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
+
+from cpu_gathering import gather_unlike_batches
 
 
 def offer_a_driver(_: ModuleType) -> None:
@@ -77,13 +80,17 @@ def launch_as_on_a_gpu(module: Any) -> None:
     module.computes_at_launch = lambda: False
 
 
+COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator"
 BEFORE = {"vllm.triton_utils.importing": offer_a_driver}
 AFTER = {
+    COMMUNICATOR: gather_unlike_batches,
     "vllm.v1.sample.ops.topk_topp_sampler": filter_by_torch,
     "vllm.v1.worker.gpu.metrics.logits": count_nans_by_torch,
     "vllm.platforms.cpu": keep_asynchronous,
     "engine.process.vllm_process": launch_as_on_a_gpu,
 }
+if "TRITON_INTERPRET" not in os.environ:
+    BEFORE, AFTER = {}, {COMMUNICATOR: gather_unlike_batches}
 NOTHING: Callable[[ModuleType], None] = lambda _: None  # noqa: E731
 
 
