@@ -182,7 +182,9 @@ def common(model: Path) -> dict[str, Any]:
 
 @asynccontextmanager
 async def site_of(model: Path) -> AsyncIterator[Site]:
-    topology = plan_topology(0, 1, {"model": model, "port": 0} | LENDER_ALWAYS, common(model), None, 1)
+    topology = plan_topology(
+        0, 1, {"model": model, "port": 0} | LENDER_ALWAYS, common(model), [sorted(os.sched_getaffinity(0))[-1]], 1
+    )
     async with running(LocalCluster(topology)) as (cluster, client):
         site = Site(cluster, client, model)
         await site.start_group()
