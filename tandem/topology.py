@@ -136,11 +136,44 @@ def _plan(
     roles: list[Role] = [role for role, names in zip(ROLES, named, strict=True) for _ in names]
     shares = share_cores(cores, roles)
     workers: list[WorkerConfig] = []
-    for (name, model), share in zip([*named[0], *named[1]], shares, strict=True):
+    group = _Group()
+    for (name, model), role, share in zip([*named[0], *named[1]], roles, shares, strict=True):
         settings = {"worker_id": name} | worker | {"model": model.path} | model.worker
         config = WorkerConfig.parse(settings)
+        settings |= group.rank_of(config, (role, model.known_as))
+        config = WorkerConfig.parse(settings)
         workers.append(config if finds_cores(config) else WorkerConfig.parse(_on(share) | settings))
+    group.check_whole()
     return Topology(_routers(router, routers), tuple(workers[:num_prefill]), tuple(workers[num_prefill:]))
+
+
+class _Group:
+    """Data-parallel groups that workers of one role and model fill one after the other."""
+
+    def __init__(self) -> None:
+        self._of: tuple[str, str] = ("", "")
+        self._size = self._num_ranks = self._num_groups = 0
+
+    def rank_of(self, config: WorkerConfig, of: tuple[str, str]) -> dict[str, int]:
+        """Return the settings of the next worker's rank, of a role and a model; each group has a port of its own.
+
+        Raises StartError.
+        """
+        if of != self._of:
+            self.check_whole()
+            self._of, self._size, self._num_ranks = of, config.data_parallel, 0
+        if config.data_parallel == 1:
+            return {}
+        rank = self._num_ranks % self._size
+        self._num_ranks += 1
+        self._num_groups += rank == 0
+        return {"data_parallel_rank": rank, "data_parallel_port": config.data_parallel_port + self._num_groups - 1}
+
+    def check_whole(self) -> None:
+        """Raise StartError unless every group has all its ranks."""
+        if self._size > 1 and self._num_ranks % self._size:
+            reason = f"{self._num_ranks} {self._of[0]} workers are not whole groups of {self._size}"
+            raise StartError("data_parallel", reason)
 
 
 def _on(share: CoreShare) -> dict[str, Any]:

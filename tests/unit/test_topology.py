@@ -61,3 +61,15 @@ def test_engines_that_share_one_core_anyway_get_it_once() -> None:
 def test_each_of_several_routers_has_its_port(name: str, first: int | None, expected: list[int | None]) -> None:
     topology = plan_topology(1, 1, SETTINGS | {name: first}, SETTINGS, [0], num_routers=3)
     assert [getattr(router, name) for router in topology.routers] == expected
+
+
+def test_data_parallel_groups_are_filled_one_after_the_other() -> None:
+    settings = {"model": "m", "engine": "vllm", "vllm_args": "-dp 2", "data_parallel_port": 31000}
+    topology = plan_topology(2, 4, SETTINGS, settings, [0, 1])
+    ranks = [
+        [(each.data_parallel_rank, each.data_parallel_port) for each in workers]
+        for workers in (topology.prefill, topology.decode)
+    ]
+    assert ranks == [[(0, 31000), (1, 31000)], [(0, 31001), (1, 31001), (0, 31002), (1, 31002)]]
+    with pytest.raises(StartError, match="3 decode workers are not whole groups of 2"):
+        plan_topology(2, 3, SETTINGS, settings, [0, 1])

@@ -6,9 +6,6 @@ vLLM takes V2 where Triton has a driver, which it has on GPUs only. Each change 
 concerns is imported, so that a process which needs none of them starts as fast as before.
 """
 
-import faulthandler, signal
-
-faulthandler.register(signal.SIGUSR1)
 import os
 import sys
 from collections.abc import Callable, Sequence
