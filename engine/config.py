@@ -182,6 +182,39 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     each. Memory, disk, threads and cores in these settings are those of all of them together. It must divide the
     model's heads, and the model needs a tensor-parallel plan in transformers."""
 
+    pipeline_parallel: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Number of pipeline stages of the vllm engine, each with a range of the model's layers, on `tensor_parallel`
+    processes. Memory, threads and cores in these settings are those of all stages together. It needs vLLM's Model
+    Runner V2, so a GPU."""
+    nodes: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Number of hosts over which a worker's ranks are spread (vllm engine). A program starts on each; the one of
+    `node_rank` 0 is the worker, and the others compute for it."""
+    node_rank: NonNegativeInt = 0
+    """Number of this host among the worker's `nodes`, from 0."""
+    master_addr: str = ""
+    """Host of the program with `node_rank` 0, at which the others of the worker meet."""
+    master_port: int = Field(default=29501, ge=1, le=65534)
+    """Port of that host for vLLM; Tandem's own connections take the next one."""
+    data_parallel: int = Field(default=1, ge=1)
+    """Number of workers that share the experts of a mixture-of-experts model, each with attention and KV of its own
+    (vllm engine). They are ranks of a group whose steps are made together, so one lost rank ends all; their streams
+    go on at workers of other groups. Each rank is started as a worker of its own, with the same settings."""
+    data_parallel_rank: NonNegativeInt = 0
+    """Number of this worker in its group, from 0."""
+    data_parallel_local: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Number of the group's workers that this program starts, from `data_parallel_rank` on, each as a process of its
+    own that sees the GPUs of all. `port` and `metrics_port` are the first one's, and the others take the ports that
+    follow."""
+    data_parallel_address: str = "127.0.0.1"
+    """Host of rank 0, where the ranks of the group meet."""
+    data_parallel_port: int = Field(default=29550, ge=1, le=65535)
+    """Port of rank 0 at which the ranks of the group connect; they agree on steps over it. The ports of vLLM's own
+    process groups are free ones, which rank 0, Gloo and NCCL choose at each start, as for `vllm serve`. None of them
+    is encrypted."""
+    member_index: NonNegativeInt | None = None
+    """Number of this program among all of a group, from 0, for launchers that number their pods. It stands for
+    `node_rank` and `data_parallel_rank`: programs of one worker follow each other."""
+
     transport: str = Field(default="nixl", pattern=PLUGIN_NAME)
     """Transport of KV between workers, equal for all workers of a cluster. nixl: UCX by NIXL. ucxx: for machines
     without NIXL, or to compare; on one host nixl is faster, since it reads shared memory. Another name: a transport of
@@ -201,6 +234,11 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     faults: bool = False
     """Whether operators may inject faults into this worker, for drills with `tandem fault`. Every process that reaches
     the worker's port can then kill or stop it, so leave it false in production."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that compute."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def kv_bytes(self) -> int | None:
@@ -228,14 +266,28 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     @model_validator(mode="before")
     @classmethod
     def _settings_of_vllm(cls, values: Any) -> Any:
-        """Raise EngineStartError for arguments of vLLM that Tandem refuses."""
+        """Set what flags of vLLM and a program's number stand for.
+
+        Raises EngineStartError for arguments of vLLM that Tandem refuses.
+        """
         if not isinstance(values, dict):
             return values
         if values.get("engine") == "vllm":
-            return {"block_tokens": VLLM_BLOCK_TOKENS} | with_flags(values)
+            return _numbered({"block_tokens": VLLM_BLOCK_TOKENS} | with_flags(values))
         if values.get("vllm_args"):
             raise EngineStartError("vllm_args", "flags of vLLM need engine: vllm")
         return values
+
+    @model_validator(mode="after")
+    def _check_data_parallel(self) -> "WorkerConfig":
+        """Raise EngineStartError for settings that do not go with a data-parallel group."""
+        if self.data_parallel > 1 and self.engine not in ("vllm", "sim"):
+            raise EngineStartError("data_parallel", "needs engine: vllm; start more workers instead, each is a replica")
+        last = self.data_parallel_rank + self.data_parallel_local - 1
+        if last >= self.data_parallel:
+            reason = f"{last} is no rank of {self.data_parallel}, the value of data_parallel"
+            raise EngineStartError("data_parallel_rank", reason)
+        return self
 
     @field_validator("routers")
     @classmethod
@@ -317,6 +369,20 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
 
     def id_for(self, role: Role) -> str:
         return self.worker_id or f"{role}-{socket.gethostname()}-{os.getpid()}"
+
+
+def _numbered(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with `node_rank` and `data_parallel_rank` by `member_index`.
+
+    Raises EngineStartError where both are set.
+    """
+    member, nodes, local = values.get("member_index"), values.get("nodes", 1), values.get("data_parallel_local", 1)
+    if not isinstance(member, int) or not isinstance(nodes, int) or not isinstance(local, int) or nodes < 1:
+        return values  # not set, or refused by the fields' own rules
+    numbers = {"node_rank": member % nodes, "data_parallel_rank": member // nodes * local}
+    if taken := [name for name, number in numbers.items() if values.get(name, number) != number]:
+        raise EngineStartError("member_index", f"{member} means another {taken[0]} than {values[taken[0]]}: set one")
+    return values | numbers
 
 
 def step_budget(config: WorkerConfig, role: Role, gpu: GpuDevice | None) -> StepBudget:

@@ -19,12 +19,17 @@ SWITCH_S = 0.0005
 """Longest time for which the runner's Python code may hold the GIL while a message waits, in seconds."""
 
 
+def die_with_parent() -> None:
+    """Die with the thread that started this process."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def become_child() -> None:
     """Die with the parent process, and leave Ctrl-C to it.
 
     Call it on the main thread.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)
 

@@ -182,7 +182,7 @@ def test_ranks_in_vllms_flags_have_a_gpu_each(flag: str) -> None:
     assert rendered["vllm_args"] == flags
     assert WorkerConfig.parse(rendered).tensor_parallel == 2
     refused = template({"models": models, "worker": {"gpus": 1, "config": config}})
-    assert "gpus: 1 is not config.tensor_parallel, 2" in refused.stderr
+    assert "gpus: 1 is not 2, the ranks of a pod" in refused.stderr
 
 
 def test_models_of_the_hub_are_fetched_into_a_cache_with_a_token() -> None:
