@@ -250,6 +250,15 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
         """Main memory for KV outside of the pool: the host tier, and the shared store's buffers."""
         return (self.kv_host_memory_mib << 20) + (BUFFER_BYTES if self.kv_store else 0)
 
+    @property
+    def group(self) -> str:
+        """Name of the data-parallel group, unique in the cluster; empty for a worker of its own."""
+        if self.data_parallel == 1:
+            return ""
+        host = self.data_parallel_address
+        is_local = host.startswith("127.") or host in ("localhost", "::1")
+        return f"{socket.gethostname() if is_local else host}:{self.data_parallel_port}"
+
     def sim_timing(self) -> StepTiming:
         return StepTiming(
             step_s=self.sim_step_ms * 1e-3,

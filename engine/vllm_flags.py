@@ -41,6 +41,11 @@ _PASSED = {
         " gdn_prefill_backend kda_prefill_backend kda_decode_backend"
     ),
     "speculation": "speculative_config spec_method spec_model spec_tokens",
+    "experts and data-parallel ranks": (
+        "enable_expert_parallel enable_ep_weight_filter all2all_backend enable_eplb eplb_config"
+        " expert_placement_strategy enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold"
+        " dp_sync_interval disable_nccl_for_dp_synchronization"
+    ),
     "scheduling, sampling, ranks, adapters, debugging": (
         "max_num_scheduled_tokens async_scheduling use_fp64_gumbel structured_outputs_config"
         " max_num_seqs max_num_active_seqs long_prefill_token_threshold long_prefill_token_threshold_adaptive"
@@ -51,10 +56,14 @@ _PASSED = {
     ),
 }
 PASSED = frozenset(" ".join(_PASSED.values()).split())
-"""Arguments that take effect within vLLM's EngineCore, and so under Tandem."""
+"""Arguments that take effect within vLLM's EngineCore, and so under Tandem. Tandem's loop reads dp_sync_interval."""
 
 MAPPED = {
     "tensor_parallel_size": "tensor_parallel",
+    "data_parallel_size": "data_parallel",
+    "data_parallel_rank": "data_parallel_rank",
+    "data_parallel_address": "data_parallel_address",
+    "data_parallel_rpc_port": "data_parallel_port",
     "block_size": "block_tokens",
     "max_num_batched_tokens": "max_batch_tokens",
     "dtype": "dtype",
@@ -70,7 +79,8 @@ KEPT: dict[str, tuple[tuple[str, ...], str]] = {
     "runner": (("auto", "generate"), "the vllm engine makes no embeddings: take engine: torch"),
     "convert": (("auto", "none"), "the vllm engine makes no embeddings: take engine: torch"),
     "pipeline_parallel_size": (("1",), "the vllm engine has no pipeline: set tensor_parallel"),
-    "data_parallel_size": (("1",), "start more workers instead: each is a replica"),
+    "data_parallel_external_lb": (("true",), "each data-parallel rank is a worker of its own"),
+    "data_parallel_backend": (("mp",), "each data-parallel rank is a worker of its own"),
     "prefill_context_parallel_size": (("1",), "a rank must have KV of whole contexts: set tensor_parallel"),
     "decode_context_parallel_size": (("1",), "a rank must have KV of whole contexts: set tensor_parallel"),
     "nnodes": (("1",), "all ranks of a worker run on one host: start workers on other hosts instead"),
@@ -90,18 +100,15 @@ REFUSED: dict[str, str] = {
     ),
     "receipts count the drafts of each request: ask by receipt: true": "per_request_spec_decode_metrics",
     "a diffusion model writes a block of tokens again and again, so none of its KV can be named": "diffusion_config",
-    "start more workers instead of data-parallel ranks: each is a replica": (
-        "data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address"
-        " data_parallel_rpc_port data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb"
-        " data_parallel_multi_port_external_lb data_parallel_supervisor_port dp_supervisor_probe_interval_s"
-        " dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold dp_sync_interval"
-        " disable_nccl_for_dp_synchronization enable_fault_tolerance fault_tolerance_config aggregate_engine_logging"
+    "each data-parallel rank is a worker of its own, with data_parallel_rank": (
+        "data_parallel_start_rank data_parallel_size_local data_parallel_hybrid_lb data_parallel_multi_port_external_lb"
+        " data_parallel_supervisor_port dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s"
+        " dp_supervisor_probe_failure_threshold"
     ),
-    "expert parallelism does not run under Tandem: set tensor_parallel, which splits experts too": (
-        "enable_expert_parallel enable_ep_weight_filter all2all_backend enable_elastic_ep elastic_ep_max_dp_size"
-        " enable_eplb eplb_config expert_placement_strategy enable_dbo ubatch_size dbo_decode_token_threshold"
-        " dbo_prefill_token_threshold"
+    "a lost rank ends its group, and its streams go on at workers of other groups": (
+        "enable_fault_tolerance fault_tolerance_config"
     ),
+    "the size of a group is fixed while it lives: start another group": "enable_elastic_ep elastic_ep_max_dp_size",
     "a rank must have KV of whole contexts: set tensor_parallel": (
         "dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size"
     ),
@@ -159,7 +166,9 @@ REFUSED: dict[str, str] = {
     ),
     "traces are the router's: set otlp_endpoint there": "otlp_traces_endpoint collect_detailed_traces",
     "nothing starts vLLM's profiler here": "profiler_config",
-    "logs are Tandem's: set log_level and log_format": "logging_config log_level log_config_file",
+    "logs are Tandem's: set log_level and log_format": (
+        "logging_config log_level log_config_file aggregate_engine_logging"
+    ),
     "set drain_s": "shutdown_timeout",
     f"{_OF_ROUTER}: set models: [{{path: ..., name: NAME}}] there": "served_model_name",
     f"{_OF_ROUTER}: set host and http_port there (gRPC: port)": "host port uds grpc grpc_port",
@@ -407,6 +416,8 @@ def _mapped(flag: Flag, ranks: object) -> int | str:
     (text,) = flag.values
     if flag.name == "dtype":
         return _DTYPES.get(text, text)
+    if flag.name == "data_parallel_address":
+        return text
     if (count := count_of(text)) is None:
         raise EngineStartError("vllm_args", f"{flag.written}: {text!r} is not a number")
     if flag.name != "kv_cache_memory_bytes":

@@ -2200,6 +2200,8 @@ class WorkerStatus(_message.Message):
     FAILING_LENDERS_FIELD_NUMBER: _builtins.int
     START_SECONDS_FIELD_NUMBER: _builtins.int
     WEIGHTS_SOURCE_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    GROUP_RANK_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -2237,6 +2239,11 @@ class WorkerStatus(_message.Message):
     "peer" and its id. Empty for an engine without weights.
     """
     weights_source: _builtins.str
+    group: _builtins.str
+    """Data-parallel group whose ranks step together, and drain and are lost together, and the worker's rank in it. Empty
+    for a worker of its own.
+    """
+    group_rank: _builtins.int
     @_builtins.property
     def failing_lenders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Lenders for which the circuit breaker is open: the worker's loans from them failed."""
@@ -2267,10 +2274,12 @@ class WorkerStatus(_message.Message):
         failing_lenders: _abc.Iterable[_builtins.str] | None = ...,
         start_seconds: _builtins.float = ...,
         weights_source: _builtins.str = ...,
+        group: _builtins.str = ...,
+        group_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked_blocks", b"asked_blocks", "available_blocks", b"available_blocks", "block_tokens", b"block_tokens", "cached_blocks", b"cached_blocks", "decode_prefill_tokens_per_s", b"decode_prefill_tokens_per_s", "decoding", b"decoding", "draining", b"draining", "failing", b"failing", "failing_lenders", b"failing_lenders", "has_reported", b"has_reported", "hit_blocks", b"hit_blocks", "loans", b"loans", "num_blocks", b"num_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running", b"running", "start_seconds", b"start_seconds", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked_blocks", b"asked_blocks", "available_blocks", b"available_blocks", "block_tokens", b"block_tokens", "cached_blocks", b"cached_blocks", "decode_prefill_tokens_per_s", b"decode_prefill_tokens_per_s", "decoding", b"decoding", "draining", b"draining", "failing", b"failing", "failing_lenders", b"failing_lenders", "group", b"group", "group_rank", b"group_rank", "has_reported", b"has_reported", "hit_blocks", b"hit_blocks", "loans", b"loans", "num_blocks", b"num_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running", b"running", "start_seconds", b"start_seconds", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

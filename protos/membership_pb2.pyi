@@ -734,6 +734,8 @@ class Hello(_message.Message):
     START_SECONDS_FIELD_NUMBER: _builtins.int
     WEIGHTS_SOURCE_FIELD_NUMBER: _builtins.int
     RESUMES_AT_BOUNDARIES_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    GROUP_RANK_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.bytes
     role: Global___Role.ValueType
@@ -771,6 +773,11 @@ class Hello(_message.Message):
     (sliding windows, recurrent states). The cache events announce each such block by a second name (resume_name in
     engine/block_keys.py).
     """
+    group: _builtins.str
+    """Data-parallel group whose ranks step together, and drain and are lost together, as host:port of its rank 0, and the
+    worker's rank in it. Empty for a worker of its own.
+    """
+    group_rank: _builtins.int
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
         """Loaded LoRA adapters, each served as a model of its own."""
@@ -799,10 +806,12 @@ class Hello(_message.Message):
         start_seconds: _builtins.float = ...,
         weights_source: _builtins.str = ...,
         resumes_at_boundaries: _builtins.bool = ...,
+        group: _builtins.str = ...,
+        group_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol", b"protocol", "reserve_output_tokens", b"reserve_output_tokens", "resumes_at_boundaries", b"resumes_at_boundaries", "role", b"role", "start_seconds", b"start_seconds", "store", b"store", "traffic_share", b"traffic_share", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "group", b"group", "group_rank", b"group_rank", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol", b"protocol", "reserve_output_tokens", b"reserve_output_tokens", "resumes_at_boundaries", b"resumes_at_boundaries", "role", b"role", "start_seconds", b"start_seconds", "store", b"store", "traffic_share", b"traffic_share", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

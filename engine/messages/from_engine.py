@@ -303,6 +303,15 @@ class WeightsOffered(NamedTuple):
     refused: str = ""
 
 
+class GroupDrains(NamedTuple):
+    """The data-parallel group drains, because one of its workers does."""
+
+    rank: int
+    """Data-parallel rank whose worker's message led to this one."""
+    is_over: bool
+    """Whether all workers of the group are empty, so that any may end."""
+
+
 FromEngine = (
     Ready
     | StartFailed
@@ -324,4 +333,5 @@ FromEngine = (
     | CacheInspected
     | Connected
     | WeightsOffered
+    | GroupDrains
 )

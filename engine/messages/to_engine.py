@@ -193,6 +193,13 @@ class ReturnWeights(NamedTuple):
     borrower: int
 
 
+class DrainGroup(NamedTuple):
+    """The worker drains, so all of its data-parallel group must; it goes on to step with them."""
+
+    is_empty: bool
+    """Whether its requests and loans are over."""
+
+
 ToEngine = (
     Generate
     | Cancel
@@ -211,4 +218,5 @@ ToEngine = (
     | Connect
     | LendWeights
     | ReturnWeights
+    | DrainGroup
 )

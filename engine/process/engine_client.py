@@ -15,6 +15,7 @@ from engine.messages.from_engine import (
     CacheInspected,
     Connected,
     FromEngine,
+    GroupDrains,
     KvUse,
     LendReady,
     LendRefused,
@@ -77,6 +78,10 @@ class EngineClient(EngineListener):
         """The engine's last load report."""
         self.last_kv: KvUse | None = None
         self._last_report_at = -math.inf
+        self.group_drains = asyncio.Event()
+        """Signal that the engine's data-parallel group drains."""
+        self.group_is_over = asyncio.Event()
+        """Signal that no worker of the group has work left."""
         self._ready: asyncio.Future[Ready]
         self.died: asyncio.Future[TandemError]
 
@@ -214,6 +219,10 @@ class EngineClient(EngineListener):
                 case Audited(number) | CacheInspected(number) | Connected(number):
                     if not (answer := self._answers.pop(number)).done():
                         answer.set_result(message)
+                case GroupDrains(is_over=is_over):
+                    self.group_drains.set()
+                    if is_over:
+                        self.group_is_over.set()
                 case WeightsOffered(borrower):
                     if (offer := self._offers.get(borrower)) is not None and not offer.done():
                         offer.set_result(message)

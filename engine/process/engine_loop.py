@@ -26,6 +26,7 @@ from engine.process.message_socket import MessageSocket
 from engine.process.ranks import Ranks, leave, serve, start_failure
 from engine.process.spec import EngineSpec
 from engine.process.start_up import become_child, prepare
+from engine.process.step_group import StepGroup
 from engine.process.weights_lender import WeightsLender
 from engine.sampling.grammar_gate import GrammarGate
 from kvtransfer.errors import TransportUnavailable
@@ -65,6 +66,8 @@ class OpenedEngine:
     grammars: GrammarGate
     weights: WeightsLender | None = None
     """Lender of its weights, where it lends any."""
+    group: StepGroup | None = None
+    """Data-parallel group with which it steps."""
 
 
 OtherRanks = TypeVar("OtherRanks", bound=Ranks)
@@ -98,8 +101,10 @@ def run_engine(open_engine: OpenEngine[OtherRanks], open_ranks: OpenRanks[OtherR
         os._exit(0)  # threads of a half-started engine may hang
     front.send(engine.ready)
     front.flush()
+    if engine.group is not None:
+        engine.group.serves()
     spare_the_started()
-    serve(partial(_loop, engine, front, ranks), ranks)
+    serve(partial(_loop, engine, front, ranks), ranks is not None or engine.group is not None)
     if engine.weights is not None:
         engine.weights.close()
     engine.steps.stop()
@@ -108,21 +113,23 @@ def run_engine(open_engine: OpenEngine[OtherRanks], open_ranks: OpenRanks[OtherR
 
 
 def _loop(engine: OpenedEngine, front: FrontLink, ranks: Ranks | None) -> None:
-    core, steps, weights = engine.core, engine.steps, engine.weights
+    core, steps, weights, group = engine.core, engine.steps, engine.weights, engine.group
     while True:
         if ranks is not None:
             ranks.check()
         for message in front.listen(0.0 if steps.ready else IDLE_TURN_S):
-            if engine.grammars.passes(message) and (weights is None or weights.passes(message)):
+            if all(part is None or part.passes(message) for part in (engine.grammars, weights, group)):
                 core.handle(message)
         for offered in weights.answers() if weights is not None else ():
             front.send(offered)
+        for news in group.answers() if group is not None else ():
+            front.send(news)
         for released in engine.grammars.released():
             core.handle(released)
         core.handle_posted()
         if not steps.end():  # its messages wait until the next step has begun
             front.flush()  # a caller waits for an answer
         steps.begin()
-        if ranks is None or not ranks.silent:
+        if not any(part is not None and part.silent for part in (ranks, group)):
             core.report()
         front.flush()

@@ -338,14 +338,14 @@ def start_failure(error: TransportUnavailable | RankLost) -> str:
     return f"{field}: {error}"
 
 
-def serve(loop: Callable[[], None], ranks: Ranks | None) -> None:
-    """Run an engine's loop until its front is gone; end the process if another rank is lost."""
+def serve(loop: Callable[[], None], has_others: bool) -> None:
+    """Run an engine's loop until its front is gone; end the process if another rank is lost, where it has others."""
     try:
         loop()
     except (EOFError, ConnectionError):
         pass  # the front is gone, by its own end or by ours: no process is left to serve
     except Exception as error:
-        if ranks is None:
+        if not has_others:
             raise
         log.error("the engine cannot go on: %s", error)  # the lost rank, or the sum that failed without it
         os._exit(1)  # the compute thread may wait in such a sum for ever; the other ranks die with this one

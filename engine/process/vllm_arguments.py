@@ -70,11 +70,24 @@ def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
         "kv_cache_memory_bytes": None if config.kv_bytes is None else config.kv_bytes // ranks,
         "tensor_parallel_size": ranks,
         **(SEVERAL_RANKS if ranks > 1 else {}),
+        **_data_parallel_arguments(config),
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
         "disable_log_stats": True,
         **_lora_arguments(config),
         **config.vllm_options,
+    }
+
+
+def _data_parallel_arguments(config: WorkerConfig) -> dict[str, Any]:
+    """Return the arguments of a rank of a data-parallel group."""
+    if config.data_parallel == 1:
+        return {}
+    return {
+        "data_parallel_size": config.data_parallel,
+        "data_parallel_rank": config.data_parallel_rank,
+        "data_parallel_address": config.data_parallel_address,
+        **({} if config.tensor_parallel > 1 else {"distributed_executor_backend": "uni"}),
     }
 
 

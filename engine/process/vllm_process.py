@@ -5,6 +5,9 @@ It runs in vLLM's own environment, where Tandem is installed without its depende
 is scheduled and launched while the one before it computes. On a GPU the main thread launches Model Runner V2's batches,
 and a second thread waits for the results. On a CPU a launch takes as long as the batch, so the second thread does it.
 Batches of several ranks are sent to vLLM's worker processes, and the second thread waits for their results.
+
+A rank of a data-parallel group launches exactly the steps that are granted to the group, with dummy batches where it
+has no work (`lockstep.py`). Each launch waits for the other ranks', within vLLM.
 """
 
 import logging
@@ -28,6 +31,7 @@ from engine.process.fast_path_socket import open_fast_path_socket
 from engine.process.front_link import FrontLink
 from engine.process.spec import EngineSpec
 from engine.process.start_up import own_transport
+from engine.process.step_group import StepGroup
 from engine.process.vllm_start import StartedVllm, computes_at_launch, prepare_vllm, start_vllm, why_not_started
 from engine.process.warm_up import WarmUp, turn_of
 from engine.process.worker_ranks import WorkerRanks
@@ -47,16 +51,25 @@ def main() -> None:
 class VllmSteps(Steps):
     """Steps of vLLM's scheduler, as many in flight as vLLM wants."""
 
-    def __init__(self, core: Any, batches: Any, threads: Seq[ComputeThread[Any]], depth: int) -> None:
+    def __init__(
+        self,
+        core: Any,
+        batches: Any,
+        threads: Seq[ComputeThread[Any]],
+        depth: int,
+        group: StepGroup | None = None,
+    ) -> None:
         """Create it.
 
         `batches` are `Batches`, of which at most `depth` are in flight. `threads` are the one that batches use, and the
-        one that computes fingerprints.
+        one that computes fingerprints. Ranks of a `group` step together.
         """
-        self._core, self._batches, self._depth = core, batches, depth
+        self._core, self._batches, self._depth, self._group = core, batches, depth, group
         self._thread, self._hashes = threads
         self._num_flying = 0
         """Number of batches in flight that are sampled or will be without waiting for another batch."""
+        self._num_dummies = 0
+        """Number of dummy batches among them."""
         self._deferred: Any = None
         """Batch that is launched, and is sampled once the tokens of the batch before it are known."""
 
@@ -66,16 +79,56 @@ class VllmSteps(Steps):
 
     @property
     def ready(self) -> bool:
-        return bool(self._batches.has_ended or (not self._is_full and self._core.may_schedule))
+        return bool(self._batches.has_ended or (not self._is_full and self._could_launch))
+
+    @property
+    def _could_launch(self) -> bool:
+        if self._group is None:
+            return bool(self._core.may_schedule)
+        return self._group.may_launch and bool(self._core.may_schedule or self._may_idle)
+
+    @property
+    def _may_idle(self) -> bool:
+        """Whether a dummy batch may be launched: what is in flight may be followed by a better one."""
+        return self._num_flying == self._num_dummies
 
     def begin(self) -> None:
-        while not self._is_full and (output := self._core.schedule()) is not None:
-            if output.total_num_scheduled_tokens and output.pending_structured_output_tokens:
-                self._batches.launch(output)
-                self._deferred = output
-            else:
+        if self._group is not None:
+            self._begin_together(self._group)
+            return
+        while not self._is_full and self._begin_next() is not None:
+            pass
+
+    def _begin_next(self) -> Any:
+        """Begin the core's next batch; return its SchedulerOutput, None when there is nothing to do."""
+        if (output := self._core.schedule()) is None:
+            return None
+        if output.total_num_scheduled_tokens and output.pending_structured_output_tokens:
+            self._batches.launch(output)
+            self._deferred = output
+        else:
+            self._num_flying += 1
+            self._batches.start(output, self._core.grammar_of(output))
+        return output
+
+    def _begin_together(self, group: StepGroup) -> None:
+        """Launch granted steps of the group; the core schedules nothing for others.
+
+        A batch without tokens is no step: vLLM runs no forward pass for it.
+        """
+        self._core.take_jobs()
+        if self._core.may_schedule:
+            group.ask()
+        while group.may_launch and not self._is_full:
+            output = self._begin_next()
+            if output is None:
+                if not self._may_idle:
+                    return
                 self._num_flying += 1
-                self._batches.start(output, self._core.grammar_of(output))
+                self._num_dummies += 1
+                self._batches.start_dummy()
+            if output is None or output.total_num_scheduled_tokens:
+                group.launched()
 
     def end(self) -> bool:
         while (hashed := self._hashes.take()) is not None:
@@ -83,14 +136,25 @@ class VllmSteps(Steps):
         if (computed := self._batches.take()) is None:
             return False
         self._num_flying -= 1
-        self._core.end_step(*computed)
+        if computed[0] is None:
+            self._num_dummies -= 1
+        else:
+            self._core.end_step(*computed)
         if self._deferred is not None and not self._num_flying:
             deferred, self._deferred = self._deferred, None
             self._num_flying += 1
             self._batches.sample(deferred, self._core.deferred_grammar_of(deferred))
         return True
 
+    def settle(self, turn: Callable[[], None]) -> None:
+        """Wait for dummy batches in flight, which nothing else follows; `turn` waits until one may have ended."""
+        while self._num_flying:
+            if not self.end():
+                turn()
+
     def stop(self) -> None:
+        if self._group is not None:
+            self._group.leave()
         self._thread.stop()
         self._hashes.stop()
 
@@ -98,11 +162,12 @@ class VllmSteps(Steps):
 def _open(spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None) -> OpenedEngine:
     prepare_vllm(spec.config)
     transport = own_transport(spec.config, spec.agent_name) if ranks is None else None
-    started, thread = _start(spec, front, ranks)
+    group = StepGroup(config, spec.worker_id, front.wake) if (config := spec.config).data_parallel > 1 else None
+    started, thread = _start(spec, front, ranks, group)
     from engine.backends.vllm.batch_runner import ComputedBatches, LaunchedBatches, SentBatches, mark_launched
     from engine.backends.vllm.core import VllmCore
 
-    config, memory, layout = spec.config, started.memory, started.memory.layout
+    memory, layout = started.memory, started.memory.layout
     links, replicas = (ranks.links, memory.replicas) if ranks is not None else ((), 1)
     allocate: Allocate = private_rows if ranks is None else ranks.memory.take
     hashes, depth = ComputeThread(lambda: None, front.wake), started.num_batches
@@ -121,7 +186,7 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None) -> Open
             hashes.submit if hashes_later else None,
         )
 
-    def steps_of(core: Any) -> Steps:
+    def steps_of(core: Any) -> VllmSteps:
         executor = started.engine.model_executor
         batches: Batches
         if ranks is not None:
@@ -130,12 +195,14 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None) -> Open
             batches = LaunchedBatches(executor, thread, mark_launched if started.writes_drafts else None)
         else:
             batches = ComputedBatches(executor, thread)
-        return VllmSteps(core, batches, (thread, hashes), depth)
+        return VllmSteps(core, batches, (thread, hashes), depth, group)
 
     num_blocks = memory.num_blocks - 1  # without vLLM's null block
     warming = WarmUp(started.info, layout.block_tokens, num_blocks, ModelDir.open(config.model).has_tokenizer)
     bare = core_of(warming.emit, None, None)
-    warm_up_s = warming.run(bare, steps_of(bare), turn_of(front, ranks))
+    steps, turn = steps_of(bare), turn_of(front, ranks)
+    warm_up_s = warming.run(bare, steps, turn)
+    steps.settle(turn)
     if (fast_path := open_fast_path_socket()) is not None:
         front.watch(fast_path.fileno())
     core = core_of(
@@ -144,24 +211,26 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None) -> Open
         open_store(config, layout, layout.fingerprint(started.info.weights_fingerprint), allocate),
     )
     ready = core.start()._replace(gpu=started.gpu, warm_up_s=warm_up_s)
-    return OpenedEngine(core, steps_of(core), ready, GrammarGate(None, front.wake))
+    return OpenedEngine(core, steps_of(core), ready, GrammarGate(None, front.wake), group=group)
 
 
-def _start(spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None) -> tuple[StartedVllm, ComputeThread[Any]]:
+def _start(
+    spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None, group: StepGroup | None
+) -> tuple[StartedVllm, ComputeThread[Any]]:
     """Start vLLM; return it, and the thread beside the loop, which on a CPU is the one that started it.
 
     Raises EngineStartError or RankLost.
     """
-    make = partial(_make, spec, ranks)
+    make = partial(_make, spec, ranks, group)
     if ranks is not None or not computes_at_launch():
         return make(), ComputeThread(lambda: None, front.wake)
     thread = ComputeThread(make, front.wake)
     return thread.made(), thread
 
 
-def _make(spec: EngineSpec, ranks: WorkerRanks | None) -> StartedVllm:
+def _make(spec: EngineSpec, ranks: WorkerRanks | None, group: StepGroup | None) -> StartedVllm:
     try:
-        return start_vllm(spec.config, spec.role, ranks)
+        return start_vllm(spec.config, spec.role, ranks, group)
     except (EngineStartError, RankLost):
         raise
     except Exception as error:

@@ -19,6 +19,7 @@ from engine.host.memory import UNMEASURED_KV_BYTES, belongs_in_file
 from engine.model.adapters import Adapter, read_adapters
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelInfo
+from engine.process.step_group import StepGroup
 from engine.process.vllm_arguments import check_version, engine_arguments, passed_arguments
 from engine.process.worker_ranks import WorkerRanks
 
@@ -73,6 +74,10 @@ def prepare_vllm(config: WorkerConfig) -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads, which a fork would lose
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it wants a NUMA node for each rank
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of a worker share a host
+    if config.data_parallel > 1:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if config.data_parallel_address == "127.0.0.1":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     quiet_vllm()
 
 
@@ -94,7 +99,9 @@ def computes_at_launch() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def start_vllm(config: WorkerConfig, role: Role, ranks: WorkerRanks | None = None) -> StartedVllm:
+def start_vllm(
+    config: WorkerConfig, role: Role, ranks: WorkerRanks | None = None, group: StepGroup | None = None
+) -> StartedVllm:
     """Load the model in vLLM, on the calling thread, which on a CPU must be the one that computes.
 
     With `ranks` vLLM starts their processes; these end with the calling thread. Raises EngineStartError or RankLost.
@@ -136,6 +143,8 @@ def start_vllm(config: WorkerConfig, role: Role, ranks: WorkerRanks | None = Non
 
         vllm_config.model_config.logits_processors = [TandemSampling]
         vllm_config.scheduler_config.async_scheduling = False
+    if group is not None:
+        _meet(group, config, vllm_config)
     engine = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     replicas = max(1, config.tensor_parallel // _num_kv_heads(vllm_config.model_config))
     groups = _groups(engine, config, config.tensor_parallel // replicas)
@@ -171,6 +180,29 @@ def start_vllm(config: WorkerConfig, role: Role, ranks: WorkerRanks | None = Non
     return StartedVllm(
         engine, memory, offered.block_pool, gpu, info, is_native, sampling, num_batches, lora, writes_drafts
     )
+
+
+def _meet(group: StepGroup, config: WorkerConfig, vllm_config: Any) -> None:
+    """Wait for the other data-parallel ranks, and let vLLM's process group meet where they agreed to.
+
+    Raises EngineStartError.
+    """
+    import vllm
+
+    parallel = vllm_config.parallel_config
+    facts = {
+        "data_parallel": config.data_parallel,
+        "tensor_parallel": config.tensor_parallel,
+        "vllm_python": f"vLLM {vllm.__version__}",
+        "model": _digest_of(vllm_config.model_config).hex(),
+        "block_tokens": config.block_tokens,
+        "max_batch_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
+        "vllm_options": json.dumps(config.vllm_options, sort_keys=True, default=str),
+        "vllm_args": config.vllm_args,
+    }
+    parallel.data_parallel_master_port = group.meet(facts, int(parallel.dp_sync_interval))
+    parallel._data_parallel_master_port_list = []  # vLLM chose ports that no other rank knows
+    parallel.data_parallel_rank_local = 0  # its GPUs are the first ones that this process sees
 
 
 def _memory_of(engine: Any, ranks: WorkerRanks, groups: "KvGroups", replicas: int) -> "KvMemory":
@@ -272,11 +304,28 @@ def _engine_config(config: WorkerConfig, role: Role, arguments: dict[str, Any], 
         if kv_heads % ranks and ranks % kv_heads:
             reason = f"{ranks} neither divides the model's {kv_heads} KV heads nor is a multiple of them"
             raise EngineStartError("tensor_parallel", reason)
+    if config.data_parallel > 1:
+        _check_data_parallel(options.create_model_config())
     vllm_config = options.create_engine_config()
     if not vllm_config.cache_config.enable_prefix_caching:
         reason = "vLLM turns its prefix cache off for this model here (so it does for MLA on CPUs), and loans need it"
         raise EngineStartError("model", reason)
     return vllm_config
+
+
+def _check_data_parallel(model_config: Any) -> None:
+    """Raise EngineStartError unless the model has experts, and vLLM can spread them on this device."""
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    if not model_config.is_moe:
+        reason = "the model has no experts to spread: leave it out and start more workers, each is a replica"
+        raise EngineStartError("data_parallel", reason)
+    communicator = resolve_obj_by_qualname(current_platform.get_device_communicator_cls())
+    if communicator.all_gatherv is DeviceCommunicatorBase.all_gatherv:
+        reason = "vLLM cannot gather batches of unlike ranks on this device (so on CPUs): it takes GPUs"
+        raise EngineStartError("data_parallel", reason)
 
 
 def _num_kv_heads(model_config: Any) -> int:

@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,6 +22,7 @@ from cluster.rpc import Server
 from cluster.tls import MemberIdentity, member_of
 from engine.config import WorkerConfig
 from engine.messages.from_engine import Ready
+from engine.messages.to_engine import DrainGroup
 from engine.model.model_dir import ModelDir
 from engine.process.child_engine import ChildEngine
 from engine.process.engine_client import EngineClient, EngineHost
@@ -167,13 +168,32 @@ class Worker:
         return done.pop().result()
 
     async def stop_requested(self) -> None:
-        await self._leaving.told.wait()
+        """Return when a stop was requested, of this worker or of another one of its data-parallel group."""
+        causes = [
+            asyncio.ensure_future(each.wait()) for each in (self._leaving.told, self._context.engine.group_drains)
+        ]
+        try:
+            await asyncio.wait(causes, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for cause in causes:
+                cause.cancel()
 
     async def drain(self) -> None:
-        """Refuse new work, finish work for `drain_s`, hand over the rest, and stay readable while blocks are read."""
+        """Refuse new work, finish work for `drain_s`, hand over the rest, and stay readable while blocks are read.
+
+        The whole data-parallel group drains. Until all of it is empty, its ranks need this one's steps.
+        """
+        engine, config = self._context.engine, self._context.config
         self._leaving.begin()
+        if config.group:
+            engine.send(DrainGroup(is_empty=False))
         await self._server.announce_stop()
         await self._empty()
+        if config.group:
+            engine.send(DrainGroup(is_empty=True))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(config.drain_s + READABLE_S + END_S):
+                    await engine.group_is_over.wait()
 
     async def _empty(self) -> int:
         """Drain without leaving; return the number of requests handed over."""
@@ -332,4 +352,6 @@ def _hello(context: WorkerContext, address: str) -> pb.Hello:
         start_seconds=context.start.seconds + context.start.warm_up_s,
         weights_source=context.start.weights_source,
         resumes_at_boundaries=ready.resumes_at_boundaries,
+        group=context.config.group,
+        group_rank=context.config.data_parallel_rank,
     )

@@ -68,6 +68,8 @@ def _worker(fleet: Fleet, worker: Worker) -> pb.WorkerStatus:
         failing_lenders=fleet.failing_lenders(worker),
         start_seconds=hello.start_seconds,
         weights_source=hello.weights_source,
+        group=hello.group,
+        group_rank=hello.group_rank,
     )
     if load is not None:
         status.has_reported = True

@@ -80,7 +80,9 @@ def _model(model: pb.ModelStatus, before: pb.ModelStatus | None, span_s: float) 
 
 def _condition(worker: pb.WorkerStatus) -> str:
     """Return the conditions of a worker that a person should notice."""
-    conditions = ["draining"] if worker.draining else []
+    conditions = [f"rank {worker.group_rank} of {worker.group}"] if worker.group else []
+    if worker.draining:
+        conditions.append("draining")
     if worker.failing:
         conditions.append("failing")
     if worker.failing_lenders:

@@ -18,6 +18,8 @@ ROOT = Path(__file__).parent.parent.parent
 PYTHON = ROOT / os.environ.get("TANDEM_VLLM_VENV", ".venv-vllm") / "bin" / "python"
 V2 = ROOT / "tests" / "support" / "vllm_v2" / "python"
 """Interpreter with Model Runner V2 and asynchronous scheduling on the CPU, whose batches are launched as on a GPU."""
+V1 = V2.with_name("python_v1")
+"""Interpreter with Model Runner V1, in which the CPU has what data-parallel ranks need."""
 BLOCK = 32
 need_vllm = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: `make vllm` sets it up")
 OPTIONS = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 16}

@@ -53,6 +53,15 @@ def test_a_flag_may_repeat_the_value_that_tandem_has(name: str) -> None:
     ("flags", "settings"),
     [
         ("-tp 2", {"tensor_parallel": 2}),
+        (
+            "-dp 4 -dpn 3 -dpa node-0 --data-parallel-rpc-port 31000 -dpe",
+            {
+                "data_parallel": 4,
+                "data_parallel_rank": 3,
+                "data_parallel_address": "node-0",
+                "data_parallel_port": 31000,
+            },
+        ),
         ("--tensor_parallel_size=2 -tp=4", {"tensor_parallel": 4}),
         ("--block-size 64", {"block_tokens": 64}),
         ("--max-num-batched-tokens 8k", {"max_batch_tokens": 8000}),
@@ -103,7 +112,8 @@ def test_what_is_for_vllms_parser_reaches_it_as_it_was_written(flags: str) -> No
         ("-tp two", {}, "-tp: 'two' is not a number"),
         ("--compilation-config.mode", {}, "--compilation-config.mode: a value must follow"),
         ("--no-enable-prefix-caching", {}, "--no-enable-prefix-caching: only true is possible: loans need"),
-        ("-dp 2", {}, "-dp: only 1 is possible: start more workers"),
+        ("-dpl 2", {}, "-dpl: each data-parallel rank is a worker of its own"),
+        ("-dp 2", {"data_parallel": 4}, "-dp 2 and data_parallel: 4 differ"),
         ("-dc.canvas_length 8", {}, "-dc: a diffusion model writes a block of tokens again"),
         (
             "--structured-outputs-config.reasoning_parser x",

@@ -44,8 +44,12 @@ class Batches(ABC):
         """Sample the tokens of the launched batch."""
 
     @abstractmethod
+    def start_dummy(self) -> None:
+        """Compute a batch of nobody, so that other data-parallel ranks can compute theirs."""
+
+    @abstractmethod
     def take(self) -> tuple[Any, Any] | None:
-        """Return the next batch that has ended, and vLLM's result of it; None while it runs.
+        """Return the next batch that has ended, None for a dummy, and vLLM's result of it; None while it runs.
 
         Raises what computing raised.
         """
@@ -71,7 +75,7 @@ class LaunchedBatches(Batches):
         """vLLM's future of a batch that is launched and not sampled."""
         self._flying: deque[tuple[Any, Any, Any, Sequence[Any]]] = deque()
         """Batches in flight: SchedulerOutput, vLLM's futures of its launch and of its samples, and the events with
-        which the batch ends."""
+        which the batch ends. A dummy has events only."""
 
     @property
     def has_ended(self) -> bool:
@@ -93,12 +97,20 @@ class LaunchedBatches(Batches):
             if not event.query():
                 self._thread.submit(None, event.synchronize)
 
+    def start_dummy(self) -> None:
+        self._executor.execute_dummy_batch()
+        self._flying.append((None, None, None, [mark_launched()] if torch.cuda.is_available() else []))
+        for event in self._flying[-1][3]:
+            self._thread.submit(None, event.synchronize)
+
     def take(self) -> tuple[Any, Any] | None:
         while self._thread.take() is not None:
             pass  # a wait that is over
         if not self.has_ended:
             return None
         output, launched, sampled, _ = self._flying.popleft()
+        if output is None:
+            return None, None
         result = None if sampled is None else sampled.result()
         return output, launched.result() if result is None else result
 
@@ -132,16 +144,23 @@ class ComputedBatches(Batches):
         self._thread.submit(output, partial(_execute, self._executor, _own(output), grammar))
 
     def launch(self, output: Any) -> None:
-        self._thread.submit(None, partial(self._executor.execute_model, _own(output)))
+        self._thread.submit(_LAUNCH, partial(self._executor.execute_model, _own(output)))
 
     def sample(self, output: Any, grammar: Any) -> None:
         self._thread.submit(output, partial(self._executor.sample_tokens, grammar))
 
+    def start_dummy(self) -> None:
+        self._thread.submit(None, self._executor.execute_dummy_batch)
+
     def take(self) -> tuple[Any, Any] | None:
         while (computed := self._thread.take()) is not None:
-            if computed[0] is not None:  # None: a launch
+            if computed[0] is not _LAUNCH:
                 return computed
         return None
+
+
+_LAUNCH = object()
+"""Tag of a launch, whose batch ends with its samples."""
 
 
 class SentBatches(Batches):
@@ -169,6 +188,11 @@ class SentBatches(Batches):
         if output.total_num_scheduled_tokens:
             sampled = self._executor.sample_tokens(grammar, non_block=True)
         self._thread.submit(output, partial(_received, launched, sampled))
+
+    def start_dummy(self) -> None:
+        executor = self._executor
+        sent = executor.collective_rpc("execute_dummy_batch", unique_reply_rank=executor.output_rank, non_block=True)
+        self._thread.submit(None, sent.result)
 
     def take(self) -> tuple[Any, Any] | None:
         return self._thread.take()

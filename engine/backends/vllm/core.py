@@ -137,15 +137,18 @@ class VllmCore(LoanHost):
         """Whether `schedule` could return a batch."""
         return not self._blocked and bool(self._scheduler.has_requests())
 
+    def take_jobs(self) -> None:
+        """Let vLLM compute what loans lack, so that `may_schedule` covers it."""
+        if self._lender_manager.num_loans:
+            self._start_loans()
+            self._submit_jobs()
+
     def schedule(self) -> Any:
         """Return vLLM's next SchedulerOutput; None when there is nothing to do.
 
         It may be empty but for requests to forget. vLLM must see the outcome of each, also of an empty one.
         """
-        if not self._lender_manager.num_loans and not self._scheduler.has_requests():
-            return None
-        self._start_loans()
-        self._submit_jobs()
+        self.take_jobs()
         if self._blocked or not self._scheduler.has_requests():
             return None
         budget = self._limits.budget

@@ -1,9 +1,12 @@
-"""Model Runner V2 and asynchronous scheduling of vLLM on a CPU, by Triton's interpreter.
+"""Model Runner V2 and asynchronous scheduling of vLLM on a CPU, by Triton's interpreter, and data-parallel ranks.
+
+Without the interpreter there are data-parallel ranks only, with Model Runner V1.
 
 vLLM takes V2 where Triton has a driver, which it has on GPUs only. Each change below is made when the module that it
 concerns is imported, so that a process which needs none of them starts as fast as before.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -77,13 +80,47 @@ def launch_as_on_a_gpu(module: Any) -> None:
     module.computes_at_launch = lambda: False
 
 
+def gather_unlike_batches(module: Any) -> None:
+    """Let the CPU's communicator gather and scatter rows of which each rank has a number of its own."""
+    import torch
+    import torch.distributed as dist
+
+    def gathered(self: Any, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self.device_group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def all_gatherv(self: Any, rows: Any, dim: int = 0, sizes: Sequence[int] | None = None) -> Any:
+        assert dim == 0
+        each = rows if isinstance(rows, list) else [rows]
+        answers = [gathered(self, one, sizes or [len(one)] * self.world_size) for one in each]
+        return answers if isinstance(rows, list) else answers[0]
+
+    def reduce_scatterv(self: Any, rows: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Any:
+        assert dim in (0, -rows.dim())
+        summed = rows.contiguous().clone()
+        dist.all_reduce(summed, group=self.device_group)
+        counts = sizes or [len(summed) // self.world_size] * self.world_size
+        first = sum(counts[: self.rank_in_group])
+        return summed[first : first + counts[self.rank_in_group]].contiguous()
+
+    module.CpuCommunicator.all_gatherv = all_gatherv
+    module.CpuCommunicator.reduce_scatterv = reduce_scatterv
+
+
+COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator"
 BEFORE = {"vllm.triton_utils.importing": offer_a_driver}
 AFTER = {
+    COMMUNICATOR: gather_unlike_batches,
     "vllm.v1.sample.ops.topk_topp_sampler": filter_by_torch,
     "vllm.v1.worker.gpu.metrics.logits": count_nans_by_torch,
     "vllm.platforms.cpu": keep_asynchronous,
     "engine.process.vllm_process": launch_as_on_a_gpu,
 }
+if "TRITON_INTERPRET" not in os.environ:
+    BEFORE, AFTER = {}, {COMMUNICATOR: gather_unlike_batches}
 NOTHING: Callable[[ModuleType], None] = lambda _: None  # noqa: E731
 
 
