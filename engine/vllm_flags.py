@@ -7,7 +7,7 @@ beside vLLM's own parser holds that every argument is in exactly one of these ta
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ PASSED = frozenset(" ".join(_PASSED.values()).split())
 
 MAPPED = {
     "tensor_parallel_size": "tensor_parallel",
+    "pipeline_parallel_size": "pipeline_parallel",
     "block_size": "block_tokens",
     "max_num_batched_tokens": "max_batch_tokens",
     "dtype": "dtype",
@@ -69,7 +70,6 @@ KEPT: dict[str, tuple[tuple[str, ...], str]] = {
     "disable_log_stats": (("true",), "metrics are the worker's: set metrics_port"),
     "runner": (("auto", "generate"), "the vllm engine makes no embeddings: take engine: torch"),
     "convert": (("auto", "none"), "the vllm engine makes no embeddings: take engine: torch"),
-    "pipeline_parallel_size": (("1",), "the vllm engine has no pipeline: set tensor_parallel"),
     "data_parallel_size": (("1",), "start more workers instead: each is a replica"),
     "prefill_context_parallel_size": (("1",), "a rank must have KV of whole contexts: set tensor_parallel"),
     "decode_context_parallel_size": (("1",), "a rank must have KV of whole contexts: set tensor_parallel"),
@@ -287,9 +287,9 @@ def with_flags(values: Mapping[str, Any]) -> dict[str, Any]:
             raise EngineStartError("vllm_args", f"{flag.written}: {reason}")
         elif flag.name in PASSED:
             passed += flag.words
-    for name, flag in sorted(mapped.items(), reverse=True):  # tensor_parallel_size first, which kv_memory_mib needs
+    for name, flag in sorted(mapped.items(), reverse=True):  # numbers of ranks first, which kv_memory_mib needs
         setting = MAPPED[name]
-        value = _mapped(flag, settings.get("tensor_parallel", 1))
+        value = _mapped(flag, [settings.get(each, 1) for each in ("tensor_parallel", "pipeline_parallel")])
         if str(settings.get(setting, value)) != str(value):
             both = f"{flag.written} {' '.join(flag.values)} and {setting}: {settings[setting]}"
             raise EngineStartError("vllm_args", f"{both} differ: set one of them")
@@ -397,8 +397,8 @@ def _is_passed(name: str, value: object) -> bool:
     return name in PASSED
 
 
-def _mapped(flag: Flag, ranks: object) -> int | str:
-    """Return the setting's value of a mapped flag, of a worker of so many ranks.
+def _mapped(flag: Flag, sizes: Iterable[object]) -> int | str:
+    """Return the setting's value of a mapped flag, of a worker whose ranks are the product of `sizes`.
 
     Raises EngineStartError.
     """
@@ -411,4 +411,6 @@ def _mapped(flag: Flag, ranks: object) -> int | str:
         raise EngineStartError("vllm_args", f"{flag.written}: {text!r} is not a number")
     if flag.name != "kv_cache_memory_bytes":
         return count
-    return count * int(str(ranks) if str(ranks).isdecimal() else 1) >> 20  # other values are refused as tensor_parallel
+    for size in sizes:
+        count *= int(str(size) if str(size).isdecimal() else 1)  # other values are refused as settings
+    return count >> 20

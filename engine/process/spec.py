@@ -23,7 +23,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """Start parameters of one tensor-parallel rank."""
+    """Start parameters of one rank."""
 
     engine: EngineSpec
     rank: int
@@ -37,7 +37,7 @@ class RankSpec:
 
     @property
     def ranks(self) -> int:
-        return self.engine.config.tensor_parallel
+        return self.engine.config.num_ranks
 
     @property
     def agent_name(self) -> str:

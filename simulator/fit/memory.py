@@ -268,7 +268,7 @@ def step_bytes(shape: ModelShape | None, config: WorkerConfig, device: Device) -
 
 def _need(worker: Worker, config: WorkerConfig) -> tuple[Need, int]:
     """Return the memory of each device, and the MiB of the KV pool of all ranks."""
-    ranks, device = config.tensor_parallel, worker.device
+    ranks, device = config.num_ranks, worker.device
     here = 1 if device.is_gpu else ranks
     share = here / ranks
     reserve = GPU_RESERVE if device.is_gpu else HOST_RESERVE
@@ -299,7 +299,7 @@ def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
             rule()
         except StartError as error:
             refusals.append(str(error))
-    ranks, shape = config.tensor_parallel, worker.shape
+    ranks, shape = config.num_ranks, worker.shape
     if config.engine == "torch" and config.device == "cuda" and not worker.gpus:
         refusals.append("device: cuda, but gpus is 0: the pod gets no GPU")
     if worker.gpus and worker.gpus != ranks:
