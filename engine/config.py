@@ -344,12 +344,18 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
         return QuantizationConfig(weights=self.weights, kv_dtype=self.kv_dtype, lora=self.lora)
 
     def refuse_parallel(self, role: Role) -> None:
-        """Check that settings go together with `tensor_parallel` above 1.
+        """Check that settings go together with `tensor_parallel` or `pipeline_parallel` above 1.
 
         Raises EngineStartError.
         """
-        if self.tensor_parallel == 1:
+        if self.num_ranks == 1:
             return
+        if self.pipeline_parallel > 1 and self.engine != "vllm":
+            reason = f"{self.pipeline_parallel} needs engine: vllm, not {self.engine}"
+            raise EngineStartError("pipeline_parallel", reason)
+        if self.num_ranks > MAX_RANKS:
+            reason = f"{self.pipeline_parallel} stages of {self.tensor_parallel} ranks are more than {MAX_RANKS} ranks"
+            raise EngineStartError("pipeline_parallel", reason)
         others = {
             f"engine: {self.engine}": self.engine not in ("torch", "vllm"),
             f"weights: {self.weights}": self.weights != "auto",
@@ -357,8 +363,9 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
             "a draft model in speculation": self.speculates(role) not in ("off", NGRAM),
         }
         if unsupported := [name for name, is_set in others.items() if is_set]:
-            reason = f"{self.tensor_parallel} cannot be combined with {', '.join(unsupported)}"
-            raise EngineStartError("tensor_parallel", reason)
+            field = "tensor_parallel" if self.tensor_parallel > 1 else "pipeline_parallel"
+            reason = f"{getattr(self, field)} cannot be combined with {', '.join(unsupported)}"
+            raise EngineStartError(field, reason)
 
     def of_rank(self, rank: int) -> "WorkerConfig":
         """Return the settings of one rank, with its share of cores and threads.
@@ -366,7 +373,7 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
         All ranks get equally many, so all compute the same sums in the same order. Ranks share cores when there are
         fewer cores than ranks.
         """
-        ranks = self.tensor_parallel
+        ranks = self.num_ranks
         if ranks == 1:
             return self
         cores = self.cores

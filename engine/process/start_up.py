@@ -45,7 +45,7 @@ def prepare(config: WorkerConfig) -> None:
     os.environ["OMP_NUM_THREADS"] = str(num_threads(config))
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    if config.tensor_parallel > 1 and config.device == "cpu":
+    if config.num_ranks > 1 and config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers would place a shard on any GPU it sees
 
 

@@ -18,12 +18,11 @@ from cluster.config import secrets_of, to_overrides
 from cluster.launch import launch
 from cluster.roles import Role
 from engine.config import WorkerConfig
+from engine.process.spec import LOCAL_RANK
 from engine.process.start_up import die_with_parent
 
 END_S = 10.0
 """Longest time for the others to end once one worker has failed, in seconds."""
-LOCAL_RANK = "VLLM_DP_RANK_LOCAL"
-"""Environment variable by which vLLM finds a worker's first GPU among those of the container."""
 
 
 def run_local_ranks(config: WorkerConfig, role: Role) -> int:

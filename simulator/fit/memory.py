@@ -334,7 +334,7 @@ def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
             rule()
         except StartError as error:
             refusals.append(str(error))
-    ranks, shape = config.tensor_parallel, worker.shape
+    ranks, shape = config.num_ranks, worker.shape
     if config.engine == "torch" and config.device == "cuda" and not worker.gpus:
         refusals.append("device: cuda, but gpus is 0: the pod gets no GPU")
     refusals += _refused_ranks(shape, config)

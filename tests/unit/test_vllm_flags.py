@@ -70,6 +70,7 @@ def test_a_flag_may_repeat_the_value_that_tandem_has(name: str) -> None:
         ("--dtype bfloat16", {"dtype": "bfloat16"}),
         ("--kv-cache-memory-bytes 1000000000", {"kv_memory_mib": 953}),
         ("--kv-cache-memory-bytes 1G -tp 2", {"kv_memory_mib": 2048, "tensor_parallel": 2}),
+        ("-pp 2 --kv-cache-memory-bytes 1G -tp 2", {"kv_memory_mib": 4096, "pipeline_parallel": 2}),
         ("", {"block_tokens": 32}),
     ],
 )
