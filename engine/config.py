@@ -253,7 +253,7 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     @property
     def group(self) -> str:
         """Name of the data-parallel group, unique in the cluster; empty for a worker of its own."""
-        if self.data_parallel == 1:
+        if self.data_parallel == 1 or self.engine != "vllm":  # simulated workers of a group step by themselves
             return ""
         host = self.data_parallel_address
         is_local = host.startswith("127.") or host in ("localhost", "::1")

@@ -24,6 +24,7 @@ from support.chart import (
     least_pods,
     needs_helm,
     pod_specs,
+    pod_templates,
     render,
     selects,
     template,
@@ -140,7 +141,7 @@ def test_workers_know_every_router_by_its_own_name() -> None:
 
 def test_services_select_what_they_are_for(example: Path | None) -> None:
     manifests = render(example)
-    pods = [m["spec"]["template"] for m in manifests if m["kind"] in ("Deployment", "StatefulSet")]
+    pods = [template for m in manifests if m["kind"] != "Job" for template in pod_templates(m)]
     services = [m for m in manifests if m["kind"] == "Service"]
     for service in services:
         chosen = [p for p in pods if service["spec"]["selector"].items() <= p["metadata"]["labels"].items()]

@@ -15,10 +15,10 @@ from support.chart import (
     config_of,
     needs_helm,
     pod_specs,
+    pod_templates,
     render,
     selects,
     template,
-    templates_of,
 )
 
 pytestmark = needs_helm
@@ -62,7 +62,7 @@ def test_a_worker_over_two_nodes_is_a_leader_and_a_node() -> None:
     (found,) = [m for m in manifests if m["kind"] == "LeaderWorkerSet" and "decode" in m["metadata"]["name"]]
     assert found["spec"]["replicas"] == 2
     assert found["spec"]["leaderWorkerTemplate"]["size"] == 2
-    leader, node = templates_of(found)
+    leader, node = pod_templates(found)
     assert settings_of(leader["spec"]) == settings_of(node["spec"])
     assert {"member_index": INDEX["LeaderWorkerSet"], "master_addr": "$(LWS_LEADER_ADDRESS)"}.items() <= settings_of(
         leader["spec"]

@@ -94,19 +94,18 @@ def pod_specs(manifests: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]
     """Of all that make pods, by their names."""
     found = []
     for manifest in manifests:
-        if manifest["kind"] in ("Deployment", "StatefulSet", "Job"):
-            found.append((manifest["metadata"]["name"], manifest["spec"]["template"]["spec"]))
-        elif manifest["kind"] == "LeaderWorkerSet":
-            found += [(manifest["metadata"]["name"], template["spec"]) for template in templates_of(manifest)]
-        elif manifest["kind"] == "Pod":
+        found += [(manifest["metadata"]["name"], template["spec"]) for template in pod_templates(manifest)]
+        if manifest["kind"] == "Pod":
             found.append((manifest["metadata"]["name"], manifest["spec"]))
     return found
 
 
-def templates_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """Templates of the pods of a LeaderWorkerSet: the first pod's, and the others'."""
-    group = manifest["spec"]["leaderWorkerTemplate"]
-    return [group[name] for name in ("leaderTemplate", "workerTemplate") if name in group]
+def pod_templates(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Templates of a manifest's pods; of a LeaderWorkerSet, the first pod's and the others'."""
+    if manifest["kind"] == "LeaderWorkerSet":
+        group = manifest["spec"]["leaderWorkerTemplate"]
+        return [group[name] for name in ("leaderTemplate", "workerTemplate") if name in group]
+    return [manifest["spec"]["template"]] if manifest["kind"] in ("Deployment", "StatefulSet", "Job") else []
 
 
 def keeping(available: int, **pool: Any) -> dict[str, Any]:
@@ -115,7 +114,8 @@ def keeping(available: int, **pool: Any) -> dict[str, Any]:
 
 
 def config_of(manifests: list[dict[str, Any]], name: str, container: str) -> dict[str, Any]:
-    (found,) = [m for m in manifests if m["kind"] == "ConfigMap" and m["metadata"]["name"] == name]
+    names = (name, name.removesuffix("-g"))  # that of a group, and its pool's
+    (found,) = [m for m in manifests if m["kind"] == "ConfigMap" and m["metadata"]["name"] in names]
     config: dict[str, Any] = yaml.safe_load(found["data"][f"{container}.yaml"])
     return config
 
@@ -125,7 +125,7 @@ def check_schema(manifests: list[dict[str, Any]], version: str) -> None:
     for manifest in manifests:
         if manifest["kind"] == "LeaderWorkerSet":
             jsonschema.validate(manifest["spec"], LEADER_WORKER_SET)
-            for template in templates_of(manifest):
+            for template in pod_templates(manifest):
                 labels = {"matchLabels": template["metadata"]["labels"]}
                 spec = {"selector": labels, "template": template}
                 deployment = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "a"}, "spec": spec}

@@ -113,7 +113,7 @@ def test_what_is_for_vllms_parser_reaches_it_as_it_was_written(flags: str) -> No
         ("-tp two", {}, "-tp: 'two' is not a number"),
         ("--compilation-config.mode", {}, "--compilation-config.mode: a value must follow"),
         ("--no-enable-prefix-caching", {}, "--no-enable-prefix-caching: only true is possible: loans need"),
-        ("-dpl 2", {}, "-dpl: each data-parallel rank is a worker of its own"),
+        ("-dph", {}, "-dph: each data-parallel rank is a worker of its own"),
         ("-dp 2", {"data_parallel": 4}, "-dp 2 and data_parallel: 4 differ"),
         ("-dc.canvas_length 8", {}, "-dc: a diffusion model writes a block of tokens again"),
         (
