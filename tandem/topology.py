@@ -131,16 +131,42 @@ def _plan(
     if routers < 1:
         raise StartError("routers", f"at least one router is needed, not {routers}")
     several = len(models) > 1
-    named = [[(name, model) for model in models for name in model.workers(role, several)] for role in ROLES]
+    named = [
+        [(name, number, model) for model in models for number, name in enumerate(model.workers(role, several))]
+        for role in ROLES
+    ]
     num_prefill = len(named[0])
     roles: list[Role] = [role for role, names in zip(ROLES, named, strict=True) for _ in names]
     shares = share_cores(cores, roles)
     workers: list[WorkerConfig] = []
-    for (name, model), share in zip([*named[0], *named[1]], shares, strict=True):
+    num_groups = 0
+    for role, (name, number, model), share in zip(roles, [*named[0], *named[1]], shares, strict=True):
         settings = {"worker_id": name} | worker | {"model": model.path} | model.worker
         config = WorkerConfig.parse(settings)
+        if config.data_parallel > 1:
+            settings |= _in_group(config, number, num_groups)
+            num_groups += settings["data_parallel_rank"] == config.data_parallel - 1
+            _check_groups(config, role, model)
+            config = WorkerConfig.parse(settings)
         workers.append(config if finds_cores(config) else WorkerConfig.parse(_on(share) | settings))
     return Topology(_routers(router, routers), tuple(workers[:num_prefill]), tuple(workers[num_prefill:]))
+
+
+def _in_group(config: WorkerConfig, number: int, group: int) -> dict[str, Any]:
+    """Return the rank of worker `number` of its pool, and the port of its group, of which so many are before it."""
+    return {
+        "data_parallel_rank": number % config.data_parallel,
+        "data_parallel_port": config.data_parallel_port + group,
+    }
+
+
+def _check_groups(config: WorkerConfig, role: Role, model: ClusterModel) -> None:
+    """Raise StartError unless a pool is made of whole groups, each worker a process of its own."""
+    count, size = model.prefill if role == "prefill" else model.decode, config.data_parallel
+    if count % size:
+        raise StartError(role, f"{count} workers are no whole groups of data_parallel, {size}")
+    if config.data_parallel_local > 1:
+        raise StartError("data_parallel_local", f"here each worker is started by itself: {role} counts all of them")
 
 
 def _on(share: CoreShare) -> dict[str, Any]:
