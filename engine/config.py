@@ -182,18 +182,38 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     each. Memory, disk, threads and cores in these settings are those of all of them together. It must divide the
     model's heads, and the model needs a tensor-parallel plan in transformers."""
 
+    pipeline_parallel: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Number of pipeline stages of the vllm engine, each with a range of the model's layers, on `tensor_parallel`
+    processes. Memory, threads and cores in these settings are those of all stages together. It needs vLLM's Model
+    Runner V2, so a GPU."""
+    nodes: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Number of hosts over which a worker's ranks are spread (vllm engine). A program starts on each; the one of
+    `node_rank` 0 is the worker, and the others compute for it."""
+    node_rank: NonNegativeInt = 0
+    """Number of this host among the worker's `nodes`, from 0."""
+    master_addr: str = ""
+    """Host of the program with `node_rank` 0, at which the others of the worker meet."""
+    master_port: int = Field(default=29501, ge=1, le=65534)
+    """Port of that host for vLLM; Tandem's own connections take the next one."""
     data_parallel: int = Field(default=1, ge=1)
     """Number of workers that share the experts of a mixture-of-experts model, each with attention and KV of its own
     (vllm engine). They are ranks of a group whose steps are made together, so one lost rank ends all; their streams
     go on at workers of other groups. Each rank is started as a worker of its own, with the same settings."""
     data_parallel_rank: NonNegativeInt = 0
     """Number of this worker in its group, from 0."""
+    data_parallel_local: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Number of the group's workers that this program starts, from `data_parallel_rank` on, each as a process of its
+    own that sees the GPUs of all. `port` and `metrics_port` are the first one's, and the others take the ports that
+    follow."""
     data_parallel_address: str = "127.0.0.1"
     """Host of rank 0, where the ranks of the group meet."""
     data_parallel_port: int = Field(default=29550, ge=1, le=65535)
     """Port of rank 0 at which the ranks of the group connect; they agree on steps over it. The ports of vLLM's own
     process groups are free ones, which rank 0, Gloo and NCCL choose at each start, as for `vllm serve`. None of them
     is encrypted."""
+    member_index: NonNegativeInt | None = None
+    """Number of this program among all of a group, from 0, for launchers that number their pods. It stands for
+    `node_rank` and `data_parallel_rank`: programs of one worker follow each other."""
 
     transport: str = Field(default="nixl", pattern=PLUGIN_NAME)
     """Transport of KV between workers, equal for all workers of a cluster. nixl: UCX by NIXL. ucxx: for machines
@@ -216,6 +236,11 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     the worker's port can then kill or stop it, so leave it false in production."""
 
     @property
+    def num_ranks(self) -> int:
+        """Number of processes that compute."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
     def kv_bytes(self) -> int | None:
         """Size of the KV pool in bytes; None for auto."""
         return None if self.kv_memory_mib == "auto" else self.kv_memory_mib << 20
@@ -228,7 +253,7 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     @property
     def group(self) -> str:
         """Name of the data-parallel group, unique in the cluster; empty for a worker of its own."""
-        if self.data_parallel == 1:
+        if self.data_parallel == 1 or self.engine != "vllm":  # simulated workers of a group step by themselves
             return ""
         host = self.data_parallel_address
         is_local = host.startswith("127.") or host in ("localhost", "::1")
@@ -250,11 +275,14 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     @model_validator(mode="before")
     @classmethod
     def _settings_of_vllm(cls, values: Any) -> Any:
-        """Raise EngineStartError for arguments of vLLM that Tandem refuses."""
+        """Set what flags of vLLM and a program's number stand for.
+
+        Raises EngineStartError for arguments of vLLM that Tandem refuses.
+        """
         if not isinstance(values, dict):
             return values
         if values.get("engine") == "vllm":
-            return {"block_tokens": VLLM_BLOCK_TOKENS} | with_flags(values)
+            return _numbered({"block_tokens": VLLM_BLOCK_TOKENS} | with_flags(values))
         if values.get("vllm_args"):
             raise EngineStartError("vllm_args", "flags of vLLM need engine: vllm")
         return values
@@ -262,10 +290,11 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     @model_validator(mode="after")
     def _check_data_parallel(self) -> "WorkerConfig":
         """Raise EngineStartError for settings that do not go with a data-parallel group."""
-        if self.data_parallel > 1 and self.engine != "vllm":
+        if self.data_parallel > 1 and self.engine not in ("vllm", "sim"):
             raise EngineStartError("data_parallel", "needs engine: vllm; start more workers instead, each is a replica")
-        if self.data_parallel_rank >= self.data_parallel:
-            reason = f"{self.data_parallel_rank} is no rank of {self.data_parallel}, the value of data_parallel"
+        last = self.data_parallel_rank + self.data_parallel_local - 1
+        if last >= self.data_parallel:
+            reason = f"{last} is no rank of {self.data_parallel}, the value of data_parallel"
             raise EngineStartError("data_parallel_rank", reason)
         return self
 
@@ -315,12 +344,18 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
         return QuantizationConfig(weights=self.weights, kv_dtype=self.kv_dtype, lora=self.lora)
 
     def refuse_parallel(self, role: Role) -> None:
-        """Check that settings go together with `tensor_parallel` above 1.
+        """Check that settings go together with `tensor_parallel` or `pipeline_parallel` above 1.
 
         Raises EngineStartError.
         """
-        if self.tensor_parallel == 1:
+        if self.num_ranks == 1:
             return
+        if self.pipeline_parallel > 1 and self.engine != "vllm":
+            reason = f"{self.pipeline_parallel} needs engine: vllm, not {self.engine}"
+            raise EngineStartError("pipeline_parallel", reason)
+        if self.num_ranks > MAX_RANKS:
+            reason = f"{self.pipeline_parallel} stages of {self.tensor_parallel} ranks are more than {MAX_RANKS} ranks"
+            raise EngineStartError("pipeline_parallel", reason)
         others = {
             f"engine: {self.engine}": self.engine not in ("torch", "vllm"),
             f"weights: {self.weights}": self.weights != "auto",
@@ -328,8 +363,9 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
             "a draft model in speculation": self.speculates(role) not in ("off", NGRAM),
         }
         if unsupported := [name for name, is_set in others.items() if is_set]:
-            reason = f"{self.tensor_parallel} cannot be combined with {', '.join(unsupported)}"
-            raise EngineStartError("tensor_parallel", reason)
+            field = "tensor_parallel" if self.tensor_parallel > 1 else "pipeline_parallel"
+            reason = f"{getattr(self, field)} cannot be combined with {', '.join(unsupported)}"
+            raise EngineStartError(field, reason)
 
     def of_rank(self, rank: int) -> "WorkerConfig":
         """Return the settings of one rank, with its share of cores and threads.
@@ -337,7 +373,7 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
         All ranks get equally many, so all compute the same sums in the same order. Ranks share cores when there are
         fewer cores than ranks.
         """
-        ranks = self.tensor_parallel
+        ranks = self.num_ranks
         if ranks == 1:
             return self
         cores = self.cores
@@ -349,6 +385,20 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
 
     def id_for(self, role: Role) -> str:
         return self.worker_id or f"{role}-{socket.gethostname()}-{os.getpid()}"
+
+
+def _numbered(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with `node_rank` and `data_parallel_rank` by `member_index`.
+
+    Raises EngineStartError where both are set.
+    """
+    member, nodes, local = values.get("member_index"), values.get("nodes", 1), values.get("data_parallel_local", 1)
+    if not isinstance(member, int) or not isinstance(nodes, int) or not isinstance(local, int) or nodes < 1:
+        return values  # not set, or refused by the fields' own rules
+    numbers = {"node_rank": member % nodes, "data_parallel_rank": member // nodes * local}
+    if taken := [name for name, number in numbers.items() if values.get(name, number) != number]:
+        raise EngineStartError("member_index", f"{member} means another {taken[0]} than {values[taken[0]]}: set one")
+    return values | numbers
 
 
 def step_budget(config: WorkerConfig, role: Role, gpu: GpuDevice | None) -> StepBudget:

@@ -22,7 +22,7 @@ class KernelsUnavailable(EngineStartError):
 
 
 class RankLost(Exception):
-    """The loss of a tensor-parallel rank, which ends the engine."""
+    """The loss of a rank, which ends the engine."""
 
     def __init__(self, rank: int, how: str) -> None:
         super().__init__(f"rank {rank} has ended: {how}")

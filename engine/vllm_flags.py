@@ -7,7 +7,7 @@ beside vLLM's own parser holds that every argument is in exactly one of these ta
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -60,8 +60,11 @@ PASSED = frozenset(" ".join(_PASSED.values()).split())
 
 MAPPED = {
     "tensor_parallel_size": "tensor_parallel",
+    "pipeline_parallel_size": "pipeline_parallel",
     "data_parallel_size": "data_parallel",
     "data_parallel_rank": "data_parallel_rank",
+    "data_parallel_start_rank": "data_parallel_rank",
+    "data_parallel_size_local": "data_parallel_local",
     "data_parallel_address": "data_parallel_address",
     "data_parallel_rpc_port": "data_parallel_port",
     "block_size": "block_tokens",
@@ -78,7 +81,6 @@ KEPT: dict[str, tuple[tuple[str, ...], str]] = {
     "disable_log_stats": (("true",), "metrics are the worker's: set metrics_port"),
     "runner": (("auto", "generate"), "the vllm engine makes no embeddings: take engine: torch"),
     "convert": (("auto", "none"), "the vllm engine makes no embeddings: take engine: torch"),
-    "pipeline_parallel_size": (("1",), "the vllm engine has no pipeline: set tensor_parallel"),
     "data_parallel_external_lb": (("true",), "each data-parallel rank is a worker of its own"),
     "data_parallel_backend": (("mp",), "each data-parallel rank is a worker of its own"),
     "prefill_context_parallel_size": (("1",), "a rank must have KV of whole contexts: set tensor_parallel"),
@@ -101,7 +103,7 @@ REFUSED: dict[str, str] = {
     "receipts count the drafts of each request: ask by receipt: true": "per_request_spec_decode_metrics",
     "a diffusion model writes a block of tokens again and again, so none of its KV can be named": "diffusion_config",
     "each data-parallel rank is a worker of its own, with data_parallel_rank": (
-        "data_parallel_start_rank data_parallel_size_local data_parallel_hybrid_lb data_parallel_multi_port_external_lb"
+        "data_parallel_hybrid_lb data_parallel_multi_port_external_lb"
         " data_parallel_supervisor_port dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s"
         " dp_supervisor_probe_failure_threshold"
     ),
@@ -296,9 +298,9 @@ def with_flags(values: Mapping[str, Any]) -> dict[str, Any]:
             raise EngineStartError("vllm_args", f"{flag.written}: {reason}")
         elif flag.name in PASSED:
             passed += flag.words
-    for name, flag in sorted(mapped.items(), reverse=True):  # tensor_parallel_size first, which kv_memory_mib needs
+    for name, flag in sorted(mapped.items(), reverse=True):  # numbers of ranks first, which kv_memory_mib needs
         setting = MAPPED[name]
-        value = _mapped(flag, settings.get("tensor_parallel", 1))
+        value = _mapped(flag, [settings.get(each, 1) for each in ("tensor_parallel", "pipeline_parallel")])
         if str(settings.get(setting, value)) != str(value):
             both = f"{flag.written} {' '.join(flag.values)} and {setting}: {settings[setting]}"
             raise EngineStartError("vllm_args", f"{both} differ: set one of them")
@@ -406,8 +408,8 @@ def _is_passed(name: str, value: object) -> bool:
     return name in PASSED
 
 
-def _mapped(flag: Flag, ranks: object) -> int | str:
-    """Return the setting's value of a mapped flag, of a worker of so many ranks.
+def _mapped(flag: Flag, sizes: Iterable[object]) -> int | str:
+    """Return the setting's value of a mapped flag, of a worker whose ranks are the product of `sizes`.
 
     Raises EngineStartError.
     """
@@ -422,4 +424,6 @@ def _mapped(flag: Flag, ranks: object) -> int | str:
         raise EngineStartError("vllm_args", f"{flag.written}: {text!r} is not a number")
     if flag.name != "kv_cache_memory_bytes":
         return count
-    return count * int(str(ranks) if str(ranks).isdecimal() else 1) >> 20  # other values are refused as tensor_parallel
+    for size in sizes:
+        count *= int(str(size) if str(size).isdecimal() else 1)  # other values are refused as settings
+    return count >> 20

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +43,17 @@ class Constants:
     chunks: NDArray[np.uint64]
     multipliers: NDArray[np.uint64]
     """Multiplier of each word, [num_words]."""
+    added: NDArray[np.uint64]
+    """Constant that is added to each mixed word, [num_words]."""
     zero: np.uint64
     """Fingerprint of a span of zeros."""
+
+
+class Cut(NamedTuple):
+    """Part of a head's words, or of a block's planes, that a pipeline stage holds: from `first` on, of `of`."""
+
+    first: int
+    of: int
 
 
 @lru_cache(maxsize=8)
@@ -53,32 +63,53 @@ def constants(num_words: int) -> Constants:
     num_chunks = -(-num_words // PAGE_WORDS)
     page, chunks = (_random(rng, count) | np.uint64(1) for count in (PAGE_WORDS, num_chunks))
     multipliers = np.outer(chunks, page).reshape(-1)[:num_words]
-    zero = np.multiply(_random(rng, num_words), multipliers).sum(dtype=np.uint64)
-    return Constants(page, chunks, multipliers, zero)
+    added = _random(rng, num_words)
+    return Constants(page, chunks, multipliers, added, np.multiply(added, multipliers).sum(dtype=np.uint64))
 
 
-def plane_multipliers(planes: int) -> NDArray[np.uint64]:
-    """Return the odd multiplier of each plane's fingerprints, [planes]."""
-    return _random(np.random.Generator(np.random.PCG64(0x51A9E5)), planes) | np.uint64(1)
+def plane_multipliers(planes: int, cut: Cut | None = None) -> NDArray[np.uint64]:
+    """Return the odd multiplier of the fingerprints of each plane, or of those in a `cut`, [planes]."""
+    first, of = cut or Cut(0, planes)
+    factors = _random(np.random.Generator(np.random.PCG64(0x51A9E5)), of) | np.uint64(1)
+    return factors[first : first + planes]
 
 
 def _random(rng: np.random.Generator, count: int) -> NDArray[np.uint64]:
     return rng.integers(0, np.iinfo(np.uint64).max, count, np.uint64, endpoint=True)
 
 
+def words_of(num_words: int, first: int, of: int) -> tuple[NDArray[np.uint64], np.uint64]:
+    """Return the multipliers of words [first, first + num_words) of a span of `of` words, and their part of its zero.
+
+    Sums of the parts of a span so add up to the span's fingerprint.
+    """
+    whole = constants(of)
+    if num_words == of:
+        return whole.multipliers, whole.zero
+    words = slice(first, first + num_words)
+    multipliers = np.ascontiguousarray(whole.multipliers[words])
+    return multipliers, np.multiply(whole.added[words], multipliers).sum(dtype=np.uint64)
+
+
 class Folding:
     """Fold of spans of `num_words` words, for any code that reads the bytes."""
 
-    def __init__(self, num_words: int) -> None:
+    def __init__(self, num_words: int, first: int = 0, of: int | None = None) -> None:
+        """Create it; the words are those from `first` on of a longer span of `of` words, if that is given."""
         self.num_words = num_words
-        self._constants = of = constants(num_words)
-        self.arguments = (num_words, of.page.ctypes.data, PAGE_WORDS, of.chunks.ctypes.data, int(of.zero))
+        of = of or num_words
+        self._multipliers, self._zero = words_of(num_words, first, of)
+        self._tables = constants(of).page, constants(of).chunks[first // PAGE_WORDS :]
+        if first % PAGE_WORDS:  # the pages of the longer span are not those of its part
+            self._tables = np.ones(1, np.uint64), self._multipliers
+        page, chunks = self._tables
+        self.arguments = (num_words, page.ctypes.data, len(page), chunks.ctypes.data, int(self._zero))
         """Arguments for native code, valid as long as this object exists."""
 
     def of(self, words: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Fold [..., num_words] to [...] by numpy."""
-        folded: NDArray[np.uint64] = np.matmul(words ^ (words >> np.uint64(32)), self._constants.multipliers)
-        return folded + self._constants.zero
+        folded: NDArray[np.uint64] = np.matmul(words ^ (words >> np.uint64(32)), self._multipliers)
+        return folded + self._zero
 
 
 class Fingerprints:
@@ -88,11 +119,12 @@ class Fingerprints:
     GIL; without a C++ compiler numpy computes them, several times slower.
     """
 
-    def __init__(self, pool: NDArray[np.uint8], kv_heads: int) -> None:
+    def __init__(self, pool: NDArray[np.uint8], kv_heads: int, cut: "Cut | None" = None) -> None:
+        """Create it; the pool has the `cut` of each head."""
         assert pool.flags.c_contiguous
         self._num_blocks = len(pool)
         self._words = pool.view(np.uint64).reshape(len(pool), kv_heads, -1)
-        self.folding = Folding(self._words.shape[2])
+        self.folding = Folding(self._words.shape[2], *((cut.first, cut.of) if cut is not None else ()))
         self._address = self._words.ctypes.data
 
     def of(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
@@ -116,10 +148,15 @@ class PlaneFingerprints:
     with every change of one span, and exchanged spans do not cancel each other.
     """
 
-    def __init__(self, pool: NDArray[np.uint8], num_blocks: int, planes: int, kv_heads: int) -> None:
-        """Create it for a contiguous uint8 pool [planes, num_blocks, span_bytes] of any shape."""
+    def __init__(
+        self, pool: NDArray[np.uint8], num_blocks: int, planes: int, kv_heads: int, cut: "Cut | None" = None
+    ) -> None:
+        """Create it for a contiguous uint8 pool [planes, num_blocks, span_bytes] of any shape.
+
+        Its planes are the `cut` of those of a whole block.
+        """
         flat = pool.reshape(planes, num_blocks, -1)
-        self._multipliers = plane_multipliers(planes)
+        self._multipliers = plane_multipliers(planes, cut)
         self._kv_heads = kv_heads
         self._planes = [Fingerprints(plane, kv_heads) for plane in flat]
 

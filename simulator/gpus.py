@@ -34,6 +34,10 @@ STEP_S = 0.002
 TP_EFFICIENCY = 0.9
 """Efficiency of each further doubling of the GPUs of one model, which wait for each other twice per layer."""
 USABLE_MEMORY = 0.9
+HOST_GPUS = 8
+"""GPUs of one host, which NVLink joins."""
+EXCHANGE_BYTES = 3
+"""Bytes of a hidden state's element on its way to an expert of another host, in float8, and back, in bfloat16."""
 SEQUENCE_TOKENS = 4096
 """Length of a sequence where nothing tells that of a load; it matters only to models with windows or states."""
 
@@ -79,17 +83,29 @@ def gpu_named(name: str) -> Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Step timing of a model on `tp` equal GPUs: the larger of arithmetic and memory time, plus `step_s`.
+    """Step timing of a worker's `tp` x `pp` equal GPUs: the larger of arithmetic and memory time, plus `step_s`.
 
     Arithmetic is that of all tokens, and of attention over the tokens before them. Memory is read once for the weights
     and once for the KV of each decoding sequence; a prompt's reads of its own KV hide behind its arithmetic. The
     decoding sequences of a step count as equally long where layers have windows. A recurrent state is read and written
     at each step; its arithmetic is not counted, since its matrices have a small part of the model's weights.
+
+    With `pp` stages a step of all sequences is `pp` batches, one in each stage at any time. A batch reads all weights
+    on its way, and has 1 / `pp` of the tokens and of the KV; so stages divide the other terms, and not the weights.
+
+    With `dp` workers in a group each has a part of the experts, and all attention and shared layers. They are equally
+    busy, so each computes as much for experts as its own tokens need, and reads its experts for all workers' tokens.
+    Where the group has several hosts, a token's hidden state goes to each that has one of its experts, over the NICs.
+    That time is added, not hidden.
     """
 
     model: ModelShape
     gpu: Gpu
     tp: int = 1
+    pp: int = 1
+    """Pipeline stages."""
+    dp: int = 1
+    """Workers of an expert-parallel group."""
     compute: float = COMPUTE
     memory: float = MEMORY
     step_s: float = STEP_S
@@ -102,6 +118,8 @@ class Roofline:
     _windows: tuple[tuple[int, float, float], ...] = field(init=False, repr=False)
     """Size of each window, seconds per pair, and seconds per token of context."""
     _state_s: float = field(init=False, repr=False)
+    _exchange_s: float = field(init=False, repr=False)
+    """Seconds per token in which hidden states go to other hosts' experts and back."""
 
     def __post_init__(self) -> None:
         """Precompute the seconds per token, pair, byte of weights and token of context, used at every step."""
@@ -123,6 +141,10 @@ class Roofline:
         )
         object.__setattr__(self, "_windows", tuple((size, pair_s, kept * byte_s) for size, pair_s, kept in each))
         object.__setattr__(self, "_state_s", STATES * self.model.state_bytes * byte_s)
+        hosts = -(-self.gpus * self.dp // HOST_GPUS) if self.dp > 1 else 1
+        others = min(self.model.experts_per_token, hosts - 1)
+        sent = self.model.expert_layers * self.model.hidden * EXCHANGE_BYTES * others
+        object.__setattr__(self, "_exchange_s", sent / (self.gpu.nic_bytes_per_s * self.gpus))
 
     @property
     def copies(self) -> int:
@@ -130,21 +152,27 @@ class Roofline:
         return self.tp if self.model.latent else 1
 
     @property
+    def gpus(self) -> int:
+        """Number of GPUs of a worker."""
+        return self.tp * self.pp
+
+    @property
     def effective_gpus(self) -> float:
-        """Number of ideal GPUs that `tp` GPUs equal."""
+        """Number of ideal GPUs that the `tp` GPUs of a stage equal."""
         return self.tp * TP_EFFICIENCY ** (self.tp.bit_length() - 1)
 
     def seconds_of(self, work: StepWork) -> float:
         tokens, context = work.prompt_tokens + work.streams, work.context_tokens
         compute_s = self._token_s * tokens + self._pair_s * (work.prompt_pairs + context)
         compute_s += self._decode_pair_s * context
-        memory_s = self._byte_s * self.model.weight_bytes_read(tokens) + self._context_s * context
-        memory_s += self._state_s * work.streams
+        memory_s = self._context_s * context + self._state_s * work.streams
         for size, pair_s, context_s in self._windows:
             seen = min(context, work.streams * size)
             compute_s += pair_s * (min(work.prompt_pairs, work.prompt_tokens * size) + seen)
             memory_s += context_s * seen
-        return self.step_s + (compute_s if compute_s > memory_s else memory_s)
+        weights_s = self._byte_s * self.model.weight_bytes_read(tokens / self.pp, self.dp)
+        compute_s, memory_s = compute_s / self.pp, weights_s + memory_s / self.pp
+        return self.step_s + (compute_s if compute_s > memory_s else memory_s) + self._exchange_s * tokens / self.pp
 
     def num_blocks(self, block_tokens: int, sequence_tokens: float = SEQUENCE_TOKENS) -> int:
         """Return the number of KV blocks in the memory that the weights leave.
@@ -152,15 +180,22 @@ class Roofline:
         Where layers have windows or states, a block is a part of a sequence of `sequence_tokens` tokens, its share of
         windows and states included. Raises BadSetup.
         """
-        left = self.gpu.memory_bytes * self.tp * USABLE_MEMORY - self.model.weight_bytes
+        left = self.gpu.memory_bytes * self.gpus * USABLE_MEMORY - self.weight_bytes
         count = int(left // (self.model.mean_token_bytes(sequence_tokens) * block_tokens * self.copies))
         if count < 1:
-            weights, memory = self.model.weight_bytes / 1e9, self.gpu.memory_bytes * self.tp / 1e9
+            weights, memory = self.weight_bytes / 1e9, self.gpu.memory_bytes * self.gpus / 1e9
+            part = f" in each of {self.dp} workers" if self.dp > 1 else ""
             raise BadSetup(
                 "tp",
-                f"{self.model.name} has {weights:.0f} GB of weights, {self.tp} x {self.gpu.name} have {memory:.0f} GB",
+                f"{self.model.name} has {weights:.0f} GB of weights{part}, {self.gpus} x {self.gpu.name} have"
+                f" {memory:.0f} GB",
             )
         return count
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the weights that a worker has."""
+        return self.model.weight_bytes - self.model.expert_bytes * (1 - 1 / self.dp)
 
 
 def _by_window(model: ModelShape) -> tuple[list[LayerGroup], list[LayerGroup]]:

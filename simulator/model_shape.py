@@ -58,6 +58,8 @@ class ModelShape:
     """Parameters of all routed experts in all layers."""
     experts: int = 0
     experts_per_token: int = 0
+    expert_layers: int = 0
+    """Layers with routed experts."""
     embedding_params: int = 0
     """Parameters of embeddings and output layer."""
     layer_bits: float | None = None
@@ -80,6 +82,11 @@ class ModelShape:
     @property
     def weight_bytes(self) -> int:
         return round((self.params - self._narrow_params) * self.dtype_bytes + self._narrow_params * self._layer_bytes)
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of all routed experts."""
+        return self.expert_params * self._layer_bytes
 
     @property
     def weights_in_words(self) -> str:
@@ -166,12 +173,15 @@ class ModelShape:
             group.layers * group.pair_flops * min(pairs, tokens * (group.window or 0)) for group in windows
         )
 
-    def weight_bytes_read(self, num_tokens: int) -> float:
-        """Return the weight bytes that a step of so many tokens reads, with experts chosen at random."""
+    def weight_bytes_read(self, num_tokens: float, expert_ranks: int = 1) -> float:
+        """Return the weight bytes that a step of so many tokens reads, with experts chosen at random.
+
+        With `expert_ranks` above 1 a worker has so small a part of the experts, which as many workers' tokens meet.
+        """
         if not self.experts:
             return float(self.weight_bytes)
-        missed = (1 - self.experts_per_token / self.experts) ** num_tokens
-        return self.weight_bytes - self._layer_bytes * self.expert_params * missed
+        missed = float((1 - self.experts_per_token / self.experts) ** (num_tokens * expert_ranks))
+        return self.weight_bytes - self.expert_bytes * (1 - (1 - missed) / expert_ranks)
 
 
 def open_shape(path: Path | None) -> ModelShape:
@@ -235,6 +245,7 @@ def shape_of(name: str, config: dict[str, Any]) -> ModelShape:
         expert_params=weights.experts,
         experts=weights.num_experts,
         experts_per_token=weights.experts_per_token,
+        expert_layers=weights.expert_layers,
         embedding_params=weights.embeddings,
         layer_bits=bits,
         only_experts=only_experts,

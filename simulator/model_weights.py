@@ -35,6 +35,8 @@ class Weights:
     """Width of the MLP's inside for a token, of all its experts together; the widest layer's."""
     num_experts: int
     experts_per_token: int
+    expert_layers: int
+    """Layers with routed experts."""
 
 
 def weights_of(
@@ -72,6 +74,7 @@ def weights_of(
         inner=max(inner if dense_layers else 0, per_token * expert_inner + shared if expert_layers else 0),
         num_experts=experts,
         experts_per_token=per_token,
+        expert_layers=expert_layers if experts else 0,
     )
 
 

@@ -18,6 +18,8 @@ def autoscaled(setup: Setup, most: int, start_s: float) -> Scenario:
         raise BadSetup("autoscale", f"{most} is not at least 1")
     if not 0 <= start_s < math.inf:
         raise BadSetup("worker_start", f"{start_s} is not a number of seconds from 0")
+    if setup.dp > 1:
+        raise BadSetup("autoscale", f"workers come and go in groups of {setup.dp}, which the planner does not size")
     return Scenario("conditional", 1, 1, autoscale=Autoscale(policy_of(setup, most, start_s)))
 
 

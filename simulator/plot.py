@@ -80,7 +80,7 @@ def write_plot(path: Path, runs: Sequence[Run], setup: Setup, trace: str, headli
 
 def _subtitle(runs: Sequence[Run], setup: Setup, trace: str) -> list[str]:
     requests = max(run.results.requests for run in runs)
-    details = [] if setup.calibration is not None else [f"TP {setup.tp}"]
+    details = [] if setup.calibration is not None else [f"TP {setup.tp}{setup.beyond_tp}"]
     details += [f"{setup.price:g} USD/h each"] if setup.priced else []
     lines = [
         f"{trace}: {requests:,} requests, {setup.hardware_name}" + (f" ({', '.join(details)})" if details else ""),

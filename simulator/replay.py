@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,11 +48,15 @@ class Setup:
     gpu: Gpu
     gpus: int
     tp: int = 1
-    """GPUs of one worker."""
+    """Tensor-parallel GPUs of one worker, or of each of its stages."""
+    pp: int = 1
+    """Pipeline stages of every worker."""
+    dp: int = 1
+    """Workers of a group that share out the experts and step together."""
     decode_gpu: Gpu | None = None
     """GPU of decode workers beside prefill workers; default: as the others."""
     decode_tp: int | None = None
-    """GPUs of such a decode worker."""
+    """Tensor-parallel GPUs of such a decode worker."""
     slo: Slo = DEFAULT_SLO
     usd_per_gpu_hour: float | None = None
     """Price; default: the table's."""
@@ -81,7 +85,7 @@ class Setup:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "tp", "block_tokens", "prefill_chunk", "decode_chunk", "num_routers"):
+        for name in ("gpus", "tp", "pp", "dp", "block_tokens", "prefill_chunk", "decode_chunk", "num_routers"):
             if getattr(self, name) < 1:
                 raise BadSetup(_OPTIONS.get(name, name), f"{getattr(self, name)} is not at least 1")
         for name in ("message_s", "event_lag_s"):
@@ -93,12 +97,25 @@ class Setup:
         for name in ("tp", "decode_tp"):
             if self.calibration is None and self.model.heads % (tp := getattr(self, name) or 1):
                 raise BadSetup(name, f"{tp} does not divide the {self.model.heads} heads of {self.model.name}")
-        if self.gpus % self.tp:
-            raise BadSetup("tp", f"{self.gpus} GPUs cannot be divided into workers of {self.tp}")
+        if self.pp > self.model.layers:
+            raise BadSetup("pp", f"{self.pp} is above the {self.model.layers} layers of {self.model.name}")
+        if self.dp > 1 and not self.model.experts:
+            raise BadSetup("dp", f"{self.model.name} has no experts to share out: more workers do the same")
+        if self.dp > 1 and self.model.experts % self.dp:
+            raise BadSetup("dp", f"{self.dp} does not divide the {self.model.experts} experts of {self.model.name}")
+        if self.gpus % (self.tp * self.pp * self.dp):
+            what = f"groups of {self.dp} workers" if self.dp > 1 else "workers"
+            name = "dp" if self.dp > 1 else "pp" if self.pp > 1 else "tp"
+            raise BadSetup(name, f"{self.gpus} GPUs cannot be divided into {what} of {self.tp * self.pp}")
 
     @property
     def workers(self) -> int:
-        return self.gpus // self.tp
+        return self.gpus // (self.tp * self.pp)
+
+    @property
+    def beyond_tp(self) -> str:
+        """Stages and workers of a group, for display behind the TP; empty for one."""
+        return (f", PP {self.pp}" if self.pp > 1 else "") + (f", DP {self.dp}" if self.dp > 1 else "")
 
     @property
     def hardware_name(self) -> str:
@@ -119,9 +136,8 @@ class Setup:
 
     def hardware(self, role: Role, apart: bool) -> tuple[Gpu, int]:
         """Return the GPU of a worker and their number; `apart`: there are prefill workers."""
-        if role == "prefill" or not apart:
-            return self.gpu, self.tp
-        return self.decode_gpu or self.gpu, self.decode_tp or self.tp
+        roofline = roofline_of(self, role, apart)
+        return roofline.gpu, roofline.gpus
 
     def price_of(self, gpu: Gpu) -> float:
         """Return USD per hour."""
@@ -176,9 +192,14 @@ def scenarios(
                 "split",
                 f"{prefill}:{decode} must add up to the {setup.workers} workers, with at least 1 on each side",
             )
+    if any(count % setup.dp for pair in wanted for count in pair):
+        raise BadSetup("split", f"workers come in groups of {setup.dp}, and a group has one role")
     if not wanted:
-        quarters = (max(1, min(setup.workers - 1, round(setup.workers * part / 4))) for part in (1, 2, 3))
-        wanted = [(prefill, setup.workers - prefill) for prefill in dict.fromkeys(quarters) if setup.workers > 1]
+        groups = setup.workers // setup.dp
+        quarters = (max(1, min(groups - 1, round(groups * part / 4))) for part in (1, 2, 3))
+        wanted = [
+            (prefill * setup.dp, (groups - prefill) * setup.dp) for prefill in dict.fromkeys(quarters) if groups > 1
+        ]
     chosen: list[Scenario] = []
     for mode in modes:
         for policy in policies:
@@ -295,17 +316,28 @@ def cluster_spec(setup: Setup, scenario: Scenario, make_fleet: FleetMaker | None
         learn_rates=setup.learn_rates,
         admission=setup.admission,
         make_fleet=make_fleet or _fleet_of(scenario),
-        failures=tuple(failure for failure in setup.failures if failure.worker_id in names),
+        failures=tuple(failure for failure in _with_groups(setup) if failure.worker_id in names),
         skip=setup.skip,
         seed=setup.seed,
         store=setup.store,
     )
 
 
+def _with_groups(setup: Setup) -> Iterator[Failure]:
+    """Yield the failures, each of them that of all workers of a group."""
+    for failure in setup.failures:
+        role, _, number = failure.worker_id.rpartition("-")
+        first = int(number) // setup.dp * setup.dp
+        for each in range(first, first + setup.dp):
+            yield dataclasses.replace(failure, worker_id=f"{role}-{each:04}")
+
+
 def roofline_of(setup: Setup, role: Role, apart: bool) -> Roofline:
     """Return a worker's roofline; `apart`: there are prefill workers."""
-    gpu, tp = setup.hardware(role, apart)
-    return Roofline(setup.model, gpu, tp)
+    gpu, tp = setup.gpu, setup.tp
+    if role == "decode" and apart:
+        gpu, tp = setup.decode_gpu or gpu, setup.decode_tp or tp
+    return Roofline(setup.model, gpu, tp, setup.pp, setup.dp)
 
 
 def priors_of(setup: Setup, apart: bool) -> Priors:
@@ -352,7 +384,7 @@ def _tokens_per_s(timing: Roofline | StepTiming, chunk: int) -> float:
 
 def nic_bytes_per_s(roofline: Roofline) -> float:
     """Return a worker's NIC bandwidth: each of its GPUs has a NIC."""
-    return roofline.gpu.nic_bytes_per_s * roofline.tp
+    return roofline.gpu.nic_bytes_per_s * roofline.gpus
 
 
 def spec_of(setup: Setup, role: Role, apart: bool) -> WorkerSpec:

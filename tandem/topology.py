@@ -131,49 +131,42 @@ def _plan(
     if routers < 1:
         raise StartError("routers", f"at least one router is needed, not {routers}")
     several = len(models) > 1
-    named = [[(name, model) for model in models for name in model.workers(role, several)] for role in ROLES]
+    named = [
+        [(name, number, model) for model in models for number, name in enumerate(model.workers(role, several))]
+        for role in ROLES
+    ]
     num_prefill = len(named[0])
     roles: list[Role] = [role for role, names in zip(ROLES, named, strict=True) for _ in names]
     shares = share_cores(cores, roles)
     workers: list[WorkerConfig] = []
-    group = _Group()
-    for (name, model), role, share in zip([*named[0], *named[1]], roles, shares, strict=True):
+    num_groups = 0
+    for role, (name, number, model), share in zip(roles, [*named[0], *named[1]], shares, strict=True):
         settings = {"worker_id": name} | worker | {"model": model.path} | model.worker
         config = WorkerConfig.parse(settings)
-        settings |= group.rank_of(config, (role, model.known_as))
-        config = WorkerConfig.parse(settings)
+        if config.data_parallel > 1:
+            settings |= _in_group(config, number, num_groups)
+            num_groups += settings["data_parallel_rank"] == config.data_parallel - 1
+            _check_groups(config, role, model)
+            config = WorkerConfig.parse(settings)
         workers.append(config if finds_cores(config) else WorkerConfig.parse(_on(share) | settings))
-    group.check_whole()
     return Topology(_routers(router, routers), tuple(workers[:num_prefill]), tuple(workers[num_prefill:]))
 
 
-class _Group:
-    """Data-parallel groups that workers of one role and model fill one after the other."""
+def _in_group(config: WorkerConfig, number: int, group: int) -> dict[str, Any]:
+    """Return the rank of worker `number` of its pool, and the port of its group, of which so many are before it."""
+    return {
+        "data_parallel_rank": number % config.data_parallel,
+        "data_parallel_port": config.data_parallel_port + group,
+    }
 
-    def __init__(self) -> None:
-        self._of: tuple[str, str] = ("", "")
-        self._size = self._num_ranks = self._num_groups = 0
 
-    def rank_of(self, config: WorkerConfig, of: tuple[str, str]) -> dict[str, int]:
-        """Return the settings of the next worker's rank, of a role and a model; each group has a port of its own.
-
-        Raises StartError.
-        """
-        if of != self._of:
-            self.check_whole()
-            self._of, self._size, self._num_ranks = of, config.data_parallel, 0
-        if config.data_parallel == 1:
-            return {}
-        rank = self._num_ranks % self._size
-        self._num_ranks += 1
-        self._num_groups += rank == 0
-        return {"data_parallel_rank": rank, "data_parallel_port": config.data_parallel_port + self._num_groups - 1}
-
-    def check_whole(self) -> None:
-        """Raise StartError unless every group has all its ranks."""
-        if self._size > 1 and self._num_ranks % self._size:
-            reason = f"{self._num_ranks} {self._of[0]} workers are not whole groups of {self._size}"
-            raise StartError("data_parallel", reason)
+def _check_groups(config: WorkerConfig, role: Role, model: ClusterModel) -> None:
+    """Raise StartError unless a pool is made of whole groups, each worker a process of its own."""
+    count, size = model.prefill if role == "prefill" else model.decode, config.data_parallel
+    if count % size:
+        raise StartError(role, f"{count} workers are no whole groups of data_parallel, {size}")
+    if config.data_parallel_local > 1:
+        raise StartError("data_parallel_local", f"here each worker is started by itself: {role} counts all of them")
 
 
 def _on(share: CoreShare) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from engine.messages.to_engine import (
     ToEngine,
 )
 from engine.model_runner import ModelInfo
+from kvtransfer.ranks import RankGrid
 from kvtransfer.transport import AnyPool, Transport
 
 Input = ToEngine | Posted
@@ -82,8 +83,8 @@ class EngineParts:
     """Link to other engines, see `engine/lending/fast_path.py`."""
     others: Seq[RemoteRank] = ()
     """Other ranks of the engine, each with as many blocks of the same numbers."""
-    replicas: int = 1
-    """Ranks in a row that hold the same part of every block."""
+    grid: RankGrid | None = None
+    """Parts of every block that all ranks hold; None: each has some heads."""
 
 
 class LoanHost(ABC):
@@ -124,7 +125,7 @@ class LoanHost(ABC):
             self._fast_path,
             parts.others,
             read_silence_s=parts.limits.read_silence_s,
-            replicas=parts.replicas,
+            grid=parts.grid,
         )
         self._lender_manager = LenderManager(
             kv_cache,
@@ -165,7 +166,7 @@ class LoanHost(ABC):
         transport, layout, info = self._parts.transport, self._kv_cache.layout, self._info
         own = [] if transport is None or self._pool is None else [transport.register(self._pool)]
         endpoints = [*own, *(rank.endpoint for rank in self._parts.others)]
-        endpoint = self._endpoint(endpoints[:: self._parts.replicas])
+        endpoint = self._endpoint(endpoints[:: self._parts.grid.replicas if self._parts.grid else 1])
         self._fast_path.lends_from(endpoint)
         store = self._kv_cache.store
         return Ready(

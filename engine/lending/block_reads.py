@@ -19,7 +19,7 @@ from engine.lending.corruption import Corruption
 from engine.lending.verification import Arrival, BatchVerifier, Entries, entries_of
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.fingerprint import Folding
-from kvtransfer.ranks import BlockPart, part_spans, parts_of, split_endpoint, without_planes
+from kvtransfer.ranks import BlockPart, part_spans, parts_of, split_endpoint, without_planes, without_stages
 from kvtransfer.transport import Found, Peer, Read, Transport
 
 MAX_PEERS = 1024
@@ -291,7 +291,8 @@ class LocalRank(Rank):
         if (known := self._peers.get(endpoint)) is not None:
             self._peers.move_to_end(endpoint)
             return known
-        planes, num_blocks, ranks = without_planes(endpoint)
+        shares, of_stages = without_stages(endpoint)
+        planes, num_blocks, ranks = without_planes(of_stages)
         if planes != self._part.planes:
             raise EndpointMismatch(f"the lender's blocks lie in {planes} planes, the borrower's in {self._part.planes}")
         try:
@@ -299,7 +300,7 @@ class LocalRank(Rank):
         except ValueError as error:
             raise TransferError(str(error)) from error
         endpoints = split_endpoint(ranks)
-        theirs = parts_of(self._part.block_bytes, len(endpoints), planes, num_blocks)
+        theirs = parts_of(self._part.block_bytes, len(endpoints), planes, num_blocks, shares, self._part.heads)
         peers = self._peers[endpoint] = [
             (part, self._transport.connect(own), ReadProgress(self._clock))
             for part, own in zip(theirs, endpoints, strict=True)

@@ -18,13 +18,17 @@ The lender may fall silent. Its borrower may then compute blocks itself while th
 claims blocks in order, before it computes them; claimed blocks are not read any more, and a block that is being read is
 not claimed. When everything is claimed, the loan ends.
 
-A borrower of several tensor-parallel ranks reads every piece once on each rank, into that rank's pool, and ranks finish
+A borrower of several ranks reads every piece once on each rank, into that rank's pool, and ranks finish
 independently. A piece is complete with its last rank; only then is it compared, bound and released.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+
+import numpy as np
+
+from kvtransfer.ranks import RankGrid
 
 # ---------------------------------------------------------------------------------------------- events
 
@@ -170,28 +174,32 @@ class _Piece:
     parts: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
     """Fingerprints by rank."""
 
-    def landed(self, ranks: int, replicas: int) -> tuple[bytes, ...] | None:
+    def landed(self, grid: RankGrid) -> tuple[bytes, ...] | None:
         """Return the fingerprints of all heads, one entry per block; None while a rank is still reading.
 
-        The entry is empty where `replicas` of a part differ, since then some of them are wrong.
+        The entry is empty where replicas of a part differ, since then some of them are wrong.
         """
-        if len(self.parts) < ranks:
+        if len(self.parts) < grid.ranks:
             return None
-        if ranks == 1:
+        if grid.ranks == 1:
             return self.parts[0]
-        of_blocks = zip(*(self.parts[rank] for rank in range(ranks)), strict=True)
-        return tuple(_joined(of_ranks, replicas) for of_ranks in of_blocks)
+        of_blocks = zip(*(self.parts[rank] for rank in range(grid.ranks)), strict=True)
+        return tuple(_joined(of_ranks, grid) for of_ranks in of_blocks)
 
 
-def _joined(of_ranks: tuple[bytes, ...], replicas: int) -> bytes:
+def _joined(of_ranks: tuple[bytes, ...], grid: RankGrid) -> bytes:
     """Return a block's fingerprints of all heads, from those of its ranks; empty where replicas of a part differ."""
+    replicas = grid.replicas
     parts = of_ranks[::replicas]
-    differ = replicas > 1 and any(each != parts[rank // replicas] for rank, each in enumerate(of_ranks))
-    return b"" if differ else b"".join(parts)
+    if replicas > 1 and any(each != parts[rank // replicas] for rank, each in enumerate(of_ranks)):
+        return b""
+    if grid.stages == 1:
+        return b"".join(parts)
+    return grid.joined([np.frombuffer(part, np.uint64)[None] for part in parts]).tobytes()
 
 
 class Borrower:
-    """One loan of chain blocks [first, end), read in pieces of at most `max_read_blocks` on each of `ranks`.
+    """One loan of chain blocks [first, end), read in pieces of at most `max_read_blocks` on each rank of a `grid`.
 
     `may_be_part`: the lender computes nothing, so fewer blocks than wanted are no failure.
     """
@@ -202,12 +210,10 @@ class Borrower:
         end: int,
         max_read_blocks: int,
         may_be_part: bool = False,
-        ranks: int = 1,
-        replicas: int = 1,
+        grid: RankGrid = RankGrid(),  # noqa: B008
     ) -> None:
         assert 0 <= first < end
         assert max_read_blocks > 0
-        assert ranks % replicas == 0
         self.first = first
         self.end = end
         self.bound_end = first
@@ -216,8 +222,7 @@ class Borrower:
         """Blocks before it are bound, or computed by this engine."""
         self._max_read_blocks = max_read_blocks
         self._may_be_part = may_be_part
-        self._ranks = ranks
-        self._replicas = replicas
+        self._grid = grid
         self._pieces: dict[int, _Piece] = {}  # by first chain index; those not bound yet
         self._partial = False
         self._state = _State.OPENING
@@ -306,10 +311,10 @@ class Borrower:
         piece = self._pieces[first]
         if fingerprints is None:
             return self._finish("the read failed")
-        assert 0 <= rank < self._ranks
+        assert 0 <= rank < self._grid.ranks
         assert rank not in piece.parts
         piece.parts[rank] = fingerprints
-        if piece.landed(self._ranks, self._replicas) is None:
+        if piece.landed(self._grid) is None:
             return []
         return [Release(first, len(piece.expected)), *self._bind_landed()]
 
@@ -322,7 +327,7 @@ class Borrower:
         """Bind all pieces that have arrived and follow what is bound."""
         actions: list[Action] = []
         while (ready := self._pieces.get(self.bound_end)) is not None:
-            if (landed := ready.landed(self._ranks, self._replicas)) is None:
+            if (landed := ready.landed(self._grid)) is None:
                 break
             del self._pieces[self.bound_end]
             num_equal = _equal_prefix(ready.expected, landed)
@@ -340,7 +345,7 @@ class Borrower:
 
     def _finish(self, failure: str, mismatched: int = 0) -> list[Action]:
         self._state = _State.DONE
-        outstanding = any(piece.landed(self._ranks, self._replicas) is None for piece in self._pieces.values())
+        outstanding = any(piece.landed(self._grid) is None for piece in self._pieces.values())
         abandon: list[Action] = [Abandon()] if outstanding else []
         return [*abandon, Close(self.bound_end, mismatched, failure)]
 

@@ -41,6 +41,7 @@ from engine.lending.store_source import StoreSource
 from engine.messages.from_engine import FromEngine
 from engine.messages.to_engine import LenderSilent, LoanBlocks, LoanFailed, LoanStarted
 from kvtransfer.errors import TransferError
+from kvtransfer.ranks import RankGrid
 
 BLOCK_READ_BYTES = 64 << 20
 """Largest part of an announcement read as one block read. The loop is woken once per block read, and if the lender dies
@@ -67,12 +68,12 @@ class BorrowerManager:
         fast_path: FastPath,
         others: Seq[RemoteRank] = (),
         read_silence_s: float = math.inf,
-        replicas: int = 1,
+        grid: RankGrid | None = None,
     ) -> None:
         """Create the manager.
 
-        `own` and `others` are the ranks of this engine: that of this process, if it has one, and the rest. So
-        many `replicas` in a row hold the same part of a block.
+        `own` and `others` are the ranks of this engine: that of this process, if it has one, and the rest.
+        `grid` tells which part of a block each of them holds; None: each has some heads.
 
         Loans whose reads make no progress for `read_silence_s` fail.
         """
@@ -81,8 +82,8 @@ class BorrowerManager:
         self._emit = emit
         self._post = post
         self._own, self._others = own, others
-        self._replicas = replicas
         self._ranks: list[Rank] = [*([own] if own is not None else []), *others]
+        self._grid = grid or RankGrid(len(self._ranks))
         self._fast_path = fast_path
         self._read_silence_s = read_silence_s
         self._looked_at = 0.0
@@ -298,7 +299,7 @@ class BorrowerManager:
         return True
 
     def _open(self, wanted: BorrowRequest, source: LoanSource, first: int, end: int, may_be_part: bool = False) -> Loan:
-        machine = Borrower(first, end, self._blocks_per_read, may_be_part, len(self._ranks), self._replicas)
+        machine = Borrower(first, end, self._blocks_per_read, may_be_part, self._grid)
         loan = self._loans[wanted.sequence.request_id] = Loan(wanted, machine, source)
         return loan
 

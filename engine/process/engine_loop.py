@@ -89,7 +89,7 @@ def run_engine(open_engine: OpenEngine[OtherRanks], open_ranks: OpenRanks[OtherR
     set_up(spec.role, f"{spec.worker_id}/engine", spec.config)
     try:
         spec.config.refuse_parallel(spec.role)
-        if spec.config.tensor_parallel > 1:
+        if spec.config.num_ranks > 1:
             ranks = open_ranks(spec, front.wake)
         prepare(spec.config if ranks is None else ranks.own_share(spec.config))
         engine = open_engine(spec, front, ranks)

@@ -7,6 +7,9 @@ from cluster.roles import Role
 from engine.config import WorkerConfig
 from engine.weights.offer import WeightsOffer
 
+LOCAL_RANK = "TANDEM_LOCAL_RANK"
+"""Environment variable with a worker's number among those of its program, which see each other's GPUs. Default: 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
@@ -23,7 +26,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """Start parameters of one tensor-parallel rank."""
+    """Start parameters of one rank."""
 
     engine: EngineSpec
     rank: int
@@ -37,7 +40,7 @@ class RankSpec:
 
     @property
     def ranks(self) -> int:
-        return self.engine.config.tensor_parallel
+        return self.engine.config.num_ranks
 
     @property
     def agent_name(self) -> str:

@@ -19,12 +19,17 @@ SWITCH_S = 0.0005
 """Longest time for which the runner's Python code may hold the GIL while a message waits, in seconds."""
 
 
+def die_with_parent() -> None:
+    """Die with the thread that started this process."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def become_child() -> None:
     """Die with the parent process, and leave Ctrl-C to it.
 
     Call it on the main thread.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)
 
@@ -40,7 +45,7 @@ def prepare(config: WorkerConfig) -> None:
     os.environ["OMP_NUM_THREADS"] = str(num_threads(config))
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    if config.tensor_parallel > 1 and config.device == "cpu":
+    if config.num_ranks > 1 and config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers would place a shard on any GPU it sees
 
 

@@ -62,13 +62,14 @@ def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
     for name, (is_set, reason) in others.items():
         if is_set:
             raise EngineStartError(name, reason)
-    ranks = config.tensor_parallel
+    ranks = config.num_ranks
     return {
         "model": str(config.model),
         "block_size": config.block_tokens,
         "dtype": config.dtype,
         "kv_cache_memory_bytes": None if config.kv_bytes is None else config.kv_bytes // ranks,
-        "tensor_parallel_size": ranks,
+        "tensor_parallel_size": config.tensor_parallel,
+        "pipeline_parallel_size": config.pipeline_parallel,
         **(SEVERAL_RANKS if ranks > 1 else {}),
         **_data_parallel_arguments(config),
         "enable_prefix_caching": True,
@@ -87,7 +88,7 @@ def _data_parallel_arguments(config: WorkerConfig) -> dict[str, Any]:
         "data_parallel_size": config.data_parallel,
         "data_parallel_rank": config.data_parallel_rank,
         "data_parallel_address": config.data_parallel_address,
-        **({} if config.tensor_parallel > 1 else {"distributed_executor_backend": "uni"}),
+        **({} if config.num_ranks > 1 else {"distributed_executor_backend": "uni"}),
     }
 
 

@@ -168,14 +168,14 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None) -> Open
     from engine.backends.vllm.core import VllmCore
 
     memory, layout = started.memory, started.memory.layout
-    links, replicas = (ranks.links, memory.replicas) if ranks is not None else ((), 1)
+    links, grid = (ranks.links, memory.grid) if ranks is not None else ((), None)
     allocate: Allocate = private_rows if ranks is None else ranks.memory.take
     hashes, depth = ComputeThread(lambda: None, front.wake), started.num_batches
     hashes_later = depth > 1 or ranks is not None  # the loop waits for no other process
 
     def core_of(emit: Callable[[FromEngine], None], fast_path: FastPathLink | None, store: SharedStore | None) -> Any:
         return VllmCore(
-            EngineParts(transport, limits_of(spec, started.gpu), emit, front.wake, fast_path, links, replicas),
+            EngineParts(transport, limits_of(spec, started.gpu), emit, front.wake, fast_path, links, grid),
             started.engine,
             memory,
             started.block_pool,

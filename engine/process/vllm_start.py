@@ -19,9 +19,11 @@ from engine.host.memory import UNMEASURED_KV_BYTES, belongs_in_file
 from engine.model.adapters import Adapter, read_adapters
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelInfo
+from engine.process.spec import LOCAL_RANK
 from engine.process.step_group import StepGroup
 from engine.process.vllm_arguments import check_version, engine_arguments, passed_arguments
 from engine.process.worker_ranks import WorkerRanks
+from kvtransfer.ranks import ALL, RankGrid
 
 if TYPE_CHECKING:
     from engine.backends.vllm.groups import KvGroups
@@ -66,7 +68,7 @@ def prepare_vllm(config: WorkerConfig) -> None:
     os.environ["TQDM_DISABLE"] = "1"
     if importlib.util.find_spec("flashinfer") is None:  # vLLM's sampler takes it for installed
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    ranks = range(config.tensor_parallel)
+    ranks = range(config.num_ranks)
     if config.cores:
         of_ranks = [config.of_rank(rank).cores or () for rank in ranks]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, cores)) for cores in of_ranks)
@@ -120,7 +122,7 @@ def start_vllm(
     arguments["max_num_batched_tokens"] = max_step_tokens(config, gpu)
     arguments |= passed_arguments(config)
     if config.kv_bytes is None and on_cpu:  # there vLLM would take a share of the whole host
-        arguments["kv_cache_memory_bytes"] = UNMEASURED_KV_BYTES // config.tensor_parallel
+        arguments["kv_cache_memory_bytes"] = UNMEASURED_KV_BYTES // config.num_ranks
     if not on_cpu:
         arguments.setdefault("gpu_memory_utilization", _gpu_share(config))
     arguments["skip_tokenizer_init"] = not model_dir.has_tokenizer
@@ -132,6 +134,12 @@ def start_vllm(
     from engine.backends.vllm.speculation import draft_weights, set_up_speculation
 
     vllm_config = _engine_config(config, role, arguments, adapters)
+    if config.pipeline_parallel > 1 and not vllm_config.use_v2_model_runner:
+        reason = (
+            f"{config.pipeline_parallel} needs Model Runner V2, and vLLM takes V1 here (so it does on CPUs, and for "
+        )
+        reason += "some kinds of speculation): V1 fails in its first step"
+        raise EngineStartError("pipeline_parallel", reason)
     set_up_speculation(vllm_config)
     os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
     sampling_class: Any
@@ -147,6 +155,7 @@ def start_vllm(
         _meet(group, config, vllm_config)
     engine = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     replicas = max(1, config.tensor_parallel // _num_kv_heads(vllm_config.model_config))
+    grid = RankGrid(config.num_ranks, config.pipeline_parallel, replicas)
     groups = _groups(engine, config, config.tensor_parallel // replicas)
     requests = [LoRARequest(each.name, i, str(each.path)) for i, each in enumerate(adapters, 1)]
     for request in requests:
@@ -155,7 +164,7 @@ def start_vllm(
     if ranks is None:
         memory = offered_memory(vllm_config, engine.scheduler.kv_cache_config, groups.unit, groups)
     else:
-        memory = _memory_of(engine, ranks, groups, replicas)
+        memory = _memory_of(engine, vllm_config, ranks, groups, grid)
     weights = model_dir.weights_fingerprint() + _digest_of(vllm_config.model_config)
     drafts = vllm_config.speculative_config
     if writes_drafts := drafts is not None and drafts.uses_draft_kv_cache():
@@ -193,6 +202,7 @@ def _meet(group: StepGroup, config: WorkerConfig, vllm_config: Any) -> None:
     facts = {
         "data_parallel": config.data_parallel,
         "tensor_parallel": config.tensor_parallel,
+        "pipeline_parallel": config.pipeline_parallel,
         "vllm_python": f"vLLM {vllm.__version__}",
         "model": _digest_of(vllm_config.model_config).hex(),
         "block_tokens": config.block_tokens,
@@ -202,25 +212,36 @@ def _meet(group: StepGroup, config: WorkerConfig, vllm_config: Any) -> None:
     }
     parallel.data_parallel_master_port = group.meet(facts, int(parallel.dp_sync_interval))
     parallel._data_parallel_master_port_list = []  # vLLM chose ports that no other rank knows
-    parallel.data_parallel_rank_local = 0  # its GPUs are the first ones that this process sees
+    parallel.data_parallel_rank_local = _local_rank()
 
 
-def _memory_of(engine: Any, ranks: WorkerRanks, groups: "KvGroups", replicas: int) -> "KvMemory":
-    """Return the KV memory of an engine's ranks, which serve their parts from now on, so many `replicas` the same one.
+def _memory_of(engine: Any, vllm_config: Any, ranks: WorkerRanks, groups: "KvGroups", grid: RankGrid) -> "KvMemory":
+    """Return the KV memory of an engine's ranks, which are a `grid` and serve their parts from now on.
 
     Raises EngineStartError or RankLost.
     """
     from engine.backends.vllm.kv_memory import RankedKvMemory, VllmLayout
+    from engine.backends.vllm.stages import Stage, stages_of
 
-    engine.collective_rpc("tandem_serve", args=(groups.unit, replicas))
+    stages: list[Stage | None] = [None]
+    attention: set[str] = set()
+    if grid.stages > 1:
+        pools = engine.collective_rpc("tandem_pool")[:: grid.ranks // grid.stages]
+        in_planes = not vllm_config.cache_config.get_resolved_kv_cache_layout().is_block_outermost
+        stages = [*stages_of(pools, in_planes)]
+        attention = {name for pool in pools for name in pool.attention}
+    engine.collective_rpc("tandem_serve", args=(groups.unit, grid.replicas, stages, sorted(attention)))
     ranks.wait_for()
     ranks.met()
-    facts = {(each.layout, each.num_blocks) for each in (link.joined.result() for link in ranks.links)}
-    if len(facts) != 1:
+    joined = [link.joined.result() for link in ranks.links]
+    layouts = [each.layout for each in joined if isinstance(each.layout, VllmLayout)]
+    facts = {(each.layout, each.num_blocks) for each in joined}
+    if grid.stages > 1:  # the first layer of a stage may be of another kind
+        facts = {(replace(each, dtype="", head_dim=0), joined[0].num_blocks) for each in layouts}
+    if len(facts) != 1 or len(layouts) != len(joined):
         raise EngineStartError("model", f"vLLM gave the ranks unlike KV memory: {facts}")
-    ((layout, num_blocks),) = facts
-    assert isinstance(layout, VllmLayout)
-    return RankedKvMemory(replace(layout, groups=groups), num_blocks, ranks.links, ranks.memory.take, replicas)
+    layout, shares = replace(layouts[0], groups=groups), [ALL if each is None else each.share for each in stages]
+    return RankedKvMemory(layout, joined[0].num_blocks, ranks.links, ranks.memory.take, grid, shares)
 
 
 def _digest_of(model_config: Any) -> bytes:
@@ -229,6 +250,11 @@ def _digest_of(model_config: Any) -> bytes:
     for of_the_host in ("_name_or_path", "transformers_version"):
         facts.pop(of_the_host, None)
     return blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=32).digest()
+
+
+def _local_rank() -> int:
+    """Return the worker's number among those of its program; the GPUs of each follow those of the one before."""
+    return int(os.environ.get(LOCAL_RANK, 0))
 
 
 def _gpu_share(config: WorkerConfig) -> float:
@@ -242,7 +268,7 @@ def _gpu_share(config: WorkerConfig) -> float:
     import torch
     from vllm.config import CacheConfig
 
-    free, total = torch.cuda.mem_get_info()
+    free, total = torch.cuda.mem_get_info(_local_rank() * config.num_ranks)
     default = float(CacheConfig.gpu_memory_utilization)
     return max(LEAST_GPU_SHARE, min(default, free / total - SPARE_GPU_SHARE))
 

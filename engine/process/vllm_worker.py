@@ -2,8 +2,9 @@
 
 vLLM imports this module in a worker process before it makes the worker, because `worker_extension_cls` names it. The
 process then connects to the engine process, takes its settings, and reports why it cannot start if it cannot. After
-vLLM's start one call, `tandem_serve`, starts a thread that serves the rank's part of every block. vLLM runs calls of
-its workers one after the other with its steps, so no further call is made.
+vLLM's start a call, `tandem_serve`, starts a thread that serves the rank's part of every block; with pipeline stages
+`tandem_pool` comes before it. vLLM runs calls of its workers one after the other with its steps, so no further call is
+made.
 """
 
 import logging
@@ -11,6 +12,7 @@ import multiprocessing
 import os
 import re
 import threading
+from collections.abc import Sequence
 from multiprocessing import reduction, util
 from multiprocessing.connection import Client, Connection
 from typing import Any
@@ -19,9 +21,10 @@ from vllm.platforms import current_platform
 
 from cluster.garbage_collection import spare_the_started
 from cluster.logs import set_up
-from engine.backends.vllm.connector import offered, offered_memory
+from engine.backends.vllm.connector import offered, offered_memory, offered_pool
 from engine.backends.vllm.kv_memory import VllmKvMemory
 from engine.backends.vllm.speculation import COUPLED
+from engine.backends.vllm.stages import Stage, StagePool
 from engine.errors import EngineStartError
 from engine.host.cpu_affinity import stay_on
 from engine.lending.block_reads import LocalRank
@@ -128,17 +131,26 @@ class _Part:
 class TandemWorker:
     """Extension of vLLM's worker class."""
 
-    def tandem_serve(self, unit: int, replicas: int) -> None:
+    def tandem_pool(self) -> StagePool:
+        """Return facts about this rank's KV memory."""
+        worker: Any = self
+        return offered_pool(worker.vllm_config, worker.model_runner.kv_cache_config)
+
+    def tandem_serve(
+        self, unit: int, replicas: int, stages: Sequence[Stage | None] = (None,), attention: Sequence[str] = ()
+    ) -> None:
         """Start to serve this rank's part of blocks of `unit` tokens; the engine process is told the outcome.
 
-        So many `replicas` in a row hold the same part.
+        So many `replicas` in a row hold the same part. Layers of all pipeline `stages` are of the classes `attention`.
         """
         worker: Any = self
         spec = _part.spec
+        stage, of_heads = divmod(spec.rank, spec.ranks // len(stages))
+        ranks = spec.ranks // len(stages) // replicas
         try:
             config = worker.model_runner.kv_cache_config
             memory = offered_memory(
-                worker.vllm_config, config, unit, None, spec.ranks // replicas, spec.rank // replicas
+                worker.vllm_config, config, unit, None, ranks, of_heads // replicas, stages[stage], attention
             )
         except EngineStartError as error:
             _part.fail(error)

@@ -56,7 +56,7 @@ class WorkerRanks(Ranks):
 
     @property
     def num_links(self) -> int:
-        return self._spec.config.tensor_parallel
+        return self._spec.config.num_ranks
 
     def own_share(self, config: WorkerConfig) -> WorkerConfig:
         """Return the settings of a process that only schedules: on all cores, with the threads of one rank.

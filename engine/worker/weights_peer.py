@@ -40,7 +40,7 @@ def has_weights(config: WorkerConfig) -> bool:
 
 def lends_weights(config: WorkerConfig) -> bool:
     """Return whether the engine can lend its weight files, and read those of another."""
-    return has_weights(config) and config.tensor_parallel == 1 and config.transport == "nixl"
+    return has_weights(config) and config.num_ranks == 1 and config.transport == "nixl"
 
 
 class WeightsSource:

@@ -1,16 +1,19 @@
 """Memory that a worker takes of each device, and whether the device has it.
 
-A device is one GPU, which holds the part of one tensor-parallel rank, or a container's main memory, which holds all
-ranks. Each rank takes
+A device is one GPU, which holds the part of one rank, or a container's main memory, which holds all ranks of the
+program. A worker has `tensor_parallel` x `pipeline_parallel` ranks. Each takes
 
-    weights / tensor_parallel + KV pool / tensor_parallel + step + reserve
+    weights + KV pool / ranks + step + reserve
 
-`weights` is the model's number of parameters times their bytes; embeddings and the output layer stay in the model's
-dtype whatever `weights` says, which is too much by the output layer where Tandem quantises it. The KV pool is
-`kv_memory_mib`, which is of all ranks together. `auto` is what the other terms leave. Under vLLM the pool must hold one
-full context, of which layers with a window keep the last tokens, and recurrent layers two states
-(`ModelShape.kv_bytes`). The model's own draft layers (MTP) count where vLLM drafts by them. The torch engine keeps
-whole contexts in all layers.
+`weights` is, of a stage with the most layers, 1 / `tensor_parallel` of its layers and of its end: the embeddings of the
+first stage, the output layer of the last, both where there is one stage. Of a group of `data_parallel` workers each has
+1 / `data_parallel` of the routed experts, and all else. Embeddings and the output layer stay in the model's dtype
+whatever `weights` says, which is too much by the output layer where Tandem quantises it.
+
+The KV pool is `kv_memory_mib`, which is of all ranks together; a stage with more layers than others holds fewer tokens.
+`auto` is what the other terms leave. Under vLLM the pool must hold one full context, of which layers with a window keep
+the last tokens, and recurrent layers two states (`ModelShape.kv_bytes`). The model's own draft layers (MTP) count where
+vLLM drafts by them. The torch engine keeps whole contexts in all layers.
 
 `step` is an estimate of what a step of `max_batch_tokens` tokens takes at its largest, in a layer and at the end:
 
@@ -24,7 +27,7 @@ of each sequence or prompt token that is scored: at most `MAX_ROWS`.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -88,7 +91,7 @@ class Worker:
     shape: ModelShape | None
     """Shape of its model; None for the sim engine, which has no weights."""
     gpus: int = 1
-    """Number of GPUs; 0: none."""
+    """Number of GPUs of its pod; 0: none."""
 
     @property
     def kv_auto(self) -> bool:
@@ -200,6 +203,34 @@ def weight_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
     return embeddings + (shape.params - shape.embedding_params) * bits / 8
 
 
+def _rank_weight_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
+    """Return the bytes of the weights of the rank that has most of them.
+
+    Raises Unchecked for a quantisation of unknown size.
+    """
+    whole = weight_bytes(shape, config)
+    if shape is None or not whole:
+        return whole
+    stages, ends = config.pipeline_parallel, shape.embedding_params * _dtype_bytes(shape, config)
+    layers = whole - ends
+    if shape.experts and shape.params > shape.embedding_params:
+        experts = shape.expert_bytes if shape.layer_bits else layers * shape.expert_params / _layer_params(shape)
+        layers -= experts * (1 - 1 / config.data_parallel)
+    if stages > 1:
+        layers *= _largest_stage(shape, stages)
+        ends = shape.vocab * shape.hidden * _dtype_bytes(shape, config)  # one of the two matrices, or the only one
+    return (layers + ends) / config.tensor_parallel
+
+
+def _layer_params(shape: ModelShape) -> int:
+    return shape.params - shape.embedding_params
+
+
+def _largest_stage(shape: ModelShape, stages: int) -> float:
+    """Return the part of the layers that the largest of so many stages has."""
+    return math.ceil(shape.layers / stages) / shape.layers
+
+
 def block_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
     """Return the bytes of a KV block, of all ranks together."""
     if shape is None or config.engine == "sim":
@@ -207,7 +238,7 @@ def block_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
     if config.engine != "vllm":
         return float(_layout(shape, config).block_bytes)
     own = shape.kv_bytes(config.block_tokens, dtype_bytes=_vllm_kv_bytes(shape, config))
-    return _copies(shape, config) * (own + _mtp_bytes(shape, config, config.block_tokens))
+    return _spread(shape, config) * (own + _mtp_bytes(shape, config, config.block_tokens))
 
 
 def full_context_bytes(shape: ModelShape | None, config: WorkerConfig, device: Device | None = None) -> float:
@@ -222,12 +253,16 @@ def full_context_bytes(shape: ModelShape | None, config: WorkerConfig, device: D
         return blocks * block_bytes(shape, config)
     in_flight, tokens = BATCHES_IN_FLIGHT * max_step_tokens(config, _gpu(device)), blocks * config.block_tokens
     own = shape.kv_bytes(tokens, in_flight, _vllm_kv_bytes(shape, config))
-    return _copies(shape, config) * (own + _mtp_bytes(shape, config, tokens))
+    return _spread(shape, config) * (own + _mtp_bytes(shape, config, tokens))
 
 
-def _copies(shape: ModelShape, config: WorkerConfig) -> int:
-    """Return how many ranks of the vllm engine hold the same KV: several where ranks exceed the KV heads."""
-    return max(1, config.tensor_parallel // shape.kv_heads)
+def _spread(shape: ModelShape, config: WorkerConfig) -> float:
+    """Return the bytes of all ranks' pools of the vllm engine for each byte of KV.
+
+    Ranks beyond the KV heads hold the same KV. Stages have equal pools, of which those with fewer layers leave a part.
+    """
+    copies = max(1, config.tensor_parallel // shape.kv_heads)
+    return copies * config.pipeline_parallel * _largest_stage(shape, config.pipeline_parallel)
 
 
 def _mtp_bytes(shape: ModelShape, config: WorkerConfig, tokens: int) -> float:
@@ -268,13 +303,13 @@ def step_bytes(shape: ModelShape | None, config: WorkerConfig, device: Device) -
 
 def _need(worker: Worker, config: WorkerConfig) -> tuple[Need, int]:
     """Return the memory of each device, and the MiB of the KV pool of all ranks."""
-    ranks, device = config.tensor_parallel, worker.device
-    here = 1 if device.is_gpu else ranks
+    ranks, device = config.num_ranks, worker.device
+    here = 1 if device.is_gpu else ranks * config.data_parallel_local // config.nodes
     share = here / ranks
     reserve = GPU_RESERVE if device.is_gpu else HOST_RESERVE
     tiers = 0.0 if device.is_gpu else float(config.host_kv_bytes)
     need = Need(
-        weights=weight_bytes(worker.shape, config) * share,
+        weights=_rank_weight_bytes(worker.shape, config) * here,
         kv=tiers,
         step=step_bytes(worker.shape, config, device) * here,
         reserve=reserve * here,
@@ -299,11 +334,12 @@ def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
             rule()
         except StartError as error:
             refusals.append(str(error))
-    ranks, shape = config.tensor_parallel, worker.shape
+    ranks, shape = config.num_ranks, worker.shape
     if config.engine == "torch" and config.device == "cuda" and not worker.gpus:
         refusals.append("device: cuda, but gpus is 0: the pod gets no GPU")
-    if worker.gpus and worker.gpus != ranks:
-        refusals.append(f"gpus: {worker.gpus} is not tensor_parallel, {ranks}: each rank has one GPU")
+    refusals += _refused_ranks(shape, config)
+    if worker.gpus and worker.gpus != (gpus := gpus_of(config)):
+        refusals.append(f"gpus: {worker.gpus} is not {gpus}, the ranks of a pod: each has one GPU")
     if shape is not None and config.engine != "sim" and not _divides(shape, config):
         refusals.append(
             f"tensor_parallel: {ranks} does not divide the {shape.kv_heads} KV heads and {shape.heads} heads"
@@ -314,6 +350,28 @@ def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
     if config.engine == "torch" and config.weights == "fp8" and not worker.device.has_float8:
         refusals.append(f"weights: fp8 needs a GPU of compute capability 8.9, which {worker.device.name} is not")
     return list(dict.fromkeys(refusals))
+
+
+def gpus_of(config: WorkerConfig) -> int:
+    """Return the number of ranks of one program, which are the GPUs of its pod."""
+    return max(1, config.num_ranks // config.nodes) * config.data_parallel_local
+
+
+def _refused_ranks(shape: ModelShape | None, config: WorkerConfig) -> Iterator[str]:
+    """Yield what is wrong with stages, nodes and groups."""
+    ranks, stages, group = config.num_ranks, config.pipeline_parallel, config.data_parallel
+    if ranks % config.nodes:
+        yield f"nodes: {config.nodes} does not divide the {ranks} ranks"
+    if group % config.data_parallel_local:
+        yield f"data_parallel_local: {config.data_parallel_local} does not divide data_parallel, {group}"
+    if shape is None or config.engine == "sim":
+        return
+    if stages > shape.layers:
+        yield f"pipeline_parallel: {stages} is above the {shape.layers} layers of {shape.name}"
+    if group > 1 and not shape.experts:
+        yield f"data_parallel: {shape.name} has no experts to share out: set replicas instead"
+    elif group > 1 and shape.experts % group:
+        yield f"data_parallel: {group} does not divide the {shape.experts} experts of {shape.name}"
 
 
 def _divides(shape: ModelShape, config: WorkerConfig) -> bool:
@@ -328,7 +386,7 @@ def _refused_memory(shape: ModelShape, config: WorkerConfig) -> str:
     kind = "recurrent layers" if shape.state_bytes else "MLA" if shape.latent else ""
     if config.engine == "torch" and kind:
         return f"engine: torch does not serve {kind}, which {shape.name} has: set engine: vllm"
-    if config.engine == "vllm" and config.tensor_parallel > 1 and shape.undivided:
+    if config.engine == "vllm" and config.num_ranks > 1 and shape.undivided:
         return f"tensor_parallel: 1 is all that the vllm engine takes with {shape.undivided}, as {shape.name} has"
     return ""
 
@@ -336,7 +394,7 @@ def _refused_memory(shape: ModelShape, config: WorkerConfig) -> str:
 def _too_little(worker: Worker, config: WorkerConfig, need: Need, kv_mib: int, context: float) -> list[str]:
     device, kv = worker.device, float(kv_mib * MIB)
     if need.total > device.memory_bytes:
-        each = f" on each of {config.tensor_parallel}" if device.is_gpu and config.tensor_parallel > 1 else ""
+        each = f" on each of {config.num_ranks}" if device.is_gpu and config.num_ranks > 1 else ""
         short = f"{gb(need.total - device.memory_bytes)} more than the {gb(device.memory_bytes)} of {device.name}"
         return [f"{need.in_words()}{each}, {short}"]
     whole = f"one full context of {worker.shape.name}" if worker.shape else "a block"

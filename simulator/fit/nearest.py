@@ -8,8 +8,8 @@ from typing import Any
 
 from cluster.errors import StartError
 from kvtransfer.ranks import MAX_RANKS
-from simulator.fit.memory import AUTO, MIB, Device, Fit, Unchecked, Worker, check, full_context_bytes, gb
-from simulator.gpus import GPUS
+from simulator.fit.memory import AUTO, MIB, Device, Fit, Unchecked, Worker, check, full_context_bytes, gb, gpus_of
+from simulator.gpus import GPUS, HOST_GPUS
 
 GIB = 1 << 30
 TIERS = {"kv_host_memory_mib": 0, "kv_disk_dir": None}
@@ -24,12 +24,11 @@ class Change:
     device: Device | None = None
 
     def of(self, worker: Worker) -> Worker:
-        """Return the changed worker; where it has GPUs, it has one for each rank."""
-        changed = worker.with_settings(**self.settings)
-        ranks = changed.settings.get("tensor_parallel", 1)
-        return replace(
-            changed, device=self.device or worker.device, gpus=ranks if worker.gpus and isinstance(ranks, int) else 0
-        )
+        """Return the changed worker; where it has GPUs, its pod has one for each rank there."""
+        changed = replace(worker.with_settings(**self.settings), device=self.device or worker.device)
+        with contextlib.suppress(StartError):  # settings that `check` reports
+            return replace(changed, gpus=gpus_of(changed.config()) if worker.gpus else 0)
+        return changed
 
     def __or__(self, other: "Change") -> "Change":
         return Change({**self.settings, **other.settings}, other.device or self.device)
@@ -104,7 +103,7 @@ def _resized(worker: Worker, change: Change) -> Iterator[Change]:
         with contextlib.suppress(Unchecked, StartError):
             smallest = check((base | Change({"kv_memory_mib": 1})).of(worker))
             config = smallest.worker.config()
-            devices = config.tensor_parallel if worker.device.is_gpu else 1
+            devices = config.num_ranks if worker.device.is_gpu else 1
             largest_mib = 1 + math.floor(smallest.left * devices / MIB)
             if largest_mib * MIB >= full_context_bytes(worker.shape, config, smallest.worker.device):
                 yield base | Change({"kv_memory_mib": largest_mib})
@@ -122,13 +121,21 @@ def _dropped_tiers(worker: Worker, change: Change) -> Iterator[Change]:
 
 
 def _more_ranks(worker: Worker) -> Iterator[Change]:
-    """Yield more tensor-parallel ranks, or fewer where the present number does not divide the model's KV heads."""
+    """Yield more tensor-parallel ranks, or fewer where the present number does not divide the model's KV heads.
+
+    A vLLM worker that needs more than a host's GPUs gets pipeline stages, one on each of several hosts.
+    """
     now = worker.settings.get("tensor_parallel", 1)
     if not worker.device.is_gpu or worker.shape is None or not isinstance(now, int):
         return
     counts = [count for count in range(1, MAX_RANKS + 1) if worker.shape.kv_heads % count == 0]
     above, below = [each for each in counts if each > now], [each for each in counts if each < now]
+    stages = []
+    if worker.settings.get("engine") == "vllm" and HOST_GPUS in counts:
+        above = [count for count in above if count <= HOST_GPUS]
+        stages = [hosts for hosts in (2, 4, 8) if hosts > worker.settings.get("pipeline_parallel", 1)]
     yield from (Change({"tensor_parallel": count}) for count in above)
+    yield from (Change({"tensor_parallel": HOST_GPUS, "pipeline_parallel": n, "nodes": n}) for n in stages)
     if now not in counts:
         yield from (Change({"tensor_parallel": count}) for count in reversed(below))
 

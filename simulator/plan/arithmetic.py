@@ -140,8 +140,9 @@ def _prompts(line: PromptQueue, load: Load, chunk: int) -> Iterator[PlanFigure]:
     alone_s, count = steps.alone(load.prompt)
     beside = f", beside {steps.streams:.1f} streams" if steps.streams else ""
     how = (
-        f"{flop / 1e12:.3g} TFLOP / ({_flops(roofline)}) + {math.ceil(count)} steps of at most {chunk} tokens"
-        f" x {1e3 * roofline.step_s:g} ms, or longer where memory binds{beside}"
+        f"{flop / 1e12:.3g} TFLOP / ({_flops(roofline)}{_times(roofline)})"
+        f" + {math.ceil(count)} steps of at most {chunk} tokens x {1e3 * roofline.step_s:g} ms,"
+        f" or longer where memory binds{beside}"
     )
     yield PlanFigure("a prompt alone", how, 1e3 * alone_s, "ms")
     yield PlanFigure(
@@ -164,10 +165,10 @@ def _wait(line: PromptQueue, load: Load, workers: int) -> Iterator[PlanFigure]:
 def _memory(streams: Streams, load: Load) -> Iterator[PlanFigure]:
     roofline = streams.roofline
     left = streams.pool_bytes * roofline.copies / 1e9
-    memory = f"{roofline.tp} x {roofline.gpu.memory_bytes / 1e9:g} GB x {USABLE_MEMORY:g}"
-    yield PlanFigure(
-        "KV pool of a worker", f"{memory} - {roofline.model.weight_bytes / 1e9:.1f} GB of weights", left, "GB"
-    )
+    memory = f"{roofline.gpus} x {roofline.gpu.memory_bytes / 1e9:g} GB x {USABLE_MEMORY:g}"
+    part = f", 1 / {roofline.dp} of the experts" if roofline.dp > 1 else ""
+    how = f"{memory} - {roofline.weight_bytes / 1e9:.1f} GB of weights{part}"
+    yield PlanFigure("KV pool of a worker", how, left, "GB")
     how = f"{streams.pool_tokens:,} tokens / ({load.context:,.0f} + {streams.block_tokens} / 2)"
     yield PlanFigure("sequences that fit", how, streams.fit, "")
 
@@ -180,11 +181,11 @@ def _batch(streams: Streams, batch: float, workers: int, itl_s: float, load: Loa
     how = f"Little: {load.rate:g}/s x {load.gaps:,.0f} gaps x {1e3 * itl_s:.3g} ms / {workers}"
     yield PlanFigure("streams of a worker, mean", how, batch, "")
     roofline = streams.roofline
-    bytes_read = roofline.model.weight_bytes_read(max(1, round(batch)))
+    bytes_read = roofline.model.weight_bytes_read(max(1, round(batch)) / roofline.pp, roofline.dp)
     kv = max(1.0, batch) * roofline.model.kv_bytes(load.context) * roofline.copies
     how = (
-        f"({bytes_read / 1e9:.1f} GB of weights + {kv / 1e9:.1f} GB of KV) / ({_bandwidth(roofline)})"
-        f" + {1e3 * roofline.step_s:g} ms, or arithmetic where it takes longer"
+        f"({bytes_read / 1e9:.1f} GB of weights + {kv / 1e9:.1f} GB of KV{_stages(roofline)})"
+        f" / ({_bandwidth(roofline)}) + {1e3 * roofline.step_s:g} ms, or arithmetic where it takes longer"
     )
     yield PlanFigure("a step of so many", how, 1e3 * streams.step_s(max(1.0, batch)), "ms")
     how = f"√({batch:.1f} / {workers} x (1 + variation² of KV) / (1 - B T´(B) / T(B)))"
@@ -208,8 +209,8 @@ def _bill(option: Option) -> Iterator[PlanFigure]:
     counts = []
     for role, count in (("prefill", scenario.prefill), ("decode", scenario.decode)):
         if count:
-            gpu, tp = setup.hardware("prefill" if role == "prefill" else "decode", scenario.apart)
-            counts.append(f"{count} x {tp} {gpu.name} x {setup.price_of(gpu):g} USD")
+            gpu, gpus = setup.hardware("prefill" if role == "prefill" else "decode", scenario.apart)
+            counts.append(f"{count} x {gpus} {gpu.name} x {setup.price_of(gpu):g} USD")
     yield PlanFigure("cost", " + ".join(counts), option.usd_per_hour, "USD/h")
     load = option.model.load
     how = f"{option.usd_per_hour:g} USD/h / ({load.rate * load.output:,.0f} output tokens/s x 3600 s)"
@@ -255,8 +256,18 @@ def _tp(roofline: Roofline) -> str:
     return f" x {roofline.effective_gpus:.3g} for TP {roofline.tp}" if roofline.tp > 1 else ""
 
 
+def _times(roofline: Roofline) -> str:
+    return f" x {roofline.pp} stages" if roofline.pp > 1 else ""
+
+
+def _stages(roofline: Roofline) -> str:
+    return f" / {roofline.pp} stages" if roofline.pp > 1 else ""
+
+
 def _worker(roofline: Roofline) -> str:
-    return f"{roofline.tp} {roofline.gpu.name}"
+    parts = [f"PP {roofline.pp} x TP {roofline.tp}"] if roofline.pp > 1 else []
+    parts += [f"groups of {roofline.dp} with expert parallelism"] if roofline.dp > 1 else []
+    return f"{roofline.gpus} {roofline.gpu.name}" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def _many(count: int, what: str) -> str:

@@ -20,6 +20,8 @@ MODEL_ERROR = 0.15
 """Error of the formulas: disaggregated / aggregated goodput beside that of simulated clusters. `make bench-known`
 measures it, and finds no more in six of seven settings."""
 TPS = (1, 2, 4, 8)
+STAGES = (1, 2, 4, 8)
+"""Numbers of pipeline stages, the fewest first: more than one for models that fit no host."""
 MAX_WORKERS = 1 << 14
 """Largest number of workers of a pool. Parts of the SLO that so many miss are missed by any number, unless they are too
 few for the load."""
@@ -126,11 +128,11 @@ class Plan:
 
 
 def plan(setup: Setup, load: Load) -> Plan:
-    """Plan a cluster; `setup` lacks only the number of GPUs and their TP.
+    """Plan a cluster; `setup` lacks only the number of GPUs and their TP, and the stages where `pp` is 1.
 
     Raises BadSetup where the model fits no worker.
     """
-    setup = replace(setup, sequence_tokens=load.context)
+    setup = _with_stages(replace(setup, sequence_tokens=load.context))
     why_not: dict[str, str] = {}
     together = _best(why_not, "aggregated", _together(setup, load, why_not))
     apart = _best(why_not, "disaggregated", _apart(setup, load, why_not))
@@ -147,8 +149,8 @@ def _best(why_not: dict[str, str], kind: str, options: Iterable[Option]) -> Opti
 
 def _together(setup: Setup, load: Load, why_not: dict[str, str]) -> Iterable[Option]:
     for tp in fitting(setup, setup.gpu):
-        sized = replace(setup, gpus=tp, tp=tp)
-        workers = smallest(lambda count: AggregatedPlan(sized, load, count).kept)  # noqa: B023
+        sized = replace(setup, gpus=tp * setup.pp * setup.dp, tp=tp)
+        workers = smallest(lambda count: AggregatedPlan(sized, load, count).kept, setup.dp)  # noqa: B023
         if workers is None:
             why_not["aggregated"] = _why_together(AggregatedPlan(sized, load, MAX_WORKERS))
         else:
@@ -158,7 +160,7 @@ def _together(setup: Setup, load: Load, why_not: dict[str, str]) -> Iterable[Opt
 def _apart(setup: Setup, load: Load, why_not: dict[str, str]) -> Iterable[Option]:
     for tp in fitting(setup, setup.gpu):
         for decode_tp in fitting(setup, setup.decode_gpu or setup.gpu):
-            sized = replace(setup, gpus=tp, tp=tp, decode_tp=decode_tp)
+            sized = replace(setup, gpus=tp * setup.pp * setup.dp, tp=tp, decode_tp=decode_tp)
             endless = apart_of(sized, load, MAX_WORKERS, MAX_WORKERS)
             if endless.kept < GOAL:
                 why_not["disaggregated"] = _why_apart(endless)
@@ -175,12 +177,12 @@ def _smallest_apart(setup: Setup, load: Load) -> tuple[int, int] | None:
 
     Neither pool can be smaller than beside an unlimited other one.
     """
-    least_prefill = smallest(lambda count: apart_of(setup, load, count, MAX_WORKERS).kept)
-    least_decode = smallest(lambda count: apart_of(setup, load, MAX_WORKERS, count).kept)
+    least_prefill = smallest(lambda count: apart_of(setup, load, count, MAX_WORKERS).kept, setup.dp)
+    least_decode = smallest(lambda count: apart_of(setup, load, MAX_WORKERS, count).kept, setup.dp)
     assert least_decode is not None
     candidates: list[tuple[float, int, int, int]] = []
-    for decode in range(least_decode, least_decode + max(3, least_decode // 4)):
-        prefill = smallest(lambda count: apart_of(setup, load, count, decode).kept)  # noqa: B023
+    for decode in range(least_decode, least_decode + max(3 * setup.dp, least_decode // 4), setup.dp):
+        prefill = smallest(lambda count: apart_of(setup, load, count, decode).kept, setup.dp)  # noqa: B023
         if prefill is not None:
             gpus, usd_per_hour = bill(setup, Scenario("disaggregated", prefill, decode))
             candidates.append((usd_per_hour, gpus, prefill, decode))
@@ -189,21 +191,35 @@ def _smallest_apart(setup: Setup, load: Load) -> tuple[int, int] | None:
     return min(candidates)[2:] if candidates else None
 
 
-def smallest(kept_by: Callable[[int], float]) -> int | None:
+def smallest(kept_by: Callable[[int], float], group: int = 1) -> int | None:
     """Return the number of workers with which GOAL of the requests keep the SLO, or None beyond MAX_WORKERS.
 
-    `kept_by` must not fall with the number.
+    It is a multiple of `group`. `kept_by` must not fall with the number.
     """
     if kept_by(MAX_WORKERS) < GOAL:
         return None
     high = 1
-    while kept_by(high) < GOAL:
+    while kept_by(high * group) < GOAL:
         high *= 2
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if kept_by(middle) >= GOAL else (middle, high)
-    return high
+        low, high = (low, middle) if kept_by(middle * group) >= GOAL else (middle, high)
+    return high * group
+
+
+def _with_stages(setup: Setup) -> Setup:
+    """Return the setup with the fewest stages in which the model fits; raises BadSetup where it does not."""
+    for stages in STAGES if setup.pp == 1 else (setup.pp,):
+        staged = replace(setup, gpus=setup.tp * stages * setup.dp, pp=stages)
+        try:
+            for gpu in (setup.gpu, setup.decode_gpu or setup.gpu):
+                fitting(staged, gpu)
+        except BadSetup as error:
+            refusal = error
+        else:
+            return staged
+    raise refusal
 
 
 def fitting(setup: Setup, gpu: Gpu) -> list[int]:
@@ -215,7 +231,7 @@ def fitting(setup: Setup, gpu: Gpu) -> list[int]:
     for tp in TPS:
         if setup.model.heads % tp == 0:
             try:
-                Roofline(setup.model, gpu, tp).num_blocks(setup.block_tokens, setup.sequence_tokens)
+                Roofline(setup.model, gpu, tp, setup.pp, setup.dp).num_blocks(setup.block_tokens, setup.sequence_tokens)
             except BadSetup as error:
                 refusal = error
             else:
@@ -234,12 +250,20 @@ def _option(model: DisaggregatedPlan | AggregatedPlan, setup: Setup, scenario: S
 
 def _why_together(endless: AggregatedPlan) -> str:
     full = endless.line.waiting.full or endless.overloaded
-    return _why(endless, f"TP {endless.setup.tp}", endless.streams, endless.line_at(1.0), endless.held, full)
+    return _why(
+        endless,
+        f"TP {endless.setup.tp}{endless.setup.beyond_tp}",
+        endless.streams,
+        endless.line_at(1.0),
+        endless.held,
+        full,
+    )
 
 
 def _why_apart(endless: DisaggregatedPlan) -> str:
     setup = endless.setup
-    tp, line = f"TP {setup.tp} for prefill, {setup.decode_tp} for decode", endless.prefill.line
+    tp = f"TP {setup.tp} for prefill, {setup.decode_tp} for decode{setup.beyond_tp}"
+    line = endless.prefill.line
     full = line.waiting.full or endless.decode.overloaded or endless.link_utilisation >= 1
     return _why(endless, tp, endless.decode.streams, line, endless.decode.held(endless.ttft_s), full)
 

@@ -17,7 +17,7 @@ from simulator.plan.arithmetic import PlanFigure, sections
 from simulator.plan.check import check
 from simulator.plan.load import Load
 from simulator.plan.search import GOAL, MODEL_ERROR, Option, Plan, plan
-from simulator.replay import Setup
+from simulator.replay import Setup, roofline_of
 from simulator.report import finite
 from tandem.progress import ShareProgress
 
@@ -109,14 +109,16 @@ def _option(option: Option | None) -> dict[str, Any] | None:
     if option is None:
         return None
     setup, scenario = option.setup, option.scenario
-    decode_gpu, decode_tp = setup.hardware("decode", scenario.apart)
+    decode = roofline_of(setup, "decode", scenario.apart)
     return {
         "prefill": scenario.prefill,
         "decode": scenario.decode,
         "gpu": setup.gpu.name if scenario.apart else None,
         "tp": setup.tp if scenario.apart else None,
-        "decode_gpu": decode_gpu.name,
-        "decode_tp": decode_tp,
+        "decode_gpu": decode.gpu.name,
+        "decode_tp": decode.tp,
+        "pp": setup.pp,
+        "dp": setup.dp,
         "gpus": option.gpus,
         "usd_per_hour": option.usd_per_hour,
         "usd_per_million_output_tokens": option.usd_per_million,

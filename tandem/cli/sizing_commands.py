@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from tandem.client import Target
 
 app = typer.Typer()
+Group = Annotated[
+    int | None,
+    typer.Option(help="workers of a group that share out a model's experts (data and expert parallelism); default: 1"),
+]
 JsonOut = Annotated[Path | None, out_file("--json", help="file for all figures as JSON")]
 
 
@@ -33,6 +37,11 @@ def plan_cluster(
     ] = None,
     decode_gpu: Annotated[str | None, typer.Option(help="GPU of decode workers, where it differs")] = None,
     model: Annotated[Path | None, model_option("model; default: Llama 3.1 8B; no weights are read")] = None,
+    pp: Annotated[
+        int | None,
+        typer.Option(help="pipeline stages of a worker (vLLM); default: 1, or more where the model fits no 8 GPUs"),
+    ] = None,
+    dp: Group = None,
     ttft: Annotated[float, typer.Option(help="SLO of the time to first token, in seconds")] = 1.0,
     itl: Annotated[float, typer.Option(help="SLO of a request's mean time between tokens, in milliseconds")] = 50.0,
     price: Annotated[float | None, typer.Option(help="price of a GPU hour in USD; default: a built-in table")] = None,
@@ -67,7 +76,8 @@ def plan_cluster(
 
     load = {"rate": rate, "prompt": prompt, "output": output}
     if values:
-        refuse_beside_values(load | {"model": model, "decode_gpu": decode_gpu, "simulate": simulate or None})
+        others = {"model": model, "decode_gpu": decode_gpu, "pp": pp, "dp": dp, "simulate": simulate or None}
+        refuse_beside_values({**load, **others})
         named = gpu_named(gpu).name if gpu is not None else ""
         if not show_fit(console, read_values(values), parse_shapes(shape or []), named, json_path):
             raise typer.Exit(1)
@@ -77,7 +87,9 @@ def plan_cluster(
     setup = Setup(
         model=named_shape(model),
         gpu=gpu_named("H100" if gpu is None else gpu),
-        gpus=1,
+        gpus=(pp or 1) * (dp or 1),
+        pp=1 if pp is None else pp,
+        dp=1 if dp is None else dp,
         decode_gpu=None if decode_gpu is None else gpu_named(decode_gpu),
         slo=Slo(ttft, itl / 1e3),
         usd_per_gpu_hour=price,
@@ -95,6 +107,10 @@ def replay_trace(
     tp: Annotated[
         int | None, typer.Option(help="number of GPUs of one worker (tensor parallelism); default: 1")
     ] = None,
+    pp: Annotated[
+        int | None, typer.Option(help="pipeline stages of one worker, each of --tp GPUs (vLLM); default: 1")
+    ] = None,
+    dp: Group = None,
     model: Annotated[Path | None, model_option("model; default: Llama 3.1 8B; no weights are read")] = None,
     modes: Annotated[
         str,
@@ -195,13 +211,15 @@ def replay_trace(
     )
 
     if calibration is not None:
-        theirs = {"gpu": gpu, "model": model, "tp": tp, "lag": lag, "block_tokens": block_tokens}
+        theirs = {"gpu": gpu, "model": model, "tp": tp, "pp": pp, "dp": dp, "lag": lag, "block_tokens": block_tokens}
         refuse_beside_calibration([name for name, value in theirs.items() if value is not None])
     setup = Setup(
         model=named_shape(model),
         gpu=gpu_named("H100" if gpu is None else gpu),
         gpus=gpus,
         tp=1 if tp is None else tp,
+        pp=1 if pp is None else pp,
+        dp=1 if dp is None else dp,
         slo=Slo(ttft, itl / 1e3),
         usd_per_gpu_hour=price,
         block_tokens=64 if block_tokens is None else block_tokens,

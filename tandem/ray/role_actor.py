@@ -1,4 +1,8 @@
-"""One role as a Ray actor: the actor, and the driver's handle of it."""
+"""One role as a Ray actor: the actor, and the driver's handle of it.
+
+A worker over several nodes is an actor on each. Ranks of a data-parallel group find the first one by its node's
+address, which is known once its actor is placed.
+"""
 
 import asyncio
 import contextlib
@@ -38,6 +42,10 @@ class RoleActor:
         self._role = await _start_role(module, config)
         where: Addresses = self._role.addresses
         return where
+
+    def node_ip(self) -> str:
+        """Return the address of this actor's node."""
+        return str(ray.util.get_node_ip_address())
 
     async def ended(self) -> str:
         """Wait for the end; return its cause, or empty after a requested stop."""
@@ -108,6 +116,14 @@ class Role:
     """Account of a worker's last start."""
     leaving: bool = False
     """Whether its end is wanted."""
+    further_nodes: list[dict[str, Any]] = field(default_factory=list)
+    """Options of the actors on a worker's further nodes."""
+    first: "Role | None" = None
+    """First rank of its data-parallel group; None for the first itself, and for workers of their own."""
+    _nodes: list[Any] = field(default_factory=list)
+    """Handles of the actors on further nodes."""
+    _placed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once there is a handle."""
 
     async def start(self) -> Addresses:
         """Start the actor; return its addresses.
@@ -128,15 +144,46 @@ class Role:
         raise AssertionError("the last attempt raises")
 
     async def _start(self) -> Addresses:
-        self.handle = ray.remote(RoleActor).options(max_concurrency=8, **self.options).remote()
+        self.handle = _actor(self.options)
+        self._placed.set()
         try:
-            where: Addresses = await self.handle.start.remote(self.module, self.config, self.of_node)
+            where = await self._start_all()
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
             at, reason = (cause.field, cause.reason) if isinstance(cause, StartError) else ("start", str(cause))
             raise StartError(f"{self.name}: {at}", reason) from None
         self.at, self.account = where.grpc, where.start
         return where
+
+    async def _start_all(self) -> Addresses:
+        """Start the worker, and its program on each further node; return the worker's addresses."""
+        config = self.config
+        if self.first is not None:
+            config = config.model_copy(update={"data_parallel_address": await self.first.node_ip()})
+        if self.further_nodes:
+            config = config.model_copy(update={"master_addr": await self.node_ip()})
+        self._nodes = [_actor(options) for options in self.further_nodes]
+        of_nodes = [
+            asyncio.ensure_future(_start_node(handle, self.module, config, number))
+            for number, handle in enumerate(self._nodes, start=1)
+        ]
+        starting = asyncio.ensure_future(_started(self.handle, self.module, config, self.of_node))
+        try:
+            while not starting.done():  # it waits for each node, so one that does not start must end the wait
+                await asyncio.wait([starting, *of_nodes], return_when=asyncio.FIRST_COMPLETED)
+                for each in (task for task in list(of_nodes) if task.done()):
+                    of_nodes.remove(each)
+                    each.result()
+            return starting.result()
+        finally:
+            for task in (starting, *of_nodes):
+                task.cancel()
+
+    async def node_ip(self) -> str:
+        """Return the address of its actor's node, once it is placed."""
+        await self._placed.wait()
+        address: str = await self.handle.node_ip.remote()
+        return address
 
     async def ending(self) -> str:
         """Wait for the end; return its cause, empty after a requested stop."""
@@ -184,8 +231,25 @@ class Role:
         self.kill()
 
     def kill(self) -> None:
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(self.handle)
+        self._placed.clear()
+        nodes, self._nodes = self._nodes, []
+        for handle in (self.handle, *nodes):
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(handle)
+
+
+def _actor(options: dict[str, Any]) -> Any:
+    return ray.remote(RoleActor).options(max_concurrency=8, **options).remote()
+
+
+async def _started(handle: Any, module: str, config: Any, of_node: dict[str, str]) -> Addresses:
+    where: Addresses = await handle.start.remote(module, config, of_node)
+    return where
+
+
+async def _start_node(handle: Any, module: str, config: Any, number: int) -> None:
+    """Start the worker's program on a further node, where it only computes for the first one."""
+    await handle.start.remote(module, config.model_copy(update={"node_rank": number}), {})
 
 
 def _first_line(error: Exception) -> str:

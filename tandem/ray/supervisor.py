@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
@@ -68,7 +68,10 @@ class Supervisor:
         """
         self._topology = topology
         self._ground = ground or SupervisorBackend()
-        self._group = WorkerGroup(settings, [] if autoscale else [module for module, _ in topology.workers()])
+        workers = topology.workers()
+        self._check(workers, autoscale)
+        bundles = [module for module, config in workers for _ in range(config.nodes)]
+        self._group = WorkerGroup(settings, [] if autoscale else bundles)
         self._say = say
         self._several_hosts = self._ground.several_hosts()
         self._joined_at: tuple[str, ...] = ()
@@ -80,6 +83,13 @@ class Supervisor:
         self._starting: list[Role] = []
         """Roles being started by an order."""
         self._order = asyncio.Lock()
+
+    @staticmethod
+    def _check(workers: Iterable[tuple[str, WorkerConfig]], autoscale: bool) -> None:
+        """Raise StartError where the planner would size workers that only start and leave together."""
+        for field in ("nodes", "data_parallel"):
+            if autoscale and any(getattr(config, field) > 1 for _, config in workers):
+                raise StartError(field, "--autoscale starts workers one by one, and these start together")
 
     # ------------------------------------------------------------------ starting
 
@@ -103,7 +113,12 @@ class Supervisor:
         Raises StartError.
         """
         await self._group.reserve(self._say)
-        roles = [self._worker(module, config) for module, config in self._topology.workers()]
+        roles: list[Role] = []
+        for module, config in self._topology.workers():
+            role = self._worker(module, config)
+            if config.data_parallel_rank:
+                role.first = roles[-config.data_parallel_rank]
+            roles.append(role)
         self._roles |= {role.name: role for role in roles}
         started = await asyncio.gather(*(role.start() for role in roles))
         return [address for role, where in zip(roles, started, strict=True) if (address := _metrics_of(role, where))]
@@ -162,8 +177,12 @@ class Supervisor:
         if self._several_hosts:  # cores are this host's, and an address must be reachable from others
             update |= TOLD_NOTHING
             of_node = {"host": "", "advertise_host": ""}
+            if config.data_parallel > 1 and not config.data_parallel_rank:
+                of_node["data_parallel_address"] = ""
         config = config.model_copy(update=update)
-        return self._ground.role(config.worker_id, module, config, self._group.take(module), of_node)
+        role = self._ground.role(config.worker_id, module, config, self._group.take(module), of_node)
+        role.further_nodes = [self._group.take(module) for _ in range(1, config.nodes)]
+        return role
 
     # ------------------------------------------------------------------ keeping
 
@@ -279,6 +298,8 @@ class Supervisor:
         if role not in MODULES or count < 0:
             raise TandemError(f"{role}={count}: must be {' or '.join(MODULES)}, and a number from 0")
         pattern, prefix = self._pattern(role, model)
+        if max(pattern.nodes, pattern.data_parallel) > 1:
+            raise TandemError(f"{role}: workers over several nodes, and data-parallel groups, have a fixed number here")
         await self._look()
         members = self._of_role(role, model)
         if role == "decode" and count == 0 and members:
@@ -318,7 +339,7 @@ class Supervisor:
             raise TandemError("; ".join(map(str, failures)))
 
     async def _restart(self) -> None:
-        """Restart every worker in turn, each only after the one before has joined again.
+        """Restart every worker in turn, a group at once, each only after the one before has joined again.
 
         The only worker of its role leaves when a successor has joined, where there are resources for two.
         """
@@ -327,6 +348,12 @@ class Supervisor:
         for role in workers:
             if role.leaving or self._roles.get(role.name) is not role:  # told to stop meanwhile
                 continue
+            if role.first is not None:  # restarted with the first of its group
+                continue
+            members = [role, *(each for each in workers if each.first is role)]
+            if len(members) > 1 or role.further_nodes:
+                await self._start_anew(members)
+                continue
             alone = await self._is_alone(role)
             options = await self._group.spare(role.module) if alone else None
             if options is not None:
@@ -334,7 +361,7 @@ class Supervisor:
                 continue
             if alone:
                 self._say(f"{role.name}: no room for a replacement beside it; its work waits until it runs again")
-            await self._start_anew(role)
+            await self._start_anew([role])
         self._say(f"{len(workers)} workers restarted")
         self._say.done()
 
@@ -364,26 +391,33 @@ class Supervisor:
         await role.leave()
         self._group.give_back(role.options)
 
-    async def _start_anew(self, role: Role) -> None:
-        """Restart a role in its place after it has left, repeatedly if it does not start.
+    async def _start_anew(self, roles: Sequence[Role]) -> None:
+        """Restart roles that only run together in their places after they have left, repeatedly if one does not start.
 
         Raises TandemError.
         """
-        await role.leave()
-        again = self._ground.role(role.name, role.module, role.config, role.options, role.of_node)
-        self._starting.append(again)
-        cause = ""
-        try:
-            await self._start(again)
-        except StartError as error:
-            cause = str(error)
-        finally:
-            self._starting.remove(again)
-        self._roles[again.name] = again
-        self._keep(again, cause)
-        if cause:
-            raise TandemError(f"{cause}; its start is tried again, and no further process is restarted")
-        await self._joined(again)
+        await asyncio.gather(*(role.leave() for role in roles))
+        anew: list[Role] = []
+        for role in roles:
+            again = self._ground.role(role.name, role.module, role.config, role.options, role.of_node)
+            again.further_nodes = role.further_nodes
+            again.first = anew[0] if anew else None
+            anew.append(again)
+        self._starting += anew
+        outcomes = await asyncio.gather(*(self._start(again) for again in anew), return_exceptions=True)
+        self._starting = [role for role in self._starting if role not in anew]
+        causes: list[str] = []
+        for again, outcome in zip(anew, outcomes, strict=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, StartError):
+                raise outcome
+            cause = "" if outcome is None else str(outcome)
+            self._roles[again.name] = again
+            self._keep(again, cause)
+            causes += [cause] if cause else []
+        if causes:
+            raise TandemError(f"{'; '.join(causes)}; its start is tried again, and no further process is restarted")
+        for again in anew:
+            await self._joined(again)
 
     async def _joined(self, role: Role) -> None:
         """Wait until every router knows the role.

@@ -24,6 +24,7 @@ from support.chart import (
     least_pods,
     needs_helm,
     pod_specs,
+    pod_templates,
     render,
     selects,
     template,
@@ -140,7 +141,7 @@ def test_workers_know_every_router_by_its_own_name() -> None:
 
 def test_services_select_what_they_are_for(example: Path | None) -> None:
     manifests = render(example)
-    pods = [m["spec"]["template"] for m in manifests if m["kind"] in ("Deployment", "StatefulSet")]
+    pods = [template for m in manifests if m["kind"] != "Job" for template in pod_templates(m)]
     services = [m for m in manifests if m["kind"] == "Service"]
     for service in services:
         chosen = [p for p in pods if service["spec"]["selector"].items() <= p["metadata"]["labels"].items()]
@@ -182,7 +183,7 @@ def test_ranks_in_vllms_flags_have_a_gpu_each(flag: str) -> None:
     assert rendered["vllm_args"] == flags
     assert WorkerConfig.parse(rendered).tensor_parallel == 2
     refused = template({"models": models, "worker": {"gpus": 1, "config": config}})
-    assert "gpus: 1 is not config.tensor_parallel, 2" in refused.stderr
+    assert "gpus: 1 is not 2, the ranks of a pod" in refused.stderr
 
 
 def test_models_of_the_hub_are_fetched_into_a_cache_with_a_token() -> None:

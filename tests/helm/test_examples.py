@@ -46,6 +46,11 @@ OPERATORS = {
     "PodMonitor": ("monitoring.podMonitor", "monitoring.coreos.com/v1", "the Prometheus operator"),
     "PrometheusRule": ("monitoring.rules", "monitoring.coreos.com/v1", "the Prometheus operator"),
     "ScaledObject": ("planner.keda.enabled", "keda.sh/v1alpha1", "KEDA"),
+    "LeaderWorkerSet": (
+        "worker.groupKind",
+        "leaderworkerset.x-k8s.io/v1",
+        "the LeaderWorkerSet controller",
+    ),
     "HTTPRoute": ("router.routes.enabled", "gateway.networking.k8s.io/v1", "the Gateway API"),
     "GRPCRoute": ("router.routes.enabled", "gateway.networking.k8s.io/v1", "the Gateway API"),
 }
@@ -55,6 +60,15 @@ WITH_OPERATORS: dict[str, dict[str, Any]] = {
     "monitoring.rules": {"monitoring": {"rules": True}},
     "planner.keda.enabled": {
         "planner": {"enabled": True, "keda": {"enabled": True, "serverAddress": "http://prometheus:9090"}}
+    },
+    "worker.groupKind": {
+        "models": [
+            {
+                "name": "a",
+                "source": {"configMap": {}},
+                "decode": {"replicas": 1, "config": {"engine": "vllm", "tensor_parallel": 2, "nodes": 2}},
+            }
+        ]
     },
     "router.routes.enabled": {
         "apiKeys": {"secret": "keys"},

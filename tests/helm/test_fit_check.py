@@ -25,6 +25,7 @@ from support.chart import (
     config_of,
     needs_helm,
     pod_specs,
+    pod_templates,
     render,
     template,
 )
@@ -102,12 +103,13 @@ SET_BY_CHART = {"model", "routers", "redis_url", "host", "port", "metrics_port",
 def test_pools_are_read_as_helm_renders_them(example: Path) -> None:
     manifests = render(example)
     pools = pools_of(yaml.safe_load(example.read_text()))
-    rendered = {m["metadata"]["name"]: m for m in manifests if m["kind"] == "Deployment"}
-    workers = {name for name, m in rendered.items() if "tandem/pool" in m["metadata"]["labels"]}
-    assert {deployment_of(pool) for pool in pools} == workers
+    kinds = ("Deployment", "LeaderWorkerSet")
+    rendered = {m["metadata"]["labels"].get("tandem/pool", ""): m for m in manifests if m["kind"] in kinds}
+    assert {pool_of(pool) for pool in pools} == rendered.keys() - {""}
     for pool in pools:
-        name = deployment_of(pool)
-        spec = rendered[name]["spec"]["template"]["spec"]
+        name = pool_of(pool)
+        (template, *_) = pod_templates(rendered[name])
+        spec = template["spec"]
         limits = spec["containers"][0]["resources"]["limits"]
         config = config_of(manifests, name, "worker")
         assert {k: v for k, v in config.items() if k not in SET_BY_CHART} == {
@@ -119,7 +121,7 @@ def test_pools_are_read_as_helm_renders_them(example: Path) -> None:
         assert rendered[name]["spec"].get("replicas", pool.replicas) == pool.replicas
 
 
-def deployment_of(pool: ValuesPool) -> str:
+def pool_of(pool: ValuesPool) -> str:
     return f"demo-{pool.name.replace('.', '-')}"
 
 

@@ -19,6 +19,8 @@ SINCE = {
     ("0.1.0", "gpu-8b"): "additional properties 'fitCheck' not allowed",
     ("0.1.0", "gpt-oss-120b"): "additional properties 'fitCheck' not allowed",
     ("0.1.0", "qwen3.5-35b"): "additional properties 'fitCheck' not allowed",
+    ("0.1.0", "deepseek-v3"): "additional properties 'fitCheck' not allowed",
+    ("0.1.0", "llama-405b"): "additional properties 'fitCheck' not allowed",
     ("0.1.0", "gpu-rdma"): "at '/worker': additional properties",
     ("0.1.0", "keda"): "at '/monitoring': additional properties 'podMonitor' not allowed",
     ("0.1.0", "hub"): "at '/models/0/source': additional properties 'hub' not allowed",

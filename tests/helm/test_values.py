@@ -130,11 +130,11 @@ def of_hub(name: str = "a", **source: Any) -> dict[str, Any]:
         ),
         (
             {"models": [keeping(0, replicas=1, gpus=1, config={"tensor_parallel": 4})]},
-            "models: a.decode.gpus: 1 is not config.tensor_parallel, 4: each rank has one GPU",
+            "models: a.decode.gpus: 1 is not 4, the ranks of a pod: each has one GPU",
         ),
         (
             {"models": [keeping(0, replicas=1, canary={"replicas": 1, "gpus": 2})]},
-            "models: a.decode.canary.gpus: 2 is not config.tensor_parallel, 1: each rank has one GPU",
+            "models: a.decode.canary.gpus: 2 is not 1, the ranks of a pod: each has one GPU",
         ),
         ({"fitCheck": {"gpus": "H100"}}, "'gpus' not allowed"),
         ({"models": None}, "missing property 'models'"),

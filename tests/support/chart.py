@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -24,6 +25,30 @@ KUBERNETES = ("1.31", "1.34", "1.37")
 HPA: dict[str, Any] = {"enabled": True, "minReplicas": 2, "maxReplicas": 9, "target": "0.8"}
 OPERATORS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute", "GRPCRoute"}
 """Kinds of others, of which Kubernetes has no schema."""
+LEADER_WORKER_SET: dict[str, Any] = {
+    "required": ["replicas", "leaderWorkerTemplate"],
+    "additionalProperties": False,
+    "properties": {
+        "replicas": {"type": "integer"},
+        "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
+        "networkConfig": {
+            "additionalProperties": False,
+            "properties": {"subdomainPolicy": {"enum": ["Shared", "UniquePerReplica"]}},
+        },
+        "leaderWorkerTemplate": {
+            "required": ["size", "workerTemplate"],
+            "additionalProperties": False,
+            "properties": {
+                "size": {"type": "integer", "minimum": 1},
+                "restartPolicy": {"enum": ["None", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart"]},
+                "leaderTemplate": {"type": "object"},
+                "workerTemplate": {"type": "object"},
+            },
+        },
+    },
+}
+"""Schema of a LeaderWorkerSet's `spec` (leaderworkerset.x-k8s.io/v1), as far as the chart uses it. Pods' templates are
+checked as those of a Deployment."""
 utils.schema_contents = functools.cache(utils.schema_contents)  # it reads megabytes for each manifest
 EXAMPLES = sorted((ROOT / "helm" / "examples").glob("*.yaml"))
 
@@ -69,11 +94,18 @@ def pod_specs(manifests: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]
     """Of all that make pods, by their names."""
     found = []
     for manifest in manifests:
-        if manifest["kind"] in ("Deployment", "StatefulSet", "Job"):
-            found.append((manifest["metadata"]["name"], manifest["spec"]["template"]["spec"]))
-        elif manifest["kind"] == "Pod":
+        found += [(manifest["metadata"]["name"], template["spec"]) for template in pod_templates(manifest)]
+        if manifest["kind"] == "Pod":
             found.append((manifest["metadata"]["name"], manifest["spec"]))
     return found
+
+
+def pod_templates(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Templates of a manifest's pods; of a LeaderWorkerSet, the first pod's and the others'."""
+    if manifest["kind"] == "LeaderWorkerSet":
+        group = manifest["spec"]["leaderWorkerTemplate"]
+        return [group[name] for name in ("leaderTemplate", "workerTemplate") if name in group]
+    return [manifest["spec"]["template"]] if manifest["kind"] in ("Deployment", "StatefulSet", "Job") else []
 
 
 def keeping(available: int, **pool: Any) -> dict[str, Any]:
@@ -82,7 +114,8 @@ def keeping(available: int, **pool: Any) -> dict[str, Any]:
 
 
 def config_of(manifests: list[dict[str, Any]], name: str, container: str) -> dict[str, Any]:
-    (found,) = [m for m in manifests if m["kind"] == "ConfigMap" and m["metadata"]["name"] == name]
+    names = (name, name.removesuffix("-g"))  # that of a group, and its pool's
+    (found,) = [m for m in manifests if m["kind"] == "ConfigMap" and m["metadata"]["name"] in names]
     config: dict[str, Any] = yaml.safe_load(found["data"][f"{container}.yaml"])
     return config
 
@@ -90,7 +123,14 @@ def config_of(manifests: list[dict[str, Any]], name: str, container: str) -> dic
 def check_schema(manifests: list[dict[str, Any]], version: str) -> None:
     """They are what that version of Kubernetes takes."""
     for manifest in manifests:
-        if manifest["kind"] not in OPERATORS:
+        if manifest["kind"] == "LeaderWorkerSet":
+            jsonschema.validate(manifest["spec"], LEADER_WORKER_SET)
+            for template in pod_templates(manifest):
+                labels = {"matchLabels": template["metadata"]["labels"]}
+                spec = {"selector": labels, "template": template}
+                deployment = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "a"}, "spec": spec}
+                kubernetes_validate.validate(deployment, version, strict=True)
+        elif manifest["kind"] not in OPERATORS:
             kubernetes_validate.validate(manifest, version, strict=True)
 
 

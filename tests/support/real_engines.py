@@ -46,7 +46,7 @@ from engine.process.spec import EngineSpec
 from engine.weights.offer import WeightsOffer
 from support.processes import gone, ranks_of
 
-PATIENCE_S, START_S = 30.0, 120.0
+PATIENCE_S, START_S = 30.0, 300.0
 
 
 class RealEngine(EngineListener):

@@ -10,7 +10,8 @@ import pytest
 
 from cluster.roles import Role
 from engine.messages.from_engine import Token
-from kvtransfer.ranks import without_planes
+from kvtransfer.ranks import without_planes, without_stages
+from support.processes import until
 from support.real_engines import RealEngine
 from tandem.storyteller import STORYTELLER
 
@@ -58,8 +59,21 @@ def flip_a_byte(engine: RealEngine, block: int, rank: int | None = None) -> None
     assert len({entry.stat().st_ino for entry in found}) == 1
     descriptor = found[0]
     ready = engine.ready
-    planes, num_blocks, _ = without_planes(ready.endpoint)
-    span = ready.block_bytes // planes // len(ranks)
-    offset = (num_blocks if planes > 1 else 0) * span + block * span + 77
+    shares, of_stages = without_stages(ready.endpoint)
+    planes, num_blocks, _ = without_planes(of_stages)
+    span = ready.block_bytes // planes // (len(ranks) // len(shares))
+    offset = (num_blocks if planes > len(shares) else 0) * span + block * span + 77
     with descriptor.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         memory[offset] ^= 0x40
+
+
+async def stored(folder: Path, num_blocks: int) -> None:
+    """Wait until the store has so many whole blocks."""
+
+    def num_stored() -> int:
+        return len(list(folder.glob("*/*/[0-9a-f]*")))
+
+    async def all_there() -> bool:
+        return num_stored() >= num_blocks
+
+    await until(all_there, "its blocks are in the store")

@@ -22,6 +22,7 @@ from engine.lending.borrower import (
     Release,
     Started,
 )
+from kvtransfer.ranks import RankGrid
 
 A, B, C, D, BAD = b"A", b"B", b"C", b"D", b"?"
 
@@ -84,7 +85,7 @@ def test_a_read_that_lands_early_is_released_and_waits_for_those_before_it() -> 
 @pytest.mark.parametrize("wrong", [None, 0, 1, 2, 3])
 def test_of_four_ranks_two_hold_each_head(wrong: int | None) -> None:
     """A replica that differs spoils the block, whichever it is."""
-    machine = Borrower(0, 1, 1, ranks=4, replicas=2)
+    machine = Borrower(0, 1, 1, grid=RankGrid(4, replicas=2))
     machine.handle(Started(1))
     assert machine.handle(Announced(0, (9,), (A + B,))) == [Read(0, (9,))]
     heads = [BAD if rank == wrong else head for rank, head in enumerate((A, A, B, B))]

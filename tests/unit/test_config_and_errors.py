@@ -131,6 +131,12 @@ def test_what_does_not_go_with_tensor_parallelism_is_named(settings: dict[str, o
     assert str(caught.value) == f"tensor_parallel: 2 cannot be combined with {named}"
 
 
+def test_stages_are_those_of_the_vllm_engine() -> None:
+    with pytest.raises(StartError, match="pipeline_parallel: 2 needs engine: vllm, not torch"):
+        WorkerConfig.parse({"model": "m", "pipeline_parallel": 2}).refuse_parallel("decode")
+    WorkerConfig.parse({"model": "m", "pipeline_parallel": 2, "engine": "vllm"}).refuse_parallel("decode")
+
+
 def test_what_goes_with_it() -> None:
     config = WorkerConfig.parse({"model": "m", "tensor_parallel": 2, "speculation": "ngram", "kv_dtype": "int8"})
     config.refuse_parallel("decode")

@@ -255,7 +255,7 @@ def test_the_nearest_that_fits(refused: Worker, words: str) -> None:
             "tensor_parallel: 2 cannot be combined with weights: int8",
         ),
         ({"tensor_parallel": 3}, "tensor_parallel: 3 does not divide the 8 KV heads and 32 heads of llama-3.1-8b"),
-        ({"gpus": 1, "tensor_parallel": 2}, "gpus: 1 is not tensor_parallel, 2: each rank has one GPU"),
+        ({"gpus": 1, "tensor_parallel": 2}, "gpus: 1 is not 2, the ranks of a pod: each has one GPU"),
         ({"engine": "vllm", "kv_memory_mib": 20480, "weights": "fp8"}, "weights: set vllm_options.quantization"),
         (
             {"engine": "vllm", "kv_memory_mib": 20480, "kv_host_memory_mib": 1},
@@ -432,3 +432,72 @@ def test_a_change_is_found_where_there_is_one(device: Device, times: float, kv_m
     found = nearest(given_worker)
     assert (found is not None) >= any_fits
     assert found is None or times < 4
+
+
+# ------------------------------------------------------------------ stages, nodes and groups
+
+LLAMA_405B, DEEPSEEK_V3 = shape_named("llama-3.1-405b"), shape_named("deepseek-v3")
+H200 = Device("H200", 141e9)
+
+
+def test_a_stage_has_its_layers_and_one_end() -> None:
+    """126 layers of 3.190 G parameters over 4 stages: 32 in the largest. Embeddings and output layer: 2.1 G each."""
+    fit = check(
+        worker(H200, LLAMA_405B, 8, engine="vllm", tensor_parallel=8, pipeline_parallel=4, nodes=4, kv_memory_mib=65536)
+    )
+    layers = (LLAMA_405B.params - LLAMA_405B.embedding_params) * 2 * 32 / 126
+    assert need_of(fit)[0] == (layers + 128256 * 16384 * 2) / 8
+    assert need_of(fit)[1] == 65536 * MIB / 32
+    assert fit.fits
+
+
+def test_a_worker_of_a_group_has_its_part_of_the_experts() -> None:
+    one = check(worker(H200, DEEPSEEK_V3, 8, engine="vllm", **GROUP, kv_memory_mib=32768))
+    experts = 58 * 256 * 3 * 7168 * 2048
+    assert need_of(one)[0] == DEEPSEEK_V3.weight_bytes - experts * 15 / 16
+    assert need_of(one)[1] == 32768 * MIB, "each has a KV pool of its own"
+    assert one.fits
+    mixtral = shape_named("mixtral-8x7b-v0.1")
+    options = {"data_parallel": 2, "vllm_options": {"quantization": "fp8"}}
+    narrow = check(worker(H100, mixtral, engine="vllm", kv_memory_mib=8192, **options))
+    rest = mixtral.params - mixtral.embedding_params - mixtral.expert_params
+    assert need_of(narrow)[0] == mixtral.embedding_params * 2 + rest + mixtral.expert_params / 2
+
+
+GROUP = {"data_parallel": 16, "data_parallel_local": 8, "vllm_args": "--max-model-len 32768"}
+
+
+def test_a_full_context_needs_room_in_the_largest_stage() -> None:
+    """126 layers in 4 stages: pools as of 4 x 32 layers."""
+    one, four = (
+        full_context_bytes(
+            LLAMA_405B, WorkerConfig.parse({"model": "/m", "engine": "vllm", "pipeline_parallel": stages})
+        )
+        for stages in (1, 4)
+    )
+    assert four == pytest.approx(one * 128 / 126)
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpus", "others", "said"),
+    [
+        (LLAMA_405B, 8, {"tensor_parallel": 8, "pipeline_parallel": 2}, "gpus: 8 is not 16, the ranks of a pod"),
+        (LLAMA_405B, 16, {"tensor_parallel": 8, "nodes": 2}, "gpus: 16 is not 4, the ranks of a pod"),
+        (LLAMA_405B, 8, {"tensor_parallel": 8, "nodes": 3}, "nodes: 3 does not divide the 8 ranks"),
+        (LLAMA_405B, 1, {"data_parallel": 2}, "data_parallel: llama-3.1-405b has no experts to share out"),
+        (DEEPSEEK_V3, 1, {"data_parallel": 24}, "data_parallel: 24 does not divide the 256 experts"),
+        (DEEPSEEK_V3, 3, {"data_parallel": 16, "data_parallel_local": 3}, "data_parallel_local: 3 does not divide"),
+        (DEEPSEEK_V3, 64, {"pipeline_parallel": 64}, "pipeline_parallel: 64 is above the 61 layers"),
+    ],
+)
+def test_ranks_that_cannot_be(shape: ModelShape, gpus: int, others: dict[str, Any], said: str) -> None:
+    refusals = check(worker(H200, shape, gpus, engine="vllm", kv_memory_mib=65536, **others)).refusals
+    assert any(refusal.startswith(said) for refusal in refusals), refusals
+
+
+def test_a_model_beyond_a_host_is_told_to_take_stages_on_several() -> None:
+    proposal = nearest(worker(H100, LLAMA_405B, 8, engine="vllm", tensor_parallel=8, kv_memory_mib=65536))
+    assert proposal is not None
+    assert {"tensor_parallel": 8, "pipeline_parallel": 2, "nodes": 2}.items() <= proposal.change.settings.items()
+    assert proposal.fit.worker.gpus == 8
+    assert proposal.fit.fits

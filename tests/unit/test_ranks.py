@@ -7,18 +7,25 @@ from hypothesis import strategies as st
 
 from engine.kv.layout import KvLayout
 from kvtransfer.errors import EndpointMismatch
-from kvtransfer.fingerprint import PlaneFingerprints, fingerprint_blocks
+from kvtransfer.fingerprint import Cut, Fingerprints, PlaneFingerprints, fingerprint_blocks
 from kvtransfer.ranks import (
+    ALL,
     MAGIC,
     MAX_RANKS,
     PLANES_MAGIC,
+    STAGES_MAGIC,
     BlockPart,
+    RankGrid,
+    Share,
     join_endpoints,
     part_spans,
     parts_of,
+    shares_of,
     split_endpoint,
     with_planes,
+    with_stages,
     without_planes,
+    without_stages,
 )
 from kvtransfer.transport import Span
 
@@ -186,3 +193,128 @@ def test_an_endpoint_names_its_planes() -> None:
 def test_a_malformed_header_of_planes_is_refused(broken: bytes) -> None:
     with pytest.raises(EndpointMismatch):
         without_planes(PLANES_MAGIC + broken)
+
+
+LAYER_BYTES = 16
+"""Bytes of a head in one layer."""
+
+
+@st.composite
+def stages(draw: st.DrawFn, layers: int) -> list[int]:
+    """Where the stages end."""
+    ends = draw(st.sets(st.integers(1, layers), max_size=4))
+    return sorted(ends | {layers})
+
+
+@st.composite
+def pools(draw: st.DrawFn, layers: int, heads: int) -> tuple[list[int], int, int]:
+    """The ends of stages, the ranks of each, and the blocks of a pool."""
+    ranks = draw(st.sampled_from([each for each in range(1, heads + 1) if heads % each == 0]))
+    return draw(stages(layers)), ranks, draw(st.integers(5, 8))
+
+
+def parts_in(pool: tuple[list[int], int, int], layers: int, heads: int, in_planes: bool) -> list[BlockPart]:
+    ends, ranks, num_blocks = pool
+    shares = shares_of(ends) if len(ends) > 1 else (ALL,)
+    size = layers * heads * LAYER_BYTES
+    return parts_of(size, ranks * len(ends), layers if in_planes else 1, num_blocks, shares, heads)
+
+
+def pool_of(part: BlockPart, blocks: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]"):  # type: ignore[no-untyped-def]
+    """Memory of a rank that has its part of these whole blocks."""
+    planes, pieces = len(part.own_planes), [part.of(block) for block in blocks]
+    return np.array([piece.reshape(planes, -1) for piece in pieces]).transpose(1, 0, 2).reshape(-1)
+
+
+@given(data=st.data(), layers=st.integers(2, 5), heads=st.sampled_from([1, 2, 4, 6]), in_planes=st.booleans())
+def test_each_byte_moves_once_between_pools_of_any_stages_and_ranks(
+    data: st.DataObject, layers: int, heads: int, in_planes: bool
+) -> None:
+    """Blocks of a worker with any stages and ranks arrive whole in one with any others, with their fingerprints."""
+    lender, reader = data.draw(pools(layers, heads)), data.draw(pools(layers, heads))
+    seed, pairing = data.draw(st.integers(0, 99)), data.draw(pairings)
+    pairs = list(zip(*pairing, strict=True))[: data.draw(st.integers(1, 5))]
+    rng = np.random.Generator(np.random.PCG64(seed))
+    blocks = rng.integers(0, 256, (lender[2], layers * heads * LAYER_BYTES), np.uint8)
+    theirs = [(part, pool_of(part, blocks)) for part in parts_in(lender, layers, heads, in_planes)]
+    arrived = np.zeros((reader[2], blocks.shape[1]), np.uint8)
+    prints = []
+    ours = parts_in(reader, layers, heads, in_planes)
+    assert sum(part.num_bytes for part in ours) == blocks.shape[1]
+    for own in ours:
+        pool, times = np.zeros((2, reader[2] * own.num_bytes), np.uint8)
+        for part, source in theirs:
+            for span in part_spans(own, part, pairs):
+                here, there = slice(span.local_offset, span.local_offset + span.length), span.remote_offset
+                assert there + span.length <= len(source)
+                pool[here] = source[there : there + span.length]
+                times[here] += 1
+        of_blocks = times.reshape(len(own.own_planes), reader[2], -1)
+        locals_ = [local for local, _ in pairs]
+        assert (of_blocks[:, locals_] == 1).all()
+        assert of_blocks.sum() == len(pairs) * own.num_bytes, "and nothing else is written"
+        planes = pool.reshape(len(own.own_planes), reader[2], -1)
+        for local in locals_:
+            own.put(planes[:, local].reshape(-1), arrived[local])
+        prints.append(prints_of(own, pool, heads // own.ranks, locals_))
+    for local, remote in pairs:
+        np.testing.assert_array_equal(arrived[local], blocks[remote])
+    joined = RankGrid(len(ours), len(reader[0])).joined(prints)
+    expected = prints_of(
+        BlockPart(blocks.shape[1], 0, 1, layers if in_planes else 1, lender[2]),
+        pool_of(BlockPart(blocks.shape[1], 0, 1, layers if in_planes else 1, lender[2]), blocks),
+        heads,
+        [remote for _, remote in pairs],
+    )
+    np.testing.assert_array_equal(joined, expected)
+
+
+def prints_of(  # type: ignore[no-untyped-def]
+    part: BlockPart, pool: "np.ndarray[tuple[int], np.dtype[np.uint8]]", heads: int, blocks: list[int]
+):
+    if part.planes > 1:
+        cut = Cut(part.own_planes.start, part.planes)
+        return PlaneFingerprints(pool, part.num_blocks, len(part.own_planes), heads, cut).of(blocks)
+    head_bytes = part.block_bytes // (heads * part.ranks)
+    cut = Cut(part.columns.start // 8 if part.share != ALL else 0, head_bytes // 8)
+    return Fingerprints(pool.reshape(part.num_blocks, -1), heads, cut).of(blocks)
+
+
+@given(count=st.integers(1, 1500), first=st.integers(0, 700), rest=st.integers(0, 600), seed=st.integers(0, 99))
+def test_parts_of_a_long_head_add_up(count: int, first: int, rest: int, seed: int) -> None:
+    """They begin within a page of multipliers, or with one, and may have several."""
+    words = first + count + rest
+    pool = np.random.Generator(np.random.PCG64(seed)).integers(0, 256, (2, words * 8), np.uint8)
+    cuts = [(start, end) for start, end in ((0, first), (first, first + count), (first + count, words)) if start < end]
+    parts = [
+        Fingerprints(np.ascontiguousarray(pool[:, 8 * start : 8 * end]), 1, Cut(start, words)) for start, end in cuts
+    ]
+    total = sum((part.of([1, 0]) for part in parts), np.zeros((2, 1), np.uint64))
+    np.testing.assert_array_equal(total, fingerprint_blocks(pool, [1, 0], 1))
+
+
+def test_an_endpoint_names_its_stages() -> None:
+    shares = shares_of([2, 5])
+    assert shares == (Share(0, 2, 5), Share(2, 5, 5))
+    endpoint = with_stages(with_planes(JOINED, 5, 100), shares)
+    assert without_stages(endpoint) == (shares, with_planes(JOINED, 5, 100))
+    assert with_stages(JOINED, (ALL,)) == JOINED
+    assert without_stages(JOINED) == ((ALL,), JOINED)
+
+
+@pytest.mark.parametrize("ends", [[], [3], [2, 2], [3, 1], [0, 2]])
+def test_malformed_stages_are_refused(ends: list[int]) -> None:
+    header = np.array([len(ends), *ends], "<u4").tobytes()
+    with pytest.raises(EndpointMismatch, match="stages"):
+        without_stages(STAGES_MAGIC + header)
+    with pytest.raises(EndpointMismatch, match="stages"):
+        without_stages(STAGES_MAGIC + header[:-2])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "planes", "ends", "heads"),
+    [(3, 4, [2, 4], 1), (1, 1, [1, 2], 1), (2, 4, [1, 3], 1), (4, 1, [1, 2], 1), (2, 1, [1, 7], 2)],
+)
+def test_stages_that_a_block_does_not_have_are_refused(ranks: int, planes: int, ends: list[int], heads: int) -> None:
+    with pytest.raises(EndpointMismatch, match="stages"):
+        parts_of(64, ranks, planes, 9, shares_of(ends), heads)

@@ -478,3 +478,67 @@ def test_a_switch_waits_for_the_order_that_is_carried_out() -> None:
         await executor.close()
 
     virtually(world, scene)
+
+
+# ---------------------------------------------------------------------- groups and nodes
+
+
+class Fixed(World):
+    """A cluster whose workers are placed at once, and not by a planner."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(plan_topology(0, 1, {"model": "m"}, {"model": "m"}, [0]))
+        say = ProgressSteps(Console(file=self._said, width=200), "")
+        self.supervisor = Supervisor(topology, RaySettings(), say, ground=self.machine)
+        self.supervisor._group = Nodes()
+
+
+def grouped(decode: int, **worker: Any) -> Topology:
+    return plan_topology(0, decode, {"model": "m"}, {"model": "m", "engine": "vllm"} | worker, [0])
+
+
+def test_a_group_knows_its_first_rank_and_restarts_at_once() -> None:
+    world = Fixed(grouped(4, data_parallel=2))
+
+    async def scene() -> None:
+        roles = {name: role for name, role in world.supervisor._roles.items() if name != "router"}
+        firsts = {name: role.first.name if role.first else "" for name, role in roles.items()}
+        assert firsts == {"decode-0": "", "decode-1": "decode-0", "decode-2": "", "decode-3": "decode-2"}
+        await world.supervisor.perform(RESTART)
+        leaving = [name for what, name in world.machine.events if what == "leaves"]
+        assert [set(leaving[:2]), set(leaving[2:])] == [{"decode-0", "decode-1"}, {"decode-2", "decode-3"}]
+        served = [name for what, name in world.machine.events if what == "serves"]
+        assert world.machine.events.index(("leaves", leaving[2])) > world.machine.events.index(("serves", served[1]))
+        again = world.supervisor._roles["decode-1"]
+        assert again.first is world.supervisor._roles["decode-0"]
+        assert again is not roles["decode-1"]
+
+    virtually(world, scene)
+
+
+def test_groups_and_workers_over_nodes_have_a_fixed_number() -> None:
+    world = Fixed(grouped(2, data_parallel=2))
+
+    async def scene() -> None:
+        with pytest.raises(TandemError, match="have a fixed number here"):
+            await world.supervisor.perform(Order(1, "scale", {"decode": 4}))
+
+    virtually(world, scene)
+    say = ProgressSteps(Console(file=io.StringIO()), "")
+    for field, topology in (
+        ("nodes", grouped(1, tensor_parallel=2, nodes=2)),
+        ("data_parallel", grouped(2, data_parallel=2)),
+    ):
+        with pytest.raises(StartError, match="--autoscale starts workers one by one") as caught:
+            Supervisor(topology, RaySettings(), say, autoscale=True, ground=Machine())
+        assert caught.value.field == field
+
+
+def test_a_worker_over_nodes_has_a_place_on_each() -> None:
+    world = Fixed(grouped(2, tensor_parallel=4, nodes=2))
+
+    async def scene() -> None:
+        roles = [role for role in world.supervisor._roles.values() if role.module != "router"]
+        assert [len(role.further_nodes) for role in roles] == [1, 1]
+
+    virtually(world, scene)

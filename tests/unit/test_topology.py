@@ -63,13 +63,33 @@ def test_each_of_several_routers_has_its_port(name: str, first: int | None, expe
     assert [getattr(router, name) for router in topology.routers] == expected
 
 
-def test_data_parallel_groups_are_filled_one_after_the_other() -> None:
-    settings = {"model": "m", "engine": "vllm", "vllm_args": "-dp 2", "data_parallel_port": 31000}
-    topology = plan_topology(2, 4, SETTINGS, settings, [0, 1])
-    ranks = [
-        [(each.data_parallel_rank, each.data_parallel_port) for each in workers]
-        for workers in (topology.prefill, topology.decode)
-    ]
-    assert ranks == [[(0, 31000), (1, 31000)], [(0, 31001), (1, 31001), (0, 31002), (1, 31002)]]
-    with pytest.raises(StartError, match="3 decode workers are not whole groups of 2"):
-        plan_topology(2, 3, SETTINGS, settings, [0, 1])
+# ------------------------------------------------------------------ data-parallel groups
+
+GROUPS = SETTINGS | {"engine": "sim", "data_parallel": 2}
+
+
+def test_workers_of_a_pool_are_groups_with_ranks_and_a_port_each() -> None:
+    topology = plan_topology(2, 4, SETTINGS, GROUPS, [0])
+    places = {each.worker_id: (each.data_parallel_rank, each.data_parallel_port) for _, each in topology.workers()}
+    assert places == {
+        "prefill-0": (0, 29550),
+        "prefill-1": (1, 29550),
+        "decode-0": (0, 29551),
+        "decode-1": (1, 29551),
+        "decode-2": (0, 29552),
+        "decode-3": (1, 29552),
+    }
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "worker", "field", "reason"),
+    [
+        (2, 3, GROUPS, "decode", "3 workers are no whole groups of data_parallel, 2"),
+        (1, 2, GROUPS, "prefill", "1 workers are no whole groups of data_parallel, 2"),
+        (0, 2, GROUPS | {"data_parallel_local": 2}, "data_parallel_local", "each worker is started by itself"),
+    ],
+)
+def test_pools_are_whole_groups(prefill: int, decode: int, worker: dict[str, object], field: str, reason: str) -> None:
+    with pytest.raises(StartError, match=reason) as caught:
+        plan_topology(prefill, decode, SETTINGS, worker, [0])
+    assert caught.value.field == field

@@ -70,6 +70,7 @@ def test_a_flag_may_repeat_the_value_that_tandem_has(name: str) -> None:
         ("--dtype bfloat16", {"dtype": "bfloat16"}),
         ("--kv-cache-memory-bytes 1000000000", {"kv_memory_mib": 953}),
         ("--kv-cache-memory-bytes 1G -tp 2", {"kv_memory_mib": 2048, "tensor_parallel": 2}),
+        ("-pp 2 --kv-cache-memory-bytes 1G -tp 2", {"kv_memory_mib": 4096, "pipeline_parallel": 2}),
         ("", {"block_tokens": 32}),
     ],
 )
@@ -112,7 +113,7 @@ def test_what_is_for_vllms_parser_reaches_it_as_it_was_written(flags: str) -> No
         ("-tp two", {}, "-tp: 'two' is not a number"),
         ("--compilation-config.mode", {}, "--compilation-config.mode: a value must follow"),
         ("--no-enable-prefix-caching", {}, "--no-enable-prefix-caching: only true is possible: loans need"),
-        ("-dpl 2", {}, "-dpl: each data-parallel rank is a worker of its own"),
+        ("-dph", {}, "-dph: each data-parallel rank is a worker of its own"),
         ("-dp 2", {"data_parallel": 4}, "-dp 2 and data_parallel: 4 differ"),
         ("-dc.canvas_length 8", {}, "-dc: a diffusion model writes a block of tokens again"),
         (

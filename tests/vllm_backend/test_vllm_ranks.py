@@ -8,9 +8,9 @@ from pathlib import Path
 from engine.core_types import SamplingParams
 from engine.messages.to_engine import Generate
 from kvtransfer.ranks import split_endpoint, without_planes
-from support.processes import gone, until
+from support.processes import gone
 from support.real_engines import RealEngine, engines, greedy, kill
-from support.vllm_engines import BLOCK, ids, need_vllm, vllm_engine
+from support.vllm_engines import BLOCK, ids, need_vllm, stored, vllm_engine
 from support.vllm_models import VOCAB, write_model
 
 pytestmark = [need_vllm]
@@ -79,7 +79,7 @@ async def test_ranks_write_to_the_shared_store_and_read_from_it(tmp_path: Path) 
             prompt = prompt_of(10 * BLOCK + 5 + number)
             request = greedy(f"written {number}", prompt, 16, ignore_eos=True)._replace(reads_store=True)
             written = await writer.answer(request)
-            await _stored(tmp_path / "store", 10 * (number + 1))
+            await stored(tmp_path / "store", 10 * (number + 1))
             read = await reader.answer(request._replace(request_id=f"read {number}"))
             assert ids(read) == ids(written)
             account = read[0].account
@@ -87,15 +87,3 @@ async def test_ranks_write_to_the_shared_store_and_read_from_it(tmp_path: Path) 
             assert (account.store_blocks, account.mismatched_blocks, account.store_failure) == (10, 0, "")
         for engine in (one, two):
             assert (await engine.audited()).reserved_blocks == 0
-
-
-async def _stored(folder: Path, num_blocks: int) -> None:
-    """Wait until the store has so many whole blocks."""
-
-    def num_stored() -> int:
-        return len(list(folder.glob("*/*/[0-9a-f]*")))
-
-    async def all_there() -> bool:
-        return num_stored() >= num_blocks
-
-    await until(all_there, "its blocks are in the store")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.torch.device import staged
-from kvtransfer.fingerprint import WORD_BYTES, constants, plane_multipliers
+from kvtransfer.fingerprint import WORD_BYTES, Cut, plane_multipliers, words_of
 
 WORK_BYTES = 32 << 20
 """Bytes of blocks that one sequence of kernels covers. Each kernel reads what the one before it wrote, so the copy of
@@ -52,20 +52,30 @@ class TensorFingerprints:
     number of kernels and waits depends on the bytes of a call's blocks and not on the number of blocks.
     """
 
-    def __init__(self, pool: Tensor, kv_heads: int, planes: int = 1, num_blocks: int | None = None) -> None:
+    def __init__(
+        self,
+        pool: Tensor,
+        kv_heads: int,
+        planes: int = 1,
+        num_blocks: int | None = None,
+        plane_cut: Cut | None = None,
+        head_cut: Cut | None = None,
+    ) -> None:
         """Create it for a contiguous uint8 pool [num_blocks, block_bytes].
 
         With `planes` above 1 the pool is [planes, num_blocks, span_bytes] of any shape, and `num_blocks` must be given.
+        The pool of a pipeline stage has a `plane_cut` of the planes of whole blocks, or a `head_cut` of their heads.
         """
         self._planes = planes
         self._num_blocks = num_blocks or len(pool)
         self._spans = pool.view(planes * self._num_blocks, -1).view(torch.int64)
         head_words = self._spans.shape[1] // kv_heads
-        of = constants(head_words)
-        factors = plane_multipliers(planes) if planes > 1 else np.ones(1, np.uint64)
-        multipliers = np.multiply.outer(factors, of.multipliers).reshape(planes, 1, 1, head_words)
+        of_words, zero = words_of(head_words, *(head_cut or Cut(0, head_words)))
+        is_plane = planes > 1 or plane_cut is not None
+        factors = plane_multipliers(planes, plane_cut) if is_plane else np.ones(1, np.uint64)
+        multipliers = np.multiply.outer(factors, of_words).reshape(planes, 1, 1, head_words)
         self._multipliers = torch.from_numpy(multipliers.view(np.int64)).to(pool.device)
-        self._zero = np.multiply(factors, of.zero).sum(dtype=np.uint64)
+        self._zero = np.multiply(factors, zero).sum(dtype=np.uint64)
         block_bytes = planes * self._spans.shape[1] * WORD_BYTES
         self._blocks_at_once = min(max(1, WORK_BYTES // block_bytes), self._num_blocks)
         self._arrived, self._filled = self._sequence(), self._sequence()

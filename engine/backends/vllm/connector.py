@@ -5,6 +5,7 @@ prefix cache. So vLLM sees a prefix-cache hit, and the connector neither loads n
 vLLM offers its memory, its pool, and the room for another allocation.
 """
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 
 from engine.backends.vllm.batch_runner import mark_launched
-from engine.backends.vllm.kv_memory import LayerPlace, VllmKvMemory, pool_allocation
+from engine.backends.vllm.kv_memory import LayerPlace, VllmKvMemory, orders_of, pool_allocation
+from engine.backends.vllm.stages import Stage, StagePool
 from kvtransfer.transport import Pool
 
 if TYPE_CHECKING:
@@ -54,25 +56,52 @@ offered = Offered()
 
 
 def offered_memory(
-    vllm_config: Any, kv_cache_config: Any, unit: int, groups: "KvGroups | None", ranks: int = 1, rank: int = 0
+    vllm_config: Any,
+    kv_cache_config: Any,
+    unit: int,
+    groups: "KvGroups | None",
+    ranks: int = 1,
+    rank: int = 0,
+    stage: Stage | None = None,
+    attention: Iterable[str] = (),
 ) -> VllmKvMemory:
-    """Return the KV memory that vLLM offered in this process, which is `rank` of `ranks`; blocks have `unit` tokens.
+    """Return the KV memory that vLLM offered in this process; blocks have `unit` tokens.
 
-    Raises EngineStartError.
+    It is share `rank` of `ranks` of the heads in the layers of a pipeline `stage`. Other stages have layers of the
+    classes `attention`. Raises EngineStartError.
     """
     import vllm
 
+    classes = sorted({*_attention_of(vllm_config), *attention})
+    about = f"{vllm.__version__},{'+'.join(classes)},{vllm_config.cache_config.cache_dtype}"
+    pools = offered.pools if current_platform.is_cpu() else None
+    num_blocks, places = int(kv_cache_config.num_blocks), _places_of(kv_cache_config)
+    return VllmKvMemory(offered.caches, places, num_blocks, unit, about, pools, groups, ranks, rank, stage)
+
+
+def offered_pool(vllm_config: Any, kv_cache_config: Any) -> StagePool:
+    """Return facts about the KV memory that vLLM offered in this process, one of several pipeline stages."""
+    counts = tuple(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+    if not sum(counts):
+        return StagePool(counts, 0, frozenset(), ())
+    places = _places_of(kv_cache_config)
+    block_bytes = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
+    orders = orders_of(offered.caches, sorted({place.offset for place in places}), places[0].stride)
+    return StagePool(counts, int(block_bytes), orders, tuple(_attention_of(vllm_config)))
+
+
+def _attention_of(vllm_config: Any) -> list[str]:
+    """Return the names of the attention classes of this process's layers."""
     layers = vllm_config.compilation_config.static_forward_context.values()
-    backends = sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")})
-    about = f"{vllm.__version__},{'+'.join(backends)},{vllm_config.cache_config.cache_dtype}"
-    places = [
+    return sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")})
+
+
+def _places_of(kv_cache_config: Any) -> list[LayerPlace]:
+    return [
         LayerPlace(each.offset + number * each.layer_stride, each.block_stride)
         for each in kv_cache_config.kv_cache_tensors
         for number in range(len(each.layers))
     ]
-    pools = offered.pools if current_platform.is_cpu() else None
-    num_blocks = int(kv_cache_config.num_blocks)
-    return VllmKvMemory(offered.caches, places, num_blocks, unit, about, pools, groups, ranks, rank)
 
 
 class TandemConnector(KVConnectorBase_V1, SupportsHMA):

@@ -29,7 +29,7 @@ from engine.lending.block_reads import LocalRank
 from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.loan import BorrowRequest
 from engine.model_runner import ModelInfo
-from kvtransfer.ranks import join_endpoints, with_planes
+from kvtransfer.ranks import join_endpoints, with_planes, with_stages
 
 Fingerprint = Callable[[Seq[int]], NDArray[np.uint64]]
 FingerprintLater = Callable[[Any, Callable[[], NDArray[np.uint64]]], None]
@@ -222,7 +222,8 @@ class VllmCore(LoanHost):
     # ------------------------------------------------------------------ parts
 
     def _endpoint(self, ranks: Seq[bytes]) -> bytes:
-        return with_planes(join_endpoints(ranks), self._memory.layout.planes, self._memory.num_blocks)
+        memory = self._memory
+        return with_stages(with_planes(join_endpoints(ranks), memory.layout.planes, memory.num_blocks), memory.shares)
 
     def _own_claims(self) -> list[Seq[int]]:
         """Return the blocks that vLLM's requests hold, those of hardened reservations, and those not named yet."""

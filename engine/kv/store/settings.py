@@ -15,7 +15,8 @@ class StoreSettings(Config):
     """Store for KV blocks that all workers share and that outlives them: a folder that all of them mount, or
     s3://bucket/prefix. Blocks are fetched from there where that is faster than computing them, and verified. S3 takes
     its endpoint, region and credentials from AWS's environment variables, and needs a lifecycle rule that expires
-    objects. Only workers of equal weights and layout share blocks, with any `tensor_parallel`. Default: no store."""
+    objects. Only workers of equal weights and layout share blocks, with any `tensor_parallel` and `pipeline_parallel`.
+    Default: no store."""
     kv_store_gib: PositiveInt = 64
     """Largest size of one model's blocks in a folder, in GiB. The blocks used longest ago are removed. With several
     writers it may be exceeded for some seconds."""
