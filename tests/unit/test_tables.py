@@ -52,7 +52,7 @@ def test_what_there_is_no_room_for_is_said() -> None:
 
 def test_a_worker_says_how_it_started() -> None:
     worker = _worker("decode-1", "decode")
-    worker.start_seconds, worker.weights_source = 8.24, "peer decode-0"
+    worker.start_seconds, worker.weights_source = 8.24, "page cache"
     shown = view(pb.ClusterStatusResponse(models=[pb.ModelStatus(name="m", workers=[worker])]))
     assert any(line.rstrip().endswith("8.2 s peer decode-0") for line in _shown(shown, 80, terminal=False))
 
