@@ -88,7 +88,7 @@ def _data_parallel_arguments(config: WorkerConfig) -> dict[str, Any]:
         "data_parallel_size": config.data_parallel,
         "data_parallel_rank": config.data_parallel_rank,
         "data_parallel_address": config.data_parallel_address,
-        **({} if config.tensor_parallel > 1 else {"distributed_executor_backend": "uni"}),
+        **({} if config.num_ranks > 1 else {"distributed_executor_backend": "uni"}),
     }
 
 

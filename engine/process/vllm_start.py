@@ -202,6 +202,7 @@ def _meet(group: StepGroup, config: WorkerConfig, vllm_config: Any) -> None:
     facts = {
         "data_parallel": config.data_parallel,
         "tensor_parallel": config.tensor_parallel,
+        "pipeline_parallel": config.pipeline_parallel,
         "vllm_python": f"vLLM {vllm.__version__}",
         "model": _digest_of(vllm_config.model_config).hex(),
         "block_tokens": config.block_tokens,

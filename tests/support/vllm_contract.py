@@ -10,7 +10,15 @@ MEMBERS: dict[str, str] = {
         "__init__ scheduler model_executor vllm_config batch_queue_size check_for_draft_tokens async_scheduling"
         " structured_output_manager add_lora post_step shutdown"
     ),
-    "vllm.v1.executor.abstract:Executor": "get_class execute_model sample_tokens take_draft_token_ids shutdown",
+    "vllm.v1.executor.abstract:Executor": (
+        "get_class execute_model sample_tokens execute_dummy_batch take_draft_token_ids shutdown"
+    ),
+    "vllm.v1.executor.multiproc_executor:MultiprocExecutor": "collective_rpc output_rank",
+    "vllm.config.parallel:ParallelConfig": (
+        "data_parallel_master_port _data_parallel_master_port_list data_parallel_rank_local dp_sync_interval"
+    ),
+    "vllm.config.model:ModelConfig": "is_moe",
+    "vllm.distributed.device_communicators.base_device_communicator:DeviceCommunicatorBase": "all_gatherv",
     "vllm.v1.core.sched.scheduler:Scheduler": (
         "schedule update_from_output add_request finish_requests has_requests get_grammar_bitmask"
         " update_draft_token_ids_in_output requests running waiting kv_cache_manager kv_cache_config"

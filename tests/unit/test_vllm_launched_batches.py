@@ -25,6 +25,10 @@ class Executor:
 
     def __init__(self) -> None:
         self.copied: list[Event] = []
+        self.num_dummies = 0
+
+    def execute_dummy_batch(self) -> None:
+        self.num_dummies += 1
 
     def execute_model(self, output: Any, non_block: bool) -> Any:
         return SimpleNamespace(result=lambda: f"nothing sampled in {output.name}")
@@ -87,3 +91,17 @@ def test_a_batch_without_tokens_ends_at_once() -> None:
     empty = batch("empty", tokens=0)
     batches.start(empty, None)
     assert batches.take() == (empty, "nothing sampled in empty")
+
+
+def test_a_dummy_batch_ends_in_its_turn() -> None:
+    executor, waits = Executor(), Waits()
+    batches = LaunchedBatches(executor, waits)
+    real = batch("real")
+    batches.start(real, "grammar")
+    batches.start_dummy()
+    assert executor.num_dummies == 1
+    assert (batches.has_ended, batches.take()) == (False, None)
+    executor.copied[0].done = True
+    assert batches.take() == (real, "tokens, grammar")
+    assert batches.take() == (None, None)
+    assert batches.take() is None
