@@ -110,13 +110,6 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     """Format of stored, lent and moved KV. auto: as computed. int8 (any device), fp8 (GPUs): each vector quantised with
     its own scale, so nearly twice as many blocks fit into `kv_memory_mib`. Only workers with equal settings exchange
     KV."""
-    weights_from: Literal["auto", "peer", "disk"] = "auto"
-    """Source of the weights at start (torch engine, one rank, weights not saved quantised). auto: the model's files
-    where the page cache has them; otherwise the memory of a live worker, over `transport` nixl, if a router knows one
-    with the same config and files; otherwise the disk. Files are taken for the same by their remembered fingerprints,
-    or by size and time of last change. peer: also with files in the page cache, and of other times: for directories
-    that certainly hold the same weights. disk: never a worker. What arrives is checked by its fingerprint; where that
-    is wrong, or the worker goes, the files are read."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the torch engine. cuda: the first GPU that the process sees. auto: cuda where there is a GPU, else the
     CPU."""

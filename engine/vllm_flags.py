@@ -17,7 +17,9 @@ _PASSED = {
     "model and weights": (
         "trust_remote_code seed max_model_len quantization quantization_config allow_deprecated_quantization"
         " enforce_eager disable_sliding_window disable_cascade_attn config_format code_revision hf_overrides"
-        " model_class_overrides model_impl language_model_only limit_mm_per_prompt skip_mm_profiling"
+        " model_class_overrides model_impl tokenizer_mode language_model_only limit_mm_per_prompt skip_mm_profiling"
+        " mm_encoder_tp_mode mm_encoder_attn_backend mm_processor_cache_gb mm_processor_cache_type"
+        " mm_processor_kwargs disable_chunked_mm_input"
         " load_format safetensors_load_strategy safetensors_prefetch_num_threads"
         " safetensors_prefetch_block_size model_loader_extra_config use_tqdm_on_load pt_load_map_location"
         " max_parallel_loading_workers offload_backend cpu_offload_gb cpu_offload_params offload_group_size"
@@ -59,6 +61,7 @@ PASSED = frozenset(" ".join(_PASSED.values()).split())
 """Arguments that take effect within vLLM's EngineCore, and so under Tandem. Tandem's loop reads dp_sync_interval."""
 
 MAPPED = {
+    "model": "model",
     "tensor_parallel_size": "tensor_parallel",
     "pipeline_parallel_size": "pipeline_parallel",
     "data_parallel_size": "data_parallel",
@@ -79,6 +82,12 @@ KEPT: dict[str, tuple[tuple[str, ...], str]] = {
     "enable_chunked_prefill": (("true",), "max_prefill_tokens cuts prompts in chunks"),
     "scheduling_policy": (("priority",), "requests have priorities"),
     "disable_log_stats": (("true",), "metrics are the worker's: set metrics_port"),
+    "distributed_executor_backend": (("mp",), "Tandem starts the ranks of a worker itself, by mp"),
+    "enable_lora": (("true",), "set adapters: {NAME: PATH}"),
+    "generation_config": (
+        ("auto",),
+        "the router takes defaults from the model's generation_config.json: change it there, or ask in the request",
+    ),
     "runner": (("auto", "generate"), "the vllm engine makes no embeddings: take engine: torch"),
     "convert": (("auto", "none"), "the vllm engine makes no embeddings: take engine: torch"),
     "data_parallel_external_lb": (("true",), "each data-parallel rank is a worker of its own"),
@@ -91,14 +100,14 @@ KEPT: dict[str, tuple[tuple[str, ...], str]] = {
 
 _OF_ROUTER = "the HTTP API is the router's"
 REFUSED: dict[str, str] = {
-    "the model is the setting model, with its own config.json": "model model_tag hf_config_path model_weights",
+    "the model is the setting model, with its own config.json": "model_tag hf_config_path model_weights",
     "Tandem fetches the model: set model to org/name@revision, and HF_HUB_CACHE for the folder": (
         "download_dir revision ignore_patterns"
     ),
     "a command line shows it to all users of the machine: set HF_TOKEN in the worker's environment": "hf_token",
     "write the flags themselves into vllm_args": "config help",
     "the tokenizer is the model's own; vLLM has it for grammars, where there is one": (
-        "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init"
+        "tokenizer tokenizer_revision skip_tokenizer_init"
     ),
     "receipts count the drafts of each request: ask by receipt: true": "per_request_spec_decode_metrics",
     "a diffusion model writes a block of tokens again and again, so none of its KV can be named": "diffusion_config",
@@ -115,7 +124,7 @@ REFUSED: dict[str, str] = {
         "dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size"
     ),
     "Tandem starts the ranks of a worker itself, on one host: set tensor_parallel": (
-        "distributed_executor_backend master_addr master_port node_rank ray_workers_use_nsight headless worker_cls"
+        "master_addr master_port node_rank ray_workers_use_nsight headless worker_cls"
         " worker_extension_cls enable_shm_tensor_arena _api_process_count _api_process_rank"
     ),
     "set CUDA_VISIBLE_DEVICES in the worker's environment": "device_ids",
@@ -142,7 +151,7 @@ REFUSED: dict[str, str] = {
         "max_logprobs logprobs_mode"
     ),
     "the router takes defaults from the model's generation_config.json: change it there, or ask in the request": (
-        "generation_config override_generation_config"
+        "override_generation_config"
     ),
     "the router finds reasoning: set models: [{path: ..., reasoning_parser: NAME}] there": (
         "reasoning_parser reasoning_parser_plugin reasoning_config"
@@ -153,15 +162,14 @@ REFUSED: dict[str, str] = {
     ),
     "prompts are texts or token ids": "enable_prompt_embeds",
     "Tandem sends vLLM no images, sound or video": (
-        "allowed_local_media_path allowed_media_domains enable_mm_embeds interleave_mm_strings media_io_kwargs"
-        " mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm"
-        " mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend"
+        "allowed_local_media_path allowed_media_domains enable_mm_embeds interleave_mm_strings"
+        " media_io_kwargs mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only"
         " mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path"
-        " mm_encoder_fp8_scale_save_margin video_pruning_rate video_pruning_method mm_tensor_ipc mm_processor_device"
-        " mm_ipc_gpu_memory_gb mm_device_do_normalize disable_chunked_mm_input trust_request_mm_kwargs"
+        " mm_encoder_fp8_scale_save_margin video_pruning_rate video_pruning_method mm_tensor_ipc"
+        " mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize trust_request_mm_kwargs"
         " enable_mm_processor_stats default_mm_loras enable_tower_connector_lora"
     ),
-    "set adapters: {NAME: PATH}": "enable_lora lora_modules max_cpu_loras",
+    "set adapters: {NAME: PATH}": "lora_modules max_cpu_loras",
     "metrics are the worker's and the router's: set metrics_port": (
         "show_hidden_metrics_for_version kv_cache_metrics kv_cache_metrics_sample custom_histogram_buckets"
         " cudagraph_metrics enable_mfu_metrics enable_logging_iteration_details"
@@ -208,6 +216,8 @@ because Tandem does that part."""
 
 REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}
 """Reason of each refused argument."""
+OF_ROUTER = {"served_model_name": "name", "reasoning_parser": "reasoning_parser", "tool_call_parser": "tool_parser"}
+"""Setting of the router's entry of a model for a refused argument. `tandem up`, which starts both, sets it."""
 NAMES = frozenset((*PASSED, *MAPPED, *KEPT, *REASONS))
 """All arguments."""
 WITHOUT_FLAG = frozenset(
@@ -326,6 +336,23 @@ def flags_of(text: str) -> Iterator[Flag]:
         yield _flag(words[start], words[start + 1 : end])
 
 
+def without_router_flags(text: str) -> tuple[str, dict[str, str]]:
+    """Return a command line without the flags that are the router's, and its settings of the model by them.
+
+    `--enable-auto-tool-choice` is what a router always does. Raises EngineStartError.
+    """
+    kept: list[str] = []
+    settings: dict[str, str] = {}
+    for flag in flags_of(text):
+        if flag.name in OF_ROUTER:
+            if flag.is_off or len(flag.values) != 1:
+                raise EngineStartError("vllm_args", f"{flag.written}: one value must follow, not {len(flag.values)}")
+            settings[OF_ROUTER[flag.name]] = flag.values[0]
+        elif flag.name != "enable_auto_tool_choice" or flag.is_off:
+            kept += flag.words
+    return shlex.join(kept), settings
+
+
 def value_of(text: str, name: str) -> str | None:
     """Return the first value of a passed argument in validated `vllm_args`; None where it is not there."""
     flags = [flag for flag in flags_of(text) if flag.name == name]
@@ -418,7 +445,7 @@ def _mapped(flag: Flag, sizes: Iterable[object]) -> int | str:
     (text,) = flag.values
     if flag.name == "dtype":
         return _DTYPES.get(text, text)
-    if flag.name == "data_parallel_address":
+    if flag.name in ("model", "data_parallel_address"):
         return text
     if (count := count_of(text)) is None:
         raise EngineStartError("vllm_args", f"{flag.written}: {text!r} is not a number")

@@ -2235,8 +2235,8 @@ class WorkerStatus(_message.Message):
     there.
     """
     start_seconds: _builtins.float
-    """Seconds from the worker's settings to a loaded model, and where its weights came from: "disk", "page cache", or
-    "peer" and its id. Empty for an engine without weights.
+    """Seconds from the worker's settings to a loaded model, and where its weights came from: "disk" or "page cache".
+    Empty for an engine without weights.
     """
     weights_source: _builtins.str
     group: _builtins.str

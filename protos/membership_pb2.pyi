@@ -462,83 +462,6 @@ class PartitionFault(_message.Message):
 Global___PartitionFault: _TypeAlias = PartitionFault  # noqa: Y015
 
 @_typing.final
-class WeightsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CONFIG_FINGERPRINT_FIELD_NUMBER: _builtins.int
-    config_fingerprint: _builtins.bytes
-    """Fingerprint of config and tokenizer, as in Hello."""
-    def __init__(
-        self,
-        *,
-        config_fingerprint: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_fingerprint", b"config_fingerprint"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WeightsRequest: _TypeAlias = WeightsRequest  # noqa: Y015
-
-@_typing.final
-class WeightsReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WORKER_ID_FIELD_NUMBER: _builtins.int
-    FILES_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    ENDPOINT_FIELD_NUMBER: _builtins.int
-    worker_id: _builtins.str
-    fingerprint: _builtins.bytes
-    """Fingerprint of the config and every byte of the files, which the reader computes for itself."""
-    endpoint: _builtins.bytes
-    """Endpoint of the transport `nixl`. The files lie there in the order of their names, each from a multiple of 64 KiB."""
-    @_builtins.property
-    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightFile]: ...
-    def __init__(
-        self,
-        *,
-        worker_id: _builtins.str = ...,
-        files: _abc.Iterable[Global___WeightFile] | None = ...,
-        fingerprint: _builtins.bytes = ...,
-        endpoint: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "files", b"files", "fingerprint", b"fingerprint", "worker_id", b"worker_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WeightsReply: _TypeAlias = WeightsReply  # noqa: Y015
-
-@_typing.final
-class WeightFile(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    IDENTITY_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    num_bytes: _builtins.int
-    identity: _builtins.str
-    """Sign that two files of equal size hold the same bytes, such as the time of the last change."""
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        num_bytes: _builtins.int = ...,
-        identity: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "name", b"name", "num_bytes", b"num_bytes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WeightFile: _TypeAlias = WeightFile  # noqa: Y015
-
-@_typing.final
 class SwitchRoleRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -764,8 +687,8 @@ class Hello(_message.Message):
     store: _builtins.str
     """Identity of the store that it shares with other workers; empty without one."""
     start_seconds: _builtins.float
-    """Seconds that the start took, and where the weights came from: "disk", "page cache", or "peer" and its id. Empty for
-    an engine without weights.
+    """Seconds that the start took, and where the weights came from: "disk" or "page cache". Empty for an engine
+    without weights.
     """
     weights_source: _builtins.str
     resumes_at_boundaries: _builtins.bool

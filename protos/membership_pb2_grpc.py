@@ -221,11 +221,6 @@ class WorkerStub:
                 request_serializer=protos_dot_membership__pb2.InjectRequest.SerializeToString,
                 response_deserializer=protos_dot_membership__pb2.InjectReply.FromString,
                 _registered_method=True)
-        self.Weights = channel.unary_stream(
-                '/tandem.internal.v1.Worker/Weights',
-                request_serializer=protos_dot_membership__pb2.WeightsRequest.SerializeToString,
-                response_deserializer=protos_dot_membership__pb2.WeightsReply.FromString,
-                _registered_method=True)
 
 
 class WorkerServicer:
@@ -269,14 +264,6 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Weights(self, request, context):
-        """Lend the files of the model's weights to a worker that starts. They are readable until the stream ends, whoever
-        ends it. One message.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -304,11 +291,6 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Inject,
                     request_deserializer=protos_dot_membership__pb2.InjectRequest.FromString,
                     response_serializer=protos_dot_membership__pb2.InjectReply.SerializeToString,
-            ),
-            'Weights': grpc.unary_stream_rpc_method_handler(
-                    servicer.Weights,
-                    request_deserializer=protos_dot_membership__pb2.WeightsRequest.FromString,
-                    response_serializer=protos_dot_membership__pb2.WeightsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -447,33 +429,6 @@ class Worker:
             '/tandem.internal.v1.Worker/Inject',
             protos_dot_membership__pb2.InjectRequest.SerializeToString,
             protos_dot_membership__pb2.InjectReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Weights(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/tandem.internal.v1.Worker/Weights',
-            protos_dot_membership__pb2.WeightsRequest.SerializeToString,
-            protos_dot_membership__pb2.WeightsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -70,10 +70,6 @@ class WorkerStub:
     """Inject a fault into this worker, for a drill. PERMISSION_DENIED unless its setting `faults` is true. Answers when the
     fault has begun; for `kill` just before it.
     """
-    Weights: _aio.UnaryStreamMultiCallable[_membership_pb2.WeightsRequest, _membership_pb2.WeightsReply]
-    """Lend the files of the model's weights to a worker that starts. They are readable until the stream ends, whoever
-    ends it. One message.
-    """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     """Service of every worker for operators and tests."""
@@ -120,16 +116,6 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_membership_pb2.InjectReply]:
         """Inject a fault into this worker, for a drill. PERMISSION_DENIED unless its setting `faults` is true. Answers when the
         fault has begun; for `kill` just before it.
-        """
-
-    @_abc_1.abstractmethod
-    def Weights(
-        self,
-        request: _membership_pb2.WeightsRequest,
-        context: _aio.ServicerContext[_membership_pb2.WeightsRequest, _abc.AsyncIterator[_membership_pb2.WeightsReply]],
-    ) -> _abc.AsyncIterator[_membership_pb2.WeightsReply]:
-        """Lend the files of the model's weights to a worker that starts. They are readable until the stream ends, whoever
-        ends it. One message.
         """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _aio.Server) -> None: ...

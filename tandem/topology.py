@@ -14,6 +14,7 @@ from cluster.roles import ROLES, Role
 from engine.config import WorkerConfig
 from engine.host.core_sharing import CoreShare, share_cores
 from engine.model.hub import model_name
+from engine.vllm_flags import without_router_flags
 from router.config import RouterConfig
 from router.models.config import ModelEntry
 
@@ -100,7 +101,10 @@ def plan_topology(
     if num_prefill < 0:
         raise StartError("prefill", f"must be at least 0, not {num_prefill}")
     model = ClusterModel.parse({"path": worker["model"], "prefill": num_prefill, "decode": num_decode})
-    return _plan([model], router, worker, cores, num_routers, finds_cores)
+    (served,), worker = _by_flags([model], worker)
+    if served.entry != model.entry:
+        router = {name: value for name, value in router.items() if name != "model"} | {"models": [served.entry]}
+    return _plan([served], router, worker, cores, num_routers, finds_cores)
 
 
 def plan_models(
@@ -114,8 +118,34 @@ def plan_models(
     """Plan a cluster of several models, whose workers are named after them; else like `plan_topology`."""
     if "model" in router or "models" in router:
         raise StartError("router", "must not name models: the router serves those of the cluster")
+    models, worker = _by_flags(models, worker)
     entries = [model.entry for model in models]
     return _plan(models, router | {"models": entries}, worker, cores, num_routers, finds_cores)
+
+
+def _by_flags(models: Sequence[ClusterModel], worker: dict[str, Any]) -> tuple[list[ClusterModel], dict[str, Any]]:
+    """Return the models with the router's settings that `vllm_args` has, and the workers' settings without them.
+
+    Raises StartError for flags that contradict the settings of a model.
+    """
+    common, for_all = _without_router_flags(worker)
+    served = []
+    for model in models:
+        own, for_it = _without_router_flags(model.worker)
+        changes = for_it if "vllm_args" in model.worker else for_all
+        for name, value in changes.items():
+            if name in model.model_fields_set and getattr(model, name) != value:
+                raise StartError("vllm_args", f"{value} differs from {name} of the model: set one of them")
+        served.append(model.model_copy(update={"worker": own, **changes}))
+    return served, common
+
+
+def _without_router_flags(worker: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    text = worker.get("vllm_args")
+    if not isinstance(text, str):
+        return worker, {}
+    rest, settings = without_router_flags(text)
+    return worker | {"vllm_args": rest}, settings
 
 
 def _plan(

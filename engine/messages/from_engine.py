@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from engine.core_types import FinishReason, GpuDevice, RequestFailure, TokenLogprobs
 from engine.kv.block_pool import CacheEvent
-from engine.weights.offer import WeightFile
 
 
 class Ready(NamedTuple):
@@ -26,8 +25,6 @@ class Ready(NamedTuple):
     """Identity of the shared store; empty without one."""
     gpu: GpuDevice | None = None
     """GPU that the engine computes on; None on a CPU."""
-    weights_from_peer: bool = False
-    """Whether the weights came from the peer that the start parameters offer."""
     warm_up_s: float = 0.0
     """Seconds that the warm-up took."""
     resumes_at_boundaries: bool = False
@@ -293,16 +290,6 @@ class Connected(NamedTuple):
     """Why there is no connection; empty where there is one."""
 
 
-class WeightsOffered(NamedTuple):
-    """Weight files that a borrower may read until it returns them, or why not."""
-
-    borrower: int
-    files: tuple[WeightFile, ...] = ()
-    fingerprint: bytes = b""
-    endpoint: bytes = b""
-    refused: str = ""
-
-
 class GroupDrains(NamedTuple):
     """The data-parallel group drains, because one of its workers does."""
 
@@ -332,6 +319,5 @@ FromEngine = (
     | Audited
     | CacheInspected
     | Connected
-    | WeightsOffered
     | GroupDrains
 )

@@ -181,18 +181,6 @@ class Connect(NamedTuple):
     endpoint: bytes
 
 
-class LendWeights(NamedTuple):
-    """Make the weight files readable for a borrower, and answer WeightsOffered."""
-
-    borrower: int
-
-
-class ReturnWeights(NamedTuple):
-    """The borrower does not read weights any more."""
-
-    borrower: int
-
-
 class DrainGroup(NamedTuple):
     """The worker drains, so all of its data-parallel group must; it goes on to step with them."""
 
@@ -216,7 +204,5 @@ ToEngine = (
     | Audit
     | InspectCache
     | Connect
-    | LendWeights
-    | ReturnWeights
     | DrainGroup
 )

@@ -5,7 +5,7 @@ import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cluster.errors import StartError, TandemError, Unavailable
@@ -24,9 +24,8 @@ from engine.messages.from_engine import (
     Ready,
     StartFailed,
     Token,
-    WeightsOffered,
 )
-from engine.messages.to_engine import Audit, CacheDrop, Connect, InspectCache, LendWeights, ReturnWeights, ToEngine
+from engine.messages.to_engine import Audit, CacheDrop, Connect, InspectCache, ToEngine
 
 EngineMessage = FromEngine | None
 
@@ -71,8 +70,6 @@ class EngineClient(EngineListener):
         self._watchers: set[Callable[[CacheChanged | Load], None]] = set()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._num_asked = 0
-        self._offers: dict[int, asyncio.Future[WeightsOffered]] = {}
-        self._borrower_count = 0
         self._dead = False
         self.last_load: Load | None = None
         """The engine's last load report."""
@@ -172,26 +169,6 @@ class EngineClient(EngineListener):
         self.send(question(self._num_asked))
         return await answer
 
-    @contextlib.asynccontextmanager
-    async def lending_weights(self) -> AsyncIterator[WeightsOffered]:
-        """Have the engine make its weight files readable within the block.
-
-        Raises Unavailable when it refuses, or is gone.
-        """
-        if self._dead:
-            raise Unavailable("the engine process has ended")
-        self._borrower_count += 1
-        borrower = self._borrower_count
-        answer = self._offers[borrower] = asyncio.get_running_loop().create_future()
-        self.send(LendWeights(borrower))
-        try:
-            if (offered := await answer).refused:
-                raise Unavailable(f"the weights cannot be lent: {offered.refused}")
-            yield offered
-        finally:
-            self._offers.pop(borrower, None)
-            self.send(ReturnWeights(borrower))
-
     async def stop(self) -> None:
         """End the engine: orderly first, by force after 5 s."""
         await self._host.stop()
@@ -223,9 +200,6 @@ class EngineClient(EngineListener):
                     self.group_drains.set()
                     if is_over:
                         self.group_is_over.set()
-                case WeightsOffered(borrower):
-                    if (offer := self._offers.get(borrower)) is not None and not offer.done():
-                        offer.set_result(message)
                 case LendStarting(loan_id) | LendReady(loan_id) | LendRefused(loan_id):
                     self._deliver(loan_id, message)
                 case _:
@@ -239,7 +213,7 @@ class EngineClient(EngineListener):
         self._dead = True
         for listener in tuple(self._listeners.values()):
             listener(None)
-        for answer in [*self._answers.values(), *self._offers.values()]:
+        for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(Unavailable("the engine process has ended"))
         if not self._ready.done():

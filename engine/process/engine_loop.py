@@ -27,7 +27,6 @@ from engine.process.ranks import Ranks, leave, serve, start_failure
 from engine.process.spec import EngineSpec
 from engine.process.start_up import become_child, prepare
 from engine.process.step_group import StepGroup
-from engine.process.weights_lender import WeightsLender
 from engine.sampling.grammar_gate import GrammarGate
 from kvtransfer.errors import TransportUnavailable
 
@@ -64,8 +63,6 @@ class OpenedEngine:
     steps: Steps
     ready: Ready
     grammars: GrammarGate
-    weights: WeightsLender | None = None
-    """Lender of its weights, where it lends any."""
     group: StepGroup | None = None
     """Data-parallel group with which it steps."""
 
@@ -105,23 +102,19 @@ def run_engine(open_engine: OpenEngine[OtherRanks], open_ranks: OpenRanks[OtherR
         engine.group.serves()
     spare_the_started()
     serve(partial(_loop, engine, front, ranks), ranks is not None or engine.group is not None)
-    if engine.weights is not None:
-        engine.weights.close()
     engine.steps.stop()
     engine.core.close()
     leave(ranks)
 
 
 def _loop(engine: OpenedEngine, front: FrontLink, ranks: Ranks | None) -> None:
-    core, steps, weights, group = engine.core, engine.steps, engine.weights, engine.group
+    core, steps, group = engine.core, engine.steps, engine.group
     while True:
         if ranks is not None:
             ranks.check()
         for message in front.listen(0.0 if steps.ready else IDLE_TURN_S):
-            if all(part is None or part.passes(message) for part in (engine.grammars, weights, group)):
+            if all(part is None or part.passes(message) for part in (engine.grammars, group)):
                 core.handle(message)
-        for offered in weights.answers() if weights is not None else ():
-            front.send(offered)
         for news in group.answers() if group is not None else ():
             front.send(news)
         for released in engine.grammars.released():

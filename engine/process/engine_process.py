@@ -21,10 +21,8 @@ from engine.process.runners import open_core_allocation, open_plugin_runner, ope
 from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import own_transport
 from engine.process.warm_up import WarmUp, turn_of
-from engine.process.weights import open_fetch, open_lender
 from engine.sampling.grammar_gate import GrammarGate
 from engine.tensor_parallel.runner import ParallelRunner
-from engine.weights.fetch import WeightsFetch
 from kvtransfer.transport import Transport
 
 
@@ -36,19 +34,15 @@ def main() -> None:
 class _Maker:
     """Maker of the runner, bound to its cores; used on the compute thread."""
 
-    def __init__(self, spec: EngineSpec, ranks: FollowerRanks | None, fetch: WeightsFetch | None) -> None:
-        self._spec, self._ranks, self._fetch = spec, ranks, fetch
+    def __init__(self, spec: EngineSpec, ranks: FollowerRanks | None) -> None:
+        self._spec, self._ranks = spec, ranks
         self._allocation: CoreAllocation | None = None
         self._runner: ModelRunner | None = None
-        self.from_peer = False
-        """Whether the weights came from a live worker."""
 
     def make(self) -> ModelRunner:
         self._allocation = open_core_allocation(self._spec.config, self._spec.role)
-        runner = self._runner = self._make()
-        self.from_peer = self._fetch is not None and self._fetch.taken
-        self._fetch = None  # lets go of its memory
-        return runner
+        self._runner = self._make()
+        return self._runner
 
     def settle(self) -> None:
         """Move to the cores that other engines leave."""
@@ -63,9 +57,7 @@ class _Maker:
         if spec.config.engine != "torch":
             return open_plugin_runner(spec.config, spec.role)
         if self._ranks is None:
-            draft = draft_of(spec)
-            allocation = self._allocation
-            return open_torch_runner(spec.config, spec.role, draft, core_allocation=allocation, fetch=self._fetch)
+            return open_torch_runner(spec.config, spec.role, draft_of(spec), core_allocation=self._allocation)
         rank = RankSpec(spec, 0, self._ranks.meeting)
         own = open_torch_runner(rank.config, spec.role, rank=rank)
         self._ranks.met()
@@ -98,7 +90,7 @@ class _Steps(Steps):
 
 def _open(spec: EngineSpec, front: FrontLink, ranks: FollowerRanks | None) -> OpenedEngine:
     transport = own_transport(spec.config, spec.agent_name)
-    maker = _Maker(spec, ranks, open_fetch(spec))
+    maker = _Maker(spec, ranks)
     thread = ComputeThread(maker.make, front.wake, maker.settle, LOOK_EVERY_S)
     runner = thread.made(ranks)
     warm_up_s = _warm_up(spec, front, ranks, runner, thread, transport)
@@ -108,9 +100,8 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: FollowerRanks | None) -> Op
     return OpenedEngine(
         core,
         _Steps(core, runner, thread),
-        core.start()._replace(gpu=runner.gpu, weights_from_peer=maker.from_peer, warm_up_s=warm_up_s),
+        core.start()._replace(gpu=runner.gpu, warm_up_s=warm_up_s),
         GrammarGate(runner.grammars, front.wake),
-        open_lender(spec, runner.info, front.wake),
     )
 
 

@@ -21,7 +21,6 @@ from engine.model.adapters import read_adapters
 from engine.model_runner import ModelRunner
 from engine.process.spec import RankSpec
 from engine.process.start_up import num_threads
-from engine.weights.fetch import WeightsFetch
 from kvtransfer.plugins import load_plugin, plugin_names
 
 if TYPE_CHECKING:
@@ -89,7 +88,6 @@ def open_torch_runner(
     draft: Path | None = None,
     rank: RankSpec | None = None,
     core_allocation: CoreAllocation | None = None,
-    fetch: WeightsFetch | None = None,
 ) -> "TorchRunner":
     """Open the torch runner on the calling thread, which must be the one that uses it, bound to its cores.
 
@@ -120,7 +118,6 @@ def open_torch_runner(
         RankInfo(rank.rank, rank.ranks, rank.meeting) if rank is not None else None,
         belongs_in_file(role),
         KvRoom(max_step_tokens(config, gpu), config.host_kv_bytes),
-        fetch,
     )
     if threads == len(share.own):
         runner.bind(share.own, share.shared)

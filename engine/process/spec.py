@@ -5,7 +5,6 @@ from pathlib import Path
 
 from cluster.roles import Role
 from engine.config import WorkerConfig
-from engine.weights.offer import WeightsOffer
 
 LOCAL_RANK = "TANDEM_LOCAL_RANK"
 """Environment variable with a worker's number among those of its program, which see each other's GPUs. Default: 0."""
@@ -20,8 +19,6 @@ class EngineSpec:
     agent_name: str
     worker_id: str = ""
     """Name of the worker, for log lines."""
-    weights: WeightsOffer | None = None
-    """Weights of a live worker, to be read instead of the files."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,13 +62,5 @@ def own_transport(config: WorkerConfig, agent_name: str) -> Transport:
     on_gpu = config.engine != "sim" and config.device != "cpu"
     if on_gpu and (chosen := use_nearest_nics(os.environ)) is not None:
         log.info(chosen)
-    return open_transport_of(config, agent_name, on_gpu)
-
-
-def open_transport_of(config: WorkerConfig, agent_name: str, on_gpu: bool) -> Transport:
-    """Open a transport as the settings have it.
-
-    Raises TransportUnavailable.
-    """
     host = config.advertise_host or config.host
     return open_transport(config.transport, agent_name, host, config.strict_lanes, on_gpu)

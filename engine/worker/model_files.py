@@ -1,10 +1,14 @@
 """Files of a worker's models, fetched before its engine opens them."""
 
+import asyncio
 from pathlib import Path
 
 from cluster.roles import Role
 from engine.config import WorkerConfig
+from engine.errors import ModelRefused
 from engine.model.hub import CONFIG_FILES, LORA_FILES, MODEL_FILES, fetch_beside
+from engine.model.model_dir import ModelDir
+from engine.model.page_cache import in_page_cache
 from engine.speculation.speculator import NGRAM
 
 
@@ -24,3 +28,17 @@ async def with_local_files(config: WorkerConfig, role: Role) -> WorkerConfig:
     if drafts and config.speculation not in (None, "off", NGRAM):
         paths["speculation"] = str(await fetch_beside(Path(config.speculation), MODEL_FILES, "speculation"))
     return config.model_copy(update=paths)
+
+
+async def weights_source(config: WorkerConfig, model_dir: ModelDir) -> str:
+    """Return where the engine reads weights from: disk or page cache; empty where it reads none itself.
+
+    A directory without weights is left to the engine, which has more to say of a model that it refuses.
+    """
+    if config.engine != "torch":
+        return ""
+    try:
+        files = model_dir.weight_files()
+    except ModelRefused:
+        return ""
+    return "page cache" if await asyncio.to_thread(in_page_cache, files) else "disk"

@@ -32,9 +32,8 @@ from engine.worker.introductions import Introductions
 from engine.worker.lender_streams import LenderStreams
 from engine.worker.membership import NAME_TAKEN_S, Memberships
 from engine.worker.metrics import register
-from engine.worker.model_files import with_local_files
+from engine.worker.model_files import weights_source, with_local_files
 from engine.worker.role_switch import RoleSwitch
-from engine.worker.weights_peer import WeightsSource, lends_weights
 from engine.worker.worker_service import WorkerService
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
@@ -61,7 +60,7 @@ class Start:
     warm_up_s: float
     """Seconds of the engine's warm-up, which came after it."""
     weights_source: str
-    """Source of its weights: disk, page cache, or peer and its id; empty for an engine without weights."""
+    """Source of its weights: disk or page cache; empty for an engine without weights."""
 
     def __str__(self) -> str:
         warmed = f", warmed in {self.warm_up_s:.1f} s" if self.warm_up_s else ""
@@ -275,17 +274,10 @@ async def start_worker(
         metrics, registry = MetricsServer(config.host, config), new_registry()
         undo.push_async_callback(metrics.close)
         await discovery.start()  # before the model is loaded, so that a wrong setting fails early
-        source = WeightsSource()
-        undo.push_async_callback(source.close)
-        await source.find(config, model_dir, discovery, member)
-        spec = EngineSpec(config, role, f"{worker_id}-{incarnation.hex()}", worker_id, source.offer)
-        engine = EngineClient(host_engine(spec))
+        weights = await weights_source(config, model_dir)
+        engine = EngineClient(host_engine(EngineSpec(config, role, f"{worker_id}-{incarnation.hex()}", worker_id)))
         ready = await engine.start()
         undo.push_async_callback(engine.stop)
-        await source.close()
-        weights = source.own
-        if ready.weights_from_peer and source.offer is not None:
-            weights = f"peer {source.offer.worker_id}"
         start = Start(time.monotonic() - began_at - ready.warm_up_s, ready.warm_up_s, weights)
         log.info("started in %s", start)
         lenders = LenderStreams(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s, member)
@@ -313,8 +305,7 @@ async def start_worker(
         )
         leaving = StopRequest(requests, loans)
         server = Server(member.credentials if member else None)  # all services of a worker are internal
-        lent = model_dir.config_fingerprint() if lends_weights(config) else None
-        service = WorkerService(worker_id, engine, leaving.begin, roles, faults, lent, ready)
+        service = WorkerService(worker_id, engine, leaving.begin, roles, faults, ready)
         pb_grpc.add_WorkerServicer_to_server(service, server.grpc)
         services = ["tandem.internal.v1.Worker", *add_services(server, context)]
         port = await server.start(config.host, config.port, services)

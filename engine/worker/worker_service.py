@@ -1,12 +1,11 @@
-"""The Worker service: audit, cache, drain, role switch and faults, for operators; weights, for new workers."""
+"""The Worker service, for operators: audit, cache, drain, role switch and faults."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import Any
 
 from cluster.error_status import to_status
-from cluster.errors import Incompatible, InvalidRequest, NotConfigured, ServiceError
+from cluster.errors import InvalidRequest, ServiceError
 from cluster.roles import ON_WIRE
 from engine.messages.from_engine import Ready
 from engine.messages.to_engine import CacheDrop
@@ -26,15 +25,12 @@ class WorkerService(pb_grpc.WorkerServicer):
         drain: Callable[[], tuple[int, int]],
         roles: RoleSwitch,
         faults: Faults,
-        weights: bytes | None,
         ready: Ready,
     ) -> None:
         """Create the service.
 
-        `drain` starts the drain and returns the requests and loans in flight. `weights` is the config fingerprint of
-        the model whose weights the engine can lend, or None where it cannot.
+        `drain` starts the drain and returns the requests and loans in flight.
         """
-        self._weights = weights
         self._worker_id = worker_id
         self._engine = engine
         self._drain = drain
@@ -107,23 +103,6 @@ class WorkerService(pb_grpc.WorkerServicer):
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:
         requests, loans = self._drain()
         return pb.DrainReply(worker_id=self._worker_id, requests=requests, loans=loans)
-
-    async def Weights(self, request: pb.WeightsRequest, context: Any) -> AsyncIterator[pb.WeightsReply]:
-        """Lend the weights until the caller, or this process, ends the stream."""
-        try:
-            if self._weights is None:
-                raise NotConfigured("only torch engines of one rank lend weights, over the transport nixl")
-            if request.config_fingerprint != self._weights:
-                raise Incompatible("this worker serves another model", "config_fingerprint")
-            async with self._engine.lending_weights() as offered:
-                files = [pb.WeightFile(**asdict(file)) for file in offered.files]
-                fingerprint, endpoint = offered.fingerprint, offered.endpoint
-                yield pb.WeightsReply(
-                    worker_id=self._worker_id, files=files, fingerprint=fingerprint, endpoint=endpoint
-                )
-                await asyncio.shield(self._engine.died)  # a caller that leaves cancels this call
-        except ServiceError as error:
-            await context.abort_with_status(to_status(error))
 
     async def SwitchRole(self, request: pb.SwitchRoleRequest, context: Any) -> pb.SwitchRoleReply:
         """Switch the role; the switch completes even if the caller disconnects."""

@@ -26,7 +26,6 @@ from engine.messages.from_engine import (
     ReleaseLoan,
     StartFailed,
     Token,
-    WeightsOffered,
 )
 from engine.messages.to_engine import (
     Audit,
@@ -34,7 +33,6 @@ from engine.messages.to_engine import (
     Lend,
     LendClosed,
     LendReleased,
-    LendWeights,
     LoanBlocks,
     LoanFailed,
     LoanStarted,
@@ -43,7 +41,6 @@ from engine.messages.to_engine import (
 from engine.process.child_engine import ChildEngine
 from engine.process.engine_client import EngineListener
 from engine.process.spec import EngineSpec
-from engine.weights.offer import WeightsOffer
 from support.processes import gone, ranks_of
 
 PATIENCE_S, START_S = 30.0, 300.0
@@ -52,11 +49,9 @@ PATIENCE_S, START_S = 30.0, 300.0
 class RealEngine(EngineListener):
     """One engine, and all it said so far."""
 
-    def __init__(
-        self, name: str, model: Path, role: Role = "decode", offer: WeightsOffer | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, name: str, model: Path, role: Role = "decode", **settings: Any) -> None:
         config = WorkerConfig.parse({"model": model, "kv_memory_mib": 8, "device": "cpu"} | settings)
-        self.host = ChildEngine(EngineSpec(config, role, f"{name}-{os.getpid()}-{id(self)}", name, offer))
+        self.host = ChildEngine(EngineSpec(config, role, f"{name}-{os.getpid()}-{id(self)}", name))
         self.tokens: dict[str, list[Token]] = {}
         self.said: list[FromEngine] = []
         self.lent: dict[str, tuple[RealEngine, Generate]] = {}
@@ -159,14 +154,6 @@ class RealEngine(EngineListener):
                 assert found.fault == ""
                 if found.held_blocks == found.loans == found.quarantined_blocks == 0:
                     return found
-
-    async def offer(self) -> WeightsOffer:
-        """Of its weights, which stay readable."""
-        self.send(LendWeights(1))
-        await self.until(lambda: self._said(WeightsOffered))
-        (found,) = [message for message in self.said if isinstance(message, WeightsOffered)]
-        assert not found.refused
-        return WeightsOffer("lender", found.files, found.fingerprint, found.endpoint)
 
     @property
     def pid(self) -> int:

@@ -52,9 +52,9 @@ def test_what_there_is_no_room_for_is_said() -> None:
 
 def test_a_worker_says_how_it_started() -> None:
     worker = _worker("decode-1", "decode")
-    worker.start_seconds, worker.weights_source = 8.24, "peer decode-0"
+    worker.start_seconds, worker.weights_source = 8.24, "page cache"
     shown = view(pb.ClusterStatusResponse(models=[pb.ModelStatus(name="m", workers=[worker])]))
-    assert any(line.rstrip().endswith("8.2 s peer decode-0") for line in _shown(shown, 80, terminal=False))
+    assert any(line.rstrip().endswith("8.2 s page cache") for line in _shown(shown, 80, terminal=False))
 
 
 def test_candidates_on_eighty_cells_lack_what_is_empty_first() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.errors import StartError
-from tandem.topology import plan_topology
+from tandem.topology import ClusterModel, plan_models, plan_topology
 
 SETTINGS = {"model": "m"}
 
@@ -93,3 +93,37 @@ def test_pools_are_whole_groups(prefill: int, decode: int, worker: dict[str, obj
     with pytest.raises(StartError, match=reason) as caught:
         plan_topology(prefill, decode, SETTINGS, worker, [0])
     assert caught.value.field == field
+
+
+# ------------------------------------------------------------------ vLLM's flags that are the router's
+
+SERVE = "--reasoning-parser qwen3 --enable-auto-tool-choice --tool-call-parser hermes --max-model-len 4096"
+
+
+def test_flags_of_the_router_set_its_entry_of_the_model() -> None:
+    worker = SETTINGS | {"engine": "vllm", "vllm_args": f"{SERVE} --served-model-name mine"}
+    topology = plan_topology(1, 1, SETTINGS, worker, [0])
+    (entry,) = topology.router.entries
+    assert (entry.name, entry.reasoning_parser, entry.tool_parser) == ("mine", "qwen3", "hermes")
+    assert topology.models == ("mine",)
+    assert {config.vllm_args for _, config in topology.workers()} == {"--max-model-len 4096"}
+
+
+def test_each_of_several_models_has_its_flags() -> None:
+    models = [
+        ClusterModel.parse({"path": "a", "worker": {"vllm_args": "--reasoning-parser deepseek_r1"}}),
+        ClusterModel.parse({"path": "b", "tool_parser": "hermes"}),
+    ]
+    topology = plan_models(models, {}, {"engine": "vllm", "vllm_args": SERVE}, [0])
+    parsers = [(entry.reasoning_parser, entry.tool_parser) for entry in topology.router.entries]
+    assert parsers == [("deepseek_r1", "auto"), ("qwen3", "hermes")]
+    with pytest.raises(StartError, match="hermes differs from tool_parser of the model") as caught:
+        plan_models([ClusterModel.parse({"path": "b", "tool_parser": "mistral"})], {}, {"vllm_args": SERVE}, [0])
+    assert caught.value.field == "vllm_args"
+
+
+@pytest.mark.parametrize("flags", ["--served-model-name a b", "--reasoning-parser", "--no-enable-auto-tool-choice"])
+def test_what_the_router_cannot_take_is_refused(flags: str) -> None:
+    with pytest.raises(StartError) as caught:
+        plan_topology(0, 1, SETTINGS, SETTINGS | {"engine": "vllm", "vllm_args": flags}, [0])
+    assert caught.value.field == "vllm_args"

@@ -10,7 +10,19 @@ import pytest
 from cluster.config import parse_overrides, to_overrides
 from cluster.errors import StartError
 from engine.config import WorkerConfig
-from engine.vllm_flags import FLAGS, KEPT, MAPPED, NAMES, PASSED, REASONS, WITHOUT_FLAG, count_of, flags_of, with_flags
+from engine.vllm_flags import (
+    FLAGS,
+    KEPT,
+    MAPPED,
+    NAMES,
+    OF_ROUTER,
+    PASSED,
+    REASONS,
+    WITHOUT_FLAG,
+    count_of,
+    flags_of,
+    with_flags,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 
@@ -181,3 +193,77 @@ def test_the_page_names_each_flag_that_is_refused() -> None:
         wanted = 0 if name in PASSED or not flag.startswith("--") else 1
         assert len(found) == wanted, flag
     assert not WITHOUT_FLAG & {name for row in rows for name in row}
+
+
+# ------------------------------------------------------------------ what people set
+
+MOST_USED = [
+    "tensor_parallel_size",
+    "model",
+    "gpu_memory_utilization",
+    "trust_remote_code",
+    "max_model_len",
+    "reasoning_parser",
+    "max_num_batched_tokens",
+    "kv_cache_dtype",
+    "max_num_seqs",
+    "enable_expert_parallel",
+    "served_model_name",
+    "data_parallel_size",
+    "async_scheduling",
+    "quantization",
+    "enable_prefix_caching",
+    "tokenizer_mode",
+    "enforce_eager",
+    "load_format",
+    "seed",
+    "block_size",
+    "hf_overrides",
+    "enable_chunked_prefill",
+    "dtype",
+    "allowed_local_media_path",
+    "generation_config",
+    "disable_chunked_mm_input",
+    "config_format",
+    "master_addr",
+    "node_rank",
+    "nnodes",
+    "distributed_executor_backend",
+    "pipeline_parallel_size",
+    "logits_processors",
+    "decode_context_parallel_size",
+    "data_parallel_size_local",
+    "all2all_backend",
+    "data_parallel_hybrid_lb",
+    "revision",
+    "data_parallel_start_rank",
+    "mamba_cache_mode",
+    "reasoning_parser_plugin",
+    "enable_sleep_mode",
+    "data_parallel_rpc_port",
+    "data_parallel_address",
+    "mamba_ssm_cache_dtype",
+    "enable_lora",
+    "max_loras",
+    "disable_cascade_attn",
+    "runner",
+    "kv_cache_dtype_skip_layers",
+]
+"""Fifty arguments of vLLM's groups for models, parallelism, cache, scheduler, LoRA, speculation and structured outputs,
+by the number of files that set them in vllm-project/recipes and vllm-project/production-stack (November 2026)."""
+REFUSED_STILL = {
+    "allowed_local_media_path": "images",
+    "logits_processors": "code of the user's own, on which a moved stream would depend",
+    "decode_context_parallel_size": "KV of a part of a context",
+    "data_parallel_hybrid_lb": "each rank is a worker, and the router balances",
+    "revision": "org/name@revision in model, since the router needs it too",
+    "reasoning_parser_plugin": "code of the user's own, in the router",
+    "enable_sleep_mode": "a pool keeps its addresses",
+}
+"""Those of them that are refused in all or in most of their values, and why."""
+
+
+def test_most_used_flags_are_taken() -> None:
+    assert len(MOST_USED) == len(set(MOST_USED)) == 50
+    taken = PASSED | MAPPED.keys() | OF_ROUTER.keys() | {name for name, (values, _) in KEPT.items() if values != ("1",)}
+    assert set(MOST_USED) - taken == set(REFUSED_STILL)

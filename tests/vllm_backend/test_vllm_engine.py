@@ -62,7 +62,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=mostly_long(KINDS, "V1", "V2 asynchronous"))
+@pytest.fixture(scope="module", params=mostly_long(KINDS, "V2 asynchronous"))
 def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Settings of an engine of one kind."""
     return KINDS[request.param]

@@ -36,9 +36,7 @@ KINDS: dict[str, tuple[str, Path]] = {
 }
 
 
-@pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=mostly_long(KINDS, "gemma3, V1", "gpt_oss, V2 asynchronous")
-)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=mostly_long(KINDS, "gpt_oss, V2 asynchronous"))
 async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     kind, python = KINDS[request.param]
     model = write_model(kind, tmp_path_factory.mktemp("model"), vocab_size=VOCAB)

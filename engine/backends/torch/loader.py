@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.auto_factory import _get_model_class
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
-from engine.backends.torch.arriving import arriving_tensors
 from engine.backends.torch.lora import merge_lora
 from engine.backends.torch.packed import PackedScheme, load_packed, packed_scheme
 from engine.backends.torch.probe import Call, layers_of
@@ -27,7 +25,6 @@ from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.model.embedding import is_embedding_model
 from engine.model.model_dir import ModelDir
 from engine.model.quantization import AS_SAVED, QuantizationConfig, Weights
-from engine.weights.fetch import WeightsFetch, WeightsLost
 from kvtransfer.fingerprint import WORD_BYTES
 
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -46,12 +43,10 @@ def load_model(
     device: torch.device,
     quantization: QuantizationConfig = AS_SAVED,
     group: RankGroup | None = None,
-    fetch: WeightsFetch | None = None,
 ) -> torch.nn.Module:
     """Load a model in evaluation mode, in `dtype` ("auto": as saved), on a device.
 
-    With a `group`, load this rank's shard, with weights as saved. With a `fetch`, take the weights from there where
-    they prove right, which `fetch.taken` then says. Raises ModelRefused for a model that cannot be
+    With a `group`, load this rank's shard, with weights as saved. Raises ModelRefused for a model that cannot be
     served, EngineStartError for options that the model does not allow.
     """
     _refuse_by_device(quantization, device)
@@ -66,12 +61,10 @@ def load_model(
         model: torch.nn.Module
         if scheme is not None:
             model, loading_info = load_packed(model_dir.path, config, wanted, scheme, device)
-        elif fetch is None or (arrived := _load_arriving(model_dir, config, wanted, fetch)) is None:
+        else:
             model, loading_info = AutoModelForCausalLM.from_pretrained(
                 model_dir.path, dtype=wanted, local_files_only=True, trust_remote_code=False, output_loading_info=True
             )
-        else:
-            model, loading_info = arrived
     except torch.cuda.OutOfMemoryError as error:
         raise _no_room(error) from error
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
@@ -88,34 +81,6 @@ def load_model(
         return model.eval().to(device)
     except torch.cuda.OutOfMemoryError as error:
         raise _no_room(error) from error
-
-
-def _load_arriving(
-    model_dir: ModelDir, config: Any, dtype: Any, fetch: WeightsFetch
-) -> tuple[torch.nn.Module, dict[str, Any]] | None:
-    """Load a model from a peer's weights while they arrive; return None where they prove wrong or do not come."""
-    try:
-        tensors = arriving_tensors(model_dir, fetch)
-        chosen, own_config = _class_and_config(config)
-        loaded = chosen.from_pretrained(
-            None, config=own_config, state_dict=tensors, dtype=dtype, output_loading_info=True
-        )
-        fetch.confirm()
-    except (WeightsLost, OSError, ValueError, KeyError, RuntimeError) as error:
-        # Bytes that are not confirmed may fail anywhere. If the model is at fault, the disk will say so.
-        fetch.give_up(str(error))
-        log.warning("weights are read from the disk, not from %s: %s", fetch.offer.worker_id, fetch.failure)
-        return None
-    fetch.release()
-    fetch.taken = True
-    return loaded  # type: ignore[no-any-return]
-
-
-def _class_and_config(config: Any) -> tuple[Any, Any]:
-    """Return what AutoModelForCausalLM chooses, which itself cannot do without a path: class, and config for it."""
-    chosen = _get_model_class(config, AutoModelForCausalLM._model_mapping)
-    text = config.sub_configs.get("text_config")
-    return chosen, config.get_text_config() if text is not None and chosen.config_class is text else config
 
 
 def _makers(device: torch.device) -> list[Callable[[torch.nn.Linear, Weights], torch.nn.Module]]:

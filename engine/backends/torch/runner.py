@@ -28,7 +28,6 @@ from engine.model.model_dir import ModelDir
 from engine.model.quantization import AS_SAVED, QuantizationConfig
 from engine.model_runner import ModelInfo, ModelRunner
 from engine.sampling.grammar import Grammars
-from engine.weights.fetch import WeightsFetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +57,13 @@ class TorchRunner(ModelRunner):
         place: RankInfo | None = None,
         pool_in_file: bool = False,
         room: KvRoom = DEFAULT_ROOM,
-        fetch: WeightsFetch | None = None,
     ) -> None:
         """Load or take the model and allocate its KV pool.
 
         `source` is a model directory or a built model, whose dtype is `dtype` and whose weights stay as they are.
         `draft` is the directory of a draft model. `place` makes this one of several tensor-parallel ranks, with its
         shard of the model and its part of each KV block; `kv_bytes` count all ranks together. None: what the weights
-        and `room` leave. `pool_in_file`: see `belongs_in_file`. `fetch`: weights that arrive from a peer.
+        and `room` leave. `pool_in_file`: see `belongs_in_file`.
 
         Raises EngineStartError, or ModelRefused, for a model that cannot be served.
         """
@@ -80,13 +78,12 @@ class TorchRunner(ModelRunner):
             self.info = source.info
         else:
             model_dir = ModelDir.open(source)
-            self._model = load_model(model_dir, dtype, self.device, quantization, group, fetch)
+            self._model = load_model(model_dir, dtype, self.device, quantization, group)
             self.layout = part = kv_layout(self._model, block_tokens, quantization.kv_dtype)
             if group is not None:
                 self.layout = whole_layout(self._model, part, group.size)
             samples = group is None or group.rank == 0
-            saved = fetch.confirm() if fetch is not None and fetch.taken else None
-            self.info = _info_of(model_dir, quantization, known=samples, saved=saved)
+            self.info = _info_of(model_dir, quantization, known=samples)
             self.grammars = Grammars(model_dir) if samples else None
         self._part = part
         if kv_bytes is None:
@@ -190,15 +187,10 @@ class TorchRunner(ModelRunner):
         return self.device.type == "cuda"
 
 
-def _info_of(
-    model_dir: ModelDir, quantization: QuantizationConfig, known: bool, saved: bytes | None = None
-) -> ModelInfo:
-    """Read the model's description; with `known` also the weights' fingerprint, which takes reading all weights.
-
-    `saved` is the fingerprint of the weights as saved, where they came from elsewhere.
-    """
+def _info_of(model_dir: ModelDir, quantization: QuantizationConfig, known: bool) -> ModelInfo:
+    """Read the model's description; with `known` also the weights' fingerprint, which takes reading all weights."""
     return ModelInfo(
-        weights_fingerprint=quantization.fingerprint(saved or model_dir.weights_fingerprint()) if known else b"",
+        weights_fingerprint=quantization.fingerprint(model_dir.weights_fingerprint()) if known else b"",
         vocab_size=model_dir.vocab_size,
         max_context_tokens=model_dir.max_context_tokens,
         eos_token_ids=model_dir.eos_token_ids,

@@ -12,7 +12,6 @@ from cluster.errors import (
     AlreadyExists,
     Incompatible,
     InvalidRequest,
-    NotConfigured,
     Overloaded,
     ServiceError,
 )
@@ -234,12 +233,3 @@ async def test_cache_events_that_make_no_sense_ask_for_a_snapshot(site: Site) ->
     assert (await asyncio.wait_for(call.read(), 10)).HasField("resync")
     call.cancel()
     await only_one_decode_worker(site)
-
-
-# ------------------------------------------------------------------------------------------------ weights
-
-
-async def test_an_engine_without_weights_lends_none(site: Site) -> None:
-    stub = membership_pb2_grpc.WorkerStub(site.link(site.decode.address))
-    request = membership_pb2.WeightsRequest(config_fingerprint=site.decode.config_fingerprint)
-    assert isinstance(await refusal(stub.Weights(request)), NotConfigured)

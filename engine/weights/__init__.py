@@ -1,1 +1,0 @@
-"""Weights read from a live worker of the same model, so that a start need not wait for a disk."""
