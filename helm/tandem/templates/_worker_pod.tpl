@@ -193,6 +193,8 @@ spec:
   replicas: {{ .count }}
   serviceName: '{{ .service }}'
   podManagementPolicy: Parallel
+  # Pods of unlike settings do not meet, so replacing one after the other would never end: delete all of a group at once.
+  updateStrategy: {type: OnDelete}
   ordinals: {start: {{ .first }}}
   selector:
     matchLabels: {{- include "tandem.selector" $root | nindent 6 }}
