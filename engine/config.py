@@ -187,6 +187,18 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     processes. Memory, threads and cores in these settings are those of all stages together. It needs vLLM's Model
     Runner V2, so a GPU."""
 
+    nodes: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Number of hosts with ranks of this worker (vllm engine), equally many on each. Every host runs this program with
+    the same settings but for its own `node_rank`."""
+    node_rank: int = Field(default=0, ge=0, lt=MAX_RANKS)
+    """Number of this host among the `nodes`. Node 0 is the worker; the others serve health only, and start again with
+    each start of node 0."""
+    master_addr: str = ""
+    """Address of node 0 that the other nodes reach. Required with several `nodes`."""
+    master_port: int = Field(default=29501, ge=1, le=65534)
+    """Port of node 0 at which vLLM's ranks meet. The port after it has Tandem's own link between nodes. Both need a
+    private network: vLLM's port has no authentication."""
+
     transport: str = Field(default="nixl", pattern=PLUGIN_NAME)
     """Transport of KV between workers, equal for all workers of a cluster. nixl: UCX by NIXL. ucxx: for machines
     without NIXL, or to compare; on one host nixl is faster, since it reads shared memory. Another name: a transport of
@@ -211,6 +223,11 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     def num_ranks(self) -> int:
         """Number of processes that compute."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Number of them on each of the `nodes`."""
+        return self.num_ranks // self.nodes
 
     @property
     def kv_bytes(self) -> int | None:
@@ -297,6 +314,7 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
 
         Raises EngineStartError.
         """
+        self._refuse_nodes()
         if self.num_ranks == 1:
             return
         if self.pipeline_parallel > 1 and self.engine != "vllm":
@@ -316,15 +334,32 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
             reason = f"{getattr(self, field)} cannot be combined with {', '.join(unsupported)}"
             raise EngineStartError(field, reason)
 
+    def _refuse_nodes(self) -> None:
+        if self.nodes == 1:
+            if self.node_rank:
+                raise EngineStartError("node_rank", f"{self.node_rank} needs more nodes than 1")
+            return
+        if self.engine != "vllm":
+            raise EngineStartError("nodes", f"{self.nodes} needs engine: vllm, not {self.engine}")
+        if self.num_ranks % self.nodes:
+            ranks = f"{self.num_ranks} ranks (tensor_parallel {self.tensor_parallel}, pipeline_parallel"
+            reason = f"{ranks} {self.pipeline_parallel}) are not equally many on each of {self.nodes}"
+            raise EngineStartError("nodes", reason)
+        if self.node_rank >= self.nodes:
+            raise EngineStartError("node_rank", f"{self.node_rank} is not below nodes, {self.nodes}")
+        if not self.master_addr:
+            raise EngineStartError("master_addr", "with several nodes, set the address of node 0")
+
     def of_rank(self, rank: int) -> "WorkerConfig":
-        """Return the settings of one rank, with its share of cores and threads.
+        """Return the settings of one rank, with its share of this host's cores and threads.
 
         All ranks get equally many, so all compute the same sums in the same order. Ranks share cores when there are
         fewer cores than ranks.
         """
-        ranks = self.num_ranks
-        if ranks == 1:
+        if self.num_ranks == 1:
             return self
+        ranks = self.num_local_ranks
+        rank %= ranks
         cores = self.cores
         if cores is not None and len(cores) >= ranks:
             each = len(cores) // ranks

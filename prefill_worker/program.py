@@ -7,6 +7,7 @@ from cluster.logs import set_up
 from cluster.process import run_role
 from decode_worker.program import add_services
 from engine.config import WorkerConfig
+from engine.worker.headless import start_headless
 from engine.worker.runtime import start_worker
 
 
@@ -17,4 +18,6 @@ def main() -> int:
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if config.node_rank:
+        return run_role(lambda: start_headless(config, "prefill"))
     return run_role(lambda: start_worker(config, "prefill", add_services))

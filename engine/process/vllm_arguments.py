@@ -71,11 +71,23 @@ def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
         "tensor_parallel_size": config.tensor_parallel,
         "pipeline_parallel_size": config.pipeline_parallel,
         **(SEVERAL_RANKS if ranks > 1 else {}),
+        **_node_arguments(config),
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
         "disable_log_stats": True,
         **_lora_arguments(config),
         **config.vllm_options,
+    }
+
+
+def _node_arguments(config: WorkerConfig) -> dict[str, Any]:
+    if config.nodes == 1:
+        return {}
+    return {
+        "nnodes": config.nodes,
+        "node_rank": config.node_rank,
+        "master_addr": config.master_addr,
+        "master_port": config.master_port,
     }
 
 

@@ -269,7 +269,7 @@ def step_bytes(shape: ModelShape | None, config: WorkerConfig, device: Device) -
 def _need(worker: Worker, config: WorkerConfig) -> tuple[Need, int]:
     """Return the memory of each device, and the MiB of the KV pool of all ranks."""
     ranks, device = config.num_ranks, worker.device
-    here = 1 if device.is_gpu else ranks
+    here = 1 if device.is_gpu else config.num_local_ranks
     share = here / ranks
     reserve = GPU_RESERVE if device.is_gpu else HOST_RESERVE
     tiers = 0.0 if device.is_gpu else float(config.host_kv_bytes)
@@ -299,15 +299,16 @@ def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
             rule()
         except StartError as error:
             refusals.append(str(error))
-    ranks, shape = config.num_ranks, worker.shape
+    ranks, shape = config.num_local_ranks, worker.shape
     if config.engine == "torch" and config.device == "cuda" and not worker.gpus:
         refusals.append("device: cuda, but gpus is 0: the pod gets no GPU")
     if worker.gpus and worker.gpus != ranks:
-        refusals.append(f"gpus: {worker.gpus} is not tensor_parallel, {ranks}: each rank has one GPU")
+        what = "tensor_parallel" if ranks == config.tensor_parallel else "the ranks of a node"
+        refusals.append(f"gpus: {worker.gpus} is not {what}, {ranks}: each rank has one GPU")
     if shape is not None and config.engine != "sim" and not _divides(shape, config):
         refusals.append(
-            f"tensor_parallel: {ranks} does not divide the {shape.kv_heads} KV heads and {shape.heads} heads"
-            f" of {shape.name}"
+            f"tensor_parallel: {config.tensor_parallel} does not divide the {shape.kv_heads} KV heads and"
+            f" {shape.heads} heads of {shape.name}"
         )
     if shape is not None and (refusal := _refused_memory(shape, config)):
         refusals.append(refusal)

@@ -42,8 +42,12 @@ MEMBERS: dict[str, str] = {
         " free_block_queue hash_block_size metrics_collector _insert_block_hash"
     ),
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id ref_cnt block_hash is_null reset_hash",
-    "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups kv_cache_tensors has_mamba_layers",
-    "vllm.v1.kv_cache_interface:KVCacheTensor": "offset layer_stride block_stride layers",
+    "vllm.v1.executor.multiproc_executor:MultiprocExecutor": "__init__ start_worker_monitor collective_rpc",
+    "vllm.config.cache:CacheConfig": "get_resolved_kv_cache_layout",
+    "vllm.v1.kv_cache_layout:KVCacheLayout": "is_block_outermost",
+    "vllm.v1.kv_cache_interface:KVCacheConfig": "num_blocks kv_cache_groups kv_cache_tensors has_mamba_layers",
+    "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "layer_names",
+    "vllm.v1.kv_cache_interface:KVCacheTensor": "size offset layer_stride block_stride layers",
     "vllm.v1.kv_cache_interface:MambaSpec": "num_speculative_blocks mamba_cache_mode",
     "vllm.config.vllm:VllmConfig": (
         "use_v2_model_runner num_prefill_lookahead_tokens speculative_config scheduler_config cache_config model_config"
