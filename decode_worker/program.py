@@ -8,6 +8,7 @@ from cluster.logs import set_up
 from cluster.process import run_role
 from decode_worker.service import add_decode_service
 from engine.config import WorkerConfig
+from engine.worker.headless import start_headless
 from engine.worker.local_ranks import run_local_ranks
 from engine.worker.runtime import WorkerContext, start_worker
 from prefill_worker.service import add_lend_service
@@ -30,4 +31,6 @@ def main() -> int:
         return 2
     if config.data_parallel_local > 1:
         return run_local_ranks(config, "decode")
+    if config.node_rank:
+        return run_role(lambda: start_headless(config, "decode"))
     return run_role(lambda: start_worker(config, "decode", add_services))

@@ -180,14 +180,16 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     processes. Memory, threads and cores in these settings are those of all stages together. It needs vLLM's Model
     Runner V2, so a GPU."""
     nodes: int = Field(default=1, ge=1, le=MAX_RANKS)
-    """Number of hosts over which a worker's ranks are spread (vllm engine). A program starts on each; the one of
-    `node_rank` 0 is the worker, and the others compute for it."""
-    node_rank: NonNegativeInt = 0
-    """Number of this host among the worker's `nodes`, from 0."""
+    """Number of hosts with ranks of this worker (vllm engine), equally many on each. Every host runs this program with
+    the same settings but for its own `node_rank`."""
+    node_rank: int = Field(default=0, ge=0, lt=MAX_RANKS)
+    """Number of this host among the `nodes`. Node 0 is the worker; the others serve health only, and start again with
+    each start of node 0."""
     master_addr: str = ""
-    """Host of the program with `node_rank` 0, at which the others of the worker meet."""
+    """Address of node 0 that the other nodes reach. Required with several `nodes`."""
     master_port: int = Field(default=29501, ge=1, le=65534)
-    """Port of that host for vLLM; Tandem's own connections take the next one."""
+    """Port of node 0 at which vLLM's ranks meet. The port after it has Tandem's own link between nodes. Both need a
+    private network: vLLM's port has no authentication."""
     data_parallel: int = Field(default=1, ge=1)
     """Number of workers that share the experts of a mixture-of-experts model, each with attention and KV of its own
     (vllm engine). They are ranks of a group whose steps are made together, so one lost rank ends all; their streams
@@ -232,6 +234,11 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
     def num_ranks(self) -> int:
         """Number of processes that compute."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Number of them on each of the `nodes`."""
+        return self.num_ranks // self.nodes
 
     @property
     def kv_bytes(self) -> int | None:
@@ -341,6 +348,7 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
 
         Raises EngineStartError.
         """
+        self._refuse_nodes()
         if self.num_ranks == 1:
             return
         if self.pipeline_parallel > 1 and self.engine != "vllm":
@@ -360,15 +368,32 @@ class WorkerConfig(StoreSettings, HealthSettings, MetricsSettings, LogSettings, 
             reason = f"{getattr(self, field)} cannot be combined with {', '.join(unsupported)}"
             raise EngineStartError(field, reason)
 
+    def _refuse_nodes(self) -> None:
+        if self.nodes == 1:
+            if self.node_rank:
+                raise EngineStartError("node_rank", f"{self.node_rank} needs more nodes than 1")
+            return
+        if self.engine != "vllm":
+            raise EngineStartError("nodes", f"{self.nodes} needs engine: vllm, not {self.engine}")
+        if self.num_ranks % self.nodes:
+            ranks = f"{self.num_ranks} ranks (tensor_parallel {self.tensor_parallel}, pipeline_parallel"
+            reason = f"{ranks} {self.pipeline_parallel}) are not equally many on each of {self.nodes}"
+            raise EngineStartError("nodes", reason)
+        if self.node_rank >= self.nodes:
+            raise EngineStartError("node_rank", f"{self.node_rank} is not below nodes, {self.nodes}")
+        if not self.master_addr:
+            raise EngineStartError("master_addr", "with several nodes, set the address of node 0")
+
     def of_rank(self, rank: int) -> "WorkerConfig":
-        """Return the settings of one rank, with its share of cores and threads.
+        """Return the settings of one rank, with its share of this host's cores and threads.
 
         All ranks get equally many, so all compute the same sums in the same order. Ranks share cores when there are
         fewer cores than ranks.
         """
-        ranks = self.num_ranks
-        if ranks == 1:
+        if self.num_ranks == 1:
             return self
+        ranks = self.num_local_ranks
+        rank %= ranks
         cores = self.cores
         if cores is not None and len(cores) >= ranks:
             each = len(cores) // ranks

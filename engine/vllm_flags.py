@@ -70,6 +70,10 @@ MAPPED = {
     "data_parallel_size_local": "data_parallel_local",
     "data_parallel_address": "data_parallel_address",
     "data_parallel_rpc_port": "data_parallel_port",
+    "nnodes": "nodes",
+    "node_rank": "node_rank",
+    "master_addr": "master_addr",
+    "master_port": "master_port",
     "block_size": "block_tokens",
     "max_num_batched_tokens": "max_batch_tokens",
     "dtype": "dtype",
@@ -94,7 +98,7 @@ KEPT: dict[str, tuple[tuple[str, ...], str]] = {
     "data_parallel_backend": (("mp",), "each data-parallel rank is a worker of its own"),
     "prefill_context_parallel_size": (("1",), "a rank must have KV of whole contexts: set tensor_parallel"),
     "decode_context_parallel_size": (("1",), "a rank must have KV of whole contexts: set tensor_parallel"),
-    "nnodes": (("1",), "all ranks of a worker run on one host: start workers on other hosts instead"),
+    "headless": (("true", "false"), "a worker has no HTTP API on any node"),
 }
 """Values that a flag may have, since they change nothing, and why it may have no other."""
 
@@ -123,9 +127,9 @@ REFUSED: dict[str, str] = {
     "a rank must have KV of whole contexts: set tensor_parallel": (
         "dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size"
     ),
-    "Tandem starts the ranks of a worker itself, on one host: set tensor_parallel": (
-        "master_addr master_port node_rank ray_workers_use_nsight headless worker_cls"
-        " worker_extension_cls enable_shm_tensor_arena _api_process_count _api_process_rank"
+    "Tandem starts the ranks of a worker itself: set tensor_parallel, pipeline_parallel and nodes": (
+        "ray_workers_use_nsight worker_cls worker_extension_cls"
+        " enable_shm_tensor_arena _api_process_count _api_process_rank"
     ),
     "set CUDA_VISIBLE_DEVICES in the worker's environment": "device_ids",
     "set cores": "numa_bind numa_bind_nodes numa_bind_cpus",
@@ -443,10 +447,8 @@ def _mapped(flag: Flag, sizes: Iterable[object]) -> int | str:
     if flag.is_off or len(flag.values) != 1:
         raise EngineStartError("vllm_args", f"{flag.written}: one value must follow, not {len(flag.values)}")
     (text,) = flag.values
-    if flag.name == "dtype":
+    if flag.name in ("dtype", "model", "master_addr", "data_parallel_address"):
         return _DTYPES.get(text, text)
-    if flag.name in ("model", "data_parallel_address"):
-        return text
     if (count := count_of(text)) is None:
         raise EngineStartError("vllm_args", f"{flag.written}: {text!r} is not a number")
     if flag.name != "kv_cache_memory_bytes":

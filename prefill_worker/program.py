@@ -7,6 +7,7 @@ from cluster.logs import set_up
 from cluster.process import run_role
 from decode_worker.program import add_services
 from engine.config import WorkerConfig
+from engine.worker.headless import start_headless
 from engine.worker.local_ranks import run_local_ranks
 from engine.worker.runtime import start_worker
 
@@ -20,4 +21,6 @@ def main() -> int:
         return 2
     if config.data_parallel_local > 1:
         return run_local_ranks(config, "prefill")
+    if config.node_rank:
+        return run_role(lambda: start_headless(config, "prefill"))
     return run_role(lambda: start_worker(config, "prefill", add_services))

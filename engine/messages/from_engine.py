@@ -31,6 +31,10 @@ class Ready(NamedTuple):
     """Whether a request can go on only after some of the blocks held, which the cache events name."""
 
 
+class NodeLinked(NamedTuple):
+    """The engine process of a node above 0 is linked with node 0, and starts its ranks."""
+
+
 class StartFailed(NamedTuple):
     """The engine cannot start; its last message."""
 
@@ -301,6 +305,7 @@ class GroupDrains(NamedTuple):
 
 FromEngine = (
     Ready
+    | NodeLinked
     | StartFailed
     | Token
     | PromptScored

@@ -118,7 +118,8 @@ def _program(config: WorkerConfig) -> list[str]:
     """
     if config.engine != "vllm":
         return [sys.executable, "-m", "cluster.launch", "engine.process.engine_process"]
-    return [str(vllm_python(config)), "-m", "cluster.launch", "engine.process.vllm_process"]
+    program = "vllm_node" if config.node_rank else "vllm_process"
+    return [str(vllm_python(config)), "-m", "cluster.launch", f"engine.process.{program}"]
 
 
 def _preloads(config: WorkerConfig) -> dict[str, str]:

@@ -21,6 +21,7 @@ from engine.messages.from_engine import (
     LendRefused,
     LendStarting,
     Load,
+    NodeLinked,
     Ready,
     StartFailed,
     Token,
@@ -189,6 +190,8 @@ class EngineClient(EngineListener):
                 case Ready():
                     if not self._ready.done():
                         self._ready.set_result(message)
+                case NodeLinked():
+                    pass  # of a node above 0, which has another front
                 case StartFailed(reason):
                     field, _, text = reason.partition(": ")
                     if not self._ready.done():

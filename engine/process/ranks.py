@@ -47,6 +47,7 @@ from engine.tensor_parallel.messages import (
 )
 from engine.tensor_parallel.shared_memory import SharedMemory, SharedPlace
 from kvtransfer.errors import TransportUnavailable
+from kvtransfer.ranks import BlockPart
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class PartLink(RemoteRank, FingerprintingRank):
     """
 
     def __init__(self, rank: int, link: Connection, memory: SharedMemory, on_lost: Callable[[], None]) -> None:
-        """Create it for a connection whose other end serves the rank's part.
+        """Create it for a connection whose other end serves the rank's part, and maps `memory`.
 
         `on_lost` is called, on any thread, when the rank is lost.
         """
@@ -92,8 +93,13 @@ class PartLink(RemoteRank, FingerprintingRank):
 
     @property
     def is_silent(self) -> bool:
-        """Whether it has joined and its heartbeat is missing."""
-        return time.monotonic() - self._last_message_at >= SILENT_S
+        """Whether its heartbeat is missing."""
+        return self.silent_s >= SILENT_S
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its last message."""
+        return time.monotonic() - self._last_message_at
 
     def stuck_s(self, number: int) -> float:
         """Return the seconds without progress of a block read."""
@@ -134,7 +140,7 @@ class PartLink(RemoteRank, FingerprintingRank):
         self._tell(CopyBlocks(number, tuple(self._shared(place) for place in places), tuple(blocks)))
         return _RemoteRead(self, number)
 
-    def _shared(self, place: Place) -> SharedPlace:
+    def _shared(self, place: Place) -> SharedPlace | bytes:
         return SharedPlace(place, True) if isinstance(place, int) else SharedPlace(self._memory.offset_of(place), False)
 
     # ------------------------------------------------------------------ fingerprints
@@ -252,6 +258,28 @@ class PartLink(RemoteRank, FingerprintingRank):
             self.lost = RankLost(self.rank, how)
             self._on_lost()
         return self.lost
+
+
+class DistantLink(PartLink):
+    """A rank on another node, which maps no memory of this one: bytes of its part go over the connection."""
+
+    def begin_gather(self, blocks: Seq[int], rows: NDArray[np.uint8]) -> None:
+        self._rows = rows
+        self._tell(Gather(tuple(blocks), None))
+
+    def end_gather(self) -> None:
+        for row, content in zip(self._rows, self._answer().contents, strict=True):
+            self._part.put(np.frombuffer(content, np.uint8), row)
+
+    def _shared(self, place: Place) -> SharedPlace | bytes:
+        assert not isinstance(place, int), "the engine of several nodes has no disk tier"
+        return self._part.of(place).tobytes()
+
+    @property
+    def _part(self) -> BlockPart:
+        part = self.joined.result().part
+        assert part is not None
+        return part
 
 
 @dataclass(frozen=True, slots=True)

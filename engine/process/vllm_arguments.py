@@ -72,6 +72,7 @@ def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
         "pipeline_parallel_size": config.pipeline_parallel,
         **(SEVERAL_RANKS if ranks > 1 else {}),
         **_data_parallel_arguments(config),
+        **_node_arguments(config),
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
         "disable_log_stats": True,
@@ -89,6 +90,18 @@ def _data_parallel_arguments(config: WorkerConfig) -> dict[str, Any]:
         "data_parallel_rank": config.data_parallel_rank,
         "data_parallel_address": config.data_parallel_address,
         **({} if config.num_ranks > 1 else {"distributed_executor_backend": "uni"}),
+    }
+
+
+def _node_arguments(config: WorkerConfig) -> dict[str, Any]:
+    """Return the arguments of a worker over several nodes."""
+    if config.nodes == 1:
+        return {}
+    return {
+        "nnodes": config.nodes,
+        "node_rank": config.node_rank,
+        "master_addr": config.master_addr,
+        "master_port": config.master_port,
     }
 
 

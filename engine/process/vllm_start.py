@@ -19,6 +19,7 @@ from engine.host.memory import UNMEASURED_KV_BYTES, belongs_in_file
 from engine.model.adapters import Adapter, read_adapters
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelInfo
+from engine.process.nodes import facts_of, interface_of, own_address
 from engine.process.spec import LOCAL_RANK
 from engine.process.step_group import StepGroup
 from engine.process.vllm_arguments import check_version, engine_arguments, passed_arguments
@@ -61,21 +62,29 @@ class StartedVllm:
 
 
 def prepare_vllm(config: WorkerConfig) -> None:
-    """Set what vLLM reads from the environment when it is imported, here and in its worker processes."""
+    """Set what vLLM reads from the environment when it is imported, here and in its worker processes.
+
+    Raises EngineStartError.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # its log lines are Tandem's
     os.environ["TQDM_DISABLE"] = "1"
     if importlib.util.find_spec("flashinfer") is None:  # vLLM's sampler takes it for installed
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    ranks = range(config.num_ranks)
+    ranks = range(config.num_local_ranks)
     if config.cores:
         of_ranks = [config.of_rank(rank).cores or () for rank in ranks]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, cores)) for cores in of_ranks)
-    if len(ranks) > 1:
+    if config.num_ranks > 1:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads, which a fork would lose
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it wants a NUMA node for each rank
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of a worker share a host
+        interface: str | None = "lo"
+        if config.nodes > 1:  # else the host's name decides, which may stand for another address
+            os.environ.setdefault("VLLM_HOST_IP", own_address(config))
+            interface = interface_of(os.environ["VLLM_HOST_IP"])
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if config.data_parallel > 1:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if config.data_parallel_address == "127.0.0.1":
@@ -108,49 +117,24 @@ def start_vllm(
 
     With `ranks` vLLM starts their processes; these end with the calling thread. Raises EngineStartError or RankLost.
     """
-    model_dir = ModelDir.open(config.model)
-    arguments = engine_arguments(config)  # first: importing vLLM takes seconds
-    adapters = read_adapters(config.adapters)
-    on_cpu = computes_at_launch()
+    configured = configure_vllm(config, role)
+    vllm_config, is_native, gpu = configured.vllm_config, configured.is_native, configured.gpu
+    model_dir, adapters = configured.model_dir, configured.adapters
     import vllm
-    from vllm.platforms import current_platform
-
-    check_version(vllm.__version__)
-    gpu = None
-    if not on_cpu:
-        gpu = GpuDevice(current_platform.get_device_name(), current_platform.get_device_total_memory())
-    arguments["max_num_batched_tokens"] = max_step_tokens(config, gpu)
-    arguments |= passed_arguments(config)
-    if config.kv_bytes is None and on_cpu:  # there vLLM would take a share of the whole host
-        arguments["kv_cache_memory_bytes"] = UNMEASURED_KV_BYTES // config.num_ranks
-    if not on_cpu:
-        arguments.setdefault("gpu_memory_utilization", _gpu_share(config))
-    arguments["skip_tokenizer_init"] = not model_dir.has_tokenizer
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
     from engine.backends.vllm.connector import offered, offered_memory
-    from engine.backends.vllm.speculation import draft_weights, set_up_speculation
+    from engine.backends.vllm.speculation import draft_weights
 
-    vllm_config = _engine_config(config, role, arguments, adapters)
-    if config.pipeline_parallel > 1 and not vllm_config.use_v2_model_runner:
-        reason = (
-            f"{config.pipeline_parallel} needs Model Runner V2, and vLLM takes V1 here (so it does on CPUs, and for "
-        )
-        reason += "some kinds of speculation): V1 fails in its first step"
-        raise EngineStartError("pipeline_parallel", reason)
-    set_up_speculation(vllm_config)
-    os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
     sampling_class: Any
-    if is_native := bool(vllm_config.use_v2_model_runner):
+    if is_native:
         from engine.backends.vllm.native_sampling import NativeSampling as sampling_class  # noqa: N813
     else:
         from engine.backends.vllm.keyed_sampling import KeyedSampling as sampling_class  # noqa: N813
-        from engine.backends.vllm.keyed_sampling import TandemSampling
-
-        vllm_config.model_config.logits_processors = [TandemSampling]
-        vllm_config.scheduler_config.async_scheduling = False
+    if ranks is not None:
+        ranks.gather_nodes(configured.facts)
     if group is not None:
         _meet(group, config, vllm_config)
     engine = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
@@ -215,6 +199,61 @@ def _meet(group: StepGroup, config: WorkerConfig, vllm_config: Any) -> None:
     parallel.data_parallel_rank_local = _local_rank()
 
 
+@dataclass(slots=True)
+class ConfiguredVllm:
+    """vLLM's configuration, with what was read on the way."""
+
+    vllm_config: Any
+    model_dir: ModelDir
+    adapters: list[Adapter]
+    gpu: GpuDevice | None
+    is_native: bool
+    facts: dict[str, str]
+    """Facts that must be the same on all nodes of a worker."""
+
+
+def configure_vllm(config: WorkerConfig, role: Role) -> ConfiguredVllm:
+    """Import vLLM and make its configuration.
+
+    Raises EngineStartError.
+    """
+    model_dir = ModelDir.open(config.model)
+    arguments = engine_arguments(config)  # first: importing vLLM takes seconds
+    adapters = read_adapters(config.adapters)
+    on_cpu = computes_at_launch()
+    import vllm
+    from vllm.platforms import current_platform
+
+    check_version(vllm.__version__)
+    gpu = None
+    if not on_cpu:
+        gpu = GpuDevice(current_platform.get_device_name(), current_platform.get_device_total_memory())
+    arguments["max_num_batched_tokens"] = max_step_tokens(config, gpu)
+    arguments |= passed_arguments(config)
+    if config.kv_bytes is None and on_cpu:  # there vLLM would take a share of the whole host
+        arguments["kv_cache_memory_bytes"] = UNMEASURED_KV_BYTES // config.num_ranks
+    if not on_cpu:
+        arguments.setdefault("gpu_memory_utilization", _gpu_share(config))
+    arguments["skip_tokenizer_init"] = not model_dir.has_tokenizer
+    from engine.backends.vllm.speculation import set_up_speculation
+
+    vllm_config = _engine_config(config, role, arguments, adapters)
+    if config.pipeline_parallel > 1 and not vllm_config.use_v2_model_runner:
+        reason = f"{config.pipeline_parallel} needs Model Runner V2, since V1 fails in its first step; vLLM takes V1 "
+        reason += "here, as on CPUs and for some kinds of speculation"
+        raise EngineStartError("pipeline_parallel", reason)
+    set_up_speculation(vllm_config)
+    os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
+    if not (is_native := bool(vllm_config.use_v2_model_runner)):
+        from engine.backends.vllm.keyed_sampling import TandemSampling
+
+        vllm_config.model_config.logits_processors = [TandemSampling]
+        vllm_config.scheduler_config.async_scheduling = False
+    weights = model_dir.weights_fingerprint().hex() if config.nodes > 1 else ""
+    facts = facts_of(config, weights, vllm.__version__)
+    return ConfiguredVllm(vllm_config, model_dir, adapters, gpu, is_native, facts)
+
+
 def _memory_of(engine: Any, vllm_config: Any, ranks: WorkerRanks, groups: "KvGroups", grid: RankGrid) -> "KvMemory":
     """Return the KV memory of an engine's ranks, which are a `grid` and serve their parts from now on.
 
@@ -237,7 +276,11 @@ def _memory_of(engine: Any, vllm_config: Any, ranks: WorkerRanks, groups: "KvGro
     layouts = [each.layout for each in joined if isinstance(each.layout, VllmLayout)]
     facts = {(each.layout, each.num_blocks) for each in joined}
     if grid.stages > 1:  # the first layer of a stage may be of another kind
-        facts = {(replace(each, dtype="", head_dim=0), joined[0].num_blocks) for each in layouts}
+        facts = {
+            (replace(each.layout, dtype="", head_dim=0), each.num_blocks)
+            for each in joined
+            if isinstance(each.layout, VllmLayout)
+        }
     if len(facts) != 1 or len(layouts) != len(joined):
         raise EngineStartError("model", f"vLLM gave the ranks unlike KV memory: {facts}")
     layout, shares = replace(layouts[0], groups=groups), [ALL if each is None else each.share for each in stages]

@@ -10,11 +10,13 @@ made.
 import logging
 import multiprocessing
 import os
+import pickle
 import re
 import threading
 from collections.abc import Sequence
 from multiprocessing import reduction, util
 from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -28,8 +30,10 @@ from engine.backends.vllm.stages import Stage, StagePool
 from engine.errors import EngineStartError
 from engine.host.cpu_affinity import stay_on
 from engine.lending.block_reads import LocalRank
-from engine.process.spec import RankSpec
+from engine.process.nodes import RankHello, address_of, connect_to, key_of
+from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import become_child, own_transport
+from engine.process.vllm_node import NODE_SPEC
 from engine.process.vllm_start import quiet_vllm, why_not_started
 from engine.process.worker_ranks import ADDRESS
 from engine.tensor_parallel.messages import Joined, NotJoined
@@ -80,17 +84,28 @@ class _Part:
             couple_verification()
         rank = re.fullmatch(r"VllmWorker-(\d+)", multiprocessing.current_process().name)
         assert rank is not None, "vLLM names its worker processes differently"
-        connection = Client(os.environ[ADDRESS])
-        assert isinstance(connection, Connection)
-        connection.send(int(rank[1]))
-        self.spec: RankSpec = connection.recv()
-        self._memory = MappedMemory(reduction.recv_handle(connection))
+        connect = self._connect_to_node_0 if NODE_SPEC in os.environ else self._connect
+        self.spec, connection, self._memory = connect(int(rank[1]))
         self._engine = EngineLink(connection)
         self._failures = _Failures(self._engine)
         logging.getLogger(_EXECUTOR).addHandler(self._failures)
         set_up(self.spec.engine.role, f"{self.spec.engine.worker_id}/rank {self.spec.rank}", self.spec.config)
         if self.spec.config.cores:
             stay_on(self.spec.config.cores)
+
+    def _connect(self, rank: int) -> tuple[RankSpec, Connection, MappedMemory | None]:
+        connection = Client(os.environ[ADDRESS])
+        assert isinstance(connection, Connection)
+        connection.send(rank)
+        return connection.recv(), connection, MappedMemory(reduction.recv_handle(connection))
+
+    def _connect_to_node_0(self, rank: int) -> tuple[RankSpec, Connection, MappedMemory | None]:
+        """Connect to the engine process of node 0; settings are those of this node."""
+        path = Path(os.environ[NODE_SPEC])
+        spec: EngineSpec = pickle.loads(path.read_bytes())
+        connection = connect_to(address_of(spec.config), key_of(spec.config))
+        connection.send(RankHello(rank))
+        return RankSpec(spec, rank, path), connection, None
 
     def serve(self, memory: VllmKvMemory, device: Any) -> None:
         """Start the thread that serves this rank's KV memory on `device`."""
@@ -117,7 +132,7 @@ class _Part:
             log.exception("this rank cannot be served")
             self.fail(error)
             return
-        self._engine.send(Joined(endpoint, transport.name, memory.layout, memory.num_blocks))
+        self._engine.send(Joined(endpoint, transport.name, memory.layout, memory.num_blocks, memory.part))
         spare_the_started()
         try:
             serve_part(self._engine, rank, copies, memory.part_fingerprints, settle=offered.wait_for_drafts)

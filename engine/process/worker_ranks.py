@@ -1,8 +1,9 @@
 """Ranks of a vLLM engine: the worker processes of vLLM's own executor, which have all of the engine's KV memory.
 
-vLLM starts these processes and runs their steps. Each connects back to the engine process before it makes its worker,
-and is told its settings (`engine/process/vllm_worker.py`). Once its KV memory is allocated, a thread in it
-serves its part of every block. Reads, copies and fingerprints so wait for no step.
+Some of them may run on other nodes (`engine/process/nodes.py`). vLLM starts these processes and runs their steps. Each
+connects back to the engine process before it makes its worker, and is told its settings
+(`engine/process/vllm_worker.py`). Once its KV memory is allocated, a thread in it serves its part of every block.
+Reads, copies and fingerprints so wait for no step.
 """
 
 import logging
@@ -10,23 +11,27 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from multiprocessing import reduction
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError, RankLost
-from engine.process.ranks import PartLink, Ranks
+from engine.process.nodes import SILENCE_S, Nodes
+from engine.process.ranks import DistantLink, PartLink, Ranks
 from engine.process.spec import EngineSpec, RankSpec
 from engine.tensor_parallel.messages import Joined
 
 log = logging.getLogger(__name__)
 
 ADDRESS = "TANDEM_RANKS"
-"""Environment variable with the path of the socket at which worker processes connect."""
+"""Environment variable with the path of the socket at which worker processes of this host connect."""
+LOOK_S = 0.5
+"""Seconds between looks for ranks on other nodes that are silent."""
 REASON_S = 1.0
 """Seconds in which a rank's reason for a failed start arrives after vLLM has noticed the failure."""
 
@@ -49,6 +54,19 @@ class WorkerRanks(Ranks):
         self._listener = Listener(str(self._meeting))
         os.environ[ADDRESS] = str(self._meeting)
         threading.Thread(target=self._accept, name="rank-listener", daemon=True).start()
+        self._is_closing = False
+        self._nodes: Nodes | None = None
+        if spec.config.nodes > 1:
+            self._nodes = Nodes(spec.config, spec.agent_name, self._add_distant, self._lost)
+            threading.Thread(target=self._watch_distant, name="node-watch", daemon=True).start()
+
+    def gather_nodes(self, facts: Mapping[str, str]) -> None:
+        """Wait for all other nodes, which must have the same facts; then vLLM may start.
+
+        From then on this process ends when a node is lost: the main thread may wait for its ranks for ever.
+        """
+        if self._nodes is not None:
+            self._nodes.gather(facts)
 
     @property
     def links(self) -> Seq[PartLink]:
@@ -70,6 +88,7 @@ class WorkerRanks(Ranks):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
+        self._is_closing = True
         self.met()
         for link in self.links:
             link.close()
@@ -89,7 +108,7 @@ class WorkerRanks(Ranks):
 
     def _accept(self) -> None:
         """Connect to each worker process, on a thread of its own."""
-        for _ in range(self.num_links):
+        for _ in range(self._spec.config.num_local_ranks):
             try:
                 connection = self._listener.accept()
                 rank = int(connection.recv())
@@ -98,10 +117,32 @@ class WorkerRanks(Ranks):
             except (EOFError, OSError) as error:
                 log.warning("a worker process of vLLM did not connect: %s", error)  # vLLM notices its end
                 continue
-            link = PartLink(rank, connection, self.memory, self._wake)
-            link.joined.add_done_callback(self._record)
-            self._by_rank[rank] = link
+            self._add(PartLink(rank, connection, self.memory, self._wake))
         self._listener.close()
+
+    def _add(self, link: PartLink) -> None:
+        link.joined.add_done_callback(self._record)
+        self._by_rank[link.rank] = link
+
+    def _add_distant(self, rank: int, connection: Connection) -> None:
+        """Take a rank on another node."""
+        self._add(DistantLink(rank, connection, self.memory, self._wake))
+
+    def _watch_distant(self) -> None:
+        """End this process when a rank on another node is silent."""
+        while True:
+            time.sleep(LOOK_S)
+            for link in self.links:
+                if isinstance(link, DistantLink) and link.joined.done() and link.silent_s > SILENCE_S:
+                    self._lost(f"rank {link.rank} was silent for {SILENCE_S:.0f} s")
+
+    def _lost(self, how: str) -> None:
+        """End this process: a node is lost. A reason that a rank gave for not starting goes first."""
+        if self._is_closing:
+            return
+        reason = self.why_not_started()
+        log.error("the engine cannot go on: %s", reason if isinstance(reason, EngineStartError) else how)
+        os._exit(1)
 
     def _record(self, joined: "Future[Joined]") -> None:
         if (failure := joined.exception()) is not None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from engine.kv.layout import KvLayout
 from engine.tensor_parallel.shared_memory import SharedPlace
+from kvtransfer.ranks import BlockPart
 
 HEARTBEAT_S = 0.2
 
@@ -30,19 +31,25 @@ class ReadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class CopyBlocks:
-    """Copy this rank's part of whole blocks at `places` into `blocks`; answered by BlocksRead, once."""
+    """Copy this rank's part of whole blocks at `places` into `blocks`; answered by BlocksRead, once.
+
+    A rank on another node gets its parts themselves.
+    """
 
     number: int
-    places: tuple[SharedPlace, ...]
+    places: tuple[SharedPlace | bytes, ...]
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Copy this rank's parts of `blocks` into rows of shared memory from `offset` on. Answered when they are there."""
+    """Copy this rank's parts of `blocks` into rows of shared memory from `offset` on. Answered when they are there.
+
+    Without an offset the answer has the parts themselves, since the rank is on another node.
+    """
 
     blocks: tuple[int, ...]
-    offset: int
+    offset: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +108,8 @@ class Joined:
     """Layout of whole blocks, where the engine process has no KV memory to read it off."""
     num_blocks: int = 0
     """Blocks of its pool, in the same case."""
+    part: BlockPart | None = None
+    """Its part of each block, in the same case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +148,8 @@ class Answer:
     """Answer to Withdraw, Copy or Gather, in the order of the questions."""
 
     blocks: tuple[int, ...] = ()
+    contents: tuple[bytes, ...] = ()
+    """Parts of the gathered blocks."""
 
 
 @dataclass(frozen=True, slots=True)

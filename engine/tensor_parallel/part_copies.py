@@ -40,12 +40,15 @@ class PartCopies:
         self,
         part: BlockPart,
         pool: PartMemory,
-        memory: MappedMemory,
+        memory: MappedMemory | None,
         rank: LocalRank,
         executors: tuple[Executor, Executor] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create them; `executors` replace the threads that copy from memory and from disk."""
+        """Create them; without `memory`, that of rank 0, its bytes come in messages.
+
+        `executors` replace the threads that copy from memory and from disk.
+        """
         self._part = part
         self._pool = pool
         self._memory = memory
@@ -64,26 +67,31 @@ class PartCopies:
         except OSError as error:
             raise TransferError(f"{path}: {error.strerror}") from error
 
+    def parts(self, blocks: Sequence[int]) -> tuple[bytes, ...]:
+        """Return this rank's parts of `blocks`."""
+        return tuple(content.tobytes() for content in self._pool.read_blocks(blocks))
+
     def gather(self, blocks: Sequence[int], offset: int) -> None:
         """Copy this rank's parts of `blocks` into rows of shared memory, one after the other from `offset` on."""
         width = self._part.block_bytes
+        assert self._memory is not None
         for index, content in enumerate(self._pool.read_blocks(blocks)):
             self._part.put(content, self._memory.row(offset + index * width, width))
 
-    def start(self, places: Sequence[SharedPlace], blocks: Sequence[int], on_quiet: OnQuiet) -> BlockRead:
+    def start(self, places: Sequence[SharedPlace | bytes], blocks: Sequence[int], on_quiet: OnQuiet) -> BlockRead:
         """Start copying this rank's part of the blocks at `places` into `blocks`."""
 
         def read(indices: Sequence[int], blocks: Sequence[int]) -> "list[Future[None]]":
             run = [places[index] for index in indices]
-            from_disk = any(place.on_disk for place in run)
+            from_disk = any(map(_is_on_disk, run))
             copying = self._threads[from_disk].submit(self._copy, run, blocks)
             self._progress[from_disk].follow(copying)
             return [copying]
 
-        origins = [self._progress[from_disk] for from_disk in {place.on_disk for place in places}]
+        origins = [self._progress[from_disk] for from_disk in set(map(_is_on_disk, places))]
         return self._rank.follow(read, range(len(places)), blocks, on_quiet, origins)
 
-    def _copy(self, places: Sequence[SharedPlace], blocks: Sequence[int]) -> None:
+    def _copy(self, places: Sequence[SharedPlace | bytes], blocks: Sequence[int]) -> None:
         """Copy parts, on a thread of this object; an exception makes the read fail."""
         try:
             for place, block in zip(places, blocks, strict=True):
@@ -95,8 +103,11 @@ class PartCopies:
             log.exception("blocks could not be copied into the pool")
             raise
 
-    def _part_at(self, place: SharedPlace) -> NDArray[np.uint8]:
+    def _part_at(self, place: SharedPlace | bytes) -> NDArray[np.uint8]:
+        if isinstance(place, bytes):
+            return np.frombuffer(place, np.uint8)
         if not place.on_disk:
+            assert self._memory is not None
             return self._part.of(self._memory.row(place.offset, self._part.block_bytes))
         assert self._disk is not None
         assert self._part.planes == 1
@@ -111,3 +122,7 @@ class PartCopies:
                 raise TransferError(f"the disk tier's file ends before offset {offset}")
             left, offset = left[count:], offset + count
         return content
+
+
+def _is_on_disk(place: SharedPlace | bytes) -> bool:
+    return isinstance(place, SharedPlace) and place.on_disk

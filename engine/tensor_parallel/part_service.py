@@ -106,7 +106,9 @@ def serve_part(
                 begin(number, partial(copies.start, places, blocks))
             case Fingerprint(number, blocks):
                 hashing.submit(fingerprint, number, blocks)
-            case Gather(blocks, offset):
+            case Gather(blocks, None):
+                engine.send(Answer(contents=copies.parts(blocks)))
+            case Gather(blocks, int(offset)):
                 copies.gather(blocks, offset)
                 engine.send(Answer())
             case OpenDisk(path):

@@ -304,7 +304,7 @@ def step_bytes(shape: ModelShape | None, config: WorkerConfig, device: Device) -
 def _need(worker: Worker, config: WorkerConfig) -> tuple[Need, int]:
     """Return the memory of each device, and the MiB of the KV pool of all ranks."""
     ranks, device = config.num_ranks, worker.device
-    here = 1 if device.is_gpu else ranks * config.data_parallel_local // config.nodes
+    here = 1 if device.is_gpu else config.num_local_ranks * config.data_parallel_local
     share = here / ranks
     reserve = GPU_RESERVE if device.is_gpu else HOST_RESERVE
     tiers = 0.0 if device.is_gpu else float(config.host_kv_bytes)
@@ -324,8 +324,9 @@ def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
     """Return what the settings' own rules refuse, and what the device cannot compute."""
     refusals: list[str] = []
     plain = config.model_copy(update={"adapters": {}})  # their files are not here
+    placed = config.model_copy(update={"master_addr": config.master_addr or "the first pod"})  # set at the start
     rules: list[Callable[[], object]] = [
-        lambda: config.refuse_parallel(worker.role),
+        lambda: placed.refuse_parallel(worker.role),
         lambda: config.speculates(worker.role),
         lambda: engine_arguments(plain) if config.engine == "vllm" else config.quantization(),
     ]
@@ -334,7 +335,7 @@ def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
             rule()
         except StartError as error:
             refusals.append(str(error))
-    ranks, shape = config.num_ranks, worker.shape
+    shape = worker.shape
     if config.engine == "torch" and config.device == "cuda" and not worker.gpus:
         refusals.append("device: cuda, but gpus is 0: the pod gets no GPU")
     refusals += _refused_ranks(shape, config)
@@ -342,8 +343,8 @@ def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
         refusals.append(f"gpus: {worker.gpus} is not {gpus}, the ranks of a pod: each has one GPU")
     if shape is not None and config.engine != "sim" and not _divides(shape, config):
         refusals.append(
-            f"tensor_parallel: {ranks} does not divide the {shape.kv_heads} KV heads and {shape.heads} heads"
-            f" of {shape.name}"
+            f"tensor_parallel: {config.tensor_parallel} does not divide the {shape.kv_heads} KV heads and"
+            f" {shape.heads} heads of {shape.name}"
         )
     if shape is not None and (refusal := _refused_memory(shape, config)):
         refusals.append(refusal)
@@ -354,14 +355,12 @@ def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
 
 def gpus_of(config: WorkerConfig) -> int:
     """Return the number of ranks of one program, which are the GPUs of its pod."""
-    return max(1, config.num_ranks // config.nodes) * config.data_parallel_local
+    return max(1, config.num_local_ranks) * config.data_parallel_local
 
 
 def _refused_ranks(shape: ModelShape | None, config: WorkerConfig) -> Iterator[str]:
-    """Yield what is wrong with stages, nodes and groups."""
-    ranks, stages, group = config.num_ranks, config.pipeline_parallel, config.data_parallel
-    if ranks % config.nodes:
-        yield f"nodes: {config.nodes} does not divide the {ranks} ranks"
+    """Yield what is wrong with stages and groups."""
+    stages, group = config.pipeline_parallel, config.data_parallel
     if group % config.data_parallel_local:
         yield f"data_parallel_local: {config.data_parallel_local} does not divide data_parallel, {group}"
     if shape is None or config.engine == "sim":

@@ -97,6 +97,10 @@ async def _start_role(module: str, config: Any) -> Any:
 
     role: roles.Role = "prefill" if module == "prefill_worker" else "decode"
     set_up(role, config.id_for(role), config)
+    if config.node_rank:
+        from engine.worker.headless import start_headless
+
+        return await start_headless(config, role)
     return await start_worker(config, role, add_services)
 
 

@@ -13,7 +13,7 @@ MEMBERS: dict[str, str] = {
     "vllm.v1.executor.abstract:Executor": (
         "get_class execute_model sample_tokens execute_dummy_batch take_draft_token_ids shutdown"
     ),
-    "vllm.v1.executor.multiproc_executor:MultiprocExecutor": "collective_rpc output_rank",
+    "vllm.v1.executor.multiproc_executor:MultiprocExecutor": "__init__ start_worker_monitor collective_rpc output_rank",
     "vllm.config.parallel:ParallelConfig": (
         "data_parallel_master_port _data_parallel_master_port_list data_parallel_rank_local dp_sync_interval"
     ),
@@ -50,8 +50,11 @@ MEMBERS: dict[str, str] = {
         " free_block_queue hash_block_size metrics_collector _insert_block_hash"
     ),
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id ref_cnt block_hash is_null reset_hash",
-    "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups kv_cache_tensors has_mamba_layers",
-    "vllm.v1.kv_cache_interface:KVCacheTensor": "offset layer_stride block_stride layers",
+    "vllm.config.cache:CacheConfig": "get_resolved_kv_cache_layout",
+    "vllm.v1.kv_cache_layout:KVCacheLayout": "is_block_outermost",
+    "vllm.v1.kv_cache_interface:KVCacheConfig": "num_blocks kv_cache_groups kv_cache_tensors has_mamba_layers",
+    "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "layer_names",
+    "vllm.v1.kv_cache_interface:KVCacheTensor": "size offset layer_stride block_stride layers",
     "vllm.v1.kv_cache_interface:MambaSpec": "num_speculative_blocks mamba_cache_mode",
     "vllm.config.vllm:VllmConfig": (
         "use_v2_model_runner num_prefill_lookahead_tokens speculative_config scheduler_config cache_config model_config"

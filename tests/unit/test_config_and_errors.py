@@ -137,6 +137,25 @@ def test_stages_are_those_of_the_vllm_engine() -> None:
     WorkerConfig.parse({"model": "m", "pipeline_parallel": 2, "engine": "vllm"}).refuse_parallel("decode")
 
 
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"engine": "torch"}, "nodes: 2 needs engine: vllm, not torch"),
+        ({"tensor_parallel": 3}, "nodes: 3 ranks .* are not equally many on each of 2"),
+        ({"node_rank": 2}, "node_rank: 2 is not below nodes, 2"),
+        ({"master_addr": ""}, "master_addr: with several nodes, set the address of node 0"),
+        ({"nodes": 1, "node_rank": 1}, "node_rank: 1 needs more nodes than 1"),
+    ],
+)
+def test_nodes_need_ranks_and_a_first_one(settings: dict[str, object], error: str) -> None:
+    good = {"model": "m", "engine": "vllm", "tensor_parallel": 4, "nodes": 2, "master_addr": "a", "cores": (4, 5)}
+    config = WorkerConfig.parse(good)
+    config.refuse_parallel("decode")
+    assert [config.of_rank(rank).cores for rank in range(4)] == [(4,), (5,)] * 2, "cores are those of a host"
+    with pytest.raises(StartError, match=error):
+        WorkerConfig.parse(good | settings).refuse_parallel("decode")
+
+
 def test_what_goes_with_it() -> None:
     config = WorkerConfig.parse({"model": "m", "tensor_parallel": 2, "speculation": "ngram", "kv_dtype": "int8"})
     config.refuse_parallel("decode")

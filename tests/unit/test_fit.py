@@ -483,7 +483,12 @@ def test_a_full_context_needs_room_in_the_largest_stage() -> None:
     [
         (LLAMA_405B, 8, {"tensor_parallel": 8, "pipeline_parallel": 2}, "gpus: 8 is not 16, the ranks of a pod"),
         (LLAMA_405B, 16, {"tensor_parallel": 8, "nodes": 2}, "gpus: 16 is not 4, the ranks of a pod"),
-        (LLAMA_405B, 8, {"tensor_parallel": 8, "nodes": 3}, "nodes: 3 does not divide the 8 ranks"),
+        (
+            LLAMA_405B,
+            8,
+            {"tensor_parallel": 8, "nodes": 3},
+            "nodes: 8 ranks (tensor_parallel 8",
+        ),
         (LLAMA_405B, 1, {"data_parallel": 2}, "data_parallel: llama-3.1-405b has no experts to share out"),
         (DEEPSEEK_V3, 1, {"data_parallel": 24}, "data_parallel: 24 does not divide the 256 experts"),
         (DEEPSEEK_V3, 3, {"data_parallel": 16, "data_parallel_local": 3}, "data_parallel_local: 3 does not divide"),

@@ -83,6 +83,10 @@ def test_a_flag_may_repeat_the_value_that_tandem_has(name: str) -> None:
         ("--kv-cache-memory-bytes 1000000000", {"kv_memory_mib": 953}),
         ("--kv-cache-memory-bytes 1G -tp 2", {"kv_memory_mib": 2048, "tensor_parallel": 2}),
         ("-pp 2 --kv-cache-memory-bytes 1G -tp 2", {"kv_memory_mib": 4096, "pipeline_parallel": 2}),
+        (
+            "--nnodes 2 -r 1 --master-addr 10.0.0.1 --master-port 7000 --headless",
+            {"nodes": 2, "node_rank": 1, "master_addr": "10.0.0.1", "master_port": 7000},
+        ),
         ("", {"block_tokens": 32}),
     ],
 )

@@ -27,7 +27,7 @@ def open_store(
     """
     if not settings.kv_store:
         return None
-    secret = _secret(settings.kv_store_secret_file)
+    secret = secret_of(settings.kv_store_secret_file)
     object_format = ObjectFormat(layout.block_bytes, layout.kv_heads, model_fingerprint, secret)
     try:
         objects = _objects(settings, object_format)
@@ -44,7 +44,7 @@ def _objects(settings: StoreSettings, object_format: ObjectFormat) -> Objects:
     return FolderObjects(Path(settings.kv_store), object_format.object_bytes, max_bytes, max_age_s)
 
 
-def _secret(path: Path | None) -> bytes:
+def secret_of(path: Path | None) -> bytes:
     """Return the key of checksums made of a file's bytes; empty without a file."""
     if path is None:
         return b""
