@@ -75,16 +75,21 @@ def test_parts_of_stages_are_the_blocks_of_one_process(
     assert all(part_spans(one.part, part.part, [(0, 0)]) for part in parts)
 
 
-def test_groups_that_are_out_of_line_are_a_layout_of_their_own() -> None:
+def test_groups_share_the_places_of_their_layers() -> None:
     heads = frozenset({"heads"})
     alike = stages_of([StagePool((1, 1), 64, heads, ()), StagePool((2, 2), 128, heads, ())], True)
     assert [(stage.share, stage.planes, stage.division) for stage in alike] == [((0, 1, 3), 3, ""), ((1, 3, 3), 3, "")]
-    unlike = stages_of([StagePool((2, 0), 128, heads, ()), StagePool((0, 2), 128, heads, ())], True)
-    assert {(stage.planes, stage.division) for stage in unlike} == {(4, "[(2, 0), (0, 2)]")}
-    in_one = stages_of([StagePool((2, 0), 96, heads, ()), StagePool((0, 2), 64, heads, ())], False)
-    assert [(stage.share, stage.has_heads) for stage in in_one] == [((0, 3, 5), False), ((3, 5, 5), False)]
     padded = stages_of([StagePool((1, 1), 64, heads, ()), StagePool((2, 1), 128, heads, ())], True)
     assert {stage.division for stage in padded} == {""}, "the group with fewer layers ends before the other"
+    with pytest.raises(EngineStartError, match=r"have \(2, 0\), \(0, 2\) layers by group") as refused:
+        stages_of([StagePool((2, 0), 128, heads, ()), StagePool((0, 2), 128, heads, ())], True)
+    assert refused.value.field == "pipeline_parallel"
+
+
+def test_layers_of_unlike_shapes_in_one_span_are_a_layout_of_their_own() -> None:
+    unlike = stages_of([StagePool((2,), 96, frozenset(), ()), StagePool((2,), 64, frozenset(), ())], False)
+    assert [(stage.share, stage.has_heads) for stage in unlike] == [((0, 3, 5), False), ((3, 5, 5), False)]
+    assert {stage.division for stage in unlike} == {"[(2,), (2,)]"}
 
 
 def test_a_stage_without_layers_is_refused() -> None:

@@ -93,21 +93,6 @@ async def test_stages_and_ranks_lend_to_engines_of_other_shapes(
             assert (await engine.audited()).reserved_blocks == 0
 
 
-@pytest.mark.long
-async def test_stages_with_unlike_numbers_of_layers_of_a_group_lend_among_themselves(tmp_path: Path) -> None:
-    """The first stage has all windows and the second all of full attention, unlike a worker of one stage."""
-    groups = {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2}
-    model = write_model("gpt_oss", tmp_path, **groups)
-    lender, borrower, one = engine_of("lender", model, 2), engine_of("borrower", model, 2), engine_of("one", model)
-    request = greedy("alone", prompt_of(70), 4, ignore_eos=True)
-    async with engines(one):
-        expected = ids(await one.answer(request))
-    async with engines(lender, borrower):
-        assert lender.ready.model_fingerprint == borrower.ready.model_fingerprint != one.ready.model_fingerprint
-        await lends(lender, borrower, 0)
-        assert ids(await lender.answer(request)) == expected
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model("llama", tmp_path_factory.mktemp("model"))

@@ -68,11 +68,15 @@ def stages_of(pools: Sequence[StagePool], in_planes: bool) -> list[Stage]:
         for group, count in enumerate(each.layers)
         if count
     )
+    if not in_line:
+        reason = f"{len(pools)} puts unlike numbers of layers of the model's KV groups before a stage: the stages have "
+        reason += f"{', '.join(str(pool.layers) for pool in pools)} layers by group; set VLLM_PP_LAYER_PARTITION"
+        raise EngineStartError("pipeline_parallel", reason)
     in_order = in_planes or bool(orders)
     widths = depths if in_planes else [pool.block_bytes for pool in pools]
     smallest = 1 if in_planes else gcd(*widths)
-    has_heads = HEADS in orders and (in_planes or in_line)
-    division = "" if in_line and in_order else str([pool.layers for pool in pools])
+    has_heads = HEADS in orders
+    division = "" if in_order else str([pool.layers for pool in pools])
     planes, block_bytes = (sum(depths) if in_planes else 1), sum(pool.block_bytes for pool in pools)
     num_layers = sum(sum(pool.layers) for pool in pools)
     shares = shares_of([end // smallest for end in accumulate(widths)]) if len(pools) > 1 else (ALL,)
