@@ -62,7 +62,7 @@ e2e: $(INSTALLED) $(HELM)
 
 # A process of its own: Ray's test cluster leaves its traces in the one that it is made in.
 ray: $(INSTALLED)
-	$(BIN)/pytest tests/ray_cluster
+	$(BIN)/pytest -m "not long" tests/ray_cluster
 
 # Whole agents, from npm, in .agents: minutes, so no part of `test`.
 AGENTS := @openai/codex@0.169 opencode-ai@1.18 openai ai @ai-sdk/openai-compatible
@@ -116,7 +116,8 @@ $(HELM): helm/get_helm.py $(INSTALLED)
 
 # More models, grammars and chunk sizes, and whole storms, where `test` runs some.
 test-long: $(INSTALLED)
-	$(BIN)/pytest -m long tests/integration tests/e2e tests/vllm_backend
+	$(BIN)/pytest -m long tests/integration tests/e2e tests/vllm_backend tests/pods
+	$(BIN)/pytest -m long tests/ray_cluster
 
 # 20,000 trials in virtual time, 20 real faults of each kind, storms of minutes; `test` runs a slice of all.
 # Twenty rounds of each fault of a network between pods, and between Ray's nodes; one round of each is in `test`.
