@@ -94,9 +94,10 @@ async def test_an_adapter_fails_over_to_workers_that_have_it_and_goes_with_the_l
 ) -> None:
     cluster, client = site
     (undisturbed,) = await asked(client, "legal", 1)
-    stream = Stream(client, [1, *PROMPT], 400, model="legal")
+    stream = Stream(client, [1, *PROMPT], 3000, model="legal")
     await stream.reached(5)
-    serving, _ = await busiest_decoder(cluster)
+    serving, num_requests = await busiest_decoder(cluster)
+    assert num_requests, "the stream has not ended yet"
     kill_worker(serving)
     await finished([stream])
     assert stream.receipt.placement.decode_worker in {"both", "legal-only"} - {serving.name}
