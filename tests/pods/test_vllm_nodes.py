@@ -31,6 +31,7 @@ pytestmark = [
     need_vllm,
     pytest.mark.skipif(bool(reason := missing()), reason=reason),
     pytest.mark.timeout(0),
+    pytest.mark.long,
 ]
 ROUNDS = int(os.environ.get("TANDEM_ROUNDS", "1"))
 START_S = 300.0
@@ -196,7 +197,7 @@ async def stopped(site: Site, rng: random.Random) -> None:
 FAULTS = (killed, cut_off, stopped)
 
 
-@pytest.mark.parametrize("shape", ["ranks", pytest.param("stages", marks=pytest.mark.long)])
+@pytest.mark.parametrize("shape", SHAPES)
 async def test_a_worker_over_two_nodes_loses_no_request_with_a_node(shape: str, tmp_path: Path) -> None:
     async with site_of(shape, tmp_path) as site:
         await site.all_joined()
