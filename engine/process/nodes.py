@@ -208,7 +208,7 @@ def heard(connection: Connection) -> object:
     """
     while True:
         if not connection.poll(SILENCE_S):
-            raise TimeoutError(f"it was silent for {SILENCE_S:.0f} s")
+            raise TimeoutError(f"the other end was silent for {SILENCE_S:.0f} s")
         if not isinstance(message := connection.recv(), Beat):
             return message
 

@@ -16,7 +16,7 @@ from engine.errors import EngineStartError
 from kvtransfer.ranks import ALL, Share, shares_of
 
 HEADS, LAYERS = "heads", "layers"
-"""What lies together in a block of a pool: all bytes of a head, or all bytes of a layer."""
+"""Orders of the bytes in a block of a pool: those of a head lie together, or those of a layer."""
 
 
 class StagePool(NamedTuple):
