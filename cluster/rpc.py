@@ -121,7 +121,7 @@ class Server:
             else:
                 bound = self.grpc.add_secure_port(f"{host}:{port}", self._credentials.for_grpc())
         except RuntimeError as error:
-            raise StartError(setting, f"cannot listen on {host}:{port}: {_bind_reason(host, port)}") from error
+            raise StartError(setting, f"cannot listen on {host}:{port}: {bind_reason(host, port)}") from error
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.grpc.start()
         return bound
@@ -139,7 +139,7 @@ class Server:
         try:
             server.add_insecure_port(address)
         except RuntimeError as error:
-            reason = _bind_reason(host, settings.health_port)
+            reason = bind_reason(host, settings.health_port)
             raise StartError("health_port", f"cannot listen on {address}: {reason}") from error
         await server.start()
         self._health_only = server
@@ -328,7 +328,7 @@ class Channels:
         closing.add_done_callback(self._closing.discard)
 
 
-def _bind_reason(host: str, port: int) -> str:
+def bind_reason(host: str, port: int) -> str:
     """Return the system's reason why a port cannot be bound; gRPC's own error hides it."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:

@@ -57,6 +57,8 @@ class Credentials:
         self._lock = threading.Lock()
         self._complaint = ""
         self._contexts: list[ssl.SSLContext] = []
+        self._calling: tuple[_Contents, ssl.SSLContext] | None = None
+        """Context of connections to others, and the contents that it was made of."""
         self._contents = self._read(self._stamp())
         self._configuration = self._configure()
 
@@ -103,6 +105,16 @@ class Credentials:
         context.sni_callback = look  # called also for clients that send no server name
         self._contexts.append(context)
         return context
+
+    def for_caller(self) -> ssl.SSLContext:
+        """Return a client context with the current files."""
+        contents = self.current()
+        if self._calling is None or self._calling[0] is not contents:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            self._load(context)
+            self._calling = contents, context
+        return self._calling[1]
 
     def _stamp(self) -> tuple[tuple[int, int, int], ...]:
         """Return a value that differs when contents differ; a file replaced by renaming has another inode."""
@@ -172,6 +184,10 @@ class MemberIdentity:
         now = self.credentials.current()
         named = [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
         return grpc.ssl_channel_credentials(now.ca, now.key, now.cert), named
+
+    def for_stream(self, host: str) -> tuple[ssl.SSLContext, str]:
+        """Return the context of a connection to a member at `host`, and the name that its certificate must have."""
+        return self.credentials.for_caller(), self.server_name or host
 
     def stamp(self) -> object:
         return self.credentials.current().stamp

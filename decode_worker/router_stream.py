@@ -6,11 +6,13 @@ collected until a message can be sent.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from cluster.error_status import to_proto
 from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
+from cluster.frame_stream import FrameStream
 from cluster.logs import of
+from cluster.protocol import DECODE_FRAMES
 from cluster.waker import Waker
 from decode_worker.decode_attempt import DecodeAttempt
 from protos import decode_pb2 as pb
@@ -149,6 +151,30 @@ class RouterStream:
                 continue
             num_bytes += part.ByteSize()
         return frame
+
+
+def serve_router(
+    connection: RouterStream, stream: FrameStream, hold: Callable[[], Awaitable[None]]
+) -> Callable[[bytes], None]:
+    """Serve a router on a stream over bare TCP; return the function that takes the router's frames.
+
+    `hold` is awaited before each frame to the router.
+    """
+
+    async def send() -> None:
+        async for frame in connection.frames():
+            await hold()
+            stream.send(DECODE_FRAMES, frame.SerializeToString())
+            await stream.drained()
+
+    sending = asyncio.ensure_future(send())
+
+    def ended(_: ServiceError) -> None:
+        connection.close()
+        sending.cancel()
+
+    stream.on_end.append(ended)
+    return lambda payload: connection.absorb(pb.RouterFrame.FromString(payload))
 
 
 def _take_some(attempt: DecodeAttempt, part: pb.Part) -> bool:

@@ -11,8 +11,9 @@ from tokenizers import Tokenizer
 
 from cluster.error_status import to_status
 from cluster.errors import InvalidRequest, ServiceError
+from cluster.frame_stream import FrameStream
 from decode_worker.decode_attempt import DecodeAttempt
-from decode_worker.router_stream import RouterStream
+from decode_worker.router_stream import RouterStream, serve_router
 from engine.model.detokenizer import load_tokenizer
 from engine.worker.runtime import WorkerContext
 from protos import decode_pb2 as pb
@@ -55,6 +56,10 @@ class DecodeService(pb_grpc.DecodeServicer):
             reading.cancel()
             connection.close()
 
+    def serve_frames(self, stream: FrameStream) -> Callable[[bytes], None]:
+        """Serve a router's requests on a stream over bare TCP; return the function that takes its frames."""
+        return serve_router(RouterStream(self._begin), stream, self._context.faults.hold_frame)
+
     async def Generate(self, request: pb.DecodeRequest, context: Any) -> AsyncIterator[public_pb.GenerateResponse]:
         news = asyncio.Event()
         attempt: DecodeAttempt | None = None
@@ -92,5 +97,7 @@ async def _read(connection: RouterStream, frames: AsyncIterator[pb.RouterFrame])
 
 
 def add_decode_service(server: Any, context: WorkerContext) -> list[str]:
-    pb_grpc.add_DecodeServicer_to_server(DecodeService(context), server.grpc)
+    service = DecodeService(context)
+    pb_grpc.add_DecodeServicer_to_server(service, server.grpc)
+    context.streams.serve = service.serve_frames
     return ["tandem.internal.v1.Decode"]

@@ -659,6 +659,7 @@ class Hello(_message.Message):
     RESUMES_AT_BOUNDARIES_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     GROUP_RANK_FIELD_NUMBER: _builtins.int
+    STREAM_ADDRESS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.bytes
     role: Global___Role.ValueType
@@ -701,6 +702,10 @@ class Hello(_message.Message):
     worker's rank in it. Empty for a worker of its own.
     """
     group_rank: _builtins.int
+    stream_address: _builtins.str
+    """host:port at which a router opens its stream of requests and events (cluster/frame_stream.py); empty: the worker takes
+    both over gRPC.
+    """
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
         """Loaded LoRA adapters, each served as a model of its own."""
@@ -731,14 +736,37 @@ class Hello(_message.Message):
         resumes_at_boundaries: _builtins.bool = ...,
         group: _builtins.str = ...,
         group_rank: _builtins.int = ...,
+        stream_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "group", b"group", "group_rank", b"group_rank", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol", b"protocol", "reserve_output_tokens", b"reserve_output_tokens", "resumes_at_boundaries", b"resumes_at_boundaries", "role", b"role", "start_seconds", b"start_seconds", "store", b"store", "traffic_share", b"traffic_share", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "group", b"group", "group_rank", b"group_rank", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol", b"protocol", "reserve_output_tokens", b"reserve_output_tokens", "resumes_at_boundaries", b"resumes_at_boundaries", "role", b"role", "start_seconds", b"start_seconds", "store", b"store", "stream_address", b"stream_address", "traffic_share", b"traffic_share", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class StreamOpening(_message.Message):
+    """First frame of a router's stream to a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """Value of the Welcome that this stream belongs to."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamOpening: _TypeAlias = StreamOpening  # noqa: Y015
 
 @_typing.final
 class Adapter(_message.Message):
@@ -949,8 +977,13 @@ class Welcome(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    STREAM_KEY_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     incarnation: _builtins.bytes
+    stream_key: _builtins.bytes
+    """Key of the stream that this router opens at the worker's `stream_address` now. The worker sends its events there, and
+    nothing more on this call, which ends with the membership; empty: it sends them here.
+    """
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[_lend_pb2.Holder]:
         """Workers with which it will likely exchange blocks, the likeliest first. It connects to them before its first report,
@@ -963,10 +996,11 @@ class Welcome(_message.Message):
         router_id: _builtins.str = ...,
         incarnation: _builtins.bytes = ...,
         peers: _abc.Iterable[_lend_pb2.Holder] | None = ...,
+        stream_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "peers", b"peers", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "peers", b"peers", "router_id", b"router_id", "stream_key", b"stream_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

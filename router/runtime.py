@@ -16,7 +16,7 @@ from cluster.metrics import MetricsServer, new_registry
 from cluster.open_discovery import open_discovery
 from cluster.process import Addresses
 from cluster.rpc import Server
-from cluster.tls import Credentials, TlsIdentity
+from cluster.tls import Credentials, MemberIdentity
 from protos import membership_pb2_grpc as pb_grpc
 from router.admission.arrivals import Arrivals
 from router.admission.dispatcher import Dispatcher
@@ -192,7 +192,7 @@ def serve_models(
     files: Sequence[ModelFiles],
     tenant_limits: TenantLimits,
     incarnation: bytes,
-    trust: TlsIdentity | None = None,
+    trust: MemberIdentity | None = None,
 ) -> ModelRuntimes:
     """Create the model runtimes, each with a fleet and a queue; tenant limits count over all of them."""
     dispatchers: list[Dispatcher] = []

@@ -8,15 +8,15 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import uvloop
 
-from cluster.protocol import PROTOCOL
-from cluster.rpc import Server, channel
+from cluster.frame_stream import FrameServer, FrameStream
+from cluster.protocol import DECODE_FRAMES, PROTOCOL, WORKER_EVENTS
+from cluster.rpc import channel
 from cluster.waker import Waker
 from engine.model.model_dir import ModelDir
-from protos import decode_pb2, decode_pb2_grpc, membership_pb2, membership_pb2_grpc
+from protos import decode_pb2, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
 
 NUM_BLOCKS, BLOCK_TOKENS = 1 << 20, 32
@@ -24,8 +24,8 @@ REPORT_S = 0.02
 TOKEN = pb.GenerateResponse(token_ids=[7], text=" w7").SerializeToString()
 
 
-class MockDecode(decode_pb2_grpc.DecodeServicer):
-    """Decode service: each step gives every running request one token, in one frame."""
+class MockDecode:
+    """Decode worker: each step gives every running request one token, in one frame."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -33,27 +33,26 @@ class MockDecode(decode_pb2_grpc.DecodeServicer):
         self.num_running = 0
         self.seen: dict[str, int] = {}
         """Highest placement of each router."""
+        self.stream: asyncio.Future[FrameStream] = asyncio.get_running_loop().create_future()
 
-    async def Serve(  # noqa: N802
-        self, request_iterator: AsyncIterator[decode_pb2.RouterFrame], context: Any
-    ) -> AsyncIterator[decode_pb2.DecodeFrame]:
+    def accept(self, stream: FrameStream, opening: bytes) -> None:
+        """Serve the router's stream."""
         arrived: dict[int, decode_pb2.DecodeRequest] = {}
         running: dict[int, tuple[int, decode_pb2.DecodeRequest]] = {}
         waker = Waker()
 
-        async def read() -> None:
-            async for frame in request_iterator:
-                for placed in frame.placed:
-                    arrived[placed.number] = placed.request
-                    self.seen[placed.request.router_id] = placed.request.placement_sequence
-                for number in frame.cancelled:
-                    arrived.pop(number, None)
-                    running.pop(number, None)
-                waker.wake()
+        def received(kind: int, payload: bytes) -> None:
+            frame = decode_pb2.RouterFrame.FromString(payload)
+            for placed in frame.placed:
+                arrived[placed.number] = placed.request
+                self.seen[placed.request.router_id] = placed.request.placement_sequence
+            for number in frame.cancelled:
+                arrived.pop(number, None)
+                running.pop(number, None)
+            waker.wake()
 
-        reading = asyncio.ensure_future(read())
-        try:
-            while not reading.done():
+        async def steps() -> None:
+            while True:
                 if not arrived and not running:
                     await waker.sleep()
                     continue
@@ -71,9 +70,12 @@ class MockDecode(decode_pb2_grpc.DecodeServicer):
                         running[number] = left - 1, request
                         parts.append(decode_pb2.Part(number=number, messages=[TOKEN]))
                 self.num_running = len(running)
-                yield decode_pb2.DecodeFrame(parts=parts)
-        finally:
-            reading.cancel()
+                stream.send(DECODE_FRAMES, decode_pb2.DecodeFrame(parts=parts).SerializeToString())
+
+        stream.on_frame = received
+        stepping = asyncio.ensure_future(steps())
+        stream.on_end.append(lambda _: stepping.cancel())
+        self.stream.set_result(stream)
 
 
 def _last(request: decode_pb2.DecodeRequest) -> bytes:
@@ -95,37 +97,45 @@ def _last(request: decode_pb2.DecodeRequest) -> bytes:
 async def _stay_joined(router: str, hello: membership_pb2.Hello, worker: MockDecode) -> None:
     async def said() -> AsyncIterator[membership_pb2.WorkerMessage]:
         yield membership_pb2.WorkerMessage(hello=hello)
+        await asyncio.get_running_loop().create_future()
+
+    async def report() -> None:
+        stream = await worker.stream
         while True:
             worker.step += 1
-            yield membership_pb2.WorkerMessage(
-                load=membership_pb2.LoadReport(
-                    step=worker.step,
-                    running=worker.num_running,
-                    decoding=worker.num_running,
-                    available_blocks=NUM_BLOCKS,
-                    num_blocks=NUM_BLOCKS,
-                    placements_seen=worker.seen,
-                )
+            load = membership_pb2.LoadReport(
+                step=worker.step,
+                running=worker.num_running,
+                decoding=worker.num_running,
+                available_blocks=NUM_BLOCKS,
+                num_blocks=NUM_BLOCKS,
+                placements_seen=worker.seen,
             )
+            stream.send(WORKER_EVENTS, membership_pb2.WorkerMessage(load=load).SerializeToString())
             await asyncio.sleep(REPORT_S)
 
-    async with channel(router) as link:
-        async for _ in membership_pb2_grpc.MembershipStub(link).Join(said()):
-            pass
+    reporting = asyncio.ensure_future(report())
+    try:
+        async with channel(router) as link:
+            async for _ in membership_pb2_grpc.MembershipStub(link).Join(said()):
+                pass
+    finally:
+        reporting.cancel()
 
 
 async def main(model: Path, router: str, count: int, step_s: float) -> None:
     servers, joined, model_dir = [], [], ModelDir.open(model)
     for number in range(count):
-        worker, server = MockDecode(step_s), Server()
-        decode_pb2_grpc.add_DecodeServicer_to_server(worker, server.grpc)
-        port = await server.start("127.0.0.1", 0, [])
+        worker = MockDecode(step_s)
+        server = FrameServer(worker.accept)
+        port = await server.start("127.0.0.1", 0, "port")
         servers.append(server)  # a server ends when it is garbage collected
         hello = membership_pb2.Hello(
             worker_id=f"mock-{number}",
             incarnation=f"mock-{number}-{time.time_ns()}".encode(),
             role=membership_pb2.ROLE_DECODE,
             address=f"127.0.0.1:{port}",
+            stream_address=f"127.0.0.1:{port}",
             model=model.name,
             model_fingerprint=b"mock",
             config_fingerprint=model_dir.config_fingerprint(),

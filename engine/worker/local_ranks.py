@@ -48,6 +48,8 @@ def configs_of(config: WorkerConfig, role: Role) -> list[WorkerConfig]:
             "member_index": None,
             "port": config.port and config.port + number,
         }
+        if config.stream_port:
+            changes["stream_port"] = config.stream_port + number
         if config.metrics_port:
             changes["metrics_port"] = config.metrics_port + number
         if number:

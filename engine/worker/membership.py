@@ -14,11 +14,14 @@ import grpc
 from cluster.discovery import Discovery, Roster
 from cluster.error_status import from_rpc_error
 from cluster.errors import AlreadyExists, Incompatible, ServiceError, TandemError
+from cluster.frame_stream import FrameStream
+from cluster.protocol import WORKER_EVENTS
 from cluster.rpc import channel
 from cluster.tls import TlsIdentity
 from engine.messages.from_engine import CacheChanged, Load
 from engine.messages.to_engine import TakeSnapshot
 from engine.process.engine_client import EngineClient
+from engine.worker.router_streams import RouterStreams, end_of
 from engine.worker.worker_events import cache_events, load_report, messages_of, parts_of, summary
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
@@ -80,8 +83,13 @@ class Memberships:
         name_taken_s: float = NAME_TAKEN_S,
         trust: TlsIdentity | None = None,
         meet: Meet | None = None,
+        streams: RouterStreams | None = None,
     ) -> None:
-        """Create them; `meet` connects to workers that a router names, before it gets the first report."""
+        """Create them; `meet` connects to workers that a router names, before it gets the first report.
+
+        `streams` are those that routers open, where the Hello has a `stream_address`.
+        """
+        self._streams = streams
         self._hello = hello
         self._engine = engine
         self._pinned = frozenset(pinned)
@@ -236,6 +244,7 @@ class Memberships:
         over = router.over = asyncio.Event()
         welcomed, hello = asyncio.Event(), self._hello
         router.hello = hello
+        stream: FrameStream | None = None
 
         def watch(message: CacheChanged | Load) -> None:
             if isinstance(message, Load):
@@ -245,9 +254,22 @@ class Memberships:
             except asyncio.QueueFull:
                 over.set()
 
+        def end() -> None:
+            over.set()
+            with suppress(asyncio.QueueFull):
+                backlog.put_nowait(None)
+
         async def outgoing() -> AsyncIterator[pb.WorkerMessage]:
             yield pb.WorkerMessage(hello=hello)
             await welcomed.wait()
+            async for message in events():
+                if stream is None:
+                    yield message
+                else:
+                    stream.send(WORKER_EVENTS, message.SerializeToString())
+                    await stream.drained()
+
+        async def events() -> AsyncIterator[pb.WorkerMessage]:
             if over.is_set():
                 return
             self._engine.send(TakeSnapshot())
@@ -283,16 +305,17 @@ class Memberships:
                     if answer.HasField("welcome"):
                         if self._meet is not None:
                             await self._meet(answer.welcome.peers)
+                        if answer.welcome.stream_key and self._streams is not None:
+                            stream = await self._streams.of(answer.welcome.stream_key)
+                            end_of(stream, end)
                         self._welcome(router, answer.welcome)
                         welcomed.set()
                     elif answer.HasField("resync"):
                         self._engine.send(TakeSnapshot())
             finally:
                 call.cancel()
-                over.set()  # whichever side ended it: `outgoing` would wait for a welcome or a message for ever
+                end()  # whichever side ended it: `outgoing` would wait for a welcome or a message for ever
                 welcomed.set()
-                with suppress(asyncio.QueueFull):
-                    backlog.put_nowait(None)
 
     def _welcome(self, router: _Router, welcome: pb.Welcome) -> None:
         """Check a router's identity.

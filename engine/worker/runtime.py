@@ -12,6 +12,7 @@ from functools import partial
 from cluster.discovery import Discovery
 from cluster.drain import Drain
 from cluster.errors import Draining, TandemError
+from cluster.frame_stream import FrameServer
 from cluster.loop_watch import watch_loop
 from cluster.metrics import MetricsServer, new_registry
 from cluster.open_discovery import open_discovery
@@ -34,6 +35,7 @@ from engine.worker.membership import NAME_TAKEN_S, Memberships
 from engine.worker.metrics import register
 from engine.worker.model_files import weights_source, with_local_files
 from engine.worker.role_switch import RoleSwitch
+from engine.worker.router_streams import RouterStreams
 from engine.worker.worker_service import WorkerService
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
@@ -88,6 +90,9 @@ class WorkerContext:
     loans: Drain
     """Loans given."""
     faults: Faults
+    streams: RouterStreams
+    stream_address: str
+    """Address at which routers open their streams; empty: they use gRPC."""
 
     def check_taking(self) -> None:
         """Raise Draining when no new work is accepted."""
@@ -106,6 +111,7 @@ class Worker:
         self,
         context: WorkerContext,
         server: Server,
+        frame_server: FrameServer,
         address: str,
         discovery: Discovery,
         leaving: "StopRequest",
@@ -117,6 +123,7 @@ class Worker:
         self._metrics = metrics
         self._context = context
         self._server = server
+        self._frame_server = frame_server
         self._discovery = discovery
         self._leaving = leaving
         config = context.config
@@ -132,6 +139,7 @@ class Worker:
             name_taken_s=config.drain_s + NAME_TAKEN_S,
             trust=member,
             meet=partial(context.introductions.meet, me),
+            streams=context.streams,
         )
         self._memberships.start()
 
@@ -231,6 +239,7 @@ class Worker:
         await self._memberships.leave()
         await self._context.introductions.close()
         await self._discovery.close()
+        self._frame_server.close()
         await self._server.stop(grace_s=0.5)
         await self._metrics.close()
         await self._context.engine.stop()
@@ -288,6 +297,12 @@ async def start_worker(
         )
         roles = RoleSwitch(role, config, engine, ready.gpu, say_role)
         faults = Faults(config, worker_id, engine, lenders)
+        streams, stream_address = RouterStreams(), ""
+        frame_server = FrameServer(streams.accept, member.credentials if member else None)
+        undo.callback(frame_server.close)
+        if config.stream_port is not None:
+            stream_port = await frame_server.start(config.host, config.stream_port, "stream_port")
+            stream_address = f"{config.advertise_host or config.host}:{stream_port}"
         context = WorkerContext(
             config,
             roles,
@@ -302,6 +317,8 @@ async def start_worker(
             requests,
             loans,
             faults,
+            streams,
+            stream_address,
         )
         leaving = StopRequest(requests, loans)
         server = Server(member.credentials if member else None)  # all services of a worker are internal
@@ -314,7 +331,7 @@ async def start_worker(
         await metrics.start(registry)
         undo.pop_all()
     address = f"{config.advertise_host or config.host}:{port}"
-    worker = Worker(context, server, address, discovery, leaving, metrics, member)
+    worker = Worker(context, server, frame_server, address, discovery, leaving, metrics, member)
     await server.mark_serving(worker.ready)
     return worker
 
@@ -326,6 +343,7 @@ def _hello(context: WorkerContext, address: str) -> pb.Hello:
         incarnation=context.incarnation,
         role=ON_WIRE[context.roles.role],
         address=address,
+        stream_address=context.stream_address,
         model=context.model_dir.name,
         model_fingerprint=ready.model_fingerprint,
         config_fingerprint=context.model_dir.config_fingerprint(),

@@ -1,4 +1,4 @@
-"""Stream to one decode worker for all its requests: a step's tokens of all requests come in one message.
+"""Streams to one decode worker for all its requests: a step's tokens of all requests come in one message.
 
 A client that does not read delays no other: once PAUSE_AT messages of its request wait here, or PAUSE_BYTES, the worker
 is told to keep the rest, and later sends it in fewer messages.
@@ -6,6 +6,7 @@ is told to keep the rest, and later sends it in fewer messages.
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
@@ -28,13 +29,13 @@ MARGIN_BYTES = 1 << 10
 """Bytes of a frame besides its requests."""
 
 
-class DecodeStream:
+class DecodeStream(ABC):
     """Stream to one worker.
 
     Any failure ends it and all its requests.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, name: str, on_broken: Callable[[], object]) -> None:
+    def __init__(self, name: str, on_broken: Callable[[], object]) -> None:
         """Create the stream.
 
         `on_broken` is called once, when the channel is not used any more.
@@ -46,12 +47,17 @@ class DecodeStream:
         self._leaving = pb.RouterFrame()
         self._placed: dict[int, pb.PlacedRequest] = {}
         """Requests not sent yet, by number."""
-        self._waker = Waker()
         self._failure: ServiceError | None = None
         self.connected = False
-        """Whether the connection was established, as seen by its opener."""
-        self._call = pb_grpc.DecodeStub(channel).Serve(self._outgoing())
-        self._reading = asyncio.ensure_future(self._read())
+        """Whether the connection was established."""
+
+    @abstractmethod
+    def _wake(self) -> None:
+        """Have `_frame` sent soon."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Close what carries the frames."""
 
     @property
     def broken(self) -> bool:
@@ -77,7 +83,7 @@ class DecodeStream:
         waits = self._requests[number] = _Request()
         timer = asyncio.get_running_loop().call_later(timeout_s, waits.end, DeadlineExceeded(_TOO_LATE))
         self._placed[number] = pb.PlacedRequest(number=number, request=request, timeout_ms=timeout_s * 1e3)
-        self._waker.wake()
+        self._wake()
         try:
             while True:
                 while waits.messages:
@@ -87,7 +93,7 @@ class DecodeStream:
                 if waits.paused:
                     waits.paused = False
                     self._leaving.resumed.append(number)
-                    self._waker.wake()
+                    self._wake()
                 if waits.ended:
                     if waits.failure is not None:
                         raise waits.failure
@@ -98,7 +104,7 @@ class DecodeStream:
             del self._requests[number]
             if self._placed.pop(number, None) is None and not waits.ended_by_worker:
                 self._leaving.cancelled.append(number)
-                self._waker.wake()
+                self._wake()
 
     def break_off(self, failure: ServiceError) -> None:
         """Fail all requests with this error."""
@@ -106,21 +112,12 @@ class DecodeStream:
             self._failure = failure
             for waits in self._requests.values():
                 waits.end(failure)
-            self._call.cancel()
-            self._reading.cancel()
-            self._waker.wake()
+            self._close()
             self._on_broken()
 
-    async def _read(self) -> None:
-        failure: ServiceError = Unavailable(f"decode worker {self._name} ended its stream")
-        try:
-            async for frame in self._call:
-                for part in frame.parts:
-                    self._hand_over(part)
-        except grpc.aio.AioRpcError as error:
-            failure = Unavailable(f"the stream to decode worker {self._name} broke: {from_rpc_error(error)}")
-        finally:
-            self.break_off(failure)
+    def _receive(self, frame: pb.DecodeFrame) -> None:
+        for part in frame.parts:
+            self._hand_over(part)
 
     def _hand_over(self, part: pb.Part) -> None:
         waits = self._requests.get(part.number)
@@ -133,14 +130,11 @@ class DecodeStream:
         elif waits.is_behind and not waits.paused:
             waits.paused = True
             self._leaving.paused.append(part.number)
-            self._waker.wake()
+            self._wake()
 
-    async def _outgoing(self) -> AsyncIterator[pb.RouterFrame]:
-        while self._failure is None:
-            if self._placed or self._leaving.ByteSize():
-                yield self._frame()
-            else:
-                await self._waker.sleep()
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._placed or self._leaving.ByteSize())
 
     def _frame(self) -> pb.RouterFrame:
         frame, self._leaving = self._leaving, pb.RouterFrame()
@@ -151,6 +145,41 @@ class DecodeStream:
                 break
             frame.placed.append(self._placed.pop(number))
         return frame
+
+
+class GrpcDecodeStream(DecodeStream):
+    """Stream by gRPC, for workers without a port for streams."""
+
+    def __init__(self, channel: grpc.aio.Channel, name: str, on_broken: Callable[[], object]) -> None:
+        super().__init__(name, on_broken)
+        self._waker = Waker()
+        self._call = pb_grpc.DecodeStub(channel).Serve(self._outgoing())
+        self._reading = asyncio.ensure_future(self._read())
+
+    def _wake(self) -> None:
+        self._waker.wake()
+
+    def _close(self) -> None:
+        self._call.cancel()
+        self._reading.cancel()
+        self._waker.wake()
+
+    async def _read(self) -> None:
+        failure: ServiceError = Unavailable(f"decode worker {self._name} ended its stream")
+        try:
+            async for frame in self._call:
+                self._receive(frame)
+        except grpc.aio.AioRpcError as error:
+            failure = Unavailable(f"the stream to decode worker {self._name} broke: {from_rpc_error(error)}")
+        finally:
+            self.break_off(failure)
+
+    async def _outgoing(self) -> AsyncIterator[pb.RouterFrame]:
+        while self._failure is None:
+            if self._has_news:
+                yield self._frame()
+            else:
+                await self._waker.sleep()
 
 
 _TOO_LATE = "the deadline passed before the request was done"

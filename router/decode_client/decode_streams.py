@@ -6,22 +6,22 @@ from contextlib import ExitStack
 
 import grpc
 
-from cluster.errors import Unavailable
+from cluster.errors import InvalidRequest, Unavailable
 from cluster.rpc import Channels
-from cluster.tls import TlsIdentity
-from router.decode_client.decode_stream import DecodeStream
+from cluster.tls import MemberIdentity
+from router.decode_client.decode_stream import DecodeStream, GrpcDecodeStream
+from router.decode_client.frame_decode_stream import CONNECT_S, FrameDecodeStream
+from router.decode_client.inbox import Inbox
 from router.placement.fleet import Fleet
 from router.placement.worker_records import Worker
-
-CONNECT_S = 3.0
-"""Seconds for a connection. gRPC's default is 20 s, while the request could run elsewhere."""
 
 
 class DecodeStreams:
     """Streams by membership: a worker that joins again gets a new one."""
 
-    def __init__(self, fleet: Fleet, trust: TlsIdentity | None = None) -> None:
+    def __init__(self, fleet: Fleet, trust: MemberIdentity | None = None) -> None:
         self._fleet = fleet
+        self._trust = trust
         self._links: dict[Worker, DecodeStream] = {}
         self._channels = Channels(trust)
 
@@ -32,15 +32,34 @@ class DecodeStreams:
         """
         link = self._links.get(worker)
         if link is None or link.broken:
-            self._let_go()
-            held = ExitStack()
+            link = self._opened(worker, None)
+        return link
+
+    def open(self, worker: Worker, inbox: Inbox) -> None:
+        """Open the stream of a worker that has just joined at its `stream_address`; its events go into `inbox`."""
+        self._opened(worker, inbox)
+
+    def _opened(self, worker: Worker, inbox: Inbox | None) -> DecodeStream:
+        self._let_go()
+        held = ExitStack()
+        link: DecodeStream
+        if worker.stream_key:
+            # Only the membership's own stream brings events. One that replaces it, for requests until the worker has
+            # joined again, has no key.
+            key, put = (b"", _no_event) if inbox is None else (worker.stream_key, inbox.put)
+            address, name = worker.hello.stream_address, worker.worker_id
+            link = FrameDecodeStream(address, key, name, held.close, put, self._trust)
+            if inbox is not None:
+                held.callback(inbox.end, Unavailable(f"the stream to {name} at {address} (stream_port) is over"))
+        else:
             to_worker = held.enter_context(self._channels.using(worker.hello.address))
-            link = self._links[worker] = DecodeStream(to_worker, worker.worker_id, held.close)
-            silent = Unavailable(f"decode worker {worker.worker_id} fell silent")
-            fell_silent = functools.partial(link.break_off, silent)
-            worker.on_lost.add(fell_silent)
-            held.callback(worker.on_lost.discard, fell_silent)
+            link = GrpcDecodeStream(to_worker, worker.worker_id, held.close)
             held.callback(asyncio.ensure_future(_connected(to_worker, link, worker)).cancel)
+        self._links[worker] = link
+        silent = Unavailable(f"decode worker {worker.worker_id} fell silent")
+        fell_silent = functools.partial(link.break_off, silent)
+        worker.on_lost.add(fell_silent)
+        held.callback(worker.on_lost.discard, fell_silent)
         return link
 
     def departed(self, address: str) -> None:
@@ -54,6 +73,10 @@ class DecodeStreams:
             if link.broken or (link.idle and self._fleet.worker(worker.worker_id) is not worker):
                 link.break_off(Unavailable(f"decode worker {worker.worker_id} left"))
                 del self._links[worker]
+
+
+def _no_event(event: object) -> None:
+    raise InvalidRequest("frame", "has an event, on a stream without the key of a membership")
 
 
 async def _connected(channel: grpc.aio.Channel, link: DecodeStream, worker: Worker) -> None:

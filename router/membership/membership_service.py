@@ -2,17 +2,18 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from cluster.error_status import to_status
 from cluster.errors import AlreadyExists, Incompatible, InvalidRequest, ServiceError
-from cluster.loop_watch import loop_time
 from cluster.protocol import PROTOCOL
 from engine.block_keys import ADAPTER_BYTES
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
+from router.decode_client.inbox import Inbox
 from router.membership.status import load_status
 from router.models.config import AUTO
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
@@ -49,19 +50,34 @@ class MembershipService(pb_grpc.MembershipServicer):
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any
     ) -> AsyncIterator[pb.RouterMessage]:
         member: tuple[ModelRuntime, Worker] | None = None
+        inbox: Inbox | None = None
+        filling: asyncio.Future[None] | None = None
         try:
             first = await anext(request_iterator, None)
             member = model, worker = self._admit(first)
+            inbox = Inbox(self._silence_s)
             peers = peers_of(worker.hello, model.fleet.workers)
-            welcome = pb.Welcome(router_id=self._router_id, incarnation=self._incarnation, peers=peers)
+            welcome = pb.Welcome(
+                router_id=self._router_id, incarnation=self._incarnation, peers=peers, stream_key=worker.stream_key
+            )
             yield pb.RouterMessage(welcome=welcome)
-            messages = aiter(request_iterator)
-            while (message := await self._next(model, worker, messages)) is not None:
+            filling = asyncio.ensure_future(inbox.fill(aiter(request_iterator)))
+            if worker.stream_key:
+                model.links.open(worker, inbox)
+            while (message := await inbox.get()) is not None:
                 if not await self._absorb(model, worker, message):
                     yield pb.RouterMessage(resync=pb.Resync())
+            if inbox.is_silent:
+                log.warning("%s was silent for %g s: lost", worker.worker_id, self._silence_s)
+                self._on_lost(model.name)
+                _lose(worker)
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
         finally:
+            if filling is not None:
+                filling.cancel()
+            if inbox is not None:
+                inbox.close()
             if member is not None:
                 self._left(*member)
 
@@ -99,6 +115,8 @@ class MembershipService(pb_grpc.MembershipServicer):
         if warning := _strangers(hello, model.fleet.workers):
             log.warning("%s", warning)
         worker = model.fleet.joined(hello)
+        if hello.stream_address:
+            worker.stream_key = secrets.token_bytes(16)
         self._last_report_at[worker] = time.monotonic()
         return model, worker
 
@@ -121,29 +139,6 @@ class MembershipService(pb_grpc.MembershipServicer):
         log.warning("%s has been silent for %.1f s and is replaced by another process", old.worker_id, silent_s)
         _lose(old)
 
-    async def _next(
-        self, model: ModelRuntime, worker: Worker, messages: AsyncIterator[pb.WorkerMessage]
-    ) -> pb.WorkerMessage | None:
-        """Return the next message, or None when the stream ended or the engine behind it fell silent.
-
-        Seconds in which this router's own loop stood still are no silence of the worker.
-        """
-        began_at = loop_time()
-        reading = asyncio.ensure_future(_next_message(messages))
-        reading.add_done_callback(_retrieve)
-        try:
-            while (left_s := began_at + self._silence_s - loop_time()) > 0:
-                await asyncio.wait([reading], timeout=left_s)
-                if reading.done():
-                    return reading.result()
-        finally:
-            if not reading.done():
-                reading.cancel()
-        log.warning("%s was silent for %g s: lost", worker.worker_id, self._silence_s)
-        self._on_lost(model.name)
-        _lose(worker)
-        return None
-
     async def _absorb(self, model: ModelRuntime, worker: Worker, message: pb.WorkerMessage) -> bool:
         if model.fleet.worker(worker.worker_id) is not worker:
             raise AlreadyExists(f"another stream of {worker.worker_id!r} has replaced this one", "worker_id")
@@ -164,16 +159,6 @@ class MembershipService(pb_grpc.MembershipServicer):
             model.on_worker_report()
         model.dispatcher.kick()
         return in_step
-
-
-async def _next_message(messages: AsyncIterator[pb.WorkerMessage]) -> pb.WorkerMessage | None:
-    return await anext(messages, None)
-
-
-def _retrieve(reading: "asyncio.Future[Any]") -> None:
-    """Take note of how a read ended, also where its stream was over before: a stopped server fails it."""
-    if not reading.cancelled():
-        reading.exception()
 
 
 def _lose(worker: Worker) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.errors import Forbidden, Incompatible, InvalidRequest, StartError, Unavailable, UnknownModel
-from cluster.tls import TlsIdentity
+from cluster.tls import MemberIdentity
 from engine.block_keys import BlockKey, block_keys, root_key
 from engine.errors import ModelRefused
 from engine.model.embedding import EmbeddingConfig, has_output_layer, read_embedding
@@ -130,7 +130,7 @@ class ModelRuntime:
         dispatcher: Dispatcher,
         grammar_limit_s: float,
         worker_waits: Shares,
-        trust: TlsIdentity | None = None,
+        trust: MemberIdentity | None = None,
     ) -> None:
         """Create it; `worker_waits` counts requests that wait for a first worker."""
         self.name = files.name

@@ -86,6 +86,8 @@ class Worker:
     """Whether nothing starts there for a while, because placements failed."""
     failing: bool = False
     """Whether its circuit breaker is open or half-open."""
+    stream_key: bytes = b""
+    """Key of the stream that brings its events; empty where they come over gRPC."""
     failing_lenders: "set[Worker]" = field(default_factory=set)
     """Lenders for which the circuit breaker of its loans is open or half-open."""
     store_id: str = field(init=False, default="")

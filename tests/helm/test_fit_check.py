@@ -93,9 +93,17 @@ def test_defaults_are_the_charts() -> None:
     assert worker["resources"]["limits"]["memory"] == DEFAULTS["resources"]["limits"]["memory"]
 
 
-SET_BY_CHART = {"model", "routers", "redis_url", "host", "port", "metrics_port", "health_port", "drain_s"} | {
-    name for name in WorkerConfig.model_fields if name.startswith(("tls_", "cluster_", "traffic_"))
-}
+SET_BY_CHART = {
+    "model",
+    "routers",
+    "redis_url",
+    "host",
+    "port",
+    "stream_port",
+    "metrics_port",
+    "health_port",
+    "drain_s",
+} | {name for name in WorkerConfig.model_fields if name.startswith(("tls_", "cluster_", "traffic_"))}
 
 
 @needs_helm

@@ -130,7 +130,10 @@ def test_all_workers_of_a_pod_are_reached_and_scraped() -> None:
     within, members, monitoring = policy["spec"]["ingress"]
     assert "ports" not in within
     assert within["from"][0]["podSelector"]["matchLabels"]["tandem/group"] == "demo-deepseek-v3-decode-g"
-    assert members["ports"] == [{"port": 50061, "endPort": 50067, "protocol": "TCP"}]
+    assert members["ports"] == [
+        {"port": 50061, "endPort": 50067, "protocol": "TCP"},
+        {"port": 50161, "endPort": 50167, "protocol": "TCP"},
+    ]
     assert monitoring["ports"] == [{"port": 9401, "endPort": 9407, "protocol": "TCP"}]
     (monitor,) = [m for m in manifests if m["kind"] == "ServiceMonitor"]
     assert [each["port"] for each in monitor["spec"]["endpoints"]] == [

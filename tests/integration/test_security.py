@@ -8,7 +8,7 @@ import http.client
 import json
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest_asyncio
 
 from cluster.error_status import from_rpc_error
 from cluster.errors import Forbidden, ServiceError, StartError, Unauthenticated, Unavailable
+from cluster.frame_stream import FrameServer, FrameStream, connect
 from cluster.rpc import MAX_METADATA_BYTES, channel
 from cluster.tls import ClientIdentity, Credentials, File, MemberIdentity
 from conftest import Ask, ModelFactory
@@ -144,6 +145,32 @@ def _strangers(site: Site) -> dict[str, Any]:
             site.cluster_ca.path, *_paths(Authority(site.keys.parent, "cluster2").issue("member2"))
         ),
     }
+
+
+async def test_streams_are_for_members_only(site: Site) -> None:
+    opened: list[bytes] = []
+    member = member_of(site.issued, site.cluster_ca)
+    server = FrameServer(lambda stream, opening: opened.append(opening), member.credentials)
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0, 'stream_port')}"
+    stream = await connect(address, b"member", member)
+
+    async def is_taken() -> bool:
+        return opened == [b"member"]
+
+    await until(is_taken, "the member's is taken")
+    assert stream.ended is None
+    for identity in (None, member_of(site.client, site.cluster_ca), member_of(site.stranger, site.cluster_ca)):
+        with suppress(OSError):  # TLS 1.3 tells a client that it is refused after the connection stands
+            await _refused(await connect(address, b"stranger", identity))
+    assert opened == [b"member"]
+    server.close()
+
+
+async def _refused(stream: FrameStream) -> None:
+    async def is_over() -> bool:
+        return stream.ended is not None
+
+    await until(is_over, "it is refused")
 
 
 def _internal_calls(site: Site) -> dict[str, tuple[str, Any]]:

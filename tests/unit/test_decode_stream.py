@@ -1,6 +1,6 @@
 """Router and decode worker at the two ends of their stream, in memory: what any schedule of requests may do to it.
 
-The link and the connection are the real ones; between them are queues instead of gRPC, and attempts are scripted.
+The link and the connection are the real ones; between them are queues instead of gRPC or TCP. Attempts are scripted.
 """
 
 import asyncio
@@ -16,10 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServiceError, Unavailable
-from decode_worker.router_stream import RouterStream
+from cluster.frame_stream import FrameStream
+from decode_worker.router_stream import RouterStream, serve_router
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
-from router.decode_client.decode_stream import PAUSE_AT, DecodeStream
+from router.decode_client.decode_stream import PAUSE_AT, DecodeStream, GrpcDecodeStream
+from router.decode_client.frame_decode_stream import FrameDecodeStream
+from support.frame_pair import MemoryTransport, opened
 from support.virtual_loop import settle
 
 
@@ -58,18 +61,34 @@ class ScriptedAttempt:
 
 
 class Wire:
-    """A channel whose only call leads to a connection here. `held`: frames to the router are held back."""
+    """A connection to a worker here. `hold` keeps frames from the router."""
 
     def __init__(self) -> None:
         self.attempts: dict[str, ScriptedAttempt] = {}
         self.connection = RouterStream(self._begin)
-        self.held = asyncio.Event()
-        self.held.set()
-        self.broken: grpc.aio.AioRpcError | None = None
 
     def _begin(self, request: pb.DecodeRequest, on_news: Callable[[], object]) -> Any:
         attempt = self.attempts[request.request_id] = ScriptedAttempt(request, on_news)
         return attempt
+
+
+class GrpcWire(Wire):
+    """A channel whose only call leads to the connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = asyncio.Event()
+        self.held.set()
+        self.broken: grpc.aio.AioRpcError | None = None
+
+    def link(self) -> DecodeStream:
+        return GrpcDecodeStream(self, "d0", lambda: None)  # type: ignore[arg-type]
+
+    def hold(self) -> None:
+        self.held.clear()
+
+    def release(self) -> None:
+        self.held.set()
 
     def __getattr__(self, kind: str) -> Any:
         return lambda *_, **__: lambda *requests: _Call(self, requests[0]) if requests else None
@@ -81,8 +100,54 @@ class Wire:
         self.connection.end()
 
 
+class FrameWire(Wire):
+    """Two ends of a stream of frames."""
+
+    to_router: MemoryTransport
+    of_worker: FrameStream
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = asyncio.Event()
+        self.held.set()
+
+    def link(self) -> DecodeStream:
+        return FrameDecodeStream("", b"key", "d0", lambda: None, lambda _: None, None, self._connect)
+
+    async def _connect(self, address: str, opening: bytes, trust: object) -> FrameStream:
+        def accept(stream: FrameStream, opening: bytes) -> None:
+            self.of_worker = stream
+            take = serve_router(self.connection, stream, self._at_once)
+            stream.on_frame = lambda _, payload: take(payload)
+
+        caller, self.to_router = opened(accept, opening)
+        self.to_router.held = self.held
+        return caller
+
+    async def _at_once(self) -> None:
+        pass
+
+    def hold(self) -> None:
+        self.held.clear()
+
+    def release(self) -> None:
+        self.held.set()
+
+    def stop(self) -> None:
+        self.to_router.abort()
+        self.of_worker.connection_lost(None)
+
+
+KINDS: tuple[type[Any], ...] = (GrpcWire, FrameWire)
+
+
+@pytest.fixture(params=KINDS)
+def wire(request: pytest.FixtureRequest) -> Any:
+    return request.param()
+
+
 class _Call:
-    def __init__(self, wire: Wire, requests: AsyncIterator[pb.RouterFrame]) -> None:
+    def __init__(self, wire: GrpcWire, requests: AsyncIterator[pb.RouterFrame]) -> None:
         self._wire = wire
         self._absorbing = asyncio.ensure_future(self._absorb(requests))
 
@@ -132,13 +197,8 @@ class Reader:
             self.allowed.release()
 
 
-def link_of(wire: Wire) -> DecodeStream:
-    return DecodeStream(wire, "d0", lambda: None)  # type: ignore[arg-type]
-
-
-async def test_each_gets_its_own_and_no_other() -> None:
-    wire = Wire()
-    link = link_of(wire)
+async def test_each_gets_its_own_and_no_other(wire: Any) -> None:
+    link = wire.link()
     readers = {name: Reader(link, name) for name in ("a", "b")}
     await settle()
     wire.attempts["a"].say(2)
@@ -159,9 +219,8 @@ async def test_each_gets_its_own_and_no_other() -> None:
     link.break_off(Unavailable("over"))
 
 
-async def test_refusals_and_mistakes_end_their_request_only() -> None:
-    wire = Wire()
-    link = link_of(wire)
+async def test_refusals_and_mistakes_end_their_request_only(wire: Any) -> None:
+    link = wire.link()
     refused, broken, good = (Reader(link, name) for name in ("refused", "bug", "good"))
     await settle()
     assert isinstance(refused.failure, Overloaded)
@@ -173,9 +232,8 @@ async def test_refusals_and_mistakes_end_their_request_only() -> None:
     link.break_off(Unavailable("over"))
 
 
-async def test_one_that_nobody_reads_is_paused_and_comes_as_one_message() -> None:
-    wire = Wire()
-    link = link_of(wire)
+async def test_one_that_nobody_reads_is_paused_and_comes_as_one_message(wire: Any) -> None:
+    link = wire.link()
     slow, quick = Reader(link, "slow"), Reader(link, "quick")
     quick.allow(10_000)
     await settle()
@@ -220,9 +278,8 @@ async def test_one_that_is_over_is_freed_at_once(how: str) -> None:
         gc.enable()
 
 
-async def test_a_deadline_ends_it_at_both_ends() -> None:
-    wire = Wire()
-    reader = Reader(link_of(wire), "late", timeout_s=0.0)
+async def test_a_deadline_ends_it_at_both_ends(wire: Any) -> None:
+    reader = Reader(wire.link(), "late", timeout_s=0.0)
     await asyncio.sleep(0.01)
     assert isinstance(reader.failure, DeadlineExceeded)
     await settle()
@@ -247,16 +304,21 @@ moves = st.lists(
 )
 
 
-@given(moves, st.booleans(), st.randoms(use_true_random=False))
+@pytest.mark.parametrize("kind", KINDS)
+@given(schedule=moves, breaks=st.booleans(), seeds=st.randoms(use_true_random=False))
 @settings(max_examples=150, deadline=None)
-def test_any_schedule(schedule: list[tuple[str, int, int]], breaks: bool, seeds: random.Random) -> None:
-    asyncio.run(_any_schedule(schedule, breaks, seeds))
+def test_any_schedule(
+    kind: type[Any], schedule: list[tuple[str, int, int]], breaks: bool, seeds: random.Random
+) -> None:
+    asyncio.run(_any_schedule(kind, schedule, breaks, seeds))
 
 
-async def _any_schedule(schedule: list[tuple[str, int, int]], breaks: bool, seeds: random.Random) -> None:
+async def _any_schedule(
+    kind: type[Any], schedule: list[tuple[str, int, int]], breaks: bool, seeds: random.Random
+) -> None:
     """Whoever reads on gets 1, 2, 3 ... of its own, all that was said; whoever left costs nothing at either end."""
-    wire = Wire()
-    link = link_of(wire)
+    wire = kind()
+    link = wire.link()
     readers: dict[str, Reader] = {}
     left: set[str] = set()
     for move, which, count in schedule:
@@ -277,12 +339,12 @@ async def _any_schedule(schedule: list[tuple[str, int, int]], breaks: bool, seed
                 left.add(name)
                 readers[name].task.cancel()
             case "hold":
-                wire.held.clear()
+                wire.hold()
             case "release":
-                wire.held.set()
+                wire.release()
         if seeds.random() < 0.7:
             await settle()
-    wire.held.set()
+    wire.release()
     for reader in readers.values():
         reader.allow(10_000)
     await settle()

@@ -76,10 +76,12 @@ spec:
       args: [--config, /etc/tandem/worker.yaml, --set, worker_id=$(POD_NAME), --set, advertise_host=$(POD_IP){{ range .settings }}, --set, {{ . }}{{ end }}]
       ports:
         - {name: grpc, containerPort: {{ $worker.grpcPort }}}
+        - {name: stream, containerPort: {{ $worker.streamPort }}}
         - {name: health, containerPort: {{ $worker.healthPort }}}
         - {name: metrics, containerPort: {{ $worker.metricsPort }}}
         {{- range $number := untilStep 1 (int .local) 1 }}
         - {name: grpc-{{ $number }}, containerPort: {{ add $worker.grpcPort $number }}}
+        - {name: stream-{{ $number }}, containerPort: {{ add $worker.streamPort $number }}}
         - {name: metrics-{{ $number }}, containerPort: {{ add $worker.metricsPort $number }}}
         {{- end }}
       {{- include "tandem.probes" (dict "port" $worker.healthPort "startupSeconds" $worker.startupSeconds) | nindent 6 }}
@@ -235,6 +237,7 @@ spec:
             matchLabels: {{- include "tandem.selector" $root | nindent 14 }}
       ports:
         - {port: {{ add $worker.grpcPort 1 }}, endPort: {{ add $worker.grpcPort $more }}, protocol: TCP}
+        - {port: {{ add $worker.streamPort 1 }}, endPort: {{ add $worker.streamPort $more }}, protocol: TCP}
     - ports:
         - {port: {{ add $worker.metricsPort 1 }}, endPort: {{ add $worker.metricsPort $more }}, protocol: TCP}
       from: {{- $root.Values.networkPolicy.monitoring | default (list (dict "podSelector" dict)) | toYaml | nindent 8 }}
