@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from engine.model_runner import ModelRunner, RankInfo
 
 BUILT_IN = ("torch", "vllm", "sim")
-"""Engines of this package: `engine/backends/NAME/kind.py` has the `KIND` of each."""
+"""Engines of this package; `kind.py` in the folder of each has its `KIND`, imported late: backends import this module.
+"""
 GROUP = "tandem.engines"
 """Group of the entry points that name engines of other packages."""
 OFF = "off"
@@ -148,7 +149,7 @@ class EngineKind(ABC, Generic[Settings]):
     settings: type[Settings]
     """Class of the settings that it reads. An engine of another package may derive one from `WorkerConfig`."""
     installation = Installation()
-    memory: EngineMemory[Settings]
+    memory: EngineMemory[Settings] = EngineMemory()
     block_tokens: int | None = None
     """Default of `block_tokens`; None: that of all engines."""
     model_files: RepositoryFiles = MODEL_FILES
@@ -240,7 +241,6 @@ class FunctionKind(RunnerKind[CommonSettings]):
     """Engine of another package that has a function only: one rank, and no settings of its own."""
 
     settings = CommonSettings
-    memory = EngineMemory()
 
     def __init__(self, name: str, function: OpenRunner) -> None:
         self.name = name
