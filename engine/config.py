@@ -61,7 +61,7 @@ class WorkerConfig(SimSettings, VllmSettings, TorchSettings):
     def _check_data_parallel(self) -> "WorkerConfig":
         """Raise EngineStartError for settings that do not go with a data-parallel group."""
         if self.data_parallel > 1 and (reason := self.kind.refused_settings.get("data_parallel")) is not None:
-            raise EngineStartError("data_parallel", reason)
+            raise EngineStartError("data_parallel", reason.format(value=self.data_parallel, engine=self.engine))
         last = self.data_parallel_rank + self.data_parallel_local - 1
         if last >= self.data_parallel:
             reason = f"{last} is no rank of {self.data_parallel}, the value of data_parallel"

@@ -59,7 +59,8 @@ def check_packages(machine: Machine, config: WorkerConfig) -> list[Finding]:
     findings = [Finding("packages", "ok", versions)]
     for name in missing:
         optional = name == "flashinfer" and config.backend == "auto"
-        advice = f"{INSTALL[name]}, or set another {'transport' if name in ('nixl', 'ucxx') else 'engine or backend'}"
+        other = "transport" if name in ("nixl", "ucxx") else "engine or backend"
+        advice = f"{INSTALL.get(name, f'pip install {name}')}, or set another {other}"
         findings.append(Finding("packages", "warning" if optional else "broken", f"{name} is not installed", advice))
     return findings
 

@@ -83,8 +83,9 @@ class KernelSpeed:
 def read_machine(config: WorkerConfig) -> Machine:
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     torch_gpus = _torch_gpus()
+    packages = {name: (name,) for name in config.kind.installation.packages} | PACKAGES
     return Machine(
-        versions={name: _version(distributions) for name, distributions in PACKAGES.items()},
+        versions={name: _version(distributions) for name, distributions in packages.items()},
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
         ptrace_scope=_ptrace_scope(),

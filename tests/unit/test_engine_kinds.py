@@ -19,7 +19,7 @@ from cluster.roles import Role
 from decode_worker.placed_request import check_request
 from engine.config import WorkerConfig
 from engine.core_types import Chunk, SampleResult
-from engine.engine_kind import BUILT_IN, GROUP, ONE_RANK, FunctionKind, RunnerKind, kind_of
+from engine.engine_kind import BUILT_IN, GROUP, ONE_RANK, FunctionKind, Installation, RunnerKind, kind_of
 from engine.errors import EngineStartError
 from engine.host.core_allocation import CoreAllocation
 from engine.kv.layout import KvLayout
@@ -32,6 +32,8 @@ from protos.inference_pb2 import Sampling
 from simulator.fit.memory import Device, Fit, Worker, check
 from simulator.fit.nearest import nearest
 from simulator.known_models import known_shape
+from tandem.doctor.checks import check_packages
+from tandem.doctor.machine import read_machine
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
@@ -59,6 +61,7 @@ class AbacusRunner(ModelRunner):
 class AbacusKind(RunnerKind[AbacusConfig]):
     name = "abacus"
     settings = AbacusConfig
+    installation = Installation(packages=("beads",))
     block_tokens = 4
     refused_settings = MappingProxyType({**ONE_RANK, "adapters": "an abacus has no adapters"})
     lacking = MappingProxyType({"beam search": "an abacus has one row of beads for each request"})
@@ -151,6 +154,12 @@ def test_a_request_for_what_it_lacks_is_refused_with_its_reason() -> None:
     with pytest.raises(InvalidRequest, match="an abacus has one row of beads") as caught:
         check_request(beams, 100, "abacus")
     assert caught.value.field == "sampling.beam_width"
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_it_needs_is_checked_by_the_doctor() -> None:
+    missing = [finding for finding in check_packages(read_machine(settings()), settings()) if finding.level == "broken"]
+    assert [finding.found for finding in missing] == ["beads is not installed"]
 
 
 @pytest.mark.usefixtures("installed")
