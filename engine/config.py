@@ -10,7 +10,7 @@ from pydantic import model_validator
 from engine.backends.sim.settings import SimSettings
 from engine.backends.torch.settings import TorchSettings
 from engine.backends.vllm.settings import VllmSettings
-from engine.engine_kind import EngineKind, kind_of
+from engine.engine_kind import ONE_RANK, EngineKind, find_kind, kind_of
 from engine.errors import EngineStartError
 from engine.settings import DEFAULT_ENGINE, PLUGIN_NAME
 
@@ -35,8 +35,16 @@ class WorkerConfig(SimSettings, VllmSettings, TorchSettings):
 
     @property
     def kind(self) -> EngineKind[Any]:
-        """Engine that these settings name."""
+        """Engine that these settings name.
+
+        Raises EngineStartError where no installed package has it.
+        """
         return kind_of(self.engine)
+
+    @property
+    def finds_own_cores(self) -> bool:
+        """Whether the engine takes part in the host's core allocation."""
+        return (kind := find_kind(self.engine)) is not None and kind.finds_own_cores(self)
 
     @property
     def group(self) -> str:
@@ -60,7 +68,8 @@ class WorkerConfig(SimSettings, VllmSettings, TorchSettings):
     @model_validator(mode="after")
     def _check_data_parallel(self) -> "WorkerConfig":
         """Raise EngineStartError for settings that do not go with a data-parallel group."""
-        if self.data_parallel > 1 and (reason := self.kind.refused_settings.get("data_parallel")) is not None:
+        refused = ONE_RANK if (kind := find_kind(self.engine)) is None else kind.refused_settings
+        if self.data_parallel > 1 and (reason := refused.get("data_parallel")) is not None:
             raise EngineStartError("data_parallel", reason.format(value=self.data_parallel, engine=self.engine))
         last = self.data_parallel_rank + self.data_parallel_local - 1
         if last >= self.data_parallel:
@@ -70,9 +79,6 @@ class WorkerConfig(SimSettings, VllmSettings, TorchSettings):
 
 
 def _kind_in(values: Mapping[str, Any]) -> EngineKind[Any] | None:
-    """Return the engine that settings name; None for a name that the field's own rule refuses.
-
-    Raises EngineStartError for an engine that no installed package has.
-    """
+    """Return the engine that settings name; None where it is not installed, or where the name is none."""
     name = values.get("engine", DEFAULT_ENGINE)
-    return kind_of(name) if isinstance(name, str) and re.fullmatch(PLUGIN_NAME, name) else None
+    return find_kind(name) if isinstance(name, str) and re.fullmatch(PLUGIN_NAME, name) else None

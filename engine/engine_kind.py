@@ -257,10 +257,10 @@ class FunctionKind(RunnerKind[CommonSettings]):
 
 
 @cache
-def kind_of(name: str) -> EngineKind[Any]:
-    """Return the engine of a name.
+def find_kind(name: str) -> EngineKind[Any] | None:
+    """Return the engine of a name; None where no installed package has it, as on a machine that only launches workers.
 
-    Raises EngineStartError where no installed package has it.
+    Raises EngineStartError where it cannot be imported.
     """
     if name in BUILT_IN:
         built_in: EngineKind[Any] = import_module(f"engine.backends.{name}.kind").KIND
@@ -269,10 +269,18 @@ def kind_of(name: str) -> EngineKind[Any]:
         loaded = load_plugin(GROUP, name)
     except ImportError as error:
         raise EngineStartError("engine", f"{name} cannot be imported: {error}") from error
-    if loaded is None:
+    return loaded if loaded is None or isinstance(loaded, EngineKind) else FunctionKind(name, loaded)
+
+
+def kind_of(name: str) -> EngineKind[Any]:
+    """Return the engine of a name.
+
+    Raises EngineStartError where no installed package has it.
+    """
+    if (kind := find_kind(name)) is None:
         installed = ", ".join([*BUILT_IN, *plugin_names(GROUP)])
         raise EngineStartError("engine", f"unknown engine {name!r}; installed are {installed}")
-    return loaded if isinstance(loaded, EngineKind) else FunctionKind(name, loaded)
+    return kind
 
 
 def runner_kind_of(name: str) -> RunnerKind[Any]:

@@ -175,9 +175,10 @@ def check(worker: Worker) -> Fit:
     """
     try:
         config = worker.config()
+        kind = config.kind
     except StartError as error:
         return Fit(worker, (str(error),))
-    if not config.kind.memory.needs_shape:
+    if not kind.memory.needs_shape:
         worker = replace(worker, shape=None)
     elif worker.shape is None:
         raise Unchecked("model", "its shape is not known")

@@ -38,7 +38,7 @@ def serve_cluster(
     cluster.check()  # before Ray is started in vain
     # An engine that is told its cores keeps them for good, but workers come and go here.
     topology = cluster.plan(
-        router, worker, available_cores(), routers, finds_cores=lambda config: config.kind.finds_own_cores(config)
+        router, worker, available_cores(), routers, finds_cores=lambda config: config.finds_own_cores
     )
     with ProgressSteps(console, "tandem: ") as steps:
         steps("looking for a Ray cluster")

@@ -39,7 +39,7 @@ def told_nothing(num_prefill: int, num_decode: int) -> Topology:
     worker = {"model": STORYTELLER, "kv_memory_mib": 32, "device": "cpu"}
     router = {"model": STORYTELLER, "port": 0} | LENDER_ALWAYS
     return plan_topology(
-        num_prefill, num_decode, router, worker, CORES, finds_cores=lambda config: config.kind.finds_own_cores(config)
+        num_prefill, num_decode, router, worker, CORES, finds_cores=lambda config: config.finds_own_cores
     )
 
 
