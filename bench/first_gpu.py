@@ -24,9 +24,9 @@ from rich.table import Table
 from bench.report import OUT
 from bench.vllm.sides import Setting, plain
 from bench.vllm.streams import Load
+from engine.backends.vllm.arguments import vllm_python
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
-from engine.process.vllm_arguments import vllm_python
 from protos import inference_pb2 as pb
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster

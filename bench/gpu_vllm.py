@@ -34,8 +34,8 @@ from bench.report import OUT, Bar, Parts, conclude, save
 from bench.vllm.sides import Limits, Loads, Setting, bars_of, compare, end_on_sigterm
 from bench.vllm.streams import Load
 from bench.vllm.transfer import timed_loans
+from engine.backends.vllm.arguments import vllm_python
 from engine.config import WorkerConfig
-from engine.process.vllm_arguments import vllm_python
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
 

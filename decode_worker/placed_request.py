@@ -6,6 +6,7 @@ from dataclasses import replace
 from cluster.errors import InvalidRequest
 from engine.block_keys import token_array
 from engine.core_types import MAX_CHAINS, BeamParams, Pooling, SamplingParams
+from engine.engine_kind import Feature, kind_of
 from engine.kv.pins import Retention
 from engine.messages.to_engine import Generate, PlacementMark
 from engine.model.detokenizer import check_token_ids
@@ -47,11 +48,16 @@ def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> No
         left = sampling.max_tokens - longest
         raise InvalidRequest("sampling.max_tokens", f"nothing to generate: {left} tokens are left")
     if request.HasField("embedding"):
-        _check_embedding(request, engine)
-    if sampling.HasField("beam_width") and engine == "vllm":
-        raise InvalidRequest("sampling.beam_width", "beam search is not available for models that run on vLLM")
-    if read_structured(sampling) is not None and engine == "sim":
-        raise InvalidRequest(FIELD, "the sim engine cannot follow a grammar: its tokens are hashes of its KV blocks")
+        _check_embedding(request)
+    asked: dict[Feature, tuple[bool, str]] = {
+        "embeddings": (request.HasField("embedding"), "embedding"),
+        "beam search": (sampling.HasField("beam_width"), "sampling.beam_width"),
+        "structured output": (read_structured(sampling) is not None, FIELD),
+    }
+    for feature, reason in kind_of(engine).lacking.items():
+        is_asked, field = asked.get(feature, (False, ""))
+        if is_asked:
+            raise InvalidRequest(field, reason)
 
 
 def _check_warm(request: pb.DecodeRequest) -> None:
@@ -62,13 +68,11 @@ def _check_warm(request: pb.DecodeRequest) -> None:
         raise InvalidRequest("warm", "cannot be combined with tokens of an earlier attempt, or with an embedding")
 
 
-def _check_embedding(request: pb.DecodeRequest, engine: str) -> None:
+def _check_embedding(request: pb.DecodeRequest) -> None:
     if request.embedding.pooling not in POOLINGS:
         raise InvalidRequest("embedding.pooling", f"unknown pooling {request.embedding.pooling}")
     if request.sampling.max_tokens != 1 or num_choices(request.sampling) != 1:
         raise InvalidRequest("sampling", "an embedding needs max_tokens 1 and n 1")
-    if engine == "vllm":
-        raise InvalidRequest("embedding", "embeddings are not available for models that run on vLLM")
 
 
 def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:

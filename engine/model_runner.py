@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +32,17 @@ class ModelInfo:
     @property
     def adapter_fingerprints(self) -> frozenset[bytes]:
         return frozenset(fingerprint for _, fingerprint in self.adapters)
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Rank of this process within its engine."""
+
+    rank: int
+    size: int
+    meeting: Path
+    """File by which the ranks find each other. It does not exist yet, and lies in a folder that only this user reads.
+    """
 
 
 class ModelRunner(ABC):
@@ -75,6 +87,10 @@ class ModelRunner(ABC):
         `chunk.answers`, in order. Writes only slots of the chunks' own tokens and of their draft tokens. May propose
         fewer than `chunk.num_drafts` draft tokens. Does not change the sequences.
         """
+
+    def follow(self, batch: Sequence[Chunk]) -> None:
+        """Compute rank 0's batch on another rank of the engine."""
+        self.execute(batch)
 
     def copy_block(self, source: int, target: int) -> None:
         """Make block `target` equal to `source`.

@@ -19,6 +19,8 @@ from pydantic.fields import FieldInfo
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from engine.config import WorkerConfig
+from engine.engine_kind import BUILT_IN, kind_of
+from engine.settings import CommonSettings
 from planner.config import PoolConfig
 from planner.executors.kubernetes import KubernetesConfig
 from planner.runtime import PlannerConfig
@@ -57,6 +59,10 @@ BASIC: dict[type[BaseModel], tuple[str, ...]] = {
     ),
 }
 """Basic settings, at most 12 for each role."""
+OF_ENGINES = {
+    engine: set(kind_of(engine).settings.model_fields) - set(CommonSettings.model_fields) for engine in BUILT_IN
+}
+"""Settings that one engine reads."""
 PARTS: dict[type[BaseModel], str] = {
     ModelEntry: "An entry of the router's `models`",
     ModelRule: "An entry of the router's `model_rules`",
@@ -83,11 +89,18 @@ def page() -> Iterator[str]:
     for title, settings in (("Router", RouterConfig), ("Worker", WorkerConfig), ("Planner", PlannerConfig)):
         basic = BASIC[settings]
         assert len(basic) <= 12, title
-        rest = [name for name in settings.model_fields if name not in basic]
+        of_engines = OF_ENGINES if settings is WorkerConfig else {}
+        rest = set(settings.model_fields) - {*basic, *(name for names in of_engines.values() for name in names)}
         yield f"\n## {title}: basic\n\n" + table(settings, basic)
-        yield f"\n## {title}: advanced\n\n" + table(settings, rest)
+        yield f"\n## {title}: advanced\n\n" + table(settings, in_order(settings, rest))
+        for engine, names in of_engines.items():
+            yield f"\n## {title}: {engine} engine\n\n" + table(settings, in_order(settings, set(names) - set(basic)))
     for settings, title in PARTS.items():
         yield f"\n## {title}\n\n" + table(settings, list(settings.model_fields))
+
+
+def in_order(settings: type[BaseModel], names: set[str]) -> list[str]:
+    return [name for name in settings.model_fields if name in names]
 
 
 def table(settings: type[BaseModel], names: Sequence[str]) -> str:

@@ -1,12 +1,12 @@
 """Assembly of an engine core from a worker's configuration, in whatever process it runs."""
 
 from collections.abc import Callable
-from pathlib import Path
 
-from engine.config import WorkerConfig, step_budget
+from engine.config import WorkerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core_types import GpuDevice
+from engine.engine_kind import OFF
 from engine.kv.layout import KvLayout
 from engine.kv.rows import Allocate, private_rows
 from engine.kv.store.opening import open_store
@@ -16,6 +16,7 @@ from engine.messages.from_engine import FromEngine
 from engine.model_runner import ModelRunner
 from engine.process.follower_ranks import FollowerRanks
 from engine.process.spec import EngineSpec
+from engine.settings import step_budget
 from engine.speculation.speculator import NGRAM, DraftModelProposer, NgramProposer, Speculator
 from kvtransfer.transport import Transport
 
@@ -79,14 +80,8 @@ def limits_of(spec: EngineSpec, gpu: GpuDevice | None) -> EngineLimits:
     )
 
 
-def draft_of(spec: EngineSpec) -> Path | None:
-    """Return the draft model's directory, or None without a draft model."""
-    chosen = spec.config.speculates(spec.role)
-    return None if chosen in ("off", NGRAM) else Path(chosen)
-
-
 def _open_speculator(spec: EngineSpec, runner: ModelRunner) -> Speculator | None:
-    if (chosen := spec.config.speculates(spec.role)) == "off":
+    if (chosen := spec.config.kind.speculates(spec.config, spec.role)) == OFF:
         return None
     return Speculator(
         NgramProposer() if chosen == NGRAM else DraftModelProposer(runner), spec.config.speculation_tokens

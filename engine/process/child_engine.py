@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from typing import IO
 
 from cluster.process_tree import descendants
-from engine.config import WorkerConfig
 from engine.messages.to_engine import ToEngine
 from engine.process.engine_client import EngineHost, EngineListener
 from engine.process.message_socket import MessageSocket
 from engine.process.spec import EngineSpec
-from engine.process.vllm_arguments import vllm_python
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +28,6 @@ class ChildEngine(EngineHost):
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
-        self._keeps_log = spec.config.engine == "vllm"
         self._relaying: threading.Thread | None = None
         self._last_line = ""
         """Last line of the engine's log, where it is kept."""
@@ -40,13 +37,14 @@ class ChildEngine(EngineHost):
         self._loop = asyncio.get_running_loop()
         own, other = socket.socketpair()
         self._link = MessageSocket(own)
+        launch = self._spec.config.kind.launch(self._spec.config)
         with other:
             self._process = subprocess.Popen(
-                [*_program(self._spec.config), str(other.fileno())],
+                [*launch.command, str(other.fileno())],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE if self._keeps_log else None,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"} | _preloads(self._spec.config),
+                stderr=subprocess.PIPE if launch.keeps_log else None,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **launch.environment},
             )
         if self._process.stderr is not None:
             self._relaying = threading.Thread(target=self._relay, args=(self._process.stderr,), daemon=True)
@@ -109,27 +107,3 @@ class ChildEngine(EngineHost):
             sys.stderr.buffer.write(line)
             sys.stderr.buffer.flush()
             self._last_line = line.decode(errors="replace").strip() or self._last_line
-
-
-def _program(config: WorkerConfig) -> list[str]:
-    """Return the command line of the engine's program, without its descriptor.
-
-    Raises EngineStartError when there is no interpreter for it.
-    """
-    if config.engine != "vllm":
-        return [sys.executable, "-m", "cluster.launch", "engine.process.engine_process"]
-    program = "vllm_node" if config.node_rank else "vllm_process"
-    return [str(vllm_python(config)), "-m", "cluster.launch", f"engine.process.{program}"]
-
-
-def _preloads(config: WorkerConfig) -> dict[str, str]:
-    """Return the libraries to load first: those that vLLM's manual recommends on CPUs, where its environment has them.
-
-    Without them its threads and its memory allocation are slower.
-    """
-    if config.engine != "vllm":
-        return {}
-    lib = vllm_python(config).parent.parent / "lib"
-    libraries = [*lib.glob("libiomp5.so"), *lib.glob("python3*/site-packages/vllm/libs/libtcmalloc*.so*")]
-    others = [path for path in [os.environ.get("LD_PRELOAD", "")] if path]
-    return {"LD_PRELOAD": ":".join([*map(str, libraries), *others])} if libraries else {}

@@ -85,7 +85,7 @@ def run_engine(open_engine: OpenEngine[OtherRanks], open_ranks: OpenRanks[OtherR
     ranks: OtherRanks | None = None
     set_up(spec.role, f"{spec.worker_id}/engine", spec.config)
     try:
-        spec.config.refuse_parallel(spec.role)
+        spec.config.kind.check(spec.config, spec.role)
         if spec.config.num_ranks > 1:
             ranks = open_ranks(spec, front.wake)
         prepare(spec.config if ranks is None else ranks.own_share(spec.config))

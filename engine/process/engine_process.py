@@ -1,4 +1,4 @@
-"""The engine process of Tandem's own engines: `python -m cluster.launch engine.process.engine_process FD`.
+"""The engine process of engines under Tandem's scheduler: `python -m cluster.launch engine.process.engine_process FD`.
 
 `engine/process/engine_loop.py` has its loop. The runner computes on a second thread, so handshakes do not wait for
 steps.
@@ -7,17 +7,16 @@ steps.
 from functools import partial
 
 from engine.core.engine_core import EngineCore
+from engine.engine_kind import runner_kind_of
 from engine.host.core_allocation import LOOK_EVERY_S, CoreAllocation
-from engine.host.memory import belongs_in_file
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelRunner
-from engine.process.assembly import draft_of, open_bare_core, open_core
+from engine.process.assembly import open_bare_core, open_core
 from engine.process.compute_thread import ComputeThread
 from engine.process.engine_loop import OpenedEngine, Steps, run_engine
 from engine.process.fast_path_socket import open_fast_path_socket
 from engine.process.follower_ranks import FollowerRanks
 from engine.process.front_link import FrontLink
-from engine.process.runners import open_core_allocation, open_plugin_runner, open_sim_runner, open_torch_runner
 from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import own_transport
 from engine.process.warm_up import WarmUp, turn_of
@@ -35,12 +34,12 @@ class _Maker:
     """Maker of the runner, bound to its cores; used on the compute thread."""
 
     def __init__(self, spec: EngineSpec, ranks: FollowerRanks | None) -> None:
-        self._spec, self._ranks = spec, ranks
+        self._spec, self._ranks, self._kind = spec, ranks, runner_kind_of(spec.config.engine)
         self._allocation: CoreAllocation | None = None
         self._runner: ModelRunner | None = None
 
     def make(self) -> ModelRunner:
-        self._allocation = open_core_allocation(self._spec.config, self._spec.role)
+        self._allocation = self._kind.open_core_allocation(self._spec.config, self._spec.role)
         self._runner = self._make()
         return self._runner
 
@@ -52,14 +51,10 @@ class _Maker:
 
     def _make(self) -> ModelRunner:
         spec = self._spec
-        if spec.config.engine == "sim":
-            return open_sim_runner(spec.config, belongs_in_file(spec.role))
-        if spec.config.engine != "torch":
-            return open_plugin_runner(spec.config, spec.role)
         if self._ranks is None:
-            return open_torch_runner(spec.config, spec.role, draft_of(spec), core_allocation=self._allocation)
+            return self._kind.open_runner(spec.config, spec.role, core_allocation=self._allocation)
         rank = RankSpec(spec, 0, self._ranks.meeting)
-        own = open_torch_runner(rank.config, spec.role, rank=rank)
+        own = self._kind.open_runner(rank.config, spec.role, rank.info)
         self._ranks.met()
         return ParallelRunner(own, self._ranks.followers, self._ranks.memory.take)
 
@@ -115,9 +110,9 @@ def _warm_up(
 ) -> float:
     """Warm up the runner and its thread; return the seconds that it took.
 
-    Nothing of a sim engine is slow at first. Raises EngineStartError or RankLost.
+    Raises EngineStartError or RankLost.
     """
-    if spec.config.engine == "sim":
+    if not runner_kind_of(spec.config.engine).warms_up:
         return 0.0
     has_tokenizer = ModelDir.open(spec.config.model).has_tokenizer
     warming = WarmUp(runner.info, runner.layout.block_tokens, runner.pool.num_blocks, has_tokenizer)

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from cluster.garbage_collection import spare_the_started
 from cluster.logs import set_up
+from engine.engine_kind import runner_kind_of
 from engine.errors import EngineStartError
 from engine.lending.block_reads import LocalRank
-from engine.process.runners import open_torch_runner
 from engine.process.spec import RankSpec
 from engine.process.start_up import become_child, own_transport, prepare
 from engine.tensor_parallel.messages import Joined, NotJoined
@@ -38,7 +38,7 @@ class _Runner:
     """Runner of this rank's shard of the model."""
 
     def __init__(self, spec: RankSpec) -> None:
-        self._runner = open_torch_runner(spec.config, spec.engine.role, rank=spec)
+        self._runner = runner_kind_of(spec.config.engine).open_runner(spec.config, spec.engine.role, spec.info)
         self._reader = StepReader()
         self.pool = self._runner.pool
         self.part = BlockPart(self._runner.layout.block_bytes, spec.rank, spec.ranks)

@@ -7,12 +7,12 @@ each other through the `local` transport.
 import asyncio
 from collections.abc import Sequence
 
+from engine.backends.sim.kind import open_sim_runner
 from engine.core_types import Chunk
 from engine.messages.from_engine import FromEngine
 from engine.messages.to_engine import ToEngine
 from engine.process.assembly import IDLE_TURN_S, open_core
 from engine.process.engine_client import EngineHost, EngineListener
-from engine.process.runners import open_sim_runner
 from engine.process.spec import EngineSpec
 from kvtransfer.local import LocalNetwork, LocalTransport
 
@@ -43,7 +43,7 @@ class LocalEngine(EngineHost):
         """
         self._listener = listener
         self._loop = asyncio.get_running_loop()
-        self._spec.config.refuse_parallel(self._spec.role)
+        self._spec.config.kind.check(self._spec.config, self._spec.role)
         self._runner = open_sim_runner(self._spec.config)
         transport = LocalTransport(self._network, self._spec.agent_name)
         self._core = open_core(self._spec, self._runner, transport, self._outgoing.append, self._wake)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from cluster.roles import Role
 from engine.config import WorkerConfig
+from engine.model_runner import RankInfo
 
 LOCAL_RANK = "TANDEM_LOCAL_RANK"
 """Environment variable with a worker's number among those of its program, which see each other's GPUs. Default: 0."""
@@ -28,7 +29,7 @@ class RankSpec:
     engine: EngineSpec
     rank: int
     meeting: Path
-    """File through which the ranks find each other, see `engine/backends/torch/ranks.py`."""
+    """File through which the ranks find each other, as in `RankInfo`."""
 
     @property
     def config(self) -> WorkerConfig:
@@ -38,6 +39,10 @@ class RankSpec:
     @property
     def ranks(self) -> int:
         return self.engine.config.num_ranks
+
+    @property
+    def info(self) -> RankInfo:
+        return RankInfo(self.rank, self.ranks, self.meeting)
 
     @property
     def agent_name(self) -> str:

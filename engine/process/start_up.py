@@ -7,7 +7,7 @@ import signal
 import sys
 
 from engine.config import WorkerConfig
-from engine.host.cpu_affinity import num_available, stay_on, step_back
+from engine.host.cpu_affinity import stay_on, step_back
 from kvtransfer.registry import open_transport
 from kvtransfer.sysfs import use_nearest_nics
 from kvtransfer.transport import Transport
@@ -42,16 +42,11 @@ def prepare(config: WorkerConfig) -> None:
     step_back(config.niceness)
     if config.cores:
         stay_on(config.cores)
-    os.environ["OMP_NUM_THREADS"] = str(num_threads(config))
+    os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["HF_HUB_OFFLINE"] = "1"
     if config.num_ranks > 1 and config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers would place a shard on any GPU it sees
-
-
-def num_threads(config: WorkerConfig) -> int:
-    """Return the number of compute threads."""
-    return config.threads or len(config.cores or ()) or num_available()
 
 
 def own_transport(config: WorkerConfig, agent_name: str) -> Transport:
@@ -59,7 +54,7 @@ def own_transport(config: WorkerConfig, agent_name: str) -> Transport:
 
     Raises TransportUnavailable.
     """
-    on_gpu = config.engine != "sim" and config.device != "cpu"
+    on_gpu = config.kind.may_use_gpu and config.device != "cpu"
     if on_gpu and (chosen := use_nearest_nics(os.environ)) is not None:
         log.info(chosen)
     host = config.advertise_host or config.host

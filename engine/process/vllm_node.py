@@ -40,7 +40,7 @@ def main() -> None:
     config = spec.config
     set_up(spec.role, f"{spec.worker_id}/node {config.node_rank}", config)
     try:
-        config.refuse_parallel(spec.role)
+        config.kind.check(config, spec.role)
         prepare(config.model_copy(update={"threads": config.of_rank(0).threads}))
         wait_for_name(config)
         prepare_vllm(config)

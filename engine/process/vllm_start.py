@@ -12,7 +12,8 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from cluster.roles import Role
-from engine.config import WorkerConfig, max_step_tokens
+from engine.backends.vllm.arguments import check_version, engine_arguments, passed_arguments
+from engine.config import WorkerConfig
 from engine.core_types import GpuDevice
 from engine.errors import EngineStartError
 from engine.host.memory import UNMEASURED_KV_BYTES, belongs_in_file
@@ -22,8 +23,8 @@ from engine.model_runner import ModelInfo
 from engine.process.nodes import facts_of, interface_of, own_address
 from engine.process.spec import LOCAL_RANK
 from engine.process.step_group import StepGroup
-from engine.process.vllm_arguments import check_version, engine_arguments, passed_arguments
 from engine.process.worker_ranks import WorkerRanks
+from engine.settings import max_step_tokens
 from kvtransfer.ranks import ALL, RankGrid
 
 if TYPE_CHECKING:

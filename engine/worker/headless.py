@@ -96,7 +96,7 @@ async def start_headless(config: WorkerConfig, role: Role) -> HeadlessNode:
     Raises StartError.
     """
     watch_loop()
-    config.refuse_parallel(role)
+    config.kind.check(config, role)
     config = await with_local_files(config, role)
     member = member_of(config)
     server = Server(member.credentials if member else None)

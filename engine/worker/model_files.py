@@ -5,8 +5,9 @@ from pathlib import Path
 
 from cluster.roles import Role
 from engine.config import WorkerConfig
+from engine.engine_kind import OFF
 from engine.errors import ModelRefused
-from engine.model.hub import CONFIG_FILES, LORA_FILES, MODEL_FILES, fetch_beside
+from engine.model.hub import LORA_FILES, MODEL_FILES, fetch_beside
 from engine.model.model_dir import ModelDir
 from engine.model.page_cache import in_page_cache
 from engine.speculation.speculator import NGRAM
@@ -17,16 +18,14 @@ async def with_local_files(config: WorkerConfig, role: Role) -> WorkerConfig:
 
     Raises EngineStartError.
     """
-    files = CONFIG_FILES if config.engine == "sim" else MODEL_FILES
-    paths: dict[str, object] = {"model": await fetch_beside(config.model, files)}
+    paths: dict[str, object] = {"model": await fetch_beside(config.model, config.kind.model_files)}
     if config.lora is not None:
         paths["lora"] = await fetch_beside(config.lora, LORA_FILES, "lora")
     if config.adapters:
         adapters = config.adapters.items()
         paths["adapters"] = {name: await fetch_beside(path, LORA_FILES, "adapters") for name, path in adapters}
-    drafts = config.engine == "torch" and role == "decode"  # a prefill worker never loads a draft model
-    if drafts and config.speculation not in (None, "off", NGRAM):
-        paths["speculation"] = str(await fetch_beside(Path(config.speculation), MODEL_FILES, "speculation"))
+    if (draft := config.kind.speculates(config, role)) not in (OFF, NGRAM):
+        paths["speculation"] = str(await fetch_beside(Path(draft), MODEL_FILES, "speculation"))
     return config.model_copy(update=paths)
 
 
@@ -35,7 +34,7 @@ async def weights_source(config: WorkerConfig, model_dir: ModelDir) -> str:
 
     A directory without weights is left to the engine, which has more to say of a model that it refuses.
     """
-    if config.engine != "torch":
+    if not config.kind.reads_weight_files:
         return ""
     try:
         files = model_dir.weight_files()

@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable
 
 from cluster.errors import Draining, Unavailable
 from cluster.roles import ON_WIRE, Role
-from engine.config import WorkerConfig, step_budget
+from engine.config import WorkerConfig
 from engine.core_types import GpuDevice
 from engine.messages.to_engine import SetBudget
 from engine.process.engine_client import EngineClient
+from engine.settings import step_budget
 from engine.worker.membership import Memberships
 
 log = logging.getLogger(__name__)

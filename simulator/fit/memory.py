@@ -25,21 +25,20 @@ up and their product. The second line has the logits in the model's dtype, in fl
 of each sequence or prompt token that is scored: at most `MAX_ROWS`.
 """
 
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from cluster.errors import StartError
 from cluster.roles import Role
-from engine.config import BATCH_TOKENS_ON_CPU, WorkerConfig, max_step_tokens
+from engine.config import WorkerConfig
 from engine.core_types import GpuDevice
+from engine.engine_kind import OFF, EngineKind, EngineMemory, Option, kind_of
 from engine.host.memory import UNMEASURED_KV_BYTES
 from engine.kv.layout import DTYPE_BYTES, KvLayout
-from engine.process.vllm_arguments import engine_arguments
+from engine.settings import BATCH_TOKENS_ON_CPU, DEFAULT_ENGINE, max_step_tokens
 from engine.speculation.speculator import NGRAM
-from engine.vllm_flags import count_of, flags_of, with_flags
 from simulator.errors import BadSetup, shown
 from simulator.model_shape import ModelShape
 
@@ -53,13 +52,8 @@ MAX_ROWS = 1024
 MIB = 1 << 20
 BATCHES_IN_FLIGHT = 2
 """Steps whose tokens a window keeps too: vLLM frees blocks once a step has ended, and two are under way on a GPU."""
-MODEL = "a model"
-_BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.5}
-"""Bits of a quantised weight; int4 has a 16-bit scale for each 32 weights."""
 _WITHOUT_FLOAT8 = frozenset({"A100", "A10"})
 """GPUs below compute capability 8.9."""
-_VLLM_DTYPE_BITS = {"fp8": 8.0, "fp8_e4m3": 8.0, "fp8_e5m2": 8.0}
-"""Values of vLLM's quantization and kv_cache_dtype that mean one byte."""
 
 
 class Unchecked(BadSetup):
@@ -89,13 +83,21 @@ class Worker:
     """Settings as `WorkerConfig` takes them; `kv_memory_mib` may be "auto"."""
     device: Device
     shape: ModelShape | None
-    """Shape of its model; None for the sim engine, which has no weights."""
+    """Shape of its model; None for an engine without weights."""
     gpus: int = 1
     """Number of GPUs of its pod; 0: none."""
 
     @property
+    def kind(self) -> EngineKind[Any]:
+        """Engine of the worker.
+
+        Raises StartError where it is not installed here.
+        """
+        return kind_of(str(self.settings.get("engine", DEFAULT_ENGINE)))
+
+    @property
     def kv_auto(self) -> bool:
-        return self._is_auto and self.device.is_gpu and self.settings.get("engine") != "sim"
+        return self._is_auto and self.device.is_gpu and self.kind.memory.needs_shape
 
     @property
     def _is_auto(self) -> bool:
@@ -110,11 +112,9 @@ class Worker:
         return WorkerConfig.parse({**self.settings, **({"kv_memory_mib": stand_in} if self._is_auto else {})})
 
     def without_flags(self) -> "Worker":
-        """Return the worker with flags of `vllm_args` that are settings as settings; unchanged if a flag is bad."""
-        if self.settings.get("engine") != "vllm":
-            return self
+        """Return the worker with flags that are settings as settings; unchanged if a flag is bad."""
         try:
-            return replace(self, settings=with_flags(self.settings))
+            return replace(self, settings=self.kind.settled(self.settings))
         except StartError:
             return self  # `check` reports the flag
 
@@ -175,9 +175,12 @@ def check(worker: Worker) -> Fit:
     """
     try:
         config = worker.config()
+        kind = config.kind
     except StartError as error:
         return Fit(worker, (str(error),))
-    if config.engine != "sim" and worker.shape is None:
+    if not kind.memory.needs_shape:
+        worker = replace(worker, shape=None)
+    elif worker.shape is None:
         raise Unchecked("model", "its shape is not known")
     refusals = list(_refused(config, worker))
     need, kv_mib = _need(worker, config)
@@ -191,16 +194,16 @@ def weight_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
 
     Raises Unchecked for a quantisation of unknown size.
     """
-    if shape is None or config.engine == "sim":
+    if shape is None:
         return 0.0
-    saved = shape.weight_bytes if shape.layer_bits else shape.params * _dtype_bytes(shape, config)
-    bits = _BITS.get(config.weights)
-    if config.engine == "vllm" and (method := config.vllm_option("quantization")) is not None:
-        bits = None if shape.layer_bits else _vllm_bits(config, "quantization", method)
-    if bits is None or shape.layer_bits:
-        return float(saved)
+    memory = config.kind.memory
+    weights = memory.options(config).weights
+    if shape.layer_bits:
+        return float(shape.weight_bytes)
+    if weights is None:
+        return float(shape.params * _dtype_bytes(shape, config))
     embeddings = shape.embedding_params * _dtype_bytes(shape, config)
-    return embeddings + (shape.params - shape.embedding_params) * bits / 8
+    return embeddings + (shape.params - shape.embedding_params) * _bits(memory, weights) / 8
 
 
 def _rank_weight_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
@@ -233,31 +236,32 @@ def _largest_stage(shape: ModelShape, stages: int) -> float:
 
 def block_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
     """Return the bytes of a KV block, of all ranks together."""
-    if shape is None or config.engine == "sim":
-        return float(config.sim_block_kib << 10) * config.block_tokens / 16
-    if config.engine != "vllm":
+    memory = config.kind.memory
+    if shape is None:
+        return memory.block_bytes(config)
+    if memory.keeps_whole_contexts:
         return float(_layout(shape, config).block_bytes)
-    own = shape.kv_bytes(config.block_tokens, dtype_bytes=_vllm_kv_bytes(shape, config))
+    own = shape.kv_bytes(config.block_tokens, dtype_bytes=_kv_element_bytes(shape, config))
     return _spread(shape, config) * (own + _mtp_bytes(shape, config, config.block_tokens))
 
 
 def full_context_bytes(shape: ModelShape | None, config: WorkerConfig, device: Device | None = None) -> float:
     """Return the KV of one context as long as the worker takes it.
 
-    Where the context's length is not known, that is the KV of a CPU's step; of the sim engine, one block.
+    Where the context's length is not known, that is the KV of a CPU's step; without a shape, one block.
     """
-    if shape is None or config.engine == "sim":
+    if shape is None:
         return block_bytes(shape, config)
     blocks = _layout(shape, config).blocks_for(_context_tokens(shape, config))
-    if config.engine != "vllm":
+    if config.kind.memory.keeps_whole_contexts:
         return blocks * block_bytes(shape, config)
     in_flight, tokens = BATCHES_IN_FLIGHT * max_step_tokens(config, _gpu(device)), blocks * config.block_tokens
-    own = shape.kv_bytes(tokens, in_flight, _vllm_kv_bytes(shape, config))
+    own = shape.kv_bytes(tokens, in_flight, _kv_element_bytes(shape, config))
     return _spread(shape, config) * (own + _mtp_bytes(shape, config, tokens))
 
 
 def _spread(shape: ModelShape, config: WorkerConfig) -> float:
-    """Return the bytes of all ranks' pools of the vllm engine for each byte of KV.
+    """Return the bytes of all ranks' pools, of an engine that copies KV heads, for each byte of KV.
 
     Ranks beyond the KV heads hold the same KV. Stages have equal pools, of which those with fewer layers leave a part.
     """
@@ -266,33 +270,21 @@ def _spread(shape: ModelShape, config: WorkerConfig) -> float:
 
 
 def _mtp_bytes(shape: ModelShape, config: WorkerConfig, tokens: int) -> float:
-    """Return the KV of so many tokens in the model's own draft layers, where vLLM drafts with them."""
-    if not _drafts_of_vllm(config).endswith("mtp"):
+    """Return the KV of so many tokens in the model's own draft layers, where the engine drafts with them."""
+    if not _drafts(config).endswith("mtp"):
         return 0.0
-    return tokens * shape.draft_bytes_per_token * _vllm_kv_bytes(shape, config) / shape.kv_dtype_bytes
+    return tokens * shape.draft_bytes_per_token * _kv_element_bytes(shape, config) / shape.kv_dtype_bytes
 
 
-def _drafts_of_vllm(config: WorkerConfig) -> str:
-    """Return the method with which vLLM drafts tokens; empty for none, `MODEL` where only a model is named."""
-    if config.engine != "vllm":
-        return ""
-    for flag in flags_of(config.vllm_args):
-        if flag.name == "speculative_config" and flag.key.endswith(".method"):
-            return flag.values[0]
-    written = config.vllm_option("speculative_config")
-    if isinstance(written, str):
-        try:
-            written = json.loads(written)
-        except ValueError:  # vLLM's parser refuses it when the worker starts
-            written = None
-    if isinstance(written, Mapping):
-        return str(written.get("method") or MODEL)
-    return str(config.vllm_option("spec_method") or (MODEL if config.vllm_option("spec_model") else ""))
+def _drafts(config: WorkerConfig) -> str:
+    """Return the method with which the engine itself drafts tokens; empty for none."""
+    drafts = config.kind.memory.options(config).drafts
+    return "" if drafts is None else str(drafts.value)
 
 
 def step_bytes(shape: ModelShape | None, config: WorkerConfig, device: Device) -> float:
     """Return the memory of a step on each rank, as the module says."""
-    if shape is None or config.engine == "sim":
+    if shape is None:
         return 0.0
     dtype, ranks = DTYPE_BYTES[_layout(shape, config).dtype], config.tensor_parallel
     sharded = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim + 3 * shape.inner
@@ -322,33 +314,22 @@ def _need(worker: Worker, config: WorkerConfig) -> tuple[Need, int]:
 
 def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
     """Return what the settings' own rules refuse, and what the device cannot compute."""
-    refusals: list[str] = []
-    plain = config.model_copy(update={"adapters": {}})  # their files are not here
     placed = config.model_copy(update={"master_addr": config.master_addr or "the first pod"})  # set at the start
-    rules: list[Callable[[], object]] = [
-        lambda: placed.refuse_parallel(worker.role),
-        lambda: config.speculates(worker.role),
-        lambda: engine_arguments(plain) if config.engine == "vllm" else config.quantization(),
-    ]
-    for rule in rules:
-        try:
-            rule()
-        except StartError as error:
-            refusals.append(str(error))
+    refusals = [str(refusal) for refusal in config.kind.refusals(placed, worker.role)]
     shape = worker.shape
-    if config.engine == "torch" and config.device == "cuda" and not worker.gpus:
+    if config.kind.may_use_gpu and config.device == "cuda" and not worker.gpus:
         refusals.append("device: cuda, but gpus is 0: the pod gets no GPU")
     refusals += _refused_ranks(shape, config)
     if worker.gpus and worker.gpus != (gpus := gpus_of(config)):
         refusals.append(f"gpus: {worker.gpus} is not {gpus}, the ranks of a pod: each has one GPU")
-    if shape is not None and config.engine != "sim" and not _divides(shape, config):
+    if shape is not None and not _divides(shape, config):
         refusals.append(
             f"tensor_parallel: {config.tensor_parallel} does not divide the {shape.kv_heads} KV heads and"
             f" {shape.heads} heads of {shape.name}"
         )
     if shape is not None and (refusal := _refused_memory(shape, config)):
         refusals.append(refusal)
-    if config.engine == "torch" and config.weights == "fp8" and not worker.device.has_float8:
+    if config.kind.memory.options(config).needs_float8 and not worker.device.has_float8:
         refusals.append(f"weights: fp8 needs a GPU of compute capability 8.9, which {worker.device.name} is not")
     return list(dict.fromkeys(refusals))
 
@@ -363,7 +344,7 @@ def _refused_ranks(shape: ModelShape | None, config: WorkerConfig) -> Iterator[s
     stages, group = config.pipeline_parallel, config.data_parallel
     if group % config.data_parallel_local:
         yield f"data_parallel_local: {config.data_parallel_local} does not divide data_parallel, {group}"
-    if shape is None or config.engine == "sim":
+    if shape is None:
         return
     if stages > shape.layers:
         yield f"pipeline_parallel: {stages} is above the {shape.layers} layers of {shape.name}"
@@ -374,19 +355,20 @@ def _refused_ranks(shape: ModelShape | None, config: WorkerConfig) -> Iterator[s
 
 
 def _divides(shape: ModelShape, config: WorkerConfig) -> bool:
-    """Return whether the ranks can share out the heads; under vLLM several ranks may hold copies of a KV head."""
+    """Return whether the ranks can share out the heads; some engines copy a KV head to several ranks."""
     ranks = config.tensor_parallel
-    copied = config.engine == "vllm" and ranks % shape.kv_heads == 0
+    copied = config.kind.memory.copies_kv_heads and ranks % shape.kv_heads == 0
     return not shape.heads % ranks and (copied or not shape.kv_heads % ranks)
 
 
 def _refused_memory(shape: ModelShape, config: WorkerConfig) -> str:
     """Return why the engine does not keep the memory that the model's layers need; empty: it does."""
     kind = "recurrent layers" if shape.state_bytes else "MLA" if shape.latent else ""
-    if config.engine == "torch" and kind:
-        return f"engine: torch does not serve {kind}, which {shape.name} has: set engine: vllm"
-    if config.engine == "vllm" and config.num_ranks > 1 and shape.undivided:
-        return f"tensor_parallel: 1 is all that the vllm engine takes with {shape.undivided}, as {shape.name} has"
+    if config.kind.memory.keeps_whole_contexts and kind:
+        return f"engine: {config.engine} does not serve {kind}, which {shape.name} has: set engine: vllm"
+    if config.num_ranks > 1 and shape.undivided:
+        taken = f"1 is all that the {config.engine} engine takes"
+        return f"tensor_parallel: {taken} with {shape.undivided}, as {shape.name} has"
     return ""
 
 
@@ -400,8 +382,8 @@ def _too_little(worker: Worker, config: WorkerConfig, need: Need, kv_mib: int, c
     if worker.kv_auto and kv < context:
         left = f"leaves {gb(kv)} of {gb(device.memory_bytes)} for KV"
         return [f"kv_memory_mib: {need.in_words()} {left}, and {whole} takes {gb(context)}"]
-    if config.engine == "vllm" and kv < context:
-        return [f"kv_memory_mib: {kv_mib} is below {math.ceil(context / MIB)}: vLLM needs room for {whole}"]
+    if (needs := config.kind.memory.needs_full_context) and kv < context:
+        return [f"kv_memory_mib: {kv_mib} is below {math.ceil(context / MIB)}: {needs} {whole}"]
     if kv < (block := block_bytes(worker.shape, config)):
         return [f"kv_memory_mib: {kv_mib} is below {math.ceil(block / MIB)}, a KV block"]
     return []
@@ -409,17 +391,14 @@ def _too_little(worker: Worker, config: WorkerConfig, need: Need, kv_mib: int, c
 
 def _not_counted(config: WorkerConfig, role: Role) -> list[str]:
     parts = []
-    try:
-        if config.speculates(role) not in ("off", NGRAM):
-            parts.append("speculation: the draft model")
-    except StartError:
-        pass  # told among the refusals
-    drafts = _drafts_of_vllm(config)
-    if drafts and not drafts.endswith("mtp") and not drafts.startswith("ngram"):
-        parts.append("vllm_options.speculative_config: the draft model")
+    if config.kind.speculates(config, role) not in (OFF, NGRAM):
+        parts.append("speculation: the draft model")
+    drafts = config.kind.memory.options(config).drafts
+    if drafts is not None and not drafts.value.endswith("mtp") and not drafts.value.startswith("ngram"):
+        parts.append(f"{drafts.setting}: the draft model")
     if config.adapters:
         parts.append("adapters")
-    if config.engine != "sim" and config.lora is not None:
+    if config.lora is not None and "lora" not in config.kind.refused_settings:
         parts.append("lora: while it is merged")
     return parts
 
@@ -433,11 +412,12 @@ def _gpu(device: Device | None) -> GpuDevice | None:
     return GpuDevice(device.name, int(device.memory_bytes)) if device is not None and device.is_gpu else None
 
 
-def _vllm_kv_bytes(shape: ModelShape, config: WorkerConfig) -> float:
-    """Return the bytes of an element of keys and values under vLLM."""
-    if (dtype := config.vllm_option("kv_cache_dtype") or AUTO) == AUTO:
+def _kv_element_bytes(shape: ModelShape, config: WorkerConfig) -> float:
+    """Return the bytes of an element of keys and values, of an engine that does not keep them in Tandem's layout."""
+    memory = config.kind.memory
+    if (dtype := memory.options(config).kv_dtype) is None:
         return DTYPE_BYTES[_layout(shape, config).dtype]
-    return (16.0 if dtype in ("bfloat16", "float16") else _vllm_bits(config, "kv_cache_dtype", dtype)) / 8
+    return (16.0 if dtype.value in ("bfloat16", "float16") else _bits(memory, dtype)) / 8
 
 
 def _dtype_bytes(shape: ModelShape, config: WorkerConfig) -> int:
@@ -445,24 +425,20 @@ def _dtype_bytes(shape: ModelShape, config: WorkerConfig) -> int:
 
 
 def _context_tokens(shape: ModelShape, config: WorkerConfig) -> int:
-    name = "max_model_len"
-    chosen = config.vllm_option(name) if config.engine == "vllm" else None
-    if chosen is None:
+    if (chosen := config.kind.memory.options(config).context_tokens) is None:
         return shape.max_context_tokens or config.max_batch_tokens or BATCH_TOKENS_ON_CPU
-    if name not in config.vllm_options:
-        chosen = count_of(chosen) or chosen
-    if isinstance(chosen, bool) or not isinstance(chosen, int) or chosen < 1:
-        raise Unchecked(_written(config, name), f"{shown(chosen)} is not a number of tokens")
-    return chosen
+    if isinstance(chosen.value, bool) or not isinstance(chosen.value, int) or chosen.value < 1:
+        raise Unchecked(chosen.setting, f"{shown(chosen.value)} is not a number of tokens")
+    return chosen.value
 
 
-def _written(config: WorkerConfig, option: str) -> str:
-    """Return where a worker's settings have an argument of vLLM."""
-    return f"vllm_options.{option}" if option in config.vllm_options else f"vllm_args --{option.replace('_', '-')}"
+def _bits(memory: EngineMemory[Any], option: Option) -> float:
+    """Return the bits of an element in a format that a user has set.
 
-
-def _vllm_bits(config: WorkerConfig, option: str, value: object) -> float:
-    if isinstance(value, str) and value in _VLLM_DTYPE_BITS:
-        return _VLLM_DTYPE_BITS[value]
-    known = ", ".join(_VLLM_DTYPE_BITS)
-    raise Unchecked(_written(config, option), f"unknown dtype {shown(value)}; known are {known}")
+    Raises Unchecked for a format that is not known.
+    """
+    bits = memory.format_bits.get(option.value) if isinstance(option.value, str) else None
+    if bits is None:
+        known = ", ".join(memory.format_bits)
+        raise Unchecked(option.setting, f"unknown dtype {shown(option.value)}; known are {known}")
+    return bits

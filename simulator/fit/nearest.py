@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.errors import StartError
+from engine.engine_kind import EngineKind
 from kvtransfer.ranks import MAX_RANKS
-from simulator.fit.memory import AUTO, MIB, Device, Fit, Unchecked, Worker, check, full_context_bytes, gb, gpus_of
+from simulator.fit.memory import MIB, Device, Fit, Unchecked, Worker, check, full_context_bytes, gb, gpus_of
 from simulator.gpus import GPUS, HOST_GPUS
 
 GIB = 1 << 30
 TIERS = {"kv_host_memory_mib": 0, "kv_disk_dir": None}
-"""Settings that vLLM refuses, and without which a worker only has fewer cached blocks."""
+"""Settings that some engines refuse, and without which a worker only has fewer cached blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,11 @@ def nearest(worker: Worker) -> Proposal | None:
     then each of the latter with another size of the KV pool; then pairs of them. Tiers below the pool are dropped where
     the rest does not allow them.
     """
-    for change in _changes(worker):
+    try:
+        kind = worker.kind
+    except StartError:
+        return None  # the engine is not installed here, whatever the other settings
+    for change in _changes(worker, kind):
         with contextlib.suppress(Unchecked):
             fit = check(change.of(worker))
             if fit.fits:
@@ -73,8 +78,8 @@ def nearest(worker: Worker) -> Proposal | None:
     return None
 
 
-def _changes(worker: Worker) -> Iterator[Change]:
-    ranks, weights, devices = list(_more_ranks(worker)), list(_narrower(worker)), list(_larger(worker))
+def _changes(worker: Worker, kind: EngineKind[Any]) -> Iterator[Change]:
+    ranks, weights, devices = list(_more_ranks(worker, kind)), list(_narrower(worker)), list(_larger(worker))
     singles = [*ranks, *weights, *devices]
     for change in (Change(), *singles):
         if change.settings or change.device:
@@ -82,7 +87,7 @@ def _changes(worker: Worker) -> Iterator[Change]:
         else:
             if worker.gpus:
                 yield change  # which is as many GPUs as ranks
-            if worker.settings.get("engine") == "vllm":
+            if TIERS.keys() & kind.refused_settings.keys():
                 yield from _dropped_tiers(worker, change)  # which are refused whatever the size of the pool
             yield from _resized(worker, change)
             yield from _dropped_tiers(worker, change)
@@ -120,10 +125,10 @@ def _dropped_tiers(worker: Worker, change: Change) -> Iterator[Change]:
         yield change | Change(dropped)
 
 
-def _more_ranks(worker: Worker) -> Iterator[Change]:
+def _more_ranks(worker: Worker, kind: EngineKind[Any]) -> Iterator[Change]:
     """Yield more tensor-parallel ranks, or fewer where the present number does not divide the model's KV heads.
 
-    A vLLM worker that needs more than a host's GPUs gets pipeline stages, one on each of several hosts.
+    A worker with stages that needs more than a host's GPUs gets pipeline stages, one on each of several hosts.
     """
     now = worker.settings.get("tensor_parallel", 1)
     if not worker.device.is_gpu or worker.shape is None or not isinstance(now, int):
@@ -131,7 +136,7 @@ def _more_ranks(worker: Worker) -> Iterator[Change]:
     counts = [count for count in range(1, MAX_RANKS + 1) if worker.shape.kv_heads % count == 0]
     above, below = [each for each in counts if each > now], [each for each in counts if each < now]
     stages = []
-    if worker.settings.get("engine") == "vllm" and HOST_GPUS in counts:
+    if "pipeline_parallel" not in kind.refused_settings and HOST_GPUS in counts:
         above = [count for count in above if count <= HOST_GPUS]
         stages = [hosts for hosts in (2, 4, 8) if hosts > worker.settings.get("pipeline_parallel", 1)]
     yield from (Change({"tensor_parallel": count}) for count in above)
@@ -144,15 +149,11 @@ def _narrower(worker: Worker) -> Iterator[Change]:
     """Yield quantisations at load, of a model that is not saved quantised."""
     if worker.shape is None or worker.shape.layer_bits is not None:
         return
-    if worker.settings.get("engine") == "vllm":
-        options = worker.settings.get("vllm_options") or {}
-        with contextlib.suppress(StartError):  # settings that `check` reports
-            if worker.device.has_float8 and worker.config().vllm_option("quantization") is None:
-                yield Change({"vllm_options": {**options, "quantization": "fp8"}})
-    elif worker.settings.get("weights", AUTO) == AUTO:
-        yield Change({"weights": "int8"})
-        if worker.device.has_float8:
-            yield Change({"weights": "fp8"})
+    with contextlib.suppress(StartError):  # settings that `check` reports
+        config = worker.config()
+        for weights in ("int8", *(["fp8"] if worker.device.has_float8 else [])):
+            if settings := config.kind.memory.narrowed(config, weights):
+                yield Change(settings)
 
 
 def _larger(worker: Worker) -> Iterator[Change]:

@@ -10,7 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.errors import StartError
 from cluster.roles import ROLES, Role
+from engine.engine_kind import kind_of
+from engine.settings import DEFAULT_ENGINE
 from simulator.errors import BadSetup, shown
 from simulator.fit.memory import Device, Unchecked
 from simulator.gpus import GPUS
@@ -43,8 +46,12 @@ class ValuesPool:
     memory_limit: object
 
     @property
-    def is_sim(self) -> bool:
-        return self.settings.get("engine") == "sim"
+    def needs_shape(self) -> bool:
+        """Whether memory depends on the model's shape."""
+        try:
+            return kind_of(str(self.settings.get("engine", DEFAULT_ENGINE))).memory.needs_shape
+        except StartError:
+            return False  # `check` refuses the engine
 
     def device(self, otherwise: str = "") -> Device:
         """Return what the memory of a worker is in; `otherwise`: the GPU where the node selector names none.

@@ -61,12 +61,14 @@ def verdicts(values: Mapping[str, Any], shapes: Shapes, gpu: str = "") -> list[V
 
 
 def _verdict(pool: ValuesPool, shapes: Shapes, gpu: str) -> Verdict:
-    shape = None if pool.is_sim else shapes.get(pool.model) or known_shape(pool.repository) or known_shape(pool.model)
+    shape = shapes.get(pool.model) or known_shape(pool.repository) or known_shape(pool.model)
+    if not pool.needs_shape:
+        shape = None
     try:
         if isinstance(shape, BadSetup):
             raise Unchecked("shape", shape.reason)
         device = pool.device(gpu)
-        if shape is None and not pool.is_sim:
+        if shape is None and pool.needs_shape:
             raise Unchecked(
                 "shape", f"unknown model {pool.model!r}; known are {', '.join(NAMES)}: set --shape {pool.model}=DIR"
             )

@@ -31,14 +31,15 @@ def serve_cluster(
     work: "Work | None" = None,
 ) -> None:
     """Serve until Ctrl-C, `tandem down`, or the end of `work`; `router` and `worker` override the file's settings."""
-    from engine.config import finds_own_cores
     from engine.host.cpu_affinity import available_cores
 
     for each in cluster.models:
         console.print(f"tandem: {each.known_as}, {each.prefill} prefill + {each.decode} decode")
     cluster.check()  # before Ray is started in vain
     # An engine that is told its cores keeps them for good, but workers come and go here.
-    topology = cluster.plan(router, worker, available_cores(), routers, finds_cores=finds_own_cores)
+    topology = cluster.plan(
+        router, worker, available_cores(), routers, finds_cores=lambda config: config.finds_own_cores
+    )
     with ProgressSteps(console, "tandem: ") as steps:
         steps("looking for a Ray cluster")
         with needing("ray"):

@@ -9,7 +9,6 @@ from cluster.install import EXTRAS, how_to_install
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
 from engine.host.memory import UNMEASURED_KV_BYTES
-from engine.process.vllm_arguments import check_version
 from kvtransfer.strict_lanes import GROUPS
 from kvtransfer.topology import choices
 from tandem.doctor.findings import Finding, Level
@@ -35,7 +34,7 @@ def check_all(
     """
     checks: list[Callable[[], list[Finding]]] = [
         lambda: check_packages(machine, config),
-        lambda: check_vllm(machine),
+        lambda: check_environment(machine, config),
         lambda: check_gpus(machine, config),
         lambda: check_rdma(machine, config),
         lambda: check_nics(machine, environment),
@@ -52,7 +51,7 @@ def check_all(
 
 def check_packages(machine: Machine, config: WorkerConfig) -> list[Finding]:
     """Check the packages that the configuration needs; list the others."""
-    needed = ({config.transport} & INSTALL.keys()) | ({"torch"} if config.engine == "torch" else set())
+    needed = ({config.transport} & INSTALL.keys()) | set(config.kind.installation.packages)
     if machine.torch_gpus and config.device != "cpu" and config.backend in ("auto", "flashinfer"):
         needed.add("flashinfer")
     missing = [name for name in sorted(needed) if machine.versions.get(name) is None]
@@ -60,28 +59,29 @@ def check_packages(machine: Machine, config: WorkerConfig) -> list[Finding]:
     findings = [Finding("packages", "ok", versions)]
     for name in missing:
         optional = name == "flashinfer" and config.backend == "auto"
-        advice = f"{INSTALL[name]}, or set another {'transport' if name in ('nixl', 'ucxx') else 'engine or backend'}"
+        other = "transport" if name in ("nixl", "ucxx") else "engine or backend"
+        advice = f"{INSTALL.get(name, f'pip install {name}')}, or set another {other}"
         findings.append(Finding("packages", "warning" if optional else "broken", f"{name} is not installed", advice))
     return findings
 
 
-def check_vllm(machine: Machine) -> list[Finding]:
-    """Check vLLM's environment, for the vllm engine."""
-    if machine.vllm is None:
+def check_environment(machine: Machine, config: WorkerConfig) -> list[Finding]:
+    """Check the environment of an engine whose process has one of its own."""
+    needed, name = config.kind.installation.environment, config.engine
+    if needed is None or machine.environment is None:
         return []
-    advice = "make vllm, or set vllm_python; see docs/vllm.md"
-    if isinstance(machine.vllm, str):
-        return [Finding("vllm", "broken", machine.vllm, advice)]
-    versions = ", ".join(f"{name} {number}" for name, number in machine.vllm.items() if number is not None)
-    findings = [Finding("vllm", "ok", versions)]
-    for name, number in machine.vllm.items():
+    if isinstance(machine.environment, str):
+        return [Finding(name, "broken", machine.environment, needed.advice)]
+    numbers = machine.environment
+    findings = [Finding(name, "ok", ", ".join(f"{each} {number}" for each, number in numbers.items() if number))]
+    for each, number in numbers.items():
         if number is None:
-            findings.append(Finding("vllm", "broken", f"{name} is not installed in vLLM's environment", advice))
-        elif name == "vllm":
+            findings.append(Finding(name, "broken", f"{each} is not installed in {needed.name}", needed.advice))
+        elif each == next(iter(needed.distributions)):
             try:
-                check_version(number)
+                needed.check_version(number)
             except EngineStartError as error:
-                findings.append(Finding("vllm", "broken", error.reason, advice))
+                findings.append(Finding(name, "broken", error.reason, needed.advice))
     return findings
 
 
@@ -89,7 +89,7 @@ def check_gpus(machine: Machine, config: WorkerConfig) -> list[Finding]:
     """List the GPUs of the machine, and those that torch computes on."""
     on_bus, seen = len(machine.host.gpus), machine.torch_gpus or ()
     gpus = f"torch sees {', '.join(seen)}" if seen else "torch sees none"
-    if config.engine == "torch" and config.device == "cuda" and not seen:
+    if "torch" in config.kind.installation.packages and config.device == "cuda" and not seen:
         return [Finding("gpus", "broken", gpus, "set device: cpu, or install a CUDA build of torch and the driver")]
     if on_bus > len(seen) and config.device != "cpu":
         advice = "install the driver and a CUDA build of torch, or widen CUDA_VISIBLE_DEVICES; device: cpu if intended"

@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from engine.config import WorkerConfig
+from engine.engine_kind import Environment
 from engine.errors import EngineStartError
-from engine.process.vllm_arguments import vllm_python
 from kvtransfer.sysfs import read_host
 from kvtransfer.topology import Host
 
@@ -35,12 +35,12 @@ ASK_TORCH = (
     "gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
     "print(json.dumps(gpus))"
 )
-ASK_VLLM = (
-    "import json, importlib.metadata as m\n"
+ASK_VERSIONS = (
+    "import json, sys, importlib.metadata as m\n"
     "def of(name):\n"
     "    try: return m.version(name)\n"
     "    except m.PackageNotFoundError: return None\n"
-    "names = {'vllm': ('vllm',), 'nixl': ('nixl-cu12', 'nixl-cu13'), 'tandem-serving': ('tandem-serving',)}\n"
+    "names = json.loads(sys.argv[1])\n"
     "print(json.dumps({name: next(filter(None, map(of, each)), None) for name, each in names.items()}))"
 )
 TORCH_TIMEOUT_S = 60.0
@@ -63,8 +63,9 @@ class Machine:
     torch_gpus: tuple[str, ...] | None
     """GPUs that torch computes on; None without torch."""
     host: Host
-    vllm: Mapping[str, str | None] | str | None = None
-    """Versions in vLLM's environment by distribution, or the reason why there is none; None for another engine."""
+    environment: Mapping[str, str | None] | str | None = None
+    """Versions in the environment of the engine's process by distribution, or the reason why there is none; None for an
+    engine that runs in the worker's environment."""
     kernels: "KernelSpeed | str | None" = None
     """Speed of the CPU kernels, or the reason why there are none; None where they are not used."""
 
@@ -82,8 +83,9 @@ class KernelSpeed:
 def read_machine(config: WorkerConfig) -> Machine:
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     torch_gpus = _torch_gpus()
+    packages = {name: (name,) for name in config.kind.installation.packages} | PACKAGES
     return Machine(
-        versions={name: _version(distributions) for name, distributions in PACKAGES.items()},
+        versions={name: _version(distributions) for name, distributions in packages.items()},
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
         ptrace_scope=_ptrace_scope(),
@@ -91,20 +93,25 @@ def read_machine(config: WorkerConfig) -> Machine:
         compiler=next(filter(None, map(shutil.which, [os.environ.get("CXX") or "", *COMPILERS])), None),
         torch_gpus=torch_gpus,
         host=read_host(),
-        vllm=_vllm(config) if config.engine == "vllm" else None,
-        kernels=_kernels() if uses_cpu_kernels(config, torch_gpus) else None,
+        environment=_versions(config, environment) if (environment := config.kind.installation.environment) else None,
+        kernels=_kernels(config.kind.installation.kernels) if uses_cpu_kernels(config, torch_gpus) else None,
     )
 
 
 def uses_cpu_kernels(config: WorkerConfig, torch_gpus: tuple[str, ...] | None) -> bool:
     """Return whether a worker of this configuration computes with the CPU kernels where these can be compiled."""
     on_gpu = config.device != "cpu" and bool(torch_gpus)
-    return config.engine == "torch" and torch_gpus is not None and not on_gpu and config.backend in ("auto", "native")
+    return (
+        bool(config.kind.installation.kernels)
+        and torch_gpus is not None
+        and not on_gpu
+        and config.backend in ("auto", "native")
+    )
 
 
-def _kernels() -> KernelSpeed | str:
+def _kernels(module: str) -> KernelSpeed | str:
     """Compile and time the CPU kernels, in a process of their own."""
-    command = [sys.executable, "-m", "engine.backends.torch.native.speed"]
+    command = [sys.executable, "-m", module]
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=KERNELS_TIMEOUT_S)
         values = json.loads(process.stdout.splitlines()[-1])
@@ -115,11 +122,13 @@ def _kernels() -> KernelSpeed | str:
     return str(values["unavailable"]) if "unavailable" in values else KernelSpeed(**values)
 
 
-def _vllm(config: WorkerConfig) -> Mapping[str, str | None] | str:
-    """Ask vLLM's interpreter for the versions there."""
+def _versions(config: WorkerConfig, environment: Environment) -> Mapping[str, str | None] | str:
+    """Ask the interpreter of the engine's process for the versions there."""
+    names = json.dumps({name: list(each) for name, each in environment.distributions.items()})
     try:
-        python = vllm_python(config)
-        process = subprocess.run([python, "-c", ASK_VLLM], capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
+        python = config.kind.launch(config).command[0]
+        command = [python, "-c", ASK_VERSIONS, names]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
     except (EngineStartError, OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if process.returncode:

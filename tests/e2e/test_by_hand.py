@@ -2,7 +2,6 @@
 
 import os
 
-from engine.config import finds_own_cores
 from engine.host.core_sharing import CoreShare, share_cores
 from engine.host.cpu_affinity import in_machine_order
 from support.processes import LENDER_ALWAYS, Stream, assert_equal_answers, engine_of, kill_worker, until, workers_joined
@@ -39,7 +38,9 @@ async def settled(role: RoleProcess, share: CoreShare) -> None:
 def told_nothing(num_prefill: int, num_decode: int) -> Topology:
     worker = {"model": STORYTELLER, "kv_memory_mib": 32, "device": "cpu"}
     router = {"model": STORYTELLER, "port": 0} | LENDER_ALWAYS
-    return plan_topology(num_prefill, num_decode, router, worker, CORES, finds_cores=finds_own_cores)
+    return plan_topology(
+        num_prefill, num_decode, router, worker, CORES, finds_cores=lambda config: config.finds_own_cores
+    )
 
 
 async def test_engines_that_are_told_nothing_keep_off_each_others_cores() -> None:

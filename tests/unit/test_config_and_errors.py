@@ -11,10 +11,11 @@ from cluster.config import parse_overrides, read_file, to_overrides
 from cluster.error_status import MAX_RETRY_AFTER_S, from_proto, from_rpc_error, to_proto, to_status
 from cluster.errors import InvalidRequest, Overloaded, StartError, Unavailable
 from cluster.roles import Role
-from engine.config import WorkerConfig, max_step_tokens, step_budget
+from engine.config import WorkerConfig
 from engine.core_types import GpuDevice, StepBudget
 from engine.errors import ModelRefused
 from engine.model.model_dir import ModelDir
+from engine.settings import max_step_tokens, step_budget
 from router.admission.refusals import Reason, over_limit
 from router.config import RouterConfig
 
@@ -96,10 +97,16 @@ def test_a_router_without_a_port_is_named(router: str) -> None:
         WorkerConfig.parse({"model": "m", "routers": ["127.0.0.1:1", router]})
 
 
+def check(config: WorkerConfig, role: Role) -> None:
+    config.kind.check(config, role)
+
+
 def test_speculation_is_of_decode_workers_of_the_torch_engine() -> None:
     def chosen(role: Role, *settings: str) -> str:
         overrides = [f"--set={setting}" for setting in ("model=m", *settings)]
-        return WorkerConfig.from_command_line("w", overrides).speculates(role)
+        config = WorkerConfig.from_command_line("w", overrides)
+        config.kind.check(config, role)
+        return config.kind.speculates(config, role)
 
     assert chosen("decode") == "ngram"
     assert chosen("prefill") == "ngram", "it may become a decode worker"
@@ -125,16 +132,16 @@ def test_speculation_is_of_decode_workers_of_the_torch_engine() -> None:
     ],
 )
 def test_what_does_not_go_with_tensor_parallelism_is_named(settings: dict[str, object], role: Role, named: str) -> None:
-    WorkerConfig.parse({"model": "m"} | settings).refuse_parallel(role)
+    check(WorkerConfig.parse({"model": "m"} | settings), role)
     with pytest.raises(StartError) as caught:
-        WorkerConfig.parse({"model": "m", "tensor_parallel": 2} | settings).refuse_parallel(role)
+        check(WorkerConfig.parse({"model": "m", "tensor_parallel": 2} | settings), role)
     assert str(caught.value) == f"tensor_parallel: 2 cannot be combined with {named}"
 
 
 def test_stages_are_those_of_the_vllm_engine() -> None:
     with pytest.raises(StartError, match="pipeline_parallel: 2 needs engine: vllm, not torch"):
-        WorkerConfig.parse({"model": "m", "pipeline_parallel": 2}).refuse_parallel("decode")
-    WorkerConfig.parse({"model": "m", "pipeline_parallel": 2, "engine": "vllm"}).refuse_parallel("decode")
+        check(WorkerConfig.parse({"model": "m", "pipeline_parallel": 2}), "decode")
+    check(WorkerConfig.parse({"model": "m", "pipeline_parallel": 2, "engine": "vllm"}), "decode")
 
 
 @pytest.mark.parametrize(
@@ -150,18 +157,18 @@ def test_stages_are_those_of_the_vllm_engine() -> None:
 def test_nodes_need_ranks_and_a_first_one(settings: dict[str, object], error: str) -> None:
     good = {"model": "m", "engine": "vllm", "tensor_parallel": 4, "nodes": 2, "master_addr": "a", "cores": (4, 5)}
     config = WorkerConfig.parse(good)
-    config.refuse_parallel("decode")
+    check(config, "decode")
     assert [config.of_rank(rank).cores for rank in range(4)] == [(4,), (5,)] * 2, "cores are those of a host"
     with pytest.raises(StartError, match=error):
-        WorkerConfig.parse(good | settings).refuse_parallel("decode")
+        check(WorkerConfig.parse(good | settings), "decode")
 
 
 def test_what_goes_with_it() -> None:
     config = WorkerConfig.parse({"model": "m", "tensor_parallel": 2, "speculation": "ngram", "kv_dtype": "int8"})
-    config.refuse_parallel("decode")
-    WorkerConfig.parse({"model": "m", "tensor_parallel": 2, "speculation": "models/small"}).refuse_parallel("prefill")
+    check(config, "decode")
+    check(WorkerConfig.parse({"model": "m", "tensor_parallel": 2, "speculation": "models/small"}), "prefill")
     below = {"kv_host_memory_mib": 1, "kv_disk_dir": "d", "kv_store": "d"}
-    WorkerConfig.parse({"model": "m", "tensor_parallel": 2} | below).refuse_parallel("decode")
+    check(WorkerConfig.parse({"model": "m", "tensor_parallel": 2} | below), "decode")
 
 
 @pytest.mark.parametrize(

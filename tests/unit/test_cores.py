@@ -12,7 +12,6 @@ from engine.config import WorkerConfig
 from engine.errors import EngineStartError
 from engine.host import cpu_affinity as cores
 from engine.host.cpu_affinity import AUTOGROUP, available_cores, cpu_quota, in_machine_order, stay_on
-from engine.process.start_up import num_threads
 
 REPORT = """
 import json, os, sys
@@ -84,8 +83,8 @@ def test_no_more_threads_than_the_limit_has_time_for(
     seen = set(range(4, 12))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: seen)
     monkeypatch.setattr(cores, "cpu_quota", lambda: quota)
-    assert num_threads(WorkerConfig(model=Path("m"))) == count
-    assert num_threads(WorkerConfig(model=Path("m"), cores=(4, 5))) == 2
+    assert WorkerConfig(model=Path("m")).num_threads == count
+    assert WorkerConfig(model=Path("m"), cores=(4, 5)).num_threads == 2
     assert WorkerConfig(model=Path("m"), tensor_parallel=2).of_rank(0).threads == max(1, count // 2)
     chosen = available_cores()
     assert (len(set(chosen)), set(chosen) <= seen, chosen) == (count, True, in_machine_order(chosen))

@@ -68,14 +68,17 @@ def test_flashinfer_where_there_is_a_gpu(backend: str, level: Level) -> None:
 
 
 def test_the_environment_of_vllm() -> None:
-    assert of(LAPTOP, "vllm") == []
+    vllm = settings(engine="vllm")
+    assert of(replace(LAPTOP, environment={"vllm": None}), "vllm") == [], "the torch engine needs none"
     good = {"vllm": "0.32.1", "nixl": "1.5.1", "tandem-serving": "0.1.0"}
-    assert of(replace(LAPTOP, vllm=good), "vllm") == [("ok", "vllm 0.32.1, nixl 1.5.1, tandem-serving 0.1.0")]
-    old = of(replace(LAPTOP, vllm=good | {"vllm": "0.30.1"}), "vllm")
+    assert of(replace(LAPTOP, environment=good), "vllm", vllm) == [
+        ("ok", "vllm 0.32.1, nixl 1.5.1, tandem-serving 0.1.0")
+    ]
+    old = of(replace(LAPTOP, environment=good | {"vllm": "0.30.1"}), "vllm", vllm)
     assert old[1] == ("broken", "its environment has vLLM 0.30.1; Tandem needs 0.31 or 0.32")
-    bare = of(replace(LAPTOP, vllm=good | {"nixl": None}), "vllm")
+    bare = of(replace(LAPTOP, environment=good | {"nixl": None}), "vllm", vllm)
     assert bare[1] == ("broken", "nixl is not installed in vLLM's environment")
-    assert of(replace(LAPTOP, vllm="no /x/python"), "vllm") == [("broken", "no /x/python")]
+    assert of(replace(LAPTOP, environment="no /x/python"), "vllm", vllm) == [("broken", "no /x/python")]
 
 
 def test_gpus_that_torch_does_not_see() -> None:

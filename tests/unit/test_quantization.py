@@ -37,6 +37,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_say_it_and_the_sim_engine_has_none(setting: dict[str, Any]) -> None:
     assert WorkerConfig(model=Path("/model"), **setting).quantization() == QuantizationConfig(**setting)
+    assert WorkerConfig(model=Path("/model")).quantization() == AS_SAVED
+    sim = WorkerConfig(model=Path("/model"), engine="sim", **setting)
     with pytest.raises(EngineStartError, match=f"{next(iter(setting))}: "):
-        WorkerConfig(model=Path("/model"), engine="sim", **setting).quantization()
-    assert WorkerConfig(model=Path("/model"), engine="sim").quantization() == AS_SAVED
+        sim.kind.check(sim, "decode")

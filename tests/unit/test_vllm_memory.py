@@ -8,7 +8,6 @@ from torch import Tensor
 from engine.backends.vllm.kv_memory import LayerPlace, VllmKvMemory, pool_allocation
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
-from engine.process.vllm_arguments import engine_arguments
 from kvtransfer.transport import Pool
 
 LAYERS, HEADS, TOKENS, ELEMENTS = 3, 2, 4, 8
@@ -98,6 +97,11 @@ def test_unlike_layouts_share_no_fingerprint() -> None:
     assert len(found) == len(WHOLE_HEADS)
 
 
+def check(settings: dict[str, object]) -> None:
+    config = WorkerConfig.parse({"model": "m", "engine": "vllm"} | settings)
+    config.kind.check(config, "decode")
+
+
 @pytest.mark.parametrize(
     ("settings", "field", "reason"),
     [
@@ -109,12 +113,12 @@ def test_unlike_layouts_share_no_fingerprint() -> None:
 )
 def test_what_the_engine_cannot_do_is_refused_by_name(settings: dict[str, object], field: str, reason: str) -> None:
     with pytest.raises(EngineStartError, match=reason) as refused:
-        engine_arguments(WorkerConfig.parse({"model": "m", "engine": "vllm"} | settings))
+        check(settings)
     assert refused.value.field == field
 
 
 def test_the_shared_store_is_taken() -> None:
-    engine_arguments(WorkerConfig.parse({"model": "m", "engine": "vllm", "kv_store": "d"}))
+    check({"kv_store": "d"})
 
 
 @pytest.mark.parametrize("block_major", [False, True])

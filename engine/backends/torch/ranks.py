@@ -5,29 +5,17 @@ is identical. So a mixture-of-experts router chooses the same experts on every r
 """
 
 import os
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import EngineStartError
+from engine.model_runner import RankInfo
 
 SKEW_S = 600
 """Seconds that a rank may come later than another to a sum: the first steps compile kernels."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankInfo:
-    """Rank of this process within its engine."""
-
-    rank: int
-    size: int
-    meeting: Path
-    """File by which the ranks find each other. It does not exist yet, and lies in a folder that only this user reads.
-    """
 
 
 class RankGroup:

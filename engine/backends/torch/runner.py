@@ -18,7 +18,7 @@ from engine.backends.torch.fingerprint import TensorFingerprints
 from engine.backends.torch.kv_room import DEFAULT_ROOM, KvRoom, automatic_kv_bytes
 from engine.backends.torch.loader import kv_layout, load_model, whole_layout
 from engine.backends.torch.paged_model import PagedModel
-from engine.backends.torch.ranks import RankGroup, RankInfo
+from engine.backends.torch.ranks import RankGroup
 from engine.backends.torch.sampler import sample_chunks
 from engine.backends.torch.scoring import PromptScorer, wants_scores
 from engine.core_types import Chunk, SampleResult
@@ -26,7 +26,7 @@ from engine.errors import EngineStartError
 from engine.kv.layout import KvLayout
 from engine.model.model_dir import ModelDir
 from engine.model.quantization import AS_SAVED, QuantizationConfig
-from engine.model_runner import ModelInfo, ModelRunner
+from engine.model_runner import ModelInfo, ModelRunner, RankInfo
 from engine.sampling.grammar import Grammars
 
 

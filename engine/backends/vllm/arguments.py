@@ -7,7 +7,7 @@ from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.config import WorkerConfig
+from engine.backends.vllm.settings import VllmSettings
 from engine.errors import EngineStartError
 from engine.model.adapters import read_adapters
 
@@ -25,7 +25,7 @@ MAX_ACTIVE_ADAPTERS = 8
 """Adapters of one step, unless vLLM's max_loras says otherwise."""
 
 
-def vllm_python(config: WorkerConfig) -> Path:
+def vllm_python(config: VllmSettings) -> Path:
     """Return the interpreter of vLLM's environment.
 
     Raises EngineStartError when there is none.
@@ -45,23 +45,11 @@ def check_version(version: str) -> None:
         raise EngineStartError("vllm_python", f"its environment has vLLM {version}; Tandem needs {' or '.join(MINORS)}")
 
 
-def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
+def engine_arguments(config: VllmSettings) -> dict[str, Any]:
     """Return the arguments, but for those of `vllm_args` and those that depend on the device.
 
-    Raises EngineStartError for settings that this engine does not have.
+    Raises EngineStartError for adapters that cannot be read.
     """
-    others = {
-        "weights": (config.weights != "auto", "set vllm_options.quantization"),
-        "kv_dtype": (config.kv_dtype != "auto", "set vllm_options.kv_cache_dtype"),
-        "lora": (config.lora is not None, "the vllm engine does not merge adapters: set adapters"),
-        "backend": (config.backend != "auto", "set vllm_options.attention_backend"),
-        "speculation": (config.speculation not in (None, "off"), "set vllm_options.speculative_config, vLLM's own"),
-        "kv_host_memory_mib": (config.kv_host_memory_mib > 0, NO_TIERS),
-        "kv_disk_dir": (config.kv_disk_dir is not None, NO_TIERS),
-    }
-    for name, (is_set, reason) in others.items():
-        if is_set:
-            raise EngineStartError(name, reason)
     ranks = config.num_ranks
     return {
         "model": str(config.model),
@@ -81,7 +69,7 @@ def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
     }
 
 
-def _data_parallel_arguments(config: WorkerConfig) -> dict[str, Any]:
+def _data_parallel_arguments(config: VllmSettings) -> dict[str, Any]:
     """Return the arguments of a rank of a data-parallel group."""
     if config.data_parallel == 1:
         return {}
@@ -93,7 +81,7 @@ def _data_parallel_arguments(config: WorkerConfig) -> dict[str, Any]:
     }
 
 
-def _node_arguments(config: WorkerConfig) -> dict[str, Any]:
+def _node_arguments(config: VllmSettings) -> dict[str, Any]:
     """Return the arguments of a worker over several nodes."""
     if config.nodes == 1:
         return {}
@@ -105,7 +93,7 @@ def _node_arguments(config: WorkerConfig) -> dict[str, Any]:
     }
 
 
-def passed_arguments(config: WorkerConfig) -> dict[str, Any]:
+def passed_arguments(config: VllmSettings) -> dict[str, Any]:
     """Return the arguments of `vllm_args`, parsed by vLLM, in whose environment this runs.
 
     Raises EngineStartError for a value that vLLM refuses, and for one that differs from `vllm_options`.
@@ -115,7 +103,7 @@ def passed_arguments(config: WorkerConfig) -> dict[str, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+    class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
             raise EngineStartError("vllm_args", " ".join(message.split()))
 
@@ -131,7 +119,7 @@ def passed_arguments(config: WorkerConfig) -> dict[str, Any]:
     return arguments
 
 
-def _lora_arguments(config: WorkerConfig) -> dict[str, Any]:
+def _lora_arguments(config: VllmSettings) -> dict[str, Any]:
     """Return the arguments for adapters: all of them in main memory, the most recently used ones on the device."""
     adapters = read_adapters(config.adapters)
     if not adapters:

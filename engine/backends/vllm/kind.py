@@ -1,0 +1,147 @@
+"""The vllm engine, as the rest of Tandem sees it."""
+
+import json
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from engine.backends.vllm.arguments import NO_TIERS, check_version, vllm_python
+from engine.backends.vllm.settings import NAME, VllmSettings
+from engine.engine_kind import EngineKind, EngineMemory, Environment, Installation, Launch, MemoryOptions, Option
+from engine.errors import EngineStartError
+from engine.vllm_flags import count_of, flags_of, with_flags
+
+MODEL = "a model"
+"""Method of drafting where only a model is named."""
+FLOAT8 = MappingProxyType({"fp8": 8.0, "fp8_e4m3": 8.0, "fp8_e5m2": 8.0})
+"""Values of vLLM's quantization and kv_cache_dtype that mean one byte, in bits."""
+
+
+class VllmMemory(EngineMemory[VllmSettings]):
+    """Memory of the vllm engine."""
+
+    keeps_whole_contexts = False
+    copies_kv_heads = True
+    needs_full_context = "vLLM needs room for"
+    format_bits = FLOAT8
+
+    def options(self, config: VllmSettings) -> MemoryOptions:
+        context = _option(config, "max_model_len")
+        if context is not None and "max_model_len" not in config.vllm_options:
+            context = Option(count_of(context.value) or context.value, context.setting)
+        kv_dtype = _option(config, "kv_cache_dtype")
+        return MemoryOptions(
+            weights=_option(config, "quantization"),
+            kv_dtype=None if kv_dtype is None or kv_dtype.value in ("", "auto") else kv_dtype,
+            context_tokens=context,
+            drafts=Option(drafts, "vllm_options.speculative_config") if (drafts := _drafts(config)) else None,
+        )
+
+    def narrowed(self, config: VllmSettings, weights: str) -> dict[str, Any]:
+        if weights not in FLOAT8 or config.vllm_option("quantization") is not None:
+            return {}
+        return {"vllm_options": {**config.vllm_options, "quantization": weights}}
+
+
+class VllmKind(EngineKind[VllmSettings]):
+    """vLLM's EngineCore in an environment of its own."""
+
+    name = NAME
+    settings = VllmSettings
+    memory = VllmMemory()
+    installation = Installation(
+        environment=Environment(
+            name="vLLM's environment",
+            distributions=MappingProxyType(
+                {"vllm": ("vllm",), "nixl": ("nixl-cu12", "nixl-cu13"), "tandem-serving": ("tandem-serving",)}
+            ),
+            check_version=check_version,
+            advice="make vllm, or set vllm_python; see docs/vllm.md",
+        )
+    )
+    block_tokens = 32  # vLLM's CPU attention takes multiples of 32
+    steps_in_group = True
+    refused_settings = MappingProxyType(
+        {
+            "weights": "set vllm_options.quantization",
+            "kv_dtype": "set vllm_options.kv_cache_dtype",
+            "lora": "the vllm engine does not merge adapters: set adapters",
+            "backend": "set vllm_options.attention_backend",
+            "speculation": "set vllm_options.speculative_config, vLLM's own",
+            "kv_host_memory_mib": NO_TIERS,
+            "kv_disk_dir": NO_TIERS,
+        }
+    )
+    lacking = MappingProxyType(
+        {
+            "beam search": "beam search is not available for models that run on vLLM",
+            "embeddings": "embeddings are not available for models that run on vLLM",
+            "corrupt reads": "is not possible with the vllm engine",
+        }
+    )
+
+    def settled(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return settings by flags of vLLM and by the program's number.
+
+        Raises EngineStartError for arguments of vLLM that Tandem refuses.
+        """
+        return _numbered(super().settled(with_flags(values)))
+
+    def launch(self, config: VllmSettings) -> Launch:
+        """Return how to start its process, with the libraries that vLLM's manual recommends on CPUs.
+
+        Without these its threads and its memory allocation are slower. Raises EngineStartError where there is no
+        interpreter for it.
+        """
+        python = vllm_python(config)
+        lib = python.parent.parent / "lib"
+        libraries = [*lib.glob("libiomp5.so"), *lib.glob("python3*/site-packages/vllm/libs/libtcmalloc*.so*")]
+        others = [path for path in [os.environ.get("LD_PRELOAD", "")] if path]
+        program = "vllm_node" if config.node_rank else "vllm_process"
+        return Launch(
+            (str(python), "-m", "cluster.launch", f"engine.process.{program}"),
+            {"LD_PRELOAD": ":".join([*map(str, libraries), *others])} if libraries else {},
+            keeps_log=True,
+        )
+
+
+KIND = VllmKind()
+
+
+def _numbered(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with `node_rank` and `data_parallel_rank` by `member_index`.
+
+    Raises EngineStartError where both are set.
+    """
+    member, nodes, local = values.get("member_index"), values.get("nodes", 1), values.get("data_parallel_local", 1)
+    if not isinstance(member, int) or not isinstance(nodes, int) or not isinstance(local, int) or nodes < 1:
+        return values  # not set, or refused by the fields' own rules
+    numbers = {"node_rank": member % nodes, "data_parallel_rank": member // nodes * local}
+    if taken := [name for name, number in numbers.items() if values.get(name, number) != number]:
+        raise EngineStartError("member_index", f"{member} means another {taken[0]} than {values[taken[0]]}: set one")
+    return values | numbers
+
+
+def _option(config: VllmSettings, name: str) -> Option | None:
+    """Return an argument of vLLM's that is set, and where the worker's settings have it."""
+    if (value := config.vllm_option(name)) is None:
+        return None
+    is_option = name in config.vllm_options
+    return Option(value, f"vllm_options.{name}" if is_option else f"vllm_args --{name.replace('_', '-')}")
+
+
+def _drafts(config: VllmSettings) -> str:
+    """Return the method with which vLLM drafts tokens; empty for none, `MODEL` where only a model is named."""
+    for flag in flags_of(config.vllm_args):
+        if flag.name == "speculative_config" and flag.key.endswith(".method"):
+            return flag.values[0]
+    written = config.vllm_option("speculative_config")
+    if isinstance(written, str):
+        try:
+            written = json.loads(written)
+        except ValueError:  # vLLM's parser refuses it when the worker starts
+            written = None
+    if isinstance(written, Mapping):
+        return str(written.get("method") or MODEL)
+    return str(config.vllm_option("spec_method") or (MODEL if config.vllm_option("spec_model") else ""))
