@@ -31,6 +31,7 @@ from router.observability.metrics import ClusterCollector, RouterMetrics
 from router.observability.samples import Samples
 from router.observability.tracing import Tracing
 from router.placement.fleet import Fleet
+from router.placement.terms import further_terms
 from router.request_path.accounting import Accounting
 from router.request_path.request_handler import RequestHandler
 from router.request_path.warming import Warming
@@ -119,6 +120,7 @@ async def start_router(config: RouterConfig) -> Router:
         from router.frontend.http_frontend import open_http
     public, member = config.frontends()
     keys = ApiKeys(config.api_keys, config.api_keys_file)
+    further_terms()  # raises for one that cannot be loaded
     files = read_models(config, await fetch_models(config))
     async with AsyncExitStack() as parts:
         metrics, registry = MetricsServer(config.host, config), new_registry()

@@ -37,8 +37,7 @@ from router.observability.tracing import Tracing
 from router.placement.affinity import session_of
 from router.placement.candidates import Candidate
 from router.placement.demand import Demand, traffic_hash_of
-from router.placement.explain import explain
-from router.placement.place import Decision
+from router.placement.place import Decision, explain
 from router.placement.request_demand import chains_of, num_outputs
 from router.placement.worker_records import ActivePlacement, Worker
 from router.prepared_request import PreparedRequest, WarmTarget
