@@ -12,9 +12,10 @@ from hashlib import blake2b
 import numpy as np
 
 from engine.block_keys import BlockKey
-from router.placement.costs import Costs
+from router.placement.costs import CostedPairs
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
+from router.placement.pairs import DecodeWorkers, Inputs, Pairs
 from router.placement.place import Decision, decision_of, startable
 from router.placement.rates import Ints
 from router.placement.worker_records import ActivePlacement
@@ -42,9 +43,19 @@ class PolicyFleet(Fleet):
         )
         if min(int(hits.held[decode]), demand.num_usable_blocks) == len(keys):
             lender = None  # the decode worker holds everything
-        costs = Costs(demand, workers, hits, self.rates, np.array([decode]), with_sources=False)
-        costed = costs.alone() if lender is None else costs.computed_by(np.array([lender]))
-        return decision_of(costed.candidate(0, 0), 1, type(self).__name__)
+        costs = self._costs(demand, hits, np.array([decode]), np.array([] if lender is None else [lender], np.int64))
+        return decision_of(costs.candidate(0, 0), 1, type(self).__name__)
+
+    def _costs(self, demand: Demand, hits: Hits, decoders: Ints, lenders: Ints) -> CostedPairs:
+        """Return the costs of the decoders with each of the lenders, or alone where there are none.
+
+        No lender reads from others what it could compute.
+        """
+        inputs = Inputs(demand, self.snapshot, hits, self.rates, with_sources=False)
+        decode = DecodeWorkers(inputs, decoders)
+        return CostedPairs(
+            Pairs(inputs, decode, "computing", lenders) if len(lenders) else Pairs(inputs, decode, "alone")
+        )
 
     @abstractmethod
     def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Way:
@@ -99,9 +110,8 @@ class AlwaysLend(PolicyFleet):
     """Placement by the real costs, except that a prefill worker computes every prompt: `disaggregated`."""
 
     def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Way:
-        costs = Costs(demand, self.snapshot, hits, self.rates, decoders, with_sources=False)
+        cost_s = self._costs(demand, hits, decoders, lenders).cost_s
         if not len(lenders):
-            return int(decoders[costs.alone().cost_s.argmin()]), None
-        cost_s = costs.computed_by(lenders).cost_s
+            return int(decoders[cost_s.argmin()]), None
         lender = cost_s[self.snapshot.running[decoders].argmin()].argmin()
         return int(decoders[cost_s[:, lender].argmin()]), int(lenders[lender])

@@ -5,19 +5,16 @@ per lender, first excludes the pairs that can be neither chosen nor among the al
 """
 
 import functools
-import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from router.placement.affinity import MOST_S, reduction_s
 from router.placement.candidates import Alternative, Candidate
-from router.placement.demand import Demand
 from router.placement.pairs import KINDS, DecodeWorkers, Inputs, Kind, Pairs, position
-from router.placement.rates import Floats, Ints, Rates
+from router.placement.rates import Floats, Ints
 from router.placement.terms import TTFT, Term, delay_terms
-from router.placement.worker_table import Hits, WorkerTable
 
 FEW = 5
 """Number of cheapest alternatives that a decision keeps."""
@@ -121,17 +118,6 @@ class CostedPairs:
             if (each_s := cost_s.item(flat)) < np.inf
         ]
 
-    def candidate_of(self, place: Place) -> Candidate:
-        """Return the candidate of one of the pairs."""
-        _, row, lender, _ = place
-        column = 0 if lender < 0 else int(self.pairs.lenders.searchsorted(lender))
-        return self.candidate(int(self.pairs.decode.rows.searchsorted(row)), column)
-
-    def candidates(self) -> Iterator[Candidate]:
-        """Yield all possible candidates."""
-        for row, column in np.argwhere(self.possible_s < np.inf).tolist():
-            yield self.candidate(row, column)
-
     def candidate(self, row: int, column: int) -> Candidate:
         """Return the candidate at a position of the matrix."""
         pairs, demand, workers, hits = self.pairs, self.pairs.demand, self.pairs.workers, self.pairs.inputs.hits
@@ -185,12 +171,9 @@ class CostedPairs:
 class Costs:
     """All candidates of one decision, on the D decode workers of `rows`, which are not empty."""
 
-    def __init__(
-        self, demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, rows: Ints, with_sources: bool = True
-    ) -> None:
-        """Create them; without `with_sources` no lender reads blocks that it could compute."""
-        self._inputs = Inputs(demand, workers, hits, rates, with_sources)
-        self._decode = DecodeWorkers(self._inputs, rows)
+    def __init__(self, inputs: Inputs, rows: Ints) -> None:
+        self._inputs = inputs
+        self._decode = DecodeWorkers(inputs, rows)
 
     def cheapest(self) -> tuple[Candidate, int, tuple[Alternative, ...]]:
         """Return the cheapest candidate, the number of candidates, and the alternatives."""
@@ -214,23 +197,17 @@ class Costs:
             for cost_s, decode, lender, computes in others
         )
         kind = "alone" if chosen[2] < 0 else "computing" if chosen[3] else "reading"
-        return costed[kind].candidate_of(chosen), num_candidates, alternatives
+        column = 0 if kind == "alone" else position(costed[kind].pairs.lenders, chosen[2])
+        best = costed[kind].candidate(position(costed[kind].pairs.decode.rows, chosen[1]), column)
+        return best, num_candidates, alternatives
 
     def candidates(self) -> list[Candidate]:
         """Return all candidates, the cheapest first."""
-        every = [pairs for kind in KINDS if (pairs := self._pairs(kind)) is not None]
-        candidates = itertools.chain.from_iterable(CostedPairs(pairs).candidates() for pairs in every)
-        return sorted(
-            candidates, key=lambda each: (each.cost_s, each.decode_id, each.lender_id or "", each.lender_computes)
-        )
-
-    def alone(self) -> CostedPairs:
-        """Return the decode workers without lenders."""
-        return CostedPairs(Pairs(self._inputs, self._decode, "alone"))
-
-    def computed_by(self, lenders: Ints) -> CostedPairs:
-        """Return the pairs with these computing lenders."""
-        return CostedPairs(Pairs(self._inputs, self._decode, "computing", lenders))
+        every = [CostedPairs(pairs) for kind in KINDS if (pairs := self._pairs(kind)) is not None]
+        candidates = [
+            costed.candidate(*at) for costed in every for at in np.argwhere(costed.possible_s < np.inf).tolist()
+        ]
+        return sorted(candidates, key=lambda c: (c.cost_s, c.decode_id, c.lender_id or "", c.lender_computes))
 
     def _pairs(self, kind: Kind) -> Pairs | None:
         """Return the pairs of a kind, impossible ones among them; None where there are none."""

@@ -14,6 +14,7 @@ import numpy as np
 from router.placement.candidates import Alternative, Candidate
 from router.placement.costs import Costs
 from router.placement.demand import Demand
+from router.placement.pairs import Inputs
 from router.placement.rates import Bools, Ints, Rates
 from router.placement.worker_table import Hits, WorkerTable
 
@@ -79,7 +80,7 @@ def place(
 
 def place_on(rows: Ints, demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates) -> Decision:
     """Return the cheapest candidate on the decode workers of `rows`, which are not empty."""
-    best, num_candidates, alternatives = Costs(demand, workers, hits, rates, rows).cheapest()
+    best, num_candidates, alternatives = Costs(Inputs(demand, workers, hits, rates), rows).cheapest()
     reason = _reason(demand, workers, hits, best)
     return decision_of(best, num_candidates, reason, alternatives)
 
@@ -114,7 +115,7 @@ def explain(
 ) -> list[Candidate]:
     """Return all candidates to start the request now, the choice of `place` first; empty where it returns None."""
     rows = np.flatnonzero(startable(demand, workers, available))
-    return Costs(demand, workers, hits, rates, rows).candidates() if len(rows) else []
+    return Costs(Inputs(demand, workers, hits, rates), rows).candidates() if len(rows) else []
 
 
 def _reason(demand: Demand, workers: WorkerTable, hits: Hits, best: Candidate) -> str:
