@@ -1430,6 +1430,26 @@ class PlacementCandidate(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class FurtherMsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     LENDER_FIELD_NUMBER: _builtins.int
     LENDER_COMPUTES_FIELD_NUMBER: _builtins.int
@@ -1452,6 +1472,7 @@ class PlacementCandidate(_message.Message):
     SOURCE_BYTES_FIELD_NUMBER: _builtins.int
     SOURCE_WAITING_BYTES_FIELD_NUMBER: _builtins.int
     AFFINITY_MS_FIELD_NUMBER: _builtins.int
+    FURTHER_MS_FIELD_NUMBER: _builtins.int
     decode_worker: _builtins.str
     lender: _builtins.str
     """Empty: the decode worker computes all missing blocks."""
@@ -1473,7 +1494,7 @@ class PlacementCandidate(_message.Message):
     prompt_tail_ms: _builtins.float
     ttft_ms: _builtins.float
     delay_ms: _builtins.float
-    """Delay of the decode worker's running streams, added up over all of them."""
+    """Delay of the decode worker's running streams, added up over all of them, and the terms of other packages."""
     cost_ms: _builtins.float
     """ttft_ms + delay_ms - affinity_ms: the lowest cost is chosen."""
     hit_blocks: _builtins.int
@@ -1486,6 +1507,10 @@ class PlacementCandidate(_message.Message):
     source_waiting_bytes: _builtins.int
     affinity_ms: _builtins.float
     """Reduction of the cost because workers of the candidate served the last request of the same session."""
+    @_builtins.property
+    def further_ms(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Terms of other packages that are installed where the router runs, by name; they are in delay_ms."""
+
     def __init__(
         self,
         *,
@@ -1511,10 +1536,11 @@ class PlacementCandidate(_message.Message):
         source_bytes: _builtins.int = ...,
         source_waiting_bytes: _builtins.int = ...,
         affinity_ms: _builtins.float = ...,
+        further_ms: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["affinity_ms", b"affinity_ms", "blocks", b"blocks", "cost_ms", b"cost_ms", "decode_queue_ms", b"decode_queue_ms", "decode_tokens", b"decode_tokens", "decode_worker", b"decode_worker", "delay_ms", b"delay_ms", "hit_blocks", b"hit_blocks", "lender", b"lender", "lender_compute_ms", b"lender_compute_ms", "lender_computes", b"lender_computes", "lender_queue_ms", b"lender_queue_ms", "lender_tokens", b"lender_tokens", "prompt_tail_ms", b"prompt_tail_ms", "source", b"source", "source_bytes", b"source_bytes", "source_read_ms", b"source_read_ms", "source_waiting_bytes", b"source_waiting_bytes", "transfer_bytes", b"transfer_bytes", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms", "waiting_bytes", b"waiting_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["affinity_ms", b"affinity_ms", "blocks", b"blocks", "cost_ms", b"cost_ms", "decode_queue_ms", b"decode_queue_ms", "decode_tokens", b"decode_tokens", "decode_worker", b"decode_worker", "delay_ms", b"delay_ms", "further_ms", b"further_ms", "hit_blocks", b"hit_blocks", "lender", b"lender", "lender_compute_ms", b"lender_compute_ms", "lender_computes", b"lender_computes", "lender_queue_ms", b"lender_queue_ms", "lender_tokens", b"lender_tokens", "prompt_tail_ms", b"prompt_tail_ms", "source", b"source", "source_bytes", b"source_bytes", "source_read_ms", b"source_read_ms", "source_waiting_bytes", b"source_waiting_bytes", "transfer_bytes", b"transfer_bytes", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms", "waiting_bytes", b"waiting_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

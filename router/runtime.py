@@ -31,7 +31,10 @@ from router.observability.metrics import ClusterCollector, RouterMetrics
 from router.observability.samples import Samples
 from router.observability.tracing import Tracing
 from router.placement.fleet import Fleet
+from router.placement.terms import further_terms
 from router.request_path.accounting import Accounting
+from router.request_path.observation import Observer
+from router.request_path.queries import Queries
 from router.request_path.request_handler import RequestHandler
 from router.request_path.warming import Warming
 from router.security.api_keys import ApiKeys
@@ -119,6 +122,7 @@ async def start_router(config: RouterConfig) -> Router:
         from router.frontend.http_frontend import open_http
     public, member = config.frontends()
     keys = ApiKeys(config.api_keys, config.api_keys_file)
+    further_terms()  # raises for one that cannot be loaded
     files = read_models(config, await fetch_models(config))
     async with AsyncExitStack() as parts:
         metrics, registry = MetricsServer(config.host, config), new_registry()
@@ -142,11 +146,11 @@ async def start_router(config: RouterConfig) -> Router:
         accounting = Accounting(_open_usage(config), router_metrics)
         parts.push_async_callback(accounting.close)
         arrivals = Arrivals(config, tenant_limits)
-        handler = RequestHandler(
-            config, models, tenant_limits, arrivals, router_metrics, samples, tracing, decisions, accounting
-        )
+        observer = Observer(config, models, router_metrics, samples, tracing, decisions, accounting)
+        handler = RequestHandler(config, models, tenant_limits, arrivals, observer)
+        queries = Queries(config, models, arrivals, observer)
         warming = Warming(config, models, arrivals, handler)
-        inference = InferenceService(handler, models, keys, config.id(), requests, samples, arrivals, warming)
+        inference = InferenceService(handler, queries, models, keys, config.id(), requests, samples, arrivals, warming)
         inference.add_to(server.grpc)
         membership = MembershipService(
             models,
@@ -168,7 +172,18 @@ async def start_router(config: RouterConfig) -> Router:
         http = None
         if config.http_port is not None:
             http = await open_http(
-                config, config.http_port, public, handler, models, requests, keys, inference, arrivals, parts, registry
+                config,
+                config.http_port,
+                public,
+                handler,
+                queries,
+                models,
+                requests,
+                keys,
+                inference,
+                arrivals,
+                parts,
+                registry,
             )
         await metrics.start(registry)
         for each in servers:

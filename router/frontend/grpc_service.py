@@ -26,6 +26,7 @@ from router.observability.explanations import candidate_of, compared, num_shown,
 from router.observability.samples import Samples
 from router.request_path.parsed_stream import generate_parts
 from router.request_path.preprocess import tenant_of
+from router.request_path.queries import Queries
 from router.request_path.request_handler import RequestHandler
 from router.request_path.warming import Warming
 from router.security.api_keys import ApiKeys, Principal
@@ -45,6 +46,7 @@ class InferenceService:
     def __init__(
         self,
         handler: RequestHandler,
+        queries: Queries,
         models: ModelRuntimes,
         keys: ApiKeys,
         router_id: str,
@@ -60,6 +62,7 @@ class InferenceService:
         self._reading = FairTurns(READING, READING_PER_TENANT)
         self._started_at = time.monotonic()
         self._handler = handler
+        self._queries = queries
         self._models = models
         self._keys = keys
         self._router_id = router_id
@@ -201,7 +204,7 @@ class InferenceService:
 
     async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
         principal = self._principal(context)
-        explained = await self._handler.explain(request, context.time_remaining(), principal)
+        explained = await self._queries.explain(request, context.time_remaining(), principal)
         prepared, candidates = explained.prepared, explained.candidates
         return pb.Explanation(
             prompt_tokens=explained.demand.num_tokens,
@@ -241,11 +244,11 @@ class InferenceService:
 
     async def Decisions(self, request: pb.DecisionsRequest, context: Any) -> pb.DecisionsResponse:
         principal = self._principal(context)
-        past = self._handler.decisions(request.request_id, principal)
+        past = self._queries.decisions(request.request_id, principal)
         return await asyncio.to_thread(to_response, past, num_shown(principal))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        return await self._handler.tokenize(request, self._principal(context))
+        return await self._queries.tokenize(request, self._principal(context))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=map(_listed, self._models.only(self._principal(context).models).listed()))
@@ -263,7 +266,7 @@ class InferenceService:
 
     def status(self) -> pb.ClusterStatusResponse:
         """Return the cluster as this router sees it now."""
-        isolates = self._handler.isolates_tenants
+        isolates = self._queries.isolates_tenants
         return cluster_status(self._router_id, self._drain.draining, self._models, self._started_at, isolates)
 
     async def Feedback(self, request: pb.FeedbackRequest, context: Any) -> pb.FeedbackResponse:
@@ -275,7 +278,7 @@ class InferenceService:
     async def Usage(self, request: pb.UsageRequest, context: Any) -> pb.UsageResponse:
         principal = self._principal(context)
         self._arrivals.charge(principal.tenant or "")
-        totals = await self._handler.usage(request.days or 1, request.tenant, principal)
+        totals = await self._queries.usage(request.days or 1, request.tenant, principal)
         return pb.UsageResponse(totals=[pb.UsageTotal(**asdict(total)) for total in totals])
 
 

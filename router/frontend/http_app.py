@@ -47,12 +47,14 @@ from router.frontend.openai_files.opening import open_batches
 from router.frontend.openai_files.routes import add_files_and_batches
 from router.frontend.openapi import describe
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
+from router.request_path.queries import Queries
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
 
 
 def make_app(
     handler: RequestHandler,
+    queries: Queries,
     models: ModelRuntimes,
     drain: Drain,
     keys: ApiKeys,
@@ -66,6 +68,7 @@ def make_app(
     limits = BodyLimits(config.max_body_mib << 20, max_context + SPARE_VALUES)
     context = EndpointContext(
         handler,
+        queries,
         drain,
         keys,
         arrivals,
@@ -139,7 +142,7 @@ def make_app(
             raise InvalidRequest("days", "must be a number of days")
         principal = caller_of(request.headers, keys).principal
         arrivals.charge(principal.tenant or "")
-        totals = await handler.usage(int(days), query.get("tenant", ""), principal)
+        totals = await queries.usage(int(days), query.get("tenant", ""), principal)
         return JSONResponse({"object": "list", "data": [asdict(total) for total in totals]})
 
     async def tell_version(request: Request) -> Response:

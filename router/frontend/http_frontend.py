@@ -20,6 +20,7 @@ from router.frontend.http.server import OpenAiServer
 from router.frontend.http_app import make_app
 from router.frontend.openai.response_store import ResponseStore
 from router.models.model_runtime import ModelRuntimes
+from router.request_path.queries import Queries
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
 
@@ -29,6 +30,7 @@ async def open_http(
     port: int,
     credentials: Credentials | None,
     handler: RequestHandler,
+    queries: Queries,
     models: ModelRuntimes,
     requests: Drain,
     keys: ApiKeys,
@@ -42,8 +44,8 @@ async def open_http(
     Raises StartError.
     """
     http = OpenAiServer(config.host, port, credentials, config.max_connection_s)
-    app = make_app(handler, models, requests, keys, config, arrivals, registry)
-    add_console(app, keys, inference.status, handler.recent)
+    app = make_app(handler, queries, models, requests, keys, config, arrivals, registry)
+    add_console(app, keys, inference.status, queries.recent)
     batches: Batches | None = app.state.batches
     if batches is not None:
         parts.push_async_callback(batches.close)

@@ -7,6 +7,7 @@ from protos import inference_pb2 as pb
 from router.models.model_selection import Verdict
 from router.observability.decision_history import Entry, Placement
 from router.placement.candidates import Candidate
+from router.placement.terms import further_terms
 from router.security.api_keys import Principal
 
 MAX_EXPLAINED = 256
@@ -50,6 +51,7 @@ def decided(placement: Placement, num_candidates: int = MAX_EXPLAINED) -> pb.Pla
 
 
 def candidate_of(candidate: Candidate) -> pb.PlacementCandidate:
+    ms = {name: 1e3 * seconds for name, seconds in candidate.seconds.items()}
     return pb.PlacementCandidate(
         decode_worker=candidate.decode_id,
         lender=candidate.lender_id or "",
@@ -58,12 +60,12 @@ def candidate_of(candidate: Candidate) -> pb.PlacementCandidate:
         blocks=candidate.num_blocks,
         lender_tokens=candidate.lender_tokens,
         decode_tokens=candidate.own_tokens,
-        source_read_ms=candidate.source_read_s * 1e3,
-        lender_queue_ms=candidate.lender_queue_s * 1e3,
-        lender_compute_ms=candidate.lender_compute_s * 1e3,
-        transfer_ms=candidate.transfer_s * 1e3,
-        decode_queue_ms=candidate.decode_queue_s * 1e3,
-        prompt_tail_ms=candidate.tail_s * 1e3,
+        source_read_ms=ms.get("source_read", 0.0),
+        lender_queue_ms=ms.get("lender_queue", 0.0),
+        lender_compute_ms=ms.get("lender_compute", 0.0),
+        transfer_ms=ms.get("transfer", 0.0),
+        decode_queue_ms=ms.get("decode_queue", 0.0),
+        prompt_tail_ms=ms["prompt_tail"],
         ttft_ms=candidate.ttft_s * 1e3,
         delay_ms=candidate.delay_s * 1e3,
         affinity_ms=candidate.affinity_s * 1e3,
@@ -73,6 +75,7 @@ def candidate_of(candidate: Candidate) -> pb.PlacementCandidate:
         waiting_bytes=round(candidate.waiting_bytes),
         source_bytes=candidate.source_bytes,
         source_waiting_bytes=round(candidate.source_waiting_bytes),
+        further_ms={term.name: ms[term.name] for term in further_terms()},
     )
 
 

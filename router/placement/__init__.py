@@ -2,10 +2,10 @@
 
 Pure.
 
-    place.py               `place`: the best pair by predicted cost
+    place.py               `place`: the best candidate by predicted cost; `explain`: all of them
     demand.py              what a request needs; request_demand.py: from a checked request
-    candidates.py          one candidate with its cost terms; explain.py: all of them, for display
-    pair_costs.py          the same costs of all candidates at once, for `place`
+    terms.py               the terms of a candidate's cost, by name; pairs.py: the quantities they read
+    costs.py               the sums of all candidates at once; candidates.py: one candidate
     worker_table.py        the workers as arrays
     fleet.py               all known about the workers, and recent placements; worker_records.py: the records
     index.py               which worker holds which block

@@ -11,6 +11,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import numpy as np
+
+from router.placement.rates import Floats
+
 SHARE = 0.05
 """Largest reduction as a share of the cost: less than the usual error of a prediction."""
 MOST_S = 0.01
@@ -42,9 +46,10 @@ def session_of(tenant: str, session_id: str, prompt_cache_key: str) -> SessionKe
     return (tenant, blake2b(name.encode(), digest_size=16).hexdigest()) if name else NO_SESSION
 
 
-def reduction_s(cost_s: float) -> float:
-    """Return the part of the reduction that one matching worker is worth."""
-    return min(cost_s * SHARE, MOST_S) * PART
+def reduction_s(cost_s: Floats | float) -> Floats:
+    """Return the part of the reduction that one matching worker is worth, for each cost."""
+    reduction: Floats = np.minimum(cost_s * SHARE, MOST_S) * PART
+    return reduction
 
 
 class Affinities:

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from router.placement.candidates import Alternative
 from router.placement.demand import Demand
-from router.placement.pair_costs import Alternative
 from router.placement.place import Decision, place
 from router.placement.placement_snapshot import PlacementSnapshot
 from router.placement.rates import Rates

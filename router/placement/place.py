@@ -4,21 +4,17 @@ Every way to start the request now gets a predicted cost in seconds: a decode wo
 lacks. It may compute them itself; read those that another worker holds, which that worker lends at once; or borrow all
 from a prefill worker, which computes what it lacks, and may itself read a part from the source that saves most.
 
-    TTFT     the lender's queue, its reads and computing, the transfer of what the decode worker lacks, and what
-             the decode worker computes itself
-    + delay  what computing on the decode worker costs each of its decoding streams, and what one more stream costs all
-    - a small share of both for the workers that served the session's last request (affinity.py)
-
-The cheapest wins. `candidates.py` computes the cost of one candidate, `pair_costs.py` those of all.
+The cheapest wins. `terms.py` has the terms of the cost, `costs.py` adds them for all candidates.
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from router.placement.candidates import Candidate, Route, assess
+from router.placement.candidates import Alternative, Candidate
+from router.placement.costs import Costs
 from router.placement.demand import Demand
-from router.placement.pair_costs import Alternative, Costs
+from router.placement.pairs import Inputs
 from router.placement.rates import Bools, Ints, Rates
 from router.placement.worker_table import Hits, WorkerTable
 
@@ -63,11 +59,12 @@ def startable(demand: Demand, workers: WorkerTable, available: Ints | None = Non
     The worker must have the request's adapter. The traffic hash decides between canaries and other workers. A worker
     that could not hold the whole request would refuse it for good.
     """
-    promised = np.array([demand.num_promised_blocks(reserve) for reserve in workers.reserves], np.int64)
+    by_reserve = [demand.num_promised_blocks(reserve) for reserve in workers.reserves]
+    promised = by_reserve[0] if len(by_reserve) == 1 else np.array(by_reserve, np.int64)[workers.reserve_of]
     free_blocks = workers.available_blocks if available is None else available
     could: Bools = workers.starts_for(demand) & (workers.num_blocks >= demand.num_total_blocks)
     could = workers.with_adapter(could, demand.adapter)
-    return workers.in_share(could & (free_blocks >= promised[workers.reserve_of]), could, demand.traffic_hash)
+    return workers.in_share(could & (free_blocks >= promised), could, demand.traffic_hash)
 
 
 def place(
@@ -83,8 +80,15 @@ def place(
 
 def place_on(rows: Ints, demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates) -> Decision:
     """Return the cheapest candidate on the decode workers of `rows`, which are not empty."""
-    way, num_candidates, alternatives = Costs(demand, workers, hits, rates, rows).cheapest()
-    best = assess(demand, workers, hits, rates, way)
+    best, num_candidates, alternatives = Costs(Inputs(demand, workers, hits, rates), rows).cheapest()
+    reason = _reason(demand, workers, hits, best)
+    return decision_of(best, num_candidates, reason, alternatives)
+
+
+def decision_of(
+    best: Candidate, num_candidates: int, reason: str, alternatives: tuple[Alternative, ...] = ()
+) -> Decision:
+    """Return the decision for a candidate."""
     return Decision(
         decode_id=best.decode_id,
         lender_id=best.lender_id,
@@ -94,36 +98,46 @@ def place_on(rows: Ints, demand: Demand, workers: WorkerTable, hits: Hits, rates
         own_tokens=best.own_tokens,
         predicted_ttft_s=best.ttft_s,
         cost_s=best.cost_s,
+        num_candidates=num_candidates,
+        reason=reason,
         hit_blocks=best.hit_blocks,
         held_bytes=best.held_bytes,
         source_bytes=best.source_bytes,
         waiting_bytes=best.waiting_bytes + best.source_waiting_bytes,
         reserved_output_tokens=best.reserved_output_tokens,
         reservation=best.reservation,
-        num_candidates=num_candidates,
-        reason=_reason(demand, workers, hits, way, best),
         alternatives=alternatives,
     )
 
 
-def _reason(demand: Demand, workers: WorkerTable, hits: Hits, way: Route, best: Candidate) -> str:
+def explain(
+    demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, available: Ints | None = None
+) -> list[Candidate]:
+    """Return all candidates to start the request now, the choice of `place` first; empty where it returns None."""
+    rows = np.flatnonzero(startable(demand, workers, available))
+    return Costs(Inputs(demand, workers, hits, rates), rows).candidates() if len(rows) else []
+
+
+def _reason(demand: Demand, workers: WorkerTable, hits: Hits, best: Candidate) -> str:
     """Return the reason in words that a user can check against the receipt."""
-    usable, running = demand.num_usable_blocks, int(workers.running[way.decode])
+    usable, decode = demand.num_usable_blocks, workers.row_of[best.decode_id]
+    running = workers.running.item(decode)
     same = "; served the last request of this session" if best.is_last_decode else ""
 
     def held(row: int) -> int:
-        return min(int(hits.held[row]), usable)
+        return min(int(hits.held.item(row)), usable)
 
     if usable == 0:
         return f"nothing to borrow: a short prompt, or one computed as a whole; {running} running{same}"
-    holds = f"holds {held(way.decode)} of {usable} usable blocks, {running} running"
-    if way.lender is None:
-        kept = "nothing to borrow" if held(way.decode) >= usable else "cheaper than any loan"
+    holds = f"holds {held(decode)} of {usable} usable blocks, {running} running"
+    if best.lender_id is None:
+        kept = "nothing to borrow" if held(decode) >= usable else "cheaper than any loan"
         return f"{holds}; {kept}{same}"
     if not best.lender_computes:
         return f"{holds}; lender holds {best.num_blocks}, computes none{same}"
-    due = min(int(hits.due[way.lender]), usable)
-    queued = int(workers.queued_prefill_tokens[way.lender])
-    reason = f"{holds}; lender holds {due}, {queued} tokens queued there"
-    reason = reason if way.source is None else f"{reason}; reads up to {held(way.source)} from {best.source_id}"
+    lender = workers.row_of[best.lender_id]
+    due = min(int(hits.due.item(lender)), usable)
+    reason = f"{holds}; lender holds {due}, {workers.queued_prefill_tokens.item(lender)} tokens queued there"
+    if best.source_id is not None:
+        reason = f"{reason}; reads up to {held(workers.row_of[best.source_id])} from {best.source_id}"
     return reason + same

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from router.placement.candidates import Candidate
 from router.placement.demand import Demand
-from router.placement.explain import explain
+from router.placement.place import explain
 from router.placement.rates import Ints, Rates
 from router.placement.worker_table import Hits, WorkerTable
 

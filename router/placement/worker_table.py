@@ -67,7 +67,7 @@ class WorkerTable:
     outgoing_bytes: Floats
     """Bytes in flight from each worker."""
     outgoing_flows: Floats
-    """Transfers in flight from each worker; like all four, floating point for the sake of pair_costs.py."""
+    """Transfers in flight from each worker; like all four, floating point for the sake of pairs.py."""
     incoming_bytes: Floats
     """Bytes in flight to each worker."""
     incoming_flows: Floats

@@ -1,12 +1,14 @@
-"""Preprocessing: from a client's message to a checked request with model, tokens, options and deadline."""
+"""Preprocessing: from a client's message to a checked request with model, tokens, options, deadline and demand."""
 
 import math
 import secrets
 import time
+from dataclasses import replace
 
 from cluster import logs
 from cluster.cache_salt import isolated_salt
 from cluster.errors import Forbidden, InvalidRequest
+from engine.block_keys import BlockKey
 from engine.sampling.structured_output import read_structured
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival
@@ -17,7 +19,11 @@ from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.models.model_selection import ModelCriteria, unfit
 from router.models.model_selector import ModelSelector, SelectedModel
 from router.models.prompt_reading import read
+from router.placement.affinity import session_of
+from router.placement.demand import Demand, traffic_hash_of
+from router.placement.request_demand import chains_of
 from router.prepared_request import PreparedRequest
+from router.request_path.stream_state import StreamState
 from router.security.api_keys import Principal
 from router.validation import check_name_length, check_names, check_quality, check_retention, check_time_limit
 
@@ -87,6 +93,30 @@ class Preprocessor:
             deadline=deadline,
             info=RequestInfo(request.tenant, request.priority, arrived_at, deadline, arrived_at + first_token_s),
         )
+
+    async def needs(self, prepared: PreparedRequest, emitted: StreamState) -> tuple[Demand, list[BlockKey]]:
+        """Return the demand of what is left to do, and the keys of blocks that may come from elsewhere.
+
+        Raises ServiceError.
+        """
+        grace_s = min(self._config.no_worker_grace_s, prepared.remaining_s())
+        embeds = prepared.request.HasField("embedding")
+        await prepared.model.await_workers(prepared.info.tenant, time.monotonic() + grace_s, embeds)
+        prompt, sampling = prepared.prompt, prepared.sampling
+        unfinished = [choice.token_ids for choice in emitted.choices if not choice.finished]
+        to_score = sampling.HasField("prompt_logprobs") and emitted.num_prompt_logprobs < len(prompt) - 1
+        chains = chains_of(prompt, sampling, unfinished)
+        traffic_hash, new = traffic_hash_of(prepared.request_id), not prepared.info.num_placed
+        only_fills = prepared.warm is not None
+        demand, keys = prepared.model.needs(
+            prompt, sampling, prepared.cache_salt, chains, to_score, traffic_hash, new, embeds, only_fills
+        )
+        if prepared.warm is not None:
+            demand = replace(demand, only=prepared.warm.worker_id)
+        request = prepared.request
+        session = session_of(request.tenant, request.session_id, request.prompt_cache_key)
+        key = request.tenant, request.task
+        return prepared.model.fleet.with_expected_output(demand, key, len(prompt), session), keys
 
     def _check_priority(self, request: pb.GenerateRequest, principal: Principal) -> None:
         """Check that the caller may use the request's priority.

@@ -144,11 +144,12 @@ def candidate_table(candidates: Sequence[pb.PlacementCandidate]) -> NamesTable:
 
     "in flight" has the megabytes of other requests that delay the transfer and the source's.
     """
-    rows = []
+    rows, further = [], sorted({name for candidate in candidates for name in candidate.further_ms})
     for candidate in candidates:
         holds = candidate.lender and not candidate.lender_computes
         lender = f"{candidate.lender} (holds)" if holds else candidate.lender
         terms = [getattr(candidate, field) for field in _TERMS.values()]
+        terms += [candidate.further_ms.get(name, 0.0) for name in further]
         waiting = candidate.waiting_bytes + candidate.source_waiting_bytes
         row = (
             *(candidate.decode_worker, lender, candidate.source, str(candidate.blocks)),
@@ -156,4 +157,6 @@ def candidate_table(candidates: Sequence[pb.PlacementCandidate]) -> NamesTable:
             f"{waiting / 1e6:.1f}" if waiting else "",
         )
         rows.append(row)
-    return NamesTable(("decode", "lender", "source"), ("blocks", *_TERMS, "in flight"), rows, _EXPENDABLE, box=None)
+    return NamesTable(
+        ("decode", "lender", "source"), ("blocks", *_TERMS, *further, "in flight"), rows, _EXPENDABLE, box=None
+    )

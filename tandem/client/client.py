@@ -104,40 +104,33 @@ class Client:
     ) -> AsyncGenerator[pb.GenerateResponse]:
         """Stream the completion of a complete request, as `generate` does."""
         span = CallSpan([request], self._addresses, metadata)
+        give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
+        *others, last = self._order()
         try:
-            async with contextlib.aclosing(self._send(request, timeout_s, span.metadata)) as responses:
-                async for response in responses:
-                    span.record(response)
-                    yield response
+            for number in (*others, last):
+                call = self._stubs[number].Generate(
+                    request, timeout=_remaining_s(give_up_at), metadata=(*self._metadata, *span.metadata)
+                )
+                begun = False
+                try:
+                    async for response in call:
+                        begun, self._current = True, number
+                        span.record(response)
+                        yield response
+                    break
+                except grpc.aio.AioRpcError as error:
+                    failure = from_rpc_error(error)
+                    if begun and isinstance(failure, Unavailable):
+                        message = f"router {self._addresses[number]} ended the stream: {failure.message}"
+                        raise type(failure)(message, failure.field) from None
+                    if not isinstance(failure, Unavailable) or number == last:
+                        raise failure from None
+                finally:
+                    call.cancel()
         except BaseException as error:
             span.end(error)
             raise
         span.end()
-
-    async def _send(
-        self, request: pb.GenerateRequest, timeout_s: float | None, metadata: Metadata
-    ) -> AsyncGenerator[pb.GenerateResponse]:
-        give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
-        *others, last = self._order()
-        for number in (*others, last):
-            call = self._stubs[number].Generate(
-                request, timeout=_remaining_s(give_up_at), metadata=(*self._metadata, *metadata)
-            )
-            begun = False
-            try:
-                async for response in call:
-                    begun, self._current = True, number
-                    yield response
-                return
-            except grpc.aio.AioRpcError as error:
-                failure = from_rpc_error(error)
-                if begun and isinstance(failure, Unavailable):
-                    message = f"router {self._addresses[number]} ended the stream: {failure.message}"
-                    raise type(failure)(message, failure.field) from None
-                if not isinstance(failure, Unavailable) or number == last:
-                    raise failure from None
-            finally:
-                call.cancel()
 
     async def explain(self, text: str | None = None, **options: Unpack[GenerateOptions]) -> pb.Explanation:
         """Return where a request would go now, and why; nothing is started.

@@ -46,7 +46,7 @@ def test_a_transport_of_another_package_passes_the_contract(installed: Path, tmp
     assert "40 passed" in done.stdout
 
 
-async def test_a_cluster_serves_with_an_engine_and_a_transport_of_another_package(
+async def test_a_cluster_serves_with_an_engine_a_transport_and_a_placement_term_of_another_package(
     installed: Path, sim_model: ModelFactory
 ) -> None:
     settings = {"model": sim_model(400), "engine": "recall", "transport": "process_vm", "kv_memory_mib": 1}
@@ -54,6 +54,7 @@ async def test_a_cluster_serves_with_an_engine_and_a_transport_of_another_packag
     prompt = [7 * number % 390 + 1 for number in range(100)]
     async with LocalCluster(topology) as cluster, Client(cluster.address) as client:
         (stream,) = await finished([Stream(client, prompt, 20)])
+        explanation = await client.explain(token_ids=prompt)
     expected = list(prompt)
     for _ in range(20):
         expected.append(expected[-LAG])
@@ -61,6 +62,9 @@ async def test_a_cluster_serves_with_an_engine_and_a_transport_of_another_packag
     assert stream.receipt.kv.moved_blocks > 0
     assert stream.receipt.kv.verified_blocks == stream.receipt.kv.moved_blocks
     assert list(stream.receipt.kv.ucx_transports) == ["process_vm/memory"]
+    assert explanation.candidates
+    for candidate in explanation.candidates:
+        assert 0 <= candidate.further_ms["fullness"] <= min(50, candidate.delay_ms)
 
 
 def test_a_plug_in_that_no_package_has_is_named_with_those_that_there_are(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from cluster.error_status import from_rpc_error, to_status
 from cluster.errors import AlreadyExists, Draining, ServiceError, Unavailable
 from cluster.rpc import Channels
 from router.placement.demand import Demand
-from router.placement.explain import explain
-from router.placement.place import place
+from router.placement.place import explain, place
 from router.placement.rates import Priors, Rates
 from router.placement.worker_table import Hits, WorkerTable, WorkerView
 

@@ -6,8 +6,8 @@ from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from router.observability.decision_history import ENTRY_BYTES, DecisionHistory, Entry, Placement
 from router.placement.demand import Demand
-from router.placement.explain import explain
 from router.placement.fleet import Fleet
+from router.placement.place import explain
 from router.placement.rates import Priors
 from router.placement.worker_records import ActivePlacement
 

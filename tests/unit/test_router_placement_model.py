@@ -1,10 +1,11 @@
-"""Placement by matrices against the same model one candidate at a time, and against a plain one written anew here."""
+"""Placement by matrices against the same cost model written anew here, one candidate at a time."""
 
-import dataclasses
-import itertools
+import functools
+import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -13,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.random import Generator, default_rng
 
-from router.placement import pair_costs
+from router.placement import costs
+from router.placement.affinity import MOST_S, PART, SHARE
+from router.placement.costs import FEW
 from router.placement.demand import Demand, traffic_hash_of
-from router.placement.explain import explain
 from router.placement.in_flight import IDLE, Flows
-from router.placement.pair_costs import FEW
-from router.placement.place import Decision, place
+from router.placement.place import Decision, explain, place
 from router.placement.rates import Floats, Priors, Rates
 from router.placement.worker_table import Hits, WorkerTable, WorkerView
 
@@ -48,6 +49,18 @@ class Case:
     def hits(self) -> Hits:
         found = Hits.of(self.workers, self.held, self.due)
         return replace(found, last_decode=self.last_decode, last_lender=self.last_lender)
+
+
+class Way(NamedTuple):
+    """A way to start a request by the plain model, in the order of choice."""
+
+    cost_s: float
+    decode_id: str
+    lender_id: str
+    computes: bool
+    source_id: str | None
+    ttft_s: float
+    seconds: Mapping[str, float]
 
 
 @st.composite
@@ -102,32 +115,9 @@ def random_rates(num_workers: int, seeds: Generator) -> Rates:
     )
 
 
-@given(cases(), st.integers(0, 1000))
-def test_the_decision_is_the_cheapest_of_what_explain_lists(case: Case, seed: int) -> None:
-    """To the last bit: so ties are the same, too."""
-    rates = random_rates(len(case.views), default_rng(seed))
-    candidates = explain(case.demand, case.workers, case.hits, rates)
-    decision = place(case.demand, case.workers, case.hits, rates)
-    if decision is None:
-        assert not candidates
-        return
-    best = candidates[0]
-    assert candidates == sorted(candidates, key=lambda candidate: candidate.order)
-    assert decision.num_candidates == len(candidates)
-    assert [rival.cost_s for rival in decision.alternatives] == [other.cost_s for other in candidates[1 : 1 + FEW]]
-    listed = {(one.decode_id, one.lender_id, one.lender_computes, one.cost_s) for one in candidates[1:]}
-    assert {dataclasses.astuple(rival) for rival in decision.alternatives} <= listed
-    assert (decision.decode_id, decision.lender_id, decision.lender_computes, decision.source_id) == (
-        *(best.decode_id, best.lender_id),
-        *(best.lender_computes, best.source_id),
-    )
-    assert (decision.cost_s, decision.predicted_ttft_s) == (best.cost_s, best.ttft_s)
-    assert decision.lender_tokens == best.lender_tokens
-
-
 def with_bound(case: Case, rates: Rates, sample: int) -> Decision | None:
     """Decide as in a fleet of so many pairs that most are excluded by the bound."""
-    with patch.multiple(pair_costs, MANY_PAIRS=0, SAMPLE=sample):
+    with patch.multiple(costs, MANY_PAIRS=0, SAMPLE=sample):
         return place(case.demand, case.workers, case.hits, rates)
 
 
@@ -175,19 +165,19 @@ def test_the_bound_in_a_fleet_of_sixty(seed: int) -> None:
 def test_terms_add_up(case: Case, seed: int) -> None:
     rates = random_rates(len(case.views), default_rng(seed))
     for candidate in explain(case.demand, case.workers, case.hits, rates):
-        terms = [candidate.source_read_s, candidate.lender_queue_s, candidate.lender_compute_s, candidate.transfer_s]
-        terms += [candidate.decode_queue_s, candidate.tail_s, candidate.delay_s]
-        assert all(term >= 0 for term in terms)
-        assert candidate.cost_s == pytest.approx(sum(terms) - candidate.affinity_s)
-        assert 0 <= candidate.affinity_s <= 0.05 * sum(terms) + 1e-12
+        terms = candidate.seconds
+        assert all(term >= 0 for term in terms.values())
+        assert candidate.cost_s == pytest.approx(sum(terms.values()) - candidate.affinity_s)
+        assert candidate.delay_s == terms["prompt_delay"] + terms["stream_delay"]
+        assert 0 <= candidate.affinity_s <= 0.05 * sum(terms.values()) + 1e-12
         assert candidate.own_tokens >= 1, "the last prompt token is computed where it is decoded"
-        if candidate.lender_id is None:
-            assert sum(terms[:4]) == 0
+        assert ("transfer" in terms) == (candidate.lender_id is not None)
+        assert ("lender_compute" in terms) == candidate.lender_computes
         if candidate.source_id is None:
-            assert candidate.source_read_s == 0
+            assert not terms.get("source_read")
 
 
-# ---------------------------------------------------------------------------- written anew, with one rate for all
+# ---------------------------------------------------------------------------- written anew
 
 
 def theirs(traffic_hash: float, able: list[WorkerView], could: list[WorkerView]) -> list[WorkerView]:
@@ -199,23 +189,39 @@ def theirs(traffic_hash: float, able: list[WorkerView], could: list[WorkerView])
     return others if any(not view.traffic_share for view in could) else canaries
 
 
-def plain_costs(case: Case) -> Iterator[tuple[float, str, str, bool, str | None]]:
-    """(cost, decode, lender or "", computes, source) of every way; the lender's source is who holds most."""
+def plain_ways(case: Case, rates: Rates) -> Iterator[Way]:
+    """Every way to start the request now."""
     demand, usable = case.demand, case.demand.num_usable_blocks
+    row_of = {view.worker_id: row for row, view in enumerate(sorted(case.views, key=lambda view: view.worker_id))}
 
     def held(view: WorkerView) -> int:
         return case.held.get(view.worker_id, 0)
 
     def moved_s(borrower: WorkerView, lender: WorkerView, num_blocks: int, ready_s: float = 0.0) -> float:
-        num_bytes = num_blocks * demand.block_bytes
+        pair = row_of[borrower.worker_id], row_of[lender.worker_id]
+        num_bytes, bytes_per_s = num_blocks * demand.block_bytes, float(rates.kv_bytes_per_s[pair])
         ends = (borrower.incoming, lender.outgoing)
-        waiting_s = max(min(end.num_bytes, end.count * num_bytes) for end in ends) / PRIORS.kv_bytes_per_s
-        return PRIORS.loan_overhead_s + num_bytes / PRIORS.kv_bytes_per_s + max(0.0, waiting_s - ready_s)
+        waiting = max(min(end.num_bytes, end.count * num_bytes) for end in ends)
+        left = max(0.0, waiting - ready_s * bytes_per_s)
+        return float(rates.loan_overhead_s[pair]) + (num_bytes + left) / bytes_per_s
 
-    def cost_s(decode: WorkerView, loan_s: float, num_blocks: int) -> float:
-        own_s = (demand.num_tokens - num_blocks * demand.block_tokens) / PRIORS.decode_prefill_tokens_per_s
-        queue_s = PRIORS.step_s + decode.queued_prefill_tokens / PRIORS.decode_prefill_tokens_per_s
-        return loan_s + queue_s + own_s + decode.decoding * own_s + decode.running * PRIORS.stream_delay_s
+    def way(decode: WorkerView, num_blocks: int, loan: dict[str, float], lender: str, source: str | None) -> Way:
+        row, computes = row_of[decode.worker_id], "lender_compute" in loan
+        tokens_per_s = float(rates.decode_prefill_tokens_per_s[row])
+        own_s = (demand.num_tokens - num_blocks * demand.block_tokens) / tokens_per_s
+        own = {
+            "decode_queue": decode.queued_prefill_tokens / tokens_per_s,
+            "prompt_tail": float(rates.tail_fixed_s[row]) + own_s,
+        }
+        delay = {
+            "prompt_delay": decode.decoding * own_s,
+            "stream_delay": decode.running * float(rates.stream_delay_s[row]),
+        }
+        ttft_s = functools.reduce(operator.add, [*loan.values(), *own.values()])
+        full_s = ttft_s + (delay["prompt_delay"] + delay["stream_delay"])
+        matches = (row == case.last_decode) + (computes and row_of[lender] == case.last_lender)
+        cost_s = full_s - matches * (min(full_s * SHARE, MOST_S) * PART)
+        return Way(cost_s, decode.worker_id, lender, computes, source, ttft_s, loan | own | delay)
 
     could = [view for view in case.views if view.decodes and not view.draining]
     could = [view for view in could if view.num_blocks >= demand.num_total_blocks]
@@ -225,44 +231,106 @@ def plain_costs(case: Case) -> Iterator[tuple[float, str, str, bool, str | None]
     computing = [view for view in computing if not demand.adapter or demand.adapter in view.adapters]
     computing = theirs(demand.traffic_hash, computing, computing)
     for decode in theirs(demand.traffic_hash, able, could):
-        yield cost_s(decode, 0.0, held(decode)), decode.worker_id, "", False, None
+        yield way(decode, held(decode), {}, "", None)
         alike = [view for view in case.views if view is not decode and view.fingerprint == decode.fingerprint]
         for lender in alike if held(decode) < usable else []:
             if held(lender) > held(decode):
-                loan_s = moved_s(decode, lender, held(lender) - held(decode))
-                yield cost_s(decode, loan_s, held(lender)), decode.worker_id, lender.worker_id, False, None
+                loan = {"transfer": moved_s(decode, lender, held(lender) - held(decode))}
+                yield way(decode, held(lender), loan, lender.worker_id, None)
             if lender not in computing:
                 continue
-            have, read_s, source = case.due.get(lender.worker_id, 0), 0.0, None
-            others = [view for view in alike if view is not lender] + [decode]
+            row = row_of[lender.worker_id]
+            tokens_per_s = float(rates.prefill_tokens_per_s[row])
+            due = case.due.get(lender.worker_id, 0)
+            have, read_s, source = due, 0.0, None
             best_s = 0.0
+            others = [view for view in alike if view is not lender] + [decode]
             for other in sorted(others, key=lambda view: view.worker_id):
-                if (gain := held(other) - case.due.get(lender.worker_id, 0)) > 0:
+                if (gain := held(other) - due) > 0:
                     taken_s = moved_s(lender, other, gain)
-                    lost_s = taken_s - gain * demand.block_tokens / PRIORS.prefill_tokens_per_s
-                    if lost_s < best_s - 1e-12:
-                        best_s, read_s, source = lost_s, taken_s, other.worker_id
-                        have = held(other)
-            tokens = lender.queued_prefill_tokens + (usable - have) * demand.block_tokens
-            ready_s = read_s + PRIORS.step_s + tokens / PRIORS.prefill_tokens_per_s
-            loan_s = ready_s + moved_s(decode, lender, usable - held(decode), ready_s)
-            yield cost_s(decode, loan_s, usable), decode.worker_id, lender.worker_id, True, source
+                    lost_s = taken_s - gain * demand.block_tokens / tokens_per_s
+                    if lost_s < best_s:
+                        best_s, read_s, source, have = lost_s, taken_s, other.worker_id, held(other)
+            loan = {
+                "source_read": read_s,
+                "lender_queue": lender.queued_prefill_tokens / tokens_per_s,
+                "lender_compute": float(rates.prefill_fixed_s[row])
+                + (usable - have) * demand.block_tokens / tokens_per_s,
+            }
+            ready_s = loan["source_read"] + loan["lender_queue"] + loan["lender_compute"]
+            loan["transfer"] = moved_s(decode, lender, usable - held(decode), ready_s)
+            yield way(decode, usable, loan, lender.worker_id, source)
 
 
-@given(cases())
-def test_with_one_rate_for_all_it_is_the_plain_model(case: Case) -> None:
-    case = replace(case, last_decode=-1, last_lender=-1)
-    rates = Rates.uniform(len(case.views), PRIORS)
+def check_decision(case: Case, rates: Rates) -> list[Way]:
+    """Check the decision against all ways, to the last bit: so ties are the same, too."""
     decision = place(case.demand, case.workers, case.hits, rates)
-    plain = sorted(plain_costs(case), key=lambda way: way[:4])
-    assert (decision is None) == (not plain)
+    plain = sorted(plain_ways(case, rates), key=lambda way: way[:4])
     if decision is None:
-        return
+        assert not plain
+        return plain
+    best = plain[0]
     assert decision.num_candidates == len(plain)
-    assert decision.cost_s == pytest.approx(plain[0][0])
     chosen = decision.decode_id, decision.lender_id or "", decision.lender_computes, decision.source_id
-    equal = itertools.takewhile(lambda way: way[0] <= plain[0][0] * (1 + 1e-12), plain)
-    assert chosen in [way[1:] for way in equal]
+    assert chosen == best[1:5]
+    assert (decision.cost_s, decision.predicted_ttft_s) == (best.cost_s, best.ttft_s)
+    assert [other.cost_s for other in decision.alternatives] == [way.cost_s for way in plain[1 : 1 + FEW]]
+    ways = {way[:4] for way in plain[1:]}
+    for other in decision.alternatives:
+        assert (other.cost_s, other.decode_id, other.lender_id or "", other.lender_computes) in ways
+    return plain
+
+
+@given(cases(), st.integers(0, 1000))
+def test_the_decision_and_every_term_are_the_plain_models(case: Case, seed: int) -> None:
+    rates = random_rates(len(case.views), default_rng(seed))
+    plain = check_decision(case, rates)
+    listed = explain(case.demand, case.workers, case.hits, rates)
+    assert [
+        Way(each.cost_s, each.decode_id, each.lender_id or "", each.lender_computes, each.source_id, each.ttft_s, {})
+        for each in listed
+    ] == [way._replace(seconds={}) for way in plain]
+    assert [each.seconds for each in listed] == [way.seconds for way in plain]
+
+
+def random_fleet(size: int, seeds: Generator) -> Case:
+    """A fleet of `size` with flows, hits, canaries and adapters, each in a part of the cases."""
+    with_flows, with_canaries, with_adapters = (bool(seeds.integers(2)) for _ in range(3))
+    share_prefill, usable = float(seeds.choice([0.2, 0.5])), int(seeds.choice([0, 16, 512]))
+    views = [
+        WorkerView(
+            worker_id=f"w{number:03}",
+            decodes=number == 0 or seeds.random() > share_prefill,
+            fingerprint=b"b" if seeds.random() < 0.05 else b"a",
+            running=int(seeds.integers(60)),
+            decoding=int(seeds.integers(40)),
+            queued_prefill_tokens=int(seeds.choice([0, 100, 3000])),
+            available_blocks=int(seeds.choice([20, 1000])),
+            num_blocks=int(seeds.choice([600, 2000])),
+            reserve_output_tokens=int(seeds.choice([0, 64])),
+            draining=seeds.random() < 0.05,
+            traffic_share=float(seeds.choice([0.0, 0.0, 0.3])) if with_canaries else 0.0,
+            adapters=frozenset({"aa"}) if with_adapters and seeds.random() < 0.7 else frozenset(),
+            outgoing=FLOWS[seeds.integers(5)] if with_flows else IDLE,
+            incoming=FLOWS[seeds.integers(5)] if with_flows else IDLE,
+        )
+        for number in range(size)
+    ]
+    tokens = 4 * usable + 3
+    demand = Demand(tokens, usable, usable + 9, 4, int(seeds.choice([100, 1000])), (tokens,), tokens + 30)
+    demand = replace(demand, traffic_hash=float(seeds.choice([0.1, 1.0])), adapter="aa" if with_adapters else "")
+    share = float(seeds.choice([0.0, 0.2, 1.0]))
+    held = {view.worker_id: int(seeds.integers(usable + 1)) for view in views if seeds.random() < share}
+    due = {view.worker_id: usable for view in views if seeds.random() < 0.1}
+    return Case(demand, views, held, held | due, *(int(seeds.integers(-1, size)) for _ in range(2)))
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 10), (2, 20), (8, 20), (40, 10), (100, 4), (200, 4)])
+def test_decisions_in_fleets_of_all_sizes_are_the_plain_models(size: int, count: int) -> None:
+    for seed in range(count):
+        seeds = default_rng([size, seed])
+        case = random_fleet(size, seeds)
+        check_decision(case, random_rates(size, seeds) if seed % 2 else Rates.uniform(size, PRIORS))
 
 
 def test_the_faster_link_is_used() -> None:

@@ -60,7 +60,7 @@ class Keys:
 async def test_a_client_is_told_that_the_router_stops(while_sending: bool) -> None:
     drain, config = Drain(), AdmissionConfig()
     arrivals = Arrivals(config, TenantLimits(config))
-    service = InferenceService(Serving(), [], Keys(), "r", drain, None, arrivals, None)  # type: ignore[arg-type]
+    service = InferenceService(Serving(), None, [], Keys(), "r", drain, None, arrivals, None)  # type: ignore[arg-type]
     told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     sends = asyncio.Event()
 

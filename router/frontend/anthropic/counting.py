@@ -15,7 +15,7 @@ def token_counter(context: EndpointContext) -> JsonEndpoint[pb.TokenizeRequest]:
     """Return the application of the path."""
 
     async def count(request: pb.TokenizeRequest, caller: Caller) -> dict[str, Any]:
-        reply = await context.handler.tokenize(request, caller.principal, is_charged=True)
+        reply = await context.queries.tokenize(request, caller.principal, is_charged=True)
         return {"input_tokens": len(reply.token_ids)}
 
     return JsonEndpoint(context, _read, count, error_form)

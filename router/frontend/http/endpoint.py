@@ -22,6 +22,7 @@ from router.frontend.http.fields import Fields, IgnoredFields, parse_object
 from router.frontend.http.generation import Answer, Generation, PromptInfo
 from router.frontend.http.merging import merged
 from router.prepared_request import PreparedRequest
+from router.request_path.queries import Queries
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
 from router.validation import check_whole_answer
@@ -51,6 +52,7 @@ class EndpointContext:
     """Parts of the router that every endpoint uses."""
 
     handler: RequestHandler
+    queries: Queries
     drain: Drain
     """Drain that holds requests in flight."""
     keys: ApiKeys
@@ -112,7 +114,7 @@ class Endpoint(Generic[Asked, Made]):
                     api_request = await asyncio.to_thread(self._parsed, body, caller)
                 del body
                 names = api_request.names
-                self._handler.count_ignored(api_request.ignored)
+                self._context.queries.count_ignored(api_request.ignored)
                 exchange.ignored = api_request.ignored
                 exchange.request_id = api_request.request_id
                 with exchange.lasting(self._context.drain):
@@ -138,7 +140,7 @@ class Endpoint(Generic[Asked, Made]):
             with self._arrivals.arriving(caller.tenant) as arrival:
                 api_request = self._read_values(values, caller)
                 names = api_request.names
-                self._handler.count_ignored(api_request.ignored)
+                self._context.queries.count_ignored(api_request.ignored)
                 adapt(api_request)
                 async with self._deadline(api_request):
                     return await self._whole(api_request, caller, arrival)

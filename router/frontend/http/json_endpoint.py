@@ -46,7 +46,7 @@ class JsonEndpoint(Generic[Asked]):
             with context.arrivals.arriving(caller.tenant) as arrival:
                 body = await exchange.body(context.limits.max_bytes, arrival)
                 api_request, exchange.ignored = await asyncio.to_thread(self._parsed, body, caller)
-                context.handler.count_ignored(exchange.ignored)
+                context.queries.count_ignored(exchange.ignored)
             with exchange.lasting(context.drain):
                 reply = await self._answer(api_request, caller)
                 await exchange.send_json(compact(reply).encode())

@@ -24,10 +24,10 @@ def tokenizer_endpoint(context: EndpointContext) -> JsonEndpoint[TokensRequest]:
     """Return the application of /tokenize."""
 
     async def tokenize(api_request: TokensRequest, caller: Caller) -> dict[str, Any]:
-        reply = await context.handler.tokenize(api_request.request, caller.principal, is_charged=True)
+        reply = await context.queries.tokenize(api_request.request, caller.principal, is_charged=True)
         texts = None
         if api_request.returns_texts:
-            encoder = context.handler.model_of(reply.model, caller.principal).encoder
+            encoder = context.queries.model_of(reply.model, caller.principal).encoder
             texts = [encoder.token(token_id).text for token_id in reply.token_ids]
         ids = list(reply.token_ids)
         return {"count": len(ids), "max_model_len": reply.max_context_tokens, "tokens": ids, "token_strs": texts}
@@ -62,7 +62,7 @@ def detokenizer_endpoint(context: EndpointContext) -> JsonEndpoint[tuple[str, li
 
     async def detokenize(api_request: tuple[str, list[int]], caller: Caller) -> dict[str, Any]:
         name, token_ids = api_request
-        return {"prompt": await context.handler.detokenize(name, caller.principal, token_ids)}
+        return {"prompt": await context.queries.detokenize(name, caller.principal, token_ids)}
 
     return JsonEndpoint(context, _read_tokens, detokenize, names={"token_ids": "tokens"})
 

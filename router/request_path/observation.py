@@ -1,0 +1,166 @@
+"""Observation of requests: metrics, traces, samples, decisions and usage, in one place beside their path."""
+
+import asyncio
+import time
+from types import TracebackType
+from typing import Self
+
+from cluster.errors import ServiceError
+from protos import inference_pb2 as pb
+from router.config import RouterConfig
+from router.models.model_runtime import ModelRuntimes
+from router.observability.decision_history import DecisionHistory, Entry, Placement, Refused
+from router.observability.decision_log import DecisionLog
+from router.observability.metrics import RouterMetrics
+from router.observability.recent_requests import RecentRequests
+from router.observability.samples import Samples
+from router.observability.tracing import Tracing
+from router.placement.place import Decision
+from router.placement.worker_records import ActivePlacement
+from router.prepared_request import PreparedRequest
+from router.request_path.accounting import FINISH_TAG, Accounting
+from router.request_path.stream_state import StreamState
+from router.security.api_keys import Principal
+
+
+class Observer:
+    """Observer of all requests of one router."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        models: ModelRuntimes,
+        metrics: RouterMetrics,
+        samples: Samples,
+        tracing: Tracing,
+        decisions_file: DecisionLog,
+        accounting: Accounting,
+    ) -> None:
+        self.metrics = metrics
+        self.samples = samples
+        self.tracing = tracing
+        self.decisions_file = decisions_file
+        self.accounting = accounting
+        self.recent = RecentRequests()
+        """Requests that ended recently, for the console."""
+        self.history = DecisionHistory(int(config.decisions_memory_mib * (1 << 20)))
+        for model in models:
+            model.fleet.keeps_snapshots = self.history.on or decisions_file.on
+
+    def watch(self, request: pb.GenerateRequest, principal: Principal, is_warm: bool) -> "Observation":
+        """Begin the observation of a request that has just arrived; `is_warm`: it has no output."""
+        return Observation(self, request, principal, is_warm)
+
+
+class Observation:
+    """Observation of one request; a context manager, which records how the request ended."""
+
+    def __init__(self, observer: Observer, request: pb.GenerateRequest, principal: Principal, is_warm: bool) -> None:
+        self._observer = observer
+        self._request = request
+        self._principal = principal
+        self._metrics = observer.metrics.watch()
+        self._is_sampled = not is_warm and observer.samples.wanted()
+        self._keeps_texts = self._is_sampled and observer.samples.keeps_texts
+        self._kept: list[bytes] = []
+        self._prepared: PreparedRequest | None = None
+        self._arrived_at = time.monotonic()
+        self._past = Entry(request.request_id, request.tenant, time.time())
+        self._is_accounted = False
+
+    def checked(self, prepared: PreparedRequest) -> None:
+        """Record that the request is valid."""
+        self._prepared, past = prepared, self._past
+        past.request_id, past.tenant, past.verdicts = prepared.request_id, prepared.request.tenant, prepared.verdicts
+        past.model, past.model_reason = prepared.model.name, prepared.model_reason
+        self._observer.history.add(past)
+        self._metrics.checked(prepared)
+        prepared.model.fleet.traffic.arrived(len(prepared.prompt))
+
+    def placed(self, attempt: int, placed_after_s: float, decision: Decision, placed: ActivePlacement) -> None:
+        """Record a placement, and take its snapshot; `placed_after_s` counts from the request's arrival."""
+        made = Placement(attempt, placed_after_s, decision, placed.placement_snapshot)
+        placed.placement_snapshot = None
+        self._observer.decisions_file.placed(self._past, made)
+        self._observer.history.placed(self._past, made)
+
+    def started(self, ttft_s: float) -> None:
+        """Record the first message of the last placement, `ttft_s` after it."""
+        self._past.started(ttft_s)
+
+    def attempt_failed(self, failure: ServiceError) -> None:
+        """Record the failure of the last placement."""
+        self._past.failed(str(failure))
+
+    def attempt_finished(self, finish: pb.Finish) -> None:
+        """Record the success of the last placement."""
+        self._past.finished(finish.receipt.kv)
+
+    def message(self, message: bytes) -> bool:
+        """Record a message before its client has it; return whether `account` must follow."""
+        self._metrics.message()
+        if self._keeps_texts:
+            self._kept.append(message)
+        return FINISH_TAG in message  # asked here, since most messages are single tokens
+
+    async def account(self, emitted: StreamState, message: bytes) -> None:
+        """Account the request if its receipt is in the message."""
+        assert self._prepared is not None, "a message comes after the check"
+        self._is_accounted |= await self._observer.accounting.message(self._prepared, emitted, message)
+
+    def sent(self, emitted: StreamState) -> None:
+        """Count the tokens of a checked request whose stream ended in whatever way.
+
+        The sent messages are parsed only for requests that ended early or have several choices.
+        """
+        prepared = self._prepared
+        if emitted.empty or prepared is None:
+            return
+        finish = prepared.finish
+        if finish is not None and prepared.sampling.n == 1:
+            prepared.num_output_tokens, prepared.reasons = finish.usage.completion_tokens, [finish.reason]
+        else:
+            prepared.num_output_tokens = emitted.num_tokens
+            prepared.reasons = [choice.reason for choice in emitted.choices if choice.reason is not None]
+        num_prompt, num_output = len(prepared.prompt), prepared.num_output_tokens
+        self._metrics.over(num_prompt, num_output)
+        prepared.model.costs.used(num_prompt, num_output, finish is not None, auto=bool(prepared.verdicts))
+        if not self._is_accounted:
+            self._observer.accounting.cut_off(prepared, emitted)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, ServiceError):
+            self._failed(error)
+        elif isinstance(error, asyncio.CancelledError | GeneratorExit):
+            self._metrics.left()
+            self._observer.tracing.cancelled(self._prepared, self._arrived_at)
+        self._past.ended = True
+        self._observer.decisions_file.ended(self._past, None if self._prepared is None else self._prepared.finish)
+        if error is None:
+            self._finished()
+
+    def _failed(self, error: ServiceError) -> None:
+        self._metrics.failed(error)
+        self._past.refusal = Refused.of(error)
+        if self._prepared is None and self._request.request_id:
+            self._past.tenant = self._principal.tenant or self._request.tenant  # the tenant may not be known yet
+            self._observer.history.add(self._past)
+        self._observer.tracing.failed(self._prepared, self._arrived_at, error)
+
+    def _finished(self) -> None:
+        prepared, ttft_s = self._prepared, self._metrics.ttft_s
+        if prepared is None or prepared.finish is None:
+            return
+        self._metrics.finished(prepared.finish)
+        total_s = time.monotonic() - prepared.arrived_at
+        self._observer.recent.add(
+            time.time(), prepared.finish, prepared.decision, prepared.num_output_tokens, ttft_s, total_s
+        )
+        self._observer.tracing.finished(prepared, ttft_s)
+        if self._is_sampled:
+            self._observer.samples.served(prepared, self._kept)
