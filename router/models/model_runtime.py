@@ -146,6 +146,7 @@ class ModelRuntime:
         self.dispatcher = dispatcher
         self.grammars = GrammarChecker(files.model_dir, grammar_limit_s)
         self.links = DecodeStreams(fleet, trust)
+        self._last_roster: _Roster | None = None
         self.costs = Costs(files.entry)
         self.base_model = ""
         """Name of the model that the adapter changes; empty without an adapter."""
@@ -176,6 +177,7 @@ class ModelRuntime:
             return None
         adapted = copy.copy(self)
         adapted.name, adapted.base_model, adapted.adapter = name, self.name, fingerprint
+        adapted._last_roster = None
         return adapted
 
     def workers(self) -> list[Worker]:
@@ -186,16 +188,29 @@ class ModelRuntime:
 
     def decode_workers(self) -> list[Worker]:
         """Decode workers whose engine has reported; a hanging one may join again and again without a report."""
-        workers = self.workers()
-        return [worker for worker in workers if worker.decodes and worker.load is not None and not worker.draining]
+        return self._roster().decode
 
     def starting_workers(self, embeds: bool) -> list[Worker]:
         """Return the workers on which requests start: decode workers, or for embeddings prefill workers, if any."""
-        if embeds:
-            workers = [w for w in self.workers() if not w.decodes and w.load is not None and not w.draining]
-            if workers:
-                return workers
-        return self.decode_workers()
+        roster = self._roster()
+        return roster.prefill if embeds and roster.prefill else roster.decode
+
+    def _roster(self) -> "_Roster":
+        """Return the workers as they are now; every request asks for them, and they seldom change."""
+        number = self.fleet.num_roster_changes
+        if (roster := self._last_roster) is None or roster.number != number:
+            workers = self.workers()
+            reporting = [worker for worker in workers if worker.load is not None and not worker.draining]
+            fingerprints: dict[int, set[bytes]] = {}
+            for worker in workers:
+                fingerprints.setdefault(worker.hello.block_tokens, set()).add(worker.hello.model_fingerprint)
+            roster = self._last_roster = _Roster(
+                number,
+                [worker for worker in reporting if worker.decodes],
+                [worker for worker in reporting if not worker.decodes],
+                {block_tokens: sorted(each) for block_tokens, each in fingerprints.items()},
+            )
+        return roster
 
     async def await_workers(self, tenant: str, give_up_at: float, embeds: bool = False) -> None:
         """Wait until a worker is there on which requests start.
@@ -263,12 +278,12 @@ class ModelRuntime:
 
         Several versions exist while workers are being replaced.
         """
-        versions = {
-            worker.hello.model_fingerprint
-            for worker in self.workers()
-            if worker.hello.block_tokens == hello.block_tokens
-        }
-        return [hello.model_fingerprint, *sorted(versions - {hello.model_fingerprint})[: MAX_VERSIONS - 1]]
+        others = [
+            version
+            for version in self._roster().versions.get(hello.block_tokens, ())
+            if version != hello.model_fingerprint
+        ]
+        return [hello.model_fingerprint, *others[: MAX_VERSIONS - 1]]
 
     def predicted_ttft_s(self, priority: int, demand: Demand, keys: Sequence[BlockKey]) -> float | None:
         """Return the predicted TTFT of a request that arrived now, its wait in the queue included.
@@ -281,6 +296,18 @@ class ModelRuntime:
         else:
             ttft_s = self.fleet.least_ttft_s(demand, keys)
         return None if ttft_s is None else self.dispatcher.expected_wait_s(priority, demand) + ttft_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Roster:
+    """Workers of a model that have reported and do not drain, by role."""
+
+    number: int
+    """Number of the fleet's changes when it was made."""
+    decode: list[Worker]
+    prefill: list[Worker]
+    versions: dict[int, list[bytes]]
+    """Fingerprints of the weights of all workers, in order, by the length of their blocks."""
 
 
 def _hello_for(workers: Sequence[Worker], traffic_hash: float) -> membership_pb2.Hello:

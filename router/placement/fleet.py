@@ -52,6 +52,8 @@ class Fleet:
         self.router_id = router_id
         self.mark = f"{router_id}/{incarnation}" if incarnation else router_id
         """Mark that workers echo with this router's placements; a restarted router has another one."""
+        self.num_roster_changes = 0
+        """Number of changes of who is there, has reported, or drains."""
         self.traffic = TrafficCounters()
         """Traffic counters, updated by the request handler."""
         self._workers: dict[str, Worker] = {}
@@ -91,6 +93,7 @@ class Fleet:
         if (old := self._workers.get(hello.worker_id)) is not None:
             self.left(old)
         worker = self._workers[hello.worker_id] = Worker(hello)
+        self.num_roster_changes += 1
         if hello.resumes_at_boundaries:
             self._bounded |= {worker.worker_id, worker.store_id} - {""}
         return worker
@@ -99,6 +102,7 @@ class Fleet:
         """Remove a worker, unless another one has taken its place already."""
         if self._workers.get(worker.worker_id) is worker:
             del self._workers[worker.worker_id]
+            self.num_roster_changes += 1
             self._bounded.discard(worker.worker_id)
             self._index.drop_worker(worker.worker_id)
             if worker.store_id and worker.store_id not in self._stores():
@@ -111,7 +115,9 @@ class Fleet:
         if load == worker.load and not (worker.unreported_decodes or worker.unreported_lends):
             return  # the common case, with capacity in the fleet
         first, worker.load = worker.load is None, load
-        worker.draining |= load.draining
+        if first or load.draining > worker.draining:
+            worker.draining |= load.draining
+            self.num_roster_changes += 1
         seen = load.placements_seen.get(self.mark, 0)
         for unseen in (worker.unreported_decodes, worker.unreported_lends):
             if unseen:
@@ -139,6 +145,7 @@ class Fleet:
     def drains(self, worker: Worker) -> None:
         """Mark a worker as draining, before its next report does."""
         worker.draining = True
+        self.num_roster_changes += 1
         self._refresh(worker)
 
     @property
