@@ -108,13 +108,16 @@ class CostedPairs:
         # Among equals the first one counts, which may be in another row.
         width = len(lenders)
         least_s = cost_s.min(axis=1) if width > 1 else cost_s[:, 0]
-        near, first = _few(least_s, FEW + 1), int(least_s.argmin())
+        near, first = _few(least_s, FEW + 1).tolist(), int(least_s.argmin())
         if width > 1:
-            at = _few(cost_s[near].reshape(-1), FEW + 1)
-            near, first = near[at // width] * width + at % width, first * width + int(cost_s[first].argmin())
+            few = _few(cost_s[near].reshape(-1), FEW + 1).tolist()
+            near, first = (
+                [near[at // width] * width + at % width for at in few],
+                first * width + int(cost_s[first].argmin()),
+            )
         return [
             (each_s, rows.item(flat // width), lenders.item(flat % width), computes)
-            for flat in {first, *near.tolist()}
+            for flat in {first, *near}
             if (each_s := cost_s.item(flat)) < np.inf
         ]
 

@@ -197,27 +197,31 @@ class Pairs:
         borrowers, holders = lenders[at], (inputs.held > lacking.min()).nonzero()[0]
         # All [A, H], for A lenders that lack what H others hold.
         gain = inputs.held[holders] - lacking
-        num_bytes = gain * demand.block_bytes
-        waiting = inputs.waiting_bytes(num_bytes, borrowers[:, None], holders)
-        read_s = (num_bytes + waiting) / pick(rates.kv_bytes_per_s, borrowers, holders)
+        read_s = gain * demand.block_bytes
+        waiting = inputs.waiting_bytes(read_s, borrowers[:, None], holders)
+        read_s += waiting
+        read_s /= pick(rates.kv_bytes_per_s, borrowers, holders)
         read_s += pick(rates.loan_overhead_s, borrowers, holders)
         # Time of reading from a holder, less the time in which the lender would compute the same blocks.
         lost_s = read_s - gain * demand.block_tokens / rates.prefill_tokens_per_s[borrowers][:, None]
         lost_s[(gain <= 0) | ~pick(self.workers.compatible, borrowers, holders)] = np.inf
         best = lost_s.argmin(axis=1)
-        worth = (lost_s[np.arange(len(at)), best] < 0).nonzero()[0]
+        flat = np.arange(len(at)) * len(holders) + best
+        worth = (lost_s.take(flat) < 0).nonzero()[0]
         if not len(worth):
             return SourceReads(blocks)
-        at, best = at[worth], best[worth]
+        at, flat = at[worth], flat[worth]
 
-        def chosen(values: Floats | float) -> Floats:
+        def chosen(values: Floats) -> Floats:
             each = np.zeros(len(lenders))
-            each[at] = values[worth, best] if isinstance(values, np.ndarray) else values
+            each[at] = values.take(flat)
             return each
 
         sources = np.full(len(lenders), -1)
-        sources[at] = holders[best]
-        return SourceReads(blocks + chosen(gain), sources, chosen(num_bytes), chosen(waiting), chosen(read_s))
+        sources[at] = holders[best[worth]]
+        gains = chosen(gain)
+        waits = chosen(waiting) if isinstance(waiting, np.ndarray) else 0.0
+        return SourceReads(blocks + gains, sources, gains * demand.block_bytes, waits, chosen(read_s))
 
     def picked(self, matrix: NDArray[_Item]) -> NDArray[_Item]:
         """Return the pairs' elements [R, L] of a matrix [W, W] by borrower and lender."""
