@@ -138,7 +138,10 @@ class EngineMemory(Generic[Settings]):
         return 0.0
 
     def narrowed(self, config: Settings, weights: str) -> dict[str, Any]:
-        """Return settings with which weights become int8 or fp8 at load; none where that is set or impossible."""
+        """Return settings with which weights become int8 or fp8 at load; none where that is set or impossible.
+
+        They may name another engine, which computes with such weights.
+        """
         return {}
 
 
