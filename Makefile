@@ -207,7 +207,7 @@ $(ROUTERS_VENV)/.installed:
 	@touch $@
 
 # Tandem beside other systems, each in an environment of its own: docs/compare.md. One that cannot be installed is named,
-# and left out. Parts: `python -m bench.compare faults load routers control scale predicted`.
+# and left out. Parts: `python -m bench.compare faults partition load routers`.
 compare: $(INSTALLED)
 	@$(MAKE) --no-print-directory --keep-going --jobs=4 --output-sync \
 	  $(addsuffix /.installed,$(VLLM_VENV) $(ROUTERS_VENV) $(LOAD_VENV) $(DYNAMO_VENV)) \

@@ -105,8 +105,7 @@ class Stages:
 
     def kernels(self) -> str:
         self._need_gpu()
-        tests = ("tests/gpu/test_backends.py", "tests/gpu/test_quantised_weights.py")
-        return run(*PYTEST, *tests, TRITON_INTERPRET="0")
+        return run(*PYTEST, "tests/gpu/test_backends.py", TRITON_INTERPRET="0")
 
     def transport(self) -> str:
         self._need_gpu()

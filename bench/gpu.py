@@ -10,7 +10,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,17 +19,13 @@ from torch import Tensor
 from bench import gpu_pair
 from bench.models import LLAMA_8B, llama_8b
 from bench.report import Bar, Parts, conclude
-from engine.backends.torch.cuda.quantised import gpu_linear
-from engine.backends.torch.quantised import quantise_linears
 from engine.backends.torch.runner import TorchRunner
 from engine.core_types import Chunk, SamplingParams, Sequence
-from engine.model.quantization import QuantizationConfig, Weights
+from engine.model.quantization import QuantizationConfig
 
 DECODES = ((1, 512), (8, 2048), (32, 2048), (16, 8192), (64, 4096))
 """Pairs of batch size and context."""
 QUANTISED_DECODES = ((1, 2048), (64, 4096))
-QUANTISED_WEIGHTS: dict[Weights, float] = {"int8": 0.65, "int4": 0.5, "fp8": 0.65}
-"""Largest time of a one-stream step with quantised weights, as a share of the time with the saved weights."""
 PREFILLS = ((2048, 0), (8192, 0), (2048, 8192))
 """Pairs of a chunk's tokens and the tokens before it."""
 KV_BYTES = 36 << 30
@@ -175,18 +170,6 @@ class Measurement:
             block.random_(0, 64)  # as in `fill`; larger bytes are NaN in float8 or bfloat16
         self.decodes(runner, QUANTISED_DECODES, ", fp8 KV", 0.6)
 
-    def quantised_weights(self, kind: Weights, most: float) -> None:
-        """Compare weights quantised at load with the saved weights: a decode and a prompt."""
-        built = llama_8b("cuda")
-        quantise_linears(built.model, kind, partial(gpu_linear, device=torch.device("cuda")))
-        runner = TorchRunner(built, "bfloat16", 16, kv_bytes=KV_BYTES, device="cuda")
-        fill(runner.pool.owner)  # type: ignore[union-attr]
-        for batch, context in DECODES[:3]:
-            self.decode_ms[f"{batch}x{context}, {kind}"] = 1e3 * decode(runner, batch, context)
-        self.prefill_ms[f"2048 after 0, {kind}"] = 1e3 * prefill(runner, 2048, 0)
-        alone = self.decode_ms[f"1x512, {kind}"] / self.decode_ms["1x512"]
-        self.add(f"decode 1 x 512, {kind} weights / as saved", alone, most)
-
 
 def main() -> None:
     console = Console()
@@ -198,8 +181,6 @@ def main() -> None:
     rates = f"copies {measured.bandwidth / 1e9:.0f} GB/s, multiplies bfloat16 at {measured.rate / 1e12:.0f} TFLOP/s"
     console.print(f"{name}: {rates}")
     measurements: dict[str, Callable[[], None]] = {"as saved": measured.as_saved, "fp8 KV": measured.quantised_kv}
-    for kind, most in QUANTISED_WEIGHTS.items():
-        measurements[f"{kind} weights"] = partial(measured.quantised_weights, kind, most)
     for part, measure in measurements.items():
         with parts.guard(part):
             measure()

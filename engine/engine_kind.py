@@ -103,8 +103,6 @@ class MemoryOptions:
 
     weights: Option | None = None
     """Format to which weights are quantised at load."""
-    needs_float8: bool = False
-    """Whether that format needs a GPU that computes in float8."""
     kv_dtype: Option | None = None
     """Format of KV, of an engine that does not keep it in Tandem's layout."""
     context_tokens: Option | None = None
@@ -127,6 +125,8 @@ class EngineMemory(Generic[Settings]):
     """Whether several ranks may hold copies of one KV head."""
     needs_full_context: str = ""
     """Words for a pool that does not hold one context of the longest length; empty: it need not."""
+    quantised_on_gpu: bool = True
+    """Whether it computes with quantised weights on a GPU; else it does on a CPU only."""
     format_bits: Mapping[str, float] = MappingProxyType({})
     """Bits of an element by the names of `MemoryOptions.weights` and `kv_dtype`."""
 
@@ -138,7 +138,10 @@ class EngineMemory(Generic[Settings]):
         return 0.0
 
     def narrowed(self, config: Settings, weights: str) -> dict[str, Any]:
-        """Return settings with which weights become int8 or fp8 at load; none where that is set or impossible."""
+        """Return settings with which weights become int8 or fp8 at load; none where that is set or impossible.
+
+        They may name another engine, which computes with such weights.
+        """
         return {}
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from bench.compare import control_plane, load, partition, routers
+from bench.compare import load, partition, routers
 from bench.compare.systems import MODEL_NAME, Machine
 from bench.models import SMALL_LLAMA, cpu_dtype, llama
 from bench.report import OUT, Bar, Parts, conclude
 from bench.vllm.faults import fault_bars, measure_faults
 
-PARTS = ("faults", "partition", "load", "routers", "control")
+PARTS = ("faults", "partition", "load", "routers")
 
 
 def this_machine() -> Machine:
@@ -34,7 +34,6 @@ def bars_of(figures: dict[str, Any]) -> list[Bar]:
         "faults": fault_bars,
         "load": load.bars_of,
         "routers": routers.bars_of,
-        "control": control_plane.bars_of,
     }
     return [bar for part, maker in makers.items() if part in figures for bar in maker(figures[part])]
 
@@ -48,7 +47,6 @@ async def main(parts: list[str], only: list[str]) -> None:
         "partition": lambda: partition.measure(machine.cores, scratch, console),
         "load": lambda: load.measure(machine, scratch, console, only),
         "routers": lambda: routers.measure(machine.model, console),
-        "control": lambda: control_plane.compare(control_plane.BEFORE, console),
     }
     kept = Parts(console)
     try:

@@ -11,7 +11,12 @@ from typing import Literal
 from engine.errors import EngineStartError
 from engine.kv.layout import KvDtype
 
-Weights = Literal["auto", "int8", "int4", "fp8"]
+Weights = Literal["auto", "int8", "int4"]
+
+ON_GPUS = "on a GPU set engine: vllm and vllm_args: --quantization fp8"
+"""Advice for quantised weights on a GPU, which the torch engine does not compute with."""
+ONLY_ON_CPUS = f"is for CPUs only: {ON_GPUS}"
+"""Reason, after the format, why the torch engine refuses `weights` on a GPU."""
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """Files of a LoRA adapter as PEFT saves it."""

@@ -37,6 +37,7 @@ from engine.core_types import GpuDevice
 from engine.engine_kind import OFF, EngineKind, EngineMemory, Option, kind_of
 from engine.host.memory import UNMEASURED_KV_BYTES
 from engine.kv.layout import DTYPE_BYTES, KvLayout
+from engine.model.quantization import ONLY_ON_CPUS
 from engine.settings import BATCH_TOKENS_ON_CPU, DEFAULT_ENGINE, max_step_tokens
 from engine.speculation.speculator import NGRAM
 from simulator.errors import BadSetup, shown
@@ -52,8 +53,6 @@ MAX_ROWS = 1024
 MIB = 1 << 20
 BATCHES_IN_FLIGHT = 2
 """Steps whose tokens a window keeps too: vLLM frees blocks once a step has ended, and two are under way on a GPU."""
-_WITHOUT_FLOAT8 = frozenset({"A100", "A10"})
-"""GPUs below compute capability 8.9."""
 
 
 class Unchecked(BadSetup):
@@ -68,10 +67,6 @@ class Device:
     """Name of the GPU as in `gpus.py`, or of the setting that limits main memory."""
     memory_bytes: float
     is_gpu: bool = True
-
-    @property
-    def has_float8(self) -> bool:
-        return self.is_gpu and self.name not in _WITHOUT_FLOAT8
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,9 +324,20 @@ def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
         )
     if shape is not None and (refusal := _refused_memory(shape, config)):
         refusals.append(refusal)
-    if config.kind.memory.options(config).needs_float8 and not worker.device.has_float8:
-        refusals.append(f"weights: fp8 needs a GPU of compute capability 8.9, which {worker.device.name} is not")
+    if lacks_quantised_weights(config, worker):
+        if (weights := config.kind.memory.options(config).weights) is not None:
+            refusals.append(f"{weights.setting}: {weights.value} {ONLY_ON_CPUS}")
+        if shape is not None and shape.layer_bits is not None:
+            refusals.append(
+                f"engine: {config.engine} serves models that are saved quantised, as {shape.name} is, on CPUs only: set"
+                " engine: vllm"
+            )
     return list(dict.fromkeys(refusals))
+
+
+def lacks_quantised_weights(config: WorkerConfig, worker: Worker) -> bool:
+    """Return whether the engine does not compute with quantised weights on the worker's device."""
+    return worker.device.is_gpu and config.device != "cpu" and not config.kind.memory.quantised_on_gpu
 
 
 def gpus_of(config: WorkerConfig) -> int:

@@ -9,7 +9,19 @@ from typing import Any
 from cluster.errors import StartError
 from engine.engine_kind import EngineKind
 from kvtransfer.ranks import MAX_RANKS
-from simulator.fit.memory import MIB, Device, Fit, Unchecked, Worker, check, full_context_bytes, gb, gpus_of
+from simulator.fit.memory import (
+    AUTO,
+    MIB,
+    Device,
+    Fit,
+    Unchecked,
+    Worker,
+    check,
+    full_context_bytes,
+    gb,
+    gpus_of,
+    lacks_quantised_weights,
+)
 from simulator.gpus import GPUS, HOST_GPUS
 
 GIB = 1 << 30
@@ -146,14 +158,21 @@ def _more_ranks(worker: Worker, kind: EngineKind[Any]) -> Iterator[Change]:
 
 
 def _narrower(worker: Worker) -> Iterator[Change]:
-    """Yield quantisations at load, of a model that is not saved quantised."""
-    if worker.shape is None or worker.shape.layer_bits is not None:
+    """Yield a quantisation at load, of a model that is not saved quantised; otherwise an engine that serves it."""
+    if worker.shape is None:
         return
     with contextlib.suppress(StartError):  # settings that `check` reports
         config = worker.config()
-        for weights in ("int8", *(["fp8"] if worker.device.has_float8 else [])):
-            if settings := config.kind.memory.narrowed(config, weights):
-                yield Change(settings)
+        memory = config.kind.memory
+        if worker.shape.layer_bits is None and (
+            settings := memory.narrowed(config, "fp8" if worker.device.is_gpu else "int8")
+        ):
+            yield Change(settings)
+        if lacks_quantised_weights(config, worker):
+            if (option := memory.options(config).weights) is not None:
+                yield Change({option.setting: AUTO})
+            elif worker.shape.layer_bits is not None:
+                yield Change({"engine": "vllm"})
 
 
 def _larger(worker: Worker) -> Iterator[Change]:

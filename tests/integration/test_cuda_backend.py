@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +18,7 @@ from engine.backends.torch.block_bytes import BlockBytes
 from engine.backends.torch.cuda.flashinfer_attention import FlashInferPagedAttention
 from engine.backends.torch.cuda.graphs import Captured, DecodeGraphs
 from engine.backends.torch.cuda.library import load_flashinfer
-from engine.backends.torch.cuda.modules import FusedRotary, fuse
+from engine.backends.torch.cuda.modules import FusedRotary, fuse, is_linear, join_layers
 from engine.backends.torch.cuda.tables import Sections, StepTables
 from engine.backends.torch.device import choose_device, read_back, staged
 from engine.backends.torch.fingerprint import TensorFingerprints
@@ -207,6 +207,32 @@ def test_fused_models_compute_the_same(make_model, family: str, norms: int, mlps
     assert (fused.norms, fused.mlps, fused.projections) == (norms, mlps, 3)
     with torch.inference_mode():
         assert torch.allclose(model(ids).logits, wanted, atol=1e-4)
+
+
+def linear(inputs: int, bias: bool = False, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    return nn.Linear(inputs, 32, bias=bias, dtype=dtype)
+
+
+@torch.inference_mode()
+def test_layers_that_agree_are_joined() -> None:
+    x = torch.randn(3, 64)
+    for bias in (False, True):
+        one, other = linear(64, bias), linear(64, bias)
+        joined = join_layers([one, other])
+        assert joined is not None
+        assert torch.allclose(joined(x), torch.cat([one(x), other(x)], -1), atol=1e-6)
+    for unlike in (linear(48), linear(64, bias=True), linear(64, dtype=torch.bfloat16)):
+        assert join_layers([linear(64), unlike]) is None
+
+
+def test_a_weight_of_another_class_is_not_joined() -> None:
+    class Strange(nn.Parameter):
+        """As torchao's."""
+
+    one, other = linear(64), linear(64)
+    other.weight = Strange(other.weight.data)
+    assert is_linear(one)
+    assert not is_linear(other)
 
 
 def test_the_fused_rotary_embedding(make_model) -> None:  # type: ignore[no-untyped-def]

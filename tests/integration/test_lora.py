@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.backends.torch import loader
-from engine.backends.torch.cuda.quantised import WeightOnlyLinear, gpu_linear
 from engine.backends.torch.loader import load_model
 from engine.backends.torch.quantised import QuantisedLinear, quantise
 from engine.errors import EngineStartError
@@ -63,18 +60,6 @@ def test_it_is_merged_before_weights_are_quantised(make_model: Any, adapter: Cal
     layer = load(path, QuantizationConfig(weights="int8", lora=lora)).get_submodule(Q)
     assert isinstance(layer, QuantisedLinear)
     values, scales = quantise(load(path, QuantizationConfig(lora=lora)).get_submodule(Q).weight.data)  # type: ignore[union-attr,arg-type]
-    assert torch.equal(layer.values, values)
-    assert torch.equal(layer.scales, scales)
-
-
-def test_so_it_is_for_a_gpu(make_model: Any, adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its layers, made here."""
-    path, lora = make_model("llama", dtype="bfloat16"), adapter()
-    merged: Any = load(path, QuantizationConfig(lora=lora)).get_submodule(Q)
-    monkeypatch.setattr(loader, "_makers", lambda device: [partial(gpu_linear, device=device)])
-    layer = load(path, QuantizationConfig(weights="int8", lora=lora)).get_submodule(Q)
-    assert isinstance(layer, WeightOnlyLinear)
-    values, scales = quantise(merged.weight.data)
     assert torch.equal(layer.values, values)
     assert torch.equal(layer.scales, scales)
 

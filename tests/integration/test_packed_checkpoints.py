@@ -11,18 +11,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.backends.torch import packed
-from engine.backends.torch.cuda.modules import fuse
-from engine.backends.torch.cuda.quantised import Float8Linear, WeightOnlyLinear
 from engine.backends.torch.loader import load_model
 from engine.backends.torch.quantised import QuantisedLinear
 from engine.backends.torch.sharding import refuse_by_plan
 from engine.errors import EngineStartError, ModelRefused
 from engine.model.model_dir import ModelDir
 from engine.model.quantization import QuantizationConfig
-from support import triton_cpu
-from support.fake_flashinfer import FakeFlashinfer
 from support.float8_models import BY_BLOCKS, BY_OUTPUTS, FLOAT8, save_float8
-from support.long_runs import mostly_long
 from support.packed_models import Packing, pack_model
 from support.torch_models import copy_with, logits_after, random_prompts, runner_of
 
@@ -37,22 +32,8 @@ PACKINGS = {
     "awq, o_proj as it was": Packing(method="awq", group_size=64, symmetric=False, skip=("lm_head", "o_proj")),
 }
 by_packing = pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS.keys())
-few_packings = pytest.mark.parametrize(
-    "name", mostly_long(PACKINGS, "gptq asymmetric, by act-order", "awq, o_proj as it was")
-)
 Q = "model.layers.1.self_attn.q_proj"
 IDS = torch.arange(1, 20)[None]
-
-
-@pytest.fixture(autouse=True)
-def rounded_like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton_cpu.install(monkeypatch)
-
-
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers are those of GPUs, whose kernels Triton's interpreter runs."""
-    monkeypatch.setattr(packed, "stays_quantised", lambda scheme, device: True)
 
 
 def load(path: Path, dtype: str = "float32") -> nn.Module:
@@ -88,22 +69,6 @@ def test_on_a_cpu_it_is_what_it_stands_for(make_model: MakeModel, tmp_path: Path
     assert not torch.allclose(truth(path, {}), expected, atol=1e-2), "the packed weights are others than the saved ones"
 
 
-@few_packings
-@pytest.mark.usefixtures("on_gpu")
-def test_gpu_layers_are_what_it_stands_for(make_model: MakeModel, tmp_path: Path, name: str) -> None:
-    path, packing = make_model("llama"), PACKINGS[name]
-    expected = truth(path, pack_model(path, tmp_path / "packed", packing))
-    model = load(tmp_path / "packed")
-    layers = {name for name, module in model.named_modules() if isinstance(module, WeightOnlyLinear)}
-    assert ("lm_head" in layers) == (packing.skip == ())
-    assert any("o_proj" in name for name in layers) == ("o_proj" not in packing.skip)
-    assert torch.allclose(logits(model), expected, atol=1e-4)
-    fused = fuse(model, FakeFlashinfer())
-    assert fused.mlps == fused.projections == (0 if packing.act_order else 3), "unlike orders of inputs stay apart"
-    assert torch.allclose(logits(model), expected, atol=1e-4)
-
-
-@pytest.mark.usefixtures("on_gpu")
 def test_a_runner_serves_it_in_bfloat16(make_model: MakeModel, tmp_path: Path) -> None:
     path = make_model("qwen2", dtype="bfloat16")
     dequantised = pack_model(path, tmp_path / "packed", PACKINGS["awq"])
@@ -133,7 +98,7 @@ def test_dequantised_is_the_reference(make_model: MakeModel, tmp_path: Path) -> 
     pack_model(make_model("llama"), tmp_path / "packed", PACKINGS["gptq asymmetric, by act-order"])
     scheme = packed.PackedScheme("gptq", 4, 32, zeros_less_one=True)
     files = packed.PackedFiles(tmp_path / "packed", scheme)
-    layer = packed.layer_of(files.read(files.layers[0], torch.device("cpu")), scheme, torch.float32)
+    layer = packed.layer_of(files.read(files.layers[0]), scheme, torch.float32)
     assert isinstance(layer, QuantisedLinear)
     assert layer.zeros is not None
     assert layer.order is not None
@@ -150,23 +115,6 @@ def test_float8_on_a_cpu_is_what_it_stands_for(make_model: MakeModel, tmp_path: 
     expected = truth(path, save_float8(path, tmp_path / "float8", settings))
     assert torch.allclose(logits(load(tmp_path / "float8")), expected, atol=1e-4)
     assert not torch.allclose(truth(path, {}), expected, atol=1e-2)
-
-
-@pytest.mark.parametrize("settings", [BY_BLOCKS, BY_OUTPUTS], ids=["by blocks", "by outputs"])
-@pytest.mark.usefixtures("on_gpu")
-def test_float8_on_a_gpu(make_model: MakeModel, tmp_path: Path, settings: dict[str, Any]) -> None:
-    """By blocks it is exact; by outputs activations become float8 as well, as those who saved it meant it."""
-    path = make_model("qwen2")
-    expected = truth(path, save_float8(path, tmp_path / "float8", settings))
-    model = load(tmp_path / "float8")
-    kind = WeightOnlyLinear if settings is BY_BLOCKS else Float8Linear
-    assert {type(module) for name, module in model.named_modules() if name.endswith("_proj")} == {kind}
-    for _ in range(2):
-        if settings is BY_BLOCKS:
-            assert torch.allclose(logits(model), expected, atol=1e-4)
-        else:
-            assert 0 < (logits(model) - expected).norm() < 0.1 * expected.norm()
-        assert fuse(model, FakeFlashinfer()).projections in (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +212,13 @@ def test_not_together(make_model: MakeModel, tmp_path: Path, quantization: Quant
     pack_model(make_model("llama"), tmp_path / "packed", Packing())
     with pytest.raises(EngineStartError, match=why):
         load_model(ModelDir.open(tmp_path / "packed"), "auto", torch.device("cpu"), quantization)
+
+
+def test_on_a_gpu_vllm_serves_it(make_model: MakeModel, tmp_path: Path) -> None:
+    """Refused by config.json, before anything is moved to the device."""
+    pack_model(make_model("llama"), tmp_path / "packed", Packing())
+    with pytest.raises(EngineStartError, match=r"model: .* quantised, by gptq, .* CPUs only: set engine: vllm"):
+        load_model(ModelDir.open(tmp_path / "packed"), "auto", torch.device("cuda"))
 
 
 def test_it_is_not_cut(make_model: MakeModel, tmp_path: Path) -> None:

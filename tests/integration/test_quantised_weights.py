@@ -226,6 +226,13 @@ def test_saved_quantised_by_what_is_not_here(tiny_model: Path, tmp_path: Path, m
         runner_of(path, "bfloat16")
 
 
+@pytest.mark.parametrize("quantization", [INT8, INT4])
+def test_a_gpu_is_for_vllm(tiny_model: Path, quantization: QuantizationConfig) -> None:
+    """Refused before anything is moved to the device."""
+    with pytest.raises(EngineStartError, match=r"weights: int\d is for CPUs only: .* vllm_args: --quantization fp8"):
+        load_model(ModelDir.open(tiny_model), "auto", torch.device("cuda"), quantization)
+
+
 def test_saved_quantised_and_quantised_again(tiny_model: Path, tmp_path: Path) -> None:
     path = copy_with(tiny_model, tmp_path / "quantised", quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(EngineStartError, match=r"weights: only auto is possible: .* already quantised, by gptq"):

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 ASSEMBLERS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 """That a program may have, by compute capability."""
 
 
@@ -25,7 +25,7 @@ class Used(NamedTuple):
     """Stores and loads of what registers had no room for."""
 
 
-def compiled(kernel: Any, arguments: dict[str, Any], capability: int, warps: int = 4, stages: int = 3) -> Used:
+def compiled(kernel: Any, arguments: dict[str, Any], capability: int, warps: int = 4) -> Used:
     """An argument is a type of Triton's, or a constant; those that end with `?` are of any value, all other numbers and
     addresses multiples of 16. Raises what the compiler raises, and AssertionError for more shared memory than there
     is."""
@@ -38,7 +38,7 @@ def compiled(kernel: Any, arguments: dict[str, Any], capability: int, warps: int
         {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if not kind.endswith("?")},
     )
     made = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages}
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": 3}
     )
     shared = int(made.metadata.shared)
     assert shared <= SHARED_BYTES[capability], f"{kernel} {arguments}: {shared} bytes of shared memory on {capability}"

@@ -127,7 +127,7 @@ def test_speculation_is_of_decode_workers_of_the_torch_engine() -> None:
         ({"lora": "adapter", "weights": "int8"}, "prefill", "weights: int8, lora"),
         ({"speculation": "models/small"}, "decode", "a draft model in speculation"),
         ({"weights": "int8"}, "decode", "weights: int8"),
-        ({"weights": "fp8"}, "prefill", "weights: fp8"),
+        ({"weights": "int4"}, "prefill", "weights: int4"),
         ({"lora": "adapter"}, "decode", "lora"),
     ],
 )
@@ -136,6 +136,16 @@ def test_what_does_not_go_with_tensor_parallelism_is_named(settings: dict[str, o
     with pytest.raises(StartError) as caught:
         check(WorkerConfig.parse({"model": "m", "tensor_parallel": 2} | settings), role)
     assert str(caught.value) == f"tensor_parallel: 2 cannot be combined with {named}"
+
+
+def test_weights_are_quantised_on_cpus() -> None:
+    check(WorkerConfig.parse({"model": "m", "weights": "int4"}), "decode")
+    with pytest.raises(StartError, match=r"weights: int4 is for CPUs only: .* vllm_args: --quantization fp8"):
+        check(WorkerConfig.parse({"model": "m", "weights": "int4", "device": "cuda"}), "decode")
+    for others in ({}, {"engine": "vllm"}):
+        with pytest.raises(StartError, match="fp8 is not a value any more: on a GPU set engine: vllm") as caught:
+            WorkerConfig.parse({"model": "m", "weights": "fp8"} | others)
+        assert caught.value.field == "weights"
 
 
 def test_stages_are_those_of_the_vllm_engine() -> None:

@@ -90,7 +90,6 @@ def test_a_containers_memory_holds_all_ranks_and_tiers() -> None:
     ("others", "size"),
     [
         ({"weights": "int8"}, 2 * 1_050_673_152 + 6_979_321_856),
-        ({"weights": "fp8"}, 2 * 1_050_673_152 + 6_979_321_856),
         ({"weights": "int4"}, 2 * 1_050_673_152 + 6_979_321_856 * 4.5 / 8),
         ({"dtype": "float32"}, 4 * 8_029_995_008),
         ({"engine": "vllm", "vllm_options": {"quantization": "fp8"}}, 2 * 1_050_673_152 + 6_979_321_856),
@@ -226,11 +225,21 @@ def test_70b_on_one_h100() -> None:
         (worker(kv_memory_mib=70000), "kv_memory_mib: 56730"),
         (worker(shape=LLAMA_70B, kv_memory_mib=40960), "tensor_parallel: 4, gpus: 4"),
         (worker(shape=LLAMA_70B, kv_memory_mib=140000), "tensor_parallel: 4, gpus: 4"),
-        (worker(Device("L4", 24e9), kv_memory_mib=8192, speculation="draft"), "weights: int8"),
+        (worker(Device("L4", 24e9), kv_memory_mib=8192, speculation="draft"), "L40S (48.0 GB)"),
+        (
+            worker(shape=shape_named("llama-3.1-405b"), tensor_parallel=8, kv_memory_mib=65536),
+            "engine: vllm, vllm_args: --quantization fp8, gpus: 8",
+        ),
+        (
+            worker(Device("A100", 80e9), kv_memory_mib=20480, weights="int8"),
+            "weights: auto, engine: vllm, vllm_args: --quantization fp8",
+        ),
+        (worker(kv_memory_mib=20480, weights="int8", lora="x"), "weights: auto"),
+        (worker(shape=shape_named("qwen3-32b-fp8"), kv_memory_mib=20480), "engine: vllm"),
         (worker(gpus=4, kv_memory_mib=1024), "gpus: 1"),
         (
-            worker(Device("L40S", 48e9), shape_named("llama-3.1-70b-fp8"), kv_memory_mib=4096, lora="x"),
-            "H200 (141.0 GB)",
+            worker(H100, LLAMA_70B, kv_memory_mib=4096, lora="x"),
+            "B200 (180.0 GB)",
         ),
         (worker(engine="vllm", kv_memory_mib=1024), "kv_memory_mib: 56730"),
         (worker(engine="vllm", kv_memory_mib=20480, kv_disk_dir="/d"), "kv_disk_dir: null"),
@@ -251,12 +260,14 @@ def test_the_nearest_that_fits(refused: Worker, words: str) -> None:
     ("others", "said"),
     [
         (
-            {"tensor_parallel": 2, "kv_host_memory_mib": 1, "weights": "int8"},
-            "tensor_parallel: 2 cannot be combined with weights: int8",
+            {"tensor_parallel": 2, "kv_host_memory_mib": 1, "lora": "/lora"},
+            "tensor_parallel: 2 cannot be combined with lora",
         ),
         ({"tensor_parallel": 3}, "tensor_parallel: 3 does not divide the 8 KV heads and 32 heads of llama-3.1-8b"),
         ({"gpus": 1, "tensor_parallel": 2}, "gpus: 1 is not 2, the ranks of a pod: each has one GPU"),
-        ({"engine": "vllm", "kv_memory_mib": 20480, "weights": "fp8"}, "weights: set vllm_options.quantization"),
+        ({"engine": "vllm", "kv_memory_mib": 20480, "weights": "int8"}, "weights: set vllm_options.quantization"),
+        ({"weights": "fp8"}, "weights: fp8 is not a value any more: on a GPU set engine: vllm and vllm_args: "),
+        ({"weights": "int8"}, "weights: int8 is for CPUs only: on a GPU set engine: vllm and vllm_args: "),
         (
             {"engine": "vllm", "kv_memory_mib": 20480, "kv_host_memory_mib": 1},
             "kv_host_memory_mib: the vllm engine has no tiers below its pool",
@@ -279,10 +290,13 @@ def test_settings_that_a_worker_would_refuse(others: dict[str, Any], said: str) 
     assert found.startswith(said)
 
 
-def test_float8_needs_a_gpu_that_has_it() -> None:
-    old = worker(Device("A100", 80e9), weights="fp8")
-    assert check(old).refusals == ("weights: fp8 needs a GPU of compute capability 8.9, which A100 is not",)
-    assert check(worker(weights="fp8")).fits
+def test_quantised_files_on_a_gpu_need_vllm() -> None:
+    narrow = shape_named("qwen3-32b-fp8")
+    assert check(worker(shape=narrow, kv_memory_mib=1024)).refusals == (
+        "engine: torch serves models that are saved quantised, as qwen3-32b-fp8 is, on CPUs only: set engine: vllm",
+    )
+    assert check(worker(shape=narrow, kv_memory_mib=20480, engine="vllm")).fits
+    assert check(worker(Device("limits", 80e9, False), narrow, gpus=0, kv_memory_mib=1024)).fits
 
 
 def test_a_gpu_that_the_pod_does_not_get() -> None:
@@ -376,7 +390,7 @@ torch_settings = st.fixed_dictionaries(
         "tensor_parallel": st.integers(1, 9),
         "kv_host_memory_mib": st.sampled_from([0, 65536]),
         "kv_disk_dir": st.just("/disk"),
-        "weights": st.sampled_from(["auto", "int8", "int4", "fp8"]),
+        "weights": st.sampled_from(["auto", "int8", "int4"]),
         "kv_dtype": st.sampled_from(["auto", "int8"]),
         "dtype": st.sampled_from(["auto", "float32"]),
         "lora": st.just("/lora"),
@@ -416,18 +430,19 @@ def test_what_a_refusal_proposes_fits(device: Device, shape: ModelShape, chosen:
 @settings(max_examples=60, deadline=None)
 @given(gpus, st.floats(0.1, 6), st.integers(1, 400_000))
 def test_a_change_is_found_where_there_is_one(device: Device, times: float, kv_mib: int) -> None:
-    """By trying all GPUs, ranks and weights, with as much KV as they leave; four times 405B is too much for any."""
+    """By trying all GPUs, ranks and engines, with as much KV as they leave; four times 405B is too much for any."""
     shape = shape_named("llama-3.1-405b")
     shape = replace(shape, params=round(shape.params * times))
     given_worker = worker(device, shape, kv_memory_mib=kv_mib)
     if check(given_worker).fits:
         return
+    fp8 = {"engine": "vllm", "vllm_args": "--quantization fp8"}
     any_fits = any(
-        check(worker(larger, shape, tensor_parallel=ranks, weights=weights, kv_memory_mib="auto")).fits
+        check(worker(larger, shape, tensor_parallel=ranks, kv_memory_mib="auto", **engine)).fits
         for larger in [device, *(Device(gpu.name, gpu.memory_bytes) for gpu in GPUS.values())]
         if larger.memory_bytes >= device.memory_bytes
         for ranks in range(1, 9)
-        for weights in ("auto", "int8", "fp8")
+        for engine in (dict[str, str](), fp8)
     )
     found = nearest(given_worker)
     assert (found is not None) >= any_fits

@@ -28,7 +28,7 @@ def test_other_numbers_have_another() -> None:
 
 SETTINGS: list[dict[str, Any]] = [
     {"weights": "int8"},
-    {"weights": "fp8"},
+    {"weights": "int4"},
     {"kv_dtype": "int8"},
     {"lora": Path("/adapter")},
 ]

@@ -24,6 +24,7 @@ from engine.host.core_allocation import CoreAllocation
 from engine.host.core_sharing import CoreShare
 from engine.host.cpu_affinity import num_available
 from engine.host.memory import belongs_in_file
+from engine.model.quantization import ONLY_ON_CPUS
 from engine.model_runner import RankInfo
 from engine.settings import max_step_tokens
 from engine.speculation.speculator import NGRAM
@@ -37,13 +38,16 @@ log = logging.getLogger(__name__)
 class TorchMemory(EngineMemory[TorchSettings]):
     """Memory of the torch engine."""
 
-    format_bits = MappingProxyType({"int8": 8.0, "fp8": 8.0, "int4": 4.5})  # int4 has a 16-bit scale for 32 weights
+    quantised_on_gpu = False
+    format_bits = MappingProxyType({"int8": 8.0, "int4": 4.5})  # int4 has a 16-bit scale for 32 weights
 
     def options(self, config: TorchSettings) -> MemoryOptions:
-        weights = None if config.weights == "auto" else Option(config.weights, "weights")
-        return MemoryOptions(weights, needs_float8=config.weights == "fp8")
+        return MemoryOptions(None if config.weights == "auto" else Option(config.weights, "weights"))
 
     def narrowed(self, config: TorchSettings, weights: str) -> dict[str, Any]:
+        if weights == "fp8":
+            as_saved = {} if config.weights == "auto" else {"weights": "auto"}
+            return as_saved | {"engine": "vllm", "vllm_args": "--quantization fp8"}
         return {"weights": weights} if config.weights == "auto" else {}
 
 
@@ -64,6 +68,8 @@ class TorchKind(RunnerKind[TorchSettings]):
 
     def refusals(self, config: TorchSettings, role: Role) -> Iterator[EngineStartError]:
         yield from super().refusals(config, role)
+        if config.device == "cuda" and config.weights != "auto":
+            yield EngineStartError("weights", f"{config.weights} {ONLY_ON_CPUS}")
         if config.tensor_parallel > 1:
             others = {
                 f"weights: {config.weights}": config.weights != "auto",

@@ -4,9 +4,7 @@ It refuses a model that cannot be served, with the reason.
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from engine.errors import EngineStartError, ModelRefused
 from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.model.embedding import is_embedding_model
 from engine.model.model_dir import ModelDir
-from engine.model.quantization import AS_SAVED, QuantizationConfig, Weights
+from engine.model.quantization import AS_SAVED, ONLY_ON_CPUS, QuantizationConfig
 from kvtransfer.fingerprint import WORD_BYTES
 
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -49,10 +47,11 @@ def load_model(
     With a `group`, load this rank's shard, with weights as saved. Raises ModelRefused for a model that cannot be
     served, EngineStartError for options that the model does not allow.
     """
-    _refuse_by_device(quantization, device)
+    if quantization.weights != "auto" and device.type != "cpu":
+        raise EngineStartError("weights", f"{quantization.weights} {ONLY_ON_CPUS}")
     config = _read_config(model_dir)
     _refuse_by_config(config)
-    scheme = _refuse_by_quantisation(config, quantization)
+    scheme = _refuse_by_quantisation(config, quantization, device)
     wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
     try:
         if group is not None:
@@ -60,7 +59,7 @@ def load_model(
             return load_shard(model_dir.path, config, wanted, group).to(device)
         model: torch.nn.Module
         if scheme is not None:
-            model, loading_info = load_packed(model_dir.path, config, wanted, scheme, device)
+            model, loading_info = load_packed(model_dir.path, config, wanted, scheme)
         else:
             model, loading_info = AutoModelForCausalLM.from_pretrained(
                 model_dir.path, dtype=wanted, local_files_only=True, trust_remote_code=False, output_loading_info=True
@@ -76,42 +75,15 @@ def load_model(
         raise ModelRefused(f"its files lack {len(missing)} of its weights, {missing[0]} among them")
     if quantization.lora is not None:
         merge_lora(model, quantization.lora)
+    quantise_linears(model, quantization.weights)
     try:
-        quantise_linears(model, quantization.weights, *_makers(device))
         return model.eval().to(device)
     except torch.cuda.OutOfMemoryError as error:
         raise _no_room(error) from error
 
 
-def _makers(device: torch.device) -> list[Callable[[torch.nn.Linear, Weights], torch.nn.Module]]:
-    """Return functions that make quantised layers.
-
-    On a GPU the layers are made there one by one, so that only the quantised weights must fit.
-    """
-    if device.type != "cuda":
-        return []
-    from engine.backends.torch.cuda.quantised import gpu_linear
-
-    return [partial(gpu_linear, device=device)]
-
-
 def _no_room(error: torch.cuda.OutOfMemoryError) -> EngineStartError:
     return EngineStartError("model", f"the GPU has no room for its weights: {error}")
-
-
-def _refuse_by_device(quantization: QuantizationConfig, device: torch.device) -> None:
-    """Check that the device can compute with the quantised weights.
-
-    Raises EngineStartError.
-    """
-    if quantization.weights == "auto":
-        return
-    if device.type == "cuda":
-        from engine.backends.torch.cuda.quantised import check_gpu
-
-        check_gpu(quantization.weights, device)
-    elif quantization.weights == "fp8":
-        raise EngineStartError("weights", f"fp8 needs a GPU: use int8 on the {device.type.upper()}")
 
 
 def kv_layout(model: torch.nn.Module, block_tokens: int, kv_dtype: KvDtype = "auto") -> KvLayout:
@@ -174,7 +146,7 @@ def _refuse_by_config(config: Any) -> None:
         raise ModelRefused(f"{names} uses {strange_rope.pop()} RoPE, whose result depends on the rest of the batch")
 
 
-def _refuse_by_quantisation(config: Any, quantization: QuantizationConfig) -> PackedScheme | None:
+def _refuse_by_quantisation(config: Any, quantization: QuantizationConfig, device: torch.device) -> PackedScheme | None:
     """Return the packing of the model's layers where this package unpacks it, otherwise None.
 
     transformers ignores a quantisation method that it does not know, and computes with the packed numbers; so unknown
@@ -188,6 +160,11 @@ def _refuse_by_quantisation(config: Any, quantization: QuantizationConfig) -> Pa
     if quantization.weights != "auto":
         raise EngineStartError(
             "weights", f"only auto is possible: the model's files are already quantised, by {method}"
+        )
+    if device.type != "cpu":
+        raise EngineStartError(
+            "model",
+            f"its files are quantised, by {method}, which the torch engine serves on CPUs only: set engine: vllm",
         )
     if quantization.lora is not None:
         raise EngineStartError(

@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ, AWQ and float8: their weights become quantised layers, exactly, with no other package.
+"""Checkpoints of GPTQ, AWQ and float8, served on CPUs in the model's dtype, with no other package.
 
 A weight of GPTQ or AWQ is (q - zero) * scale, q and zero of 4 or 8 bits, with a zero point and a scale for each group
 of inputs. Each int32 holds 32 / bits of them, the first in the lowest bits:
@@ -66,8 +66,6 @@ class PackedScheme:
     """Whether zero points are stored less one, as in GPTQ's first format."""
     block_rows: int = 1
     """Outputs that share an fp8 scale."""
-    float8_inputs: bool = False
-    """Whether activations also become float8, with a scale for each row."""
 
     @property
     def per_word(self) -> int:
@@ -132,7 +130,7 @@ def _rows_scheme(settings: Mapping[str, Any]) -> PackedScheme | None:
         return None
     if inputs is not None and not inputs.items() >= (_FLOAT8 | {"strategy": "token", "dynamic": True}).items():
         return None
-    return PackedScheme("compressed-tensors", 8, group_size=-1, float8_inputs=inputs is not None)
+    return PackedScheme("compressed-tensors", 8, group_size=-1)
 
 
 def _text(settings: Mapping[str, Any], *names: str) -> str:
@@ -272,11 +270,9 @@ class PackedFiles:
             raise ModelRefused(f"{path}: {error}") from error
         self.layers = sorted(name.removesuffix(mark) for name in self._where if name.endswith(mark))
 
-    def read(self, layer: str, device: torch.device) -> dict[str, Tensor]:
+    def read(self, layer: str) -> dict[str, Tensor]:
         names = {part: f"{layer}.{part}" for part in PARTS}
-        return {
-            part: self._where[name].get_tensor(name).to(device) for part, name in names.items() if name in self._where
-        }
+        return {part: self._where[name].get_tensor(name) for part, name in names.items() if name in self._where}
 
     def close(self) -> None:
         self._stack.close()
@@ -327,17 +323,12 @@ class _PackedQuantizer(HfQuantizer):  # type: ignore[misc]
         return False
 
 
-@torch.no_grad()  # not inference_mode, whose tensors cannot be moved to a GPU and used there
-def load_packed(
-    path: Path, config: Any, dtype: Any, scheme: PackedScheme, device: torch.device
-) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a model and unpack its packed layers on `device` one after the other; all other layers go to main memory.
+@torch.no_grad()
+def load_packed(path: Path, config: Any, dtype: Any, scheme: PackedScheme) -> tuple[nn.Module, dict[str, Any]]:
+    """Load a model and unpack its packed layers one after the other, rounded to the model's dtype.
 
     Also returns transformers' loading report. Raises ModelRefused, and the errors of `from_pretrained`.
-
-    A layer stays quantised where the device has kernels for it; otherwise its weights are rounded to the model's dtype.
     """
-    stays = stays_quantised(scheme, device)
     files = PackedFiles(path, scheme)
     try:
         if not files.layers:
@@ -354,28 +345,20 @@ def load_packed(
             trust_remote_code=False,
             output_loading_info=True,
         )
-        for name, layer in _read_layers(files, scheme, model, device, stays):
+        for name, layer in _read_layers(files, scheme, model):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, layer)
     finally:
         files.close()
-    log.info("%d layers have weights quantised by %s, %d bits", len(files.layers), scheme.method, scheme.bits)
-    if not stays:
-        log.warning(
-            "no kernel here supports these weights: they are served as %s, at its memory and speed", model.dtype
-        )
+    log.warning(
+        "%d layers have weights quantised by %s, %d bits, for which there is no kernel: they are served as %s, at its"
+        " memory and speed",
+        len(files.layers),
+        scheme.method,
+        scheme.bits,
+        model.dtype,
+    )
     return model, loading_info
-
-
-def stays_quantised(scheme: PackedScheme, device: torch.device) -> bool:
-    """Return whether this device has kernels for the packing."""
-    if device.type != "cuda":
-        return False
-    from engine.backends.torch.cuda.quantised import FLOAT8_CAPABILITY, load_kernels
-
-    load_kernels()
-    of_integers = scheme.method in ("gptq", "awq")
-    return of_integers or torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 
 def _leave_to_us(config: Any, layers: list[str]) -> None:
@@ -386,21 +369,14 @@ def _leave_to_us(config: Any, layers: list[str]) -> None:
             part.tie_word_embeddings = False
 
 
-def _read_layers(
-    files: PackedFiles, scheme: PackedScheme, model: Any, device: torch.device, stays_quantised: bool
-) -> Iterator[tuple[str, nn.Module]]:
+def _read_layers(files: PackedFiles, scheme: PackedScheme, model: Any) -> Iterator[tuple[str, nn.Module]]:
     for name in files.layers:
         absent = model.get_submodule(name)
         try:
-            layer = layer_of(files.read(name, device), scheme, model.dtype)
+            layer = layer_of(files.read(name), scheme, model.dtype)
         except ValueError as error:
             raise ModelRefused(f"the packed weights of {name} cannot be read: {error}") from error
         if (layer.in_features, layer.out_features) != (absent.in_features, absent.out_features):
             shape, wanted = (f"{each.out_features} x {each.in_features}" for each in (layer, absent))
             raise ModelRefused(f"the packed weights of {name} are {shape}, not {wanted}")
-        if stays_quantised:
-            from engine.backends.torch.cuda.quantised import of_checkpoint
-
-            yield name, of_checkpoint(layer, scheme.float8_inputs)
-        else:
-            yield name, layer.dequantised()
+        yield name, layer.dequantised()

@@ -4,12 +4,11 @@ Weights quantised at load are weight-only and symmetric. int8: row i of the matr
 the row's largest magnitude over 127. int4: each GROUP of a row has a scale, and its element of the largest magnitude
 gets the lowest value, -8. So every value is exact in bfloat16, and the only rounding is that of the weight to its
 nearest multiple. Weights saved quantised (`packed.py`) may have groups of other sizes, zero points, and inputs in
-another order. fp8: float8 values with a scale for each row, of weights and of activations, for GPUs only.
+another order.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +24,6 @@ LARGEST = 127
 LOWEST_INT4, HIGHEST_INT4 = -8, 7
 GROUP = 32
 """Inputs that share a scale of int4 weights; the kernels have the same number."""
-FLOAT8_MAX = 448.0
-"""Largest float8_e4m3fn."""
-FLOAT8_SMALLEST_SCALE = 1e-12
-"""Scale of a row of zeros."""
 ROWS_AT_ONCE = 4096
 """Rows quantised or multiplied at a time, to limit the float32 memory."""
 MIN_SHARE = 0.5
@@ -71,15 +66,11 @@ class QuantisedLinear(nn.Module):
             self.register_buffer(name, buffer, persistent=False)
 
     @classmethod
-    def of(cls, layer: nn.Linear, kind: Weights = "int8", device: torch.device | None = None) -> "QuantisedLinear":
-        """Quantise a layer, int4 only where the inputs divide into groups.
-
-        The weights are first moved to `device`.
-        """
+    def of(cls, layer: nn.Linear, kind: Weights = "int8") -> "QuantisedLinear":
+        """Quantise a layer, int4 only where the inputs divide into groups."""
         grouped = kind == "int4" and layer.in_features % GROUP == 0
-        weight = layer.weight.data if device is None else layer.weight.data.to(device)
-        values, scales = (quantise_groups if grouped else quantise)(weight)
-        bias = None if layer.bias is None else layer.bias.data.clone().to(weight.device)
+        values, scales = (quantise_groups if grouped else quantise)(layer.weight.data)
+        bias = None if layer.bias is None else layer.bias.data.clone()
         return cls(values, scales, bias, layer.weight.dtype, bits=4 if grouped else 8)
 
     @property
@@ -116,7 +107,7 @@ class QuantisedLinear(nn.Module):
     def dequantised(self) -> nn.Linear:
         """Return a plain layer with the weights rounded to the layer's dtype."""
         layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        weight = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=self.values.device)
+        weight = torch.empty(self.out_features, self.in_features, dtype=self.dtype)
         for first in range(0, self.out_features, ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
             wide = self._rows(rows) if self.grouped else self._rows(rows) * self.scales[rows, None]
@@ -141,14 +132,12 @@ class QuantisedLinear(nn.Module):
 
 def quantise(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise [n, k] of any float dtype to int8 values [n, k] and float32 scales [n]."""
-    values = torch.empty(weights.shape, dtype=torch.int8, device=weights.device)
-    scales = torch.empty(weights.shape[0], device=weights.device)
-    # a tensor, because GPUs turn division by a number into multiplication
-    largest = torch.tensor(float(LARGEST), device=weights.device)
+    values = torch.empty(weights.shape, dtype=torch.int8)
+    scales = torch.empty(weights.shape[0])
     for first in range(0, len(weights), ROWS_AT_ONCE):
         rows = slice(first, first + ROWS_AT_ONCE)
         wide = weights[rows].float()
-        scale = wide.abs().amax(-1) / largest
+        scale = wide.abs().amax(-1) / LARGEST
         scales[rows] = scale = torch.where(scale > 0, scale, 1.0)
         values[rows] = (wide / scale[:, None]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
     return values, scales
@@ -157,8 +146,8 @@ def quantise(weights: Tensor) -> tuple[Tensor, Tensor]:
 def quantise_groups(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise [n, k] of any float dtype to int8 values [n, k] and bfloat16 scales [n, k / GROUP]."""
     n, k = weights.shape
-    values = torch.empty(n, k, dtype=torch.int8, device=weights.device)
-    scales = torch.empty(n, k // GROUP, dtype=torch.bfloat16, device=weights.device)
+    values = torch.empty(n, k, dtype=torch.int8)
+    scales = torch.empty(n, k // GROUP, dtype=torch.bfloat16)
     for first in range(0, n, ROWS_AT_ONCE):
         rows = slice(first, first + ROWS_AT_ONCE)
         groups = weights[rows].float().reshape(-1, k // GROUP, GROUP)
@@ -170,40 +159,12 @@ def quantise_groups(weights: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise [n, k] of any float dtype to float8_e4m3fn values [n, k] and float32 scales [n].
-
-    Row i is `values[i] * scales[i]`, and its largest magnitude becomes the largest float8. Weights are quantised so;
-    activations are tested against it.
-    """
-    values = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=rows.device)
-    scales = torch.empty(rows.shape[0], device=rows.device)
-    largest = torch.tensor(FLOAT8_MAX, device=rows.device)
-    for first in range(0, len(rows), ROWS_AT_ONCE):
-        part = slice(first, first + ROWS_AT_ONCE)
-        wide = rows[part].float()
-        scales[part] = scale = (wide.abs().amax(-1) / largest).clamp_(min=FLOAT8_SMALLEST_SCALE)
-        values[part] = (wide / scale[:, None]).clamp_(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
-    return values, scales
-
-
-def float8_product(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    """Return the float32 product of x [m, k] and float8 weights [n, k] with scales [n].
-
-    The reference of `Float8Linear`.
-    """
-    rows, row_scales = float8_rows(x)
-    return linear(rows.float(), values.float()) * row_scales[:, None] * scales
-
-
 @torch.inference_mode()
-def quantise_linears(
-    model: nn.Module, kind: Weights, make: Callable[[nn.Linear, Weights], nn.Module] = QuantisedLinear.of
-) -> None:
-    """Replace the linear layers of a model on the CPU, one after the other, by the results of `make`.
+def quantise_linears(model: nn.Module, kind: Weights) -> None:
+    """Replace the linear layers of a model on the CPU, one after the other, by quantised ones.
 
     One at a time, so that both copies of the weights never exist at once. Embeddings stay, also an embedding that
-    shared its matrix with the output layer. Where other layers get int4 or fp8, the output layer gets int8: no later
+    shared its matrix with the output layer. Where other layers get int4, the output layer gets int8: no later
     layer could mend its error. Raises EngineStartError.
     """
     if kind == "auto":
@@ -219,10 +180,9 @@ def quantise_linears(
     kinds = Counter[str]()
     for parent, name, layer in layers:
         own_kind: Weights = "int8" if layer is output else kind
-        made = make(layer, own_kind)
-        setattr(parent, name, made)
-        kinds[f"{type(made).__name__} for {own_kind}"] += 1
-        if made is not layer and layer.weight is not embedding.weight:
+        setattr(parent, name, QuantisedLinear.of(layer, own_kind))
+        kinds[own_kind] += 1
+        if layer.weight is not embedding.weight:
             forget_file_pages(layer.weight.data)
     log.info("linear layers: %s", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
 

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from engine.kv.layout import KvDtype
 from engine.model.hub import ModelPath
-from engine.model.quantization import QuantizationConfig, Weights
+from engine.model.quantization import ON_GPUS, QuantizationConfig, Weights
 from engine.settings import CommonSettings
 from engine.speculation.speculator import MAX_GUESSES
 
@@ -16,10 +16,10 @@ class TorchSettings(CommonSettings):
 
     weights: Weights = "auto"
     """Format of linear layers, the output layer included. auto: as saved, also if saved quantised by GPTQ, AWQ or in
-    float8. int8: quantised at load, half the memory and, on a CPU, nearly half the time of a decode step. int4: less
-    of both, but on a CPU prompts take a quarter more time than as saved, and some quality is lost. fp8: float8
-    weights and activations, on GPUs of compute capability 8.9 and up, half the memory and faster prompts. Only
-    workers with equal weights exchange KV."""
+    float8. int8 (CPUs): quantised at load, half the memory and nearly half the time of a decode step. int4 (CPUs):
+    less of both, but prompts take a quarter more time than as saved, and some quality is lost. On a GPU the torch
+    engine refuses quantised weights, also those of a model saved quantised: set `engine: vllm`, with `vllm_args:
+    --quantization fp8` for a model that is not. Only workers with equal weights exchange KV."""
     lora: ModelPath | None = None
     """Directory or repository of a LoRA adapter as PEFT saves it (adapter_config.json, adapter_model.safetensors),
     merged into the weights at load, before quantisation. Routers do not see it: all workers of a model need the same
@@ -41,6 +41,14 @@ class TorchSettings(CommonSettings):
     sim engine has none."""
     speculation_tokens: int = Field(default=MAX_GUESSES, ge=1, le=32)
     """Largest number of draft tokens for one sequence in one step."""
+
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _fp8_is_no_value(cls, value: object) -> object:
+        """Refuse `fp8`, a value of earlier versions, with what to set instead."""
+        if value == "fp8":
+            raise ValueError(f"fp8 is not a value any more: {ON_GPUS}")
+        return value
 
     @field_validator("speculation", mode="before")
     @classmethod

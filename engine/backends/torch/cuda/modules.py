@@ -10,12 +10,10 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-
-from engine.backends.torch.cuda.quantised import Float8Linear, WeightOnlyLinear
 
 log = logging.getLogger(__name__)
 
@@ -181,56 +179,42 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 def _width_of_mlp(mlp: nn.Module) -> tuple[int, Tensor]:
     """Return the MLP's input size and a tensor with the layer's dtype and device."""
     gate: Any = mlp.gate_proj
-    own = gate.weight if type(gate) is nn.Linear else gate.values
-    return gate.in_features, torch.empty(0, dtype=dtype_of(gate), device=own.device)
+    return gate.in_features, gate.weight
 
 
 def _share_projections(model: nn.Module) -> int:
     """Share the product of q, k and v in each attention; the result is exact, so it is not compared."""
     count = 0
     for module in list(model.modules()):
-        layers = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
-        if not all(is_linear(layer) for layer in layers) or (joined := join_layers(layers)) is None:
+        names = ("q_proj", "k_proj", "v_proj")
+        layers = [layer for name in names if is_linear(layer := getattr(module, name, None))]
+        if len(layers) < len(names) or (joined := join_layers(layers)) is None:
             continue
-        product = SharedProduct(joined, [layer.out_features for layer in layers])  # type: ignore[union-attr]
-        for number, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        product = SharedProduct(joined, [layer.out_features for layer in layers])
+        for number, name in enumerate(names):
             setattr(module, name, ProductPart(product, number))
         count += 1
     return count
 
 
-def is_linear(layer: object) -> bool:
-    """Return whether the layer is a known linear layer.
+def is_linear(layer: object) -> TypeGuard[nn.Linear]:
+    """Return whether the layer is a plain linear layer.
 
     A layer whose weight is a tensor of another class (torchao's, say) only looks like a plain one. Replacements by
     transformers or others may compute something else.
     """
-    if type(layer) is nn.Linear:
-        return type(layer.weight) is nn.Parameter and layer.weight.is_floating_point()
-    return type(layer) in (WeightOnlyLinear, Float8Linear)
+    return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and layer.weight.is_floating_point()
 
 
-def dtype_of(layer: Any) -> torch.dtype:
-    """Return the dtype of inputs and outputs of a layer that `is_linear`."""
-    dtype: torch.dtype = layer.weight.dtype if type(layer) is nn.Linear else layer.dtype
-    return dtype
+def can_join(layers: Sequence[nn.Linear]) -> bool:
+    """Return whether one product can give all outputs: the layers agree in input size, bias and dtype."""
+    return len({(each.in_features, each.bias is None, each.weight.dtype) for each in layers}) == 1
 
 
-def can_join(layers: Sequence[Any]) -> bool:
-    """Return whether one product can give all outputs: the layers have one kind, input size and dtype."""
-    first = layers[0]
-    if len({(type(each), each.in_features, each.bias is None, dtype_of(each)) for each in layers}) != 1:
-        return False
-    return not isinstance(first, WeightOnlyLinear) or first.agrees_with(layers[1:])
-
-
-def join_layers(layers: Sequence[Any]) -> nn.Module | None:
+def join_layers(layers: Sequence[nn.Linear]) -> nn.Linear | None:
     """Return one layer with the outputs of all; None where the layers cannot be joined."""
     if not can_join(layers):
         return None
-    if type(layers[0]) is not nn.Linear:
-        joined: nn.Module = type(layers[0]).joined(layers)
-        return joined
     plain = nn.Linear(1, 1, device="meta")
     plain.in_features, plain.out_features = layers[0].in_features, sum(each.out_features for each in layers)
     plain.weight = nn.Parameter(torch.cat([each.weight.data for each in layers]), requires_grad=False)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.backends.torch.cuda.quantised import FLOAT8_CAPABILITY
 from engine.backends.torch.cuda.step import GpuAttention
 from engine.backends.torch.cuda.tables import LAST_LENS, POSITIONS, ROWS, TABLE_STARTS, TABLES, StepTables
 from engine.backends.torch.kv_rows import LARGEST, TYPES
@@ -29,6 +28,8 @@ KEYS = 64
 """Keys read at a time."""
 MAX_SPLITS = 32
 """Largest number of programs that share a tile's keys, used when few tiles would leave processors idle."""
+FLOAT8_CAPABILITY = (8, 9)
+"""Smallest compute capability (Ada) for which Triton converts float8."""
 TILES = LAST_LENS + 1
 """Place of the array of tiles in a step."""
 
