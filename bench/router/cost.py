@@ -28,7 +28,7 @@ from cluster.rpc import channel
 from protos import inference_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
-BEFORE = "e37514fe"
+BEFORE = "e37514f"
 """Commit that the router is held against."""
 PROMPT_TOKENS, NUM_TOKENS = 100, 16
 RATES = (100.0, 300.0)
