@@ -245,6 +245,7 @@ class Memberships:
         welcomed, hello = asyncio.Event(), self._hello
         router.hello = hello
         stream: FrameStream | None = None
+        opening: asyncio.Future[FrameStream] | None = None
 
         def watch(message: CacheChanged | Load) -> None:
             if isinstance(message, Load):
@@ -258,6 +259,17 @@ class Memberships:
             over.set()
             with suppress(asyncio.QueueFull):
                 backlog.put_nowait(None)
+
+        def opened(opening: "asyncio.Future[FrameStream]") -> None:
+            """Begin with the events, over the stream if there is one."""
+            nonlocal stream
+            if not opening.cancelled():
+                if (failure := opening.exception()) is not None:
+                    log.warning("router %s gets events over gRPC: %s", router.address, failure)
+                else:
+                    stream = opening.result()
+                    end_of(stream, end)
+            welcomed.set()
 
         async def outgoing() -> AsyncIterator[pb.WorkerMessage]:
             yield pb.WorkerMessage(hello=hello)
@@ -305,15 +317,21 @@ class Memberships:
                     if answer.HasField("welcome"):
                         if self._meet is not None:
                             await self._meet(answer.welcome.peers)
-                        if answer.welcome.stream_key and self._streams is not None:
-                            stream = await self._streams.of(answer.welcome.stream_key)
-                            end_of(stream, end)
                         self._welcome(router, answer.welcome)
-                        welcomed.set()
+                        if not answer.welcome.stream_key or self._streams is None:
+                            welcomed.set()
+                            continue
+                        opening = asyncio.ensure_future(self._streams.of(answer.welcome.stream_key))
+                        opening.add_done_callback(opened)
+                    elif answer.HasField("no_stream") and opening is not None:
+                        log.warning("router %s gets events over gRPC: %s", router.address, answer.no_stream.reason)
+                        opening.cancel()
                     elif answer.HasField("resync"):
                         self._engine.send(TakeSnapshot())
             finally:
                 call.cancel()
+                if opening is not None:
+                    opening.cancel()
                 end()  # whichever side ended it: `outgoing` would wait for a welcome or a message for ever
                 welcomed.set()
 

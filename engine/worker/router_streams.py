@@ -8,7 +8,7 @@ from cluster.frame_stream import FrameStream
 from cluster.protocol import DECODE_FRAMES
 from protos import membership_pb2 as pb
 
-OPENED_S = 5.0
+OPENED_S = 3.5
 """Seconds that a router has to open its stream after its Welcome; it gives up after 3."""
 Serve = Callable[[FrameStream], Callable[[bytes], object]]
 """Function that serves a router's requests on a stream; it returns the function that takes the router's frames."""
@@ -53,7 +53,7 @@ class RouterStreams:
             async with asyncio.timeout(OPENED_S):
                 return await awaited
         except TimeoutError:
-            raise Unavailable(f"the router opened no stream at stream_port within {OPENED_S:g} s") from None
+            raise Unavailable(f"it opened no stream at stream_port within {OPENED_S:g} s") from None
         finally:
             del self._awaited[key]
 

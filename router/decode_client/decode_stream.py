@@ -65,6 +65,11 @@ class DecodeStream(ABC):
         return self._failure is not None
 
     @property
+    def failure(self) -> ServiceError | None:
+        """Reason why it takes no more requests."""
+        return self._failure
+
+    @property
     def idle(self) -> bool:
         return not self._requests
 

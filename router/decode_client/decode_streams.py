@@ -9,6 +9,7 @@ import grpc
 from cluster.errors import InvalidRequest, Unavailable
 from cluster.rpc import Channels
 from cluster.tls import MemberIdentity
+from protos import membership_pb2
 from router.decode_client.decode_stream import DecodeStream, GrpcDecodeStream
 from router.decode_client.frame_decode_stream import CONNECT_S, FrameDecodeStream
 from router.decode_client.inbox import Inbox
@@ -36,7 +37,11 @@ class DecodeStreams:
         return link
 
     def open(self, worker: Worker, inbox: Inbox) -> None:
-        """Open the stream of a worker that has just joined at its `stream_address`; its events go into `inbox`."""
+        """Open the stream of a worker that has just joined at its `stream_address`; its events go into `inbox`.
+
+        Where the address cannot be reached, the worker sends them on its call.
+        """
+        inbox.opens(CONNECT_S)
         self._opened(worker, inbox)
 
     def _opened(self, worker: Worker, inbox: Inbox | None) -> DecodeStream:
@@ -50,7 +55,7 @@ class DecodeStreams:
             address, name = worker.hello.stream_address, worker.worker_id
             link = FrameDecodeStream(address, key, name, held.close, put, self._trust)
             if inbox is not None:
-                held.callback(inbox.end, Unavailable(f"the stream to {name} at {address} (stream_port) is over"))
+                held.callback(_end_events, link, inbox)
         else:
             to_worker = held.enter_context(self._channels.using(worker.hello.address))
             link = GrpcDecodeStream(to_worker, worker.worker_id, held.close)
@@ -73,6 +78,14 @@ class DecodeStreams:
             if link.broken or (link.idle and self._fleet.worker(worker.worker_id) is not worker):
                 link.break_off(Unavailable(f"decode worker {worker.worker_id} left"))
                 del self._links[worker]
+
+
+def _end_events(link: DecodeStream, inbox: Inbox) -> None:
+    """End the events of a membership with the stream that brought them, or have them sent another way."""
+    if link.connected:
+        inbox.end(link.failure)
+    else:
+        inbox.put(membership_pb2.NoStream(reason=str(link.failure)))
 
 
 def _no_event(event: object) -> None:

@@ -21,7 +21,7 @@ class Inbox:
     def __init__(self, silence_s: float) -> None:
         """Create the inbox. Seconds in which this process's own loop stood still are no silence."""
         self._silence_s = silence_s
-        self._messages: deque[pb.WorkerMessage] = deque()
+        self._messages: deque[pb.WorkerMessage | pb.NoStream] = deque()
         self._waker, self._room = Waker(), Waker()
         self._is_over = False
         self._failure: Exception | None = None
@@ -30,7 +30,11 @@ class Inbox:
         """Whether nothing came for `silence_s`."""
         self._watch = asyncio.get_running_loop().call_later(silence_s, self._look)
 
-    def put(self, message: pb.WorkerMessage) -> None:
+    def opens(self, seconds: float) -> None:
+        """Expect nothing for so many seconds, in which a stream to the worker is opened."""
+        self._heard_at = loop_time() + seconds
+
+    def put(self, message: pb.WorkerMessage | pb.NoStream) -> None:
         self._heard_at = loop_time()
         self._messages.append(message)
         if len(self._messages) > MAX_UNREAD:
@@ -47,7 +51,7 @@ class Inbox:
         """Stop the watch."""
         self._watch.cancel()
 
-    async def get(self) -> pb.WorkerMessage | None:
+    async def get(self) -> pb.WorkerMessage | pb.NoStream | None:
         """Return the next message, or None at the end and after silence. Raises the failure that ended it."""
         while not self._messages:
             if self._is_over and self._failure is not None:

@@ -65,7 +65,9 @@ class MembershipService(pb_grpc.MembershipServicer):
             if worker.stream_key:
                 model.links.open(worker, inbox)
             while (message := await inbox.get()) is not None:
-                if not await self._absorb(model, worker, message):
+                if isinstance(message, pb.NoStream):
+                    yield pb.RouterMessage(no_stream=message)
+                elif not await self._absorb(model, worker, message):
                     yield pb.RouterMessage(resync=pb.Resync())
             if inbox.is_silent:
                 log.warning("%s was silent for %g s: lost", worker.worker_id, self._silence_s)
