@@ -2,12 +2,14 @@
 would be a wrong token."""
 
 import random
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.errors import StartError
+from support.processes import until
 from tandem.client import Client
 
 VOCAB = 600
@@ -20,6 +22,13 @@ def prompt_of(seed: int) -> list[int]:
 
 async def tokens_over(cluster_of: Any, ask: Any, model: Path, transport: str) -> list[list[int]]:
     async with cluster_of(model, transport=transport, **SIM) as cluster, Client(cluster.address) as client:
+        seeds = count(100)
+
+        async def has_moved() -> bool:
+            """Ask with a prompt of its own: a first contact may take so long that the prompt is computed in place."""
+            return bool((await ask(client, prompt_of(next(seeds)))).kv.moved_blocks)
+
+        await until(has_moved, "blocks have moved")
         answers = [await ask(client, prompt_of(seed)) for seed in range(4)]
     for answer in answers:
         assert answer.kv.transport == transport
