@@ -83,6 +83,9 @@ class FrameStream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        if self.ended is not None:  # while TLS was being agreed on
+            self._transport.abort()
+            return
         self._transport.set_write_buffer_limits(MAX_UNSENT_BYTES)
         self._heard_at = loop_time()
         self._beats = asyncio.get_running_loop().call_later(BEAT_S, self._beat)
@@ -165,7 +168,7 @@ class FrameStream(asyncio.Protocol):
 
 
 def _unexpected(kind: int, payload: bytes) -> None:
-    raise InvalidRequest("frame", f"of kind {kind} is not expected")
+    raise InvalidRequest("frame", f"kind {kind} is not expected")
 
 
 async def connect(address: str, opening: bytes, trust: MemberIdentity | None) -> FrameStream:
@@ -227,7 +230,7 @@ class FrameServer:
 
         def opened(kind: int, payload: bytes) -> None:
             if kind != OPEN:
-                raise InvalidRequest("frame", f"of kind {kind} came before the stream was opened")
+                raise InvalidRequest("frame", f"kind {kind} came before the stream was opened")
             timer.cancel()
             stream.on_frame = _unexpected
             self._accept(stream, payload)

@@ -29,7 +29,7 @@ class RouterStreams:
 
         def received(kind: int, payload: bytes) -> None:
             if kind != DECODE_FRAMES:
-                raise InvalidRequest("frame", f"of kind {kind} is unknown")
+                raise InvalidRequest("frame", f"kind {kind} is unknown")
             take(payload)
 
         stream.on_frame = received
@@ -53,7 +53,7 @@ class RouterStreams:
             async with asyncio.timeout(OPENED_S):
                 return await awaited
         except TimeoutError:
-            raise Unavailable(f"it opened no stream at stream_port within {OPENED_S:g} s") from None
+            raise Unavailable(f"the router opened no stream at stream_port within {OPENED_S:g} s") from None
         finally:
             del self._awaited[key]
 

@@ -39,7 +39,7 @@ class DecodeStreams:
     def open(self, worker: Worker, inbox: Inbox) -> None:
         """Open the stream of a worker that has just joined at its `stream_address`; its events go into `inbox`.
 
-        Where the address cannot be reached, the worker sends them on its call.
+        Where the address cannot be reached, the worker sends them on its call, and requests go over gRPC.
         """
         inbox.opens(CONNECT_S)
         self._opened(worker, inbox)

@@ -1,4 +1,4 @@
-"""Stream to one worker over bare TCP, which also brings the worker's events: a third of gRPC's CPU time."""
+"""Stream to one worker over bare TCP, which also brings the worker's events: less CPU time than gRPC."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -58,7 +58,7 @@ class FrameDecodeStream(DecodeStream):
         elif kind == WORKER_EVENTS:
             self._on_event(membership_pb2.WorkerMessage.FromString(payload))
         else:
-            raise InvalidRequest("frame", f"of kind {kind} is unknown")
+            raise InvalidRequest("frame", f"kind {kind} is unknown")
 
     def _ended(self, reason: ServiceError) -> None:
         self.break_off(Unavailable(f"the stream to worker {self._name} broke: {reason}"))

@@ -35,6 +35,8 @@ class Inbox:
         self._heard_at = loop_time() + seconds
 
     def put(self, message: pb.WorkerMessage | pb.NoStream) -> None:
+        if self._is_over:
+            return
         self._heard_at = loop_time()
         self._messages.append(message)
         if len(self._messages) > MAX_UNREAD:

@@ -66,6 +66,7 @@ class MembershipService(pb_grpc.MembershipServicer):
                 model.links.open(worker, inbox)
             while (message := await inbox.get()) is not None:
                 if isinstance(message, pb.NoStream):
+                    worker.stream_key = b""  # requests go over gRPC as well
                     yield pb.RouterMessage(no_stream=message)
                 elif not await self._absorb(model, worker, message):
                     yield pb.RouterMessage(resync=pb.Resync())

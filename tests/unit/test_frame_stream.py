@@ -155,6 +155,16 @@ def test_a_caller_that_opens_no_stream_is_cut_off() -> None:
     run_virtually(run())
 
 
+async def test_a_stream_that_ended_before_its_connection_stood_is_cut_off() -> None:
+    (peer, _), (transport, _) = joined()
+    stream = FrameStream()
+    stream.end()
+    transport.peer = peer
+    stream.connection_made(transport)
+    await settle()
+    assert peer.ended is not None
+
+
 async def test_a_first_frame_that_opens_nothing_is_refused() -> None:
     stream = FrameServer(lambda stream, opening: None)._connected()
     stream.data_received(b"\0\0\0\0" + bytes([FIRST_KIND]))
