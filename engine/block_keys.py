@@ -1,16 +1,19 @@
 """Block keys: names of KV blocks.
 
-A block is named by the whole token chain that leads to it: `key_i = H(key_{i-1}, tokens_i)`. The root of a chain covers
-all else that decides a block's bytes (weights, layout, dtype) and the cache salt. Router and workers compute the same
-keys from the same tokens, so a prefix match is exact.
+A block is named by the whole token chain that leads to it: `key_i = H(key_{i-1}, tokens_i)`, and by the pictures, sounds
+and videos among these tokens. The root of a chain covers all else that decides a block's bytes (weights, layout, dtype)
+and the cache salt. Router and workers compute the same keys from the same tokens, so a prefix match is exact.
 """
 
 import sys
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from hashlib import blake2b
 
 import numpy as np
+
+from engine.items import Item
 
 BlockKey = bytes
 KEY_BYTES = 16
@@ -35,16 +38,48 @@ def resume_name(key: BlockKey) -> BlockKey:
     return blake2b(key, digest_size=KEY_BYTES, person=b"resumable").digest()
 
 
-def block_keys(parent: BlockKey, token_ids: Sequence[int], block_tokens: int, first_token: int = 0) -> list[BlockKey]:
-    """Return the keys of the full blocks of `token_ids[first_token:]`, whose chain continues `parent`.
+def block_keys(
+    parent: BlockKey, token_ids: Sequence[int], block_tokens: int, items: Sequence[Item] = (), position: int = 0
+) -> list[BlockKey]:
+    """Return the keys of the full blocks of `token_ids`, whose chain continues `parent`.
 
-    `first_token` must be a multiple of `block_tokens`. Tokens after the last full block have no key.
+    Tokens after the last full block have no key. `items`: those of the whole chain, in order of their places, of which
+    `token_ids[0]` is number `position`. All tokens of an item are equal, so the key of a block that holds a part of one
+    covers which item it is and where it begins.
     """
-    packed = array("I", token_ids[first_token:]).tobytes()
+    packed = array("I", token_ids).tobytes()
     width = 4 * block_tokens
+    if items:
+        return _keys_with_items(parent, packed, block_tokens, items, position)
     keys: list[BlockKey] = []
     for start in range(0, len(packed) - width + 1, width):
         parent = blake2b(packed[start : start + width], key=parent, digest_size=KEY_BYTES).digest()
+        keys.append(parent)
+    return keys
+
+
+def _keys_with_items(
+    parent: BlockKey, packed: bytes, block_tokens: int, items: Sequence[Item], position: int
+) -> list[BlockKey]:
+    """Return the keys of full blocks some of which may hold parts of items.
+
+    A block's key is the hash of its tokens and, for each of its items, of the identifier and the distance from the
+    block's first token to the item's. The `person` of this hash differs from that of a block of text, so that no text
+    is taken for an item.
+    """
+    width = 4 * block_tokens
+    ends = [item.end for item in items]
+    keys: list[BlockKey] = []
+    for start in range(0, len(packed) - width + 1, width):
+        first = position + start // 4
+        hashed = blake2b(packed[start : start + width], key=parent, digest_size=KEY_BYTES)
+        at = bisect_right(ends, first)
+        if at < len(items) and items[at].offset < first + block_tokens:
+            hashed = blake2b(packed[start : start + width], key=parent, digest_size=KEY_BYTES, person=b"items")
+            while at < len(items) and items[at].offset < first + block_tokens:
+                hashed.update(items[at].identifier + (items[at].offset - first).to_bytes(8, "little", signed=True))
+                at += 1
+        parent = hashed.digest()
         keys.append(parent)
     return keys
 

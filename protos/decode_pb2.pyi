@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from protos import inference_pb2 as _inference_pb2
+from protos import items_pb2 as _items_pb2
 from protos import lend_pb2 as _lend_pb2
 import builtins as _builtins
 import sys
@@ -195,6 +196,7 @@ class DecodeRequest(_message.Message):
     READS_STORE_FIELD_NUMBER: _builtins.int
     WARM_FIELD_NUMBER: _builtins.int
     RESERVE_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    ITEMS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     worker_incarnation: _builtins.bytes
     """Incarnation of the intended worker; another process at the same address refuses."""
@@ -272,6 +274,10 @@ class DecodeRequest(_message.Message):
     def warm(self) -> Global___Warm:
         """No output is wanted, only the prompt's full blocks; `sampling` has max_tokens 0 then."""
 
+    @_builtins.property
+    def items(self) -> _containers.RepeatedCompositeFieldContainer[_items_pb2.Item]:
+        """Pictures, sounds and videos of the prompt, in order of their places."""
+
     def __init__(
         self,
         *,
@@ -303,10 +309,11 @@ class DecodeRequest(_message.Message):
         reads_store: _builtins.bool = ...,
         warm: Global___Warm | None = ...,
         reserve_output_tokens: _builtins.int = ...,
+        items: _abc.Iterable[_items_pb2.Item] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "lender", b"lender", "placement", b"placement", "price", b"price", "sampling", b"sampling", "warm", b"warm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "embedding", b"embedding", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "lender", b"lender", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "placement_sequence", b"placement_sequence", "price", b"price", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reads_store", b"reads_store", "request_id", b"request_id", "reserve_output_tokens", b"reserve_output_tokens", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "seed_is_drawn", b"seed_is_drawn", "tenant", b"tenant", "warm", b"warm", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "embedding", b"embedding", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "items", b"items", "lender", b"lender", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "placement_sequence", b"placement_sequence", "price", b"price", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reads_store", b"reads_store", "request_id", b"request_id", "reserve_output_tokens", b"reserve_output_tokens", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "seed_is_drawn", b"seed_is_drawn", "tenant", b"tenant", "warm", b"warm", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,6 +17,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from protos import items_pb2 as _items_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -165,6 +166,7 @@ class Want(_message.Message):
     FAST_PATH_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     READS_STORE_FIELD_NUMBER: _builtins.int
+    ITEMS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     lender_incarnation: _builtins.bytes
     """Incarnation of the intended lender; another process at the same address refuses."""
@@ -197,6 +199,10 @@ class Want(_message.Message):
     def source(self) -> Global___Holder:
         """Worker that holds more of the chain: a lender that computes first reads its missing blocks from there."""
 
+    @_builtins.property
+    def items(self) -> _containers.RepeatedCompositeFieldContainer[_items_pb2.Item]:
+        """Pictures, sounds and videos that begin among the tokens, in order of their places."""
+
     def __init__(
         self,
         *,
@@ -214,10 +220,11 @@ class Want(_message.Message):
         fast_path: _builtins.bytes = ...,
         adapter: _builtins.bytes = ...,
         reads_store: _builtins.bool = ...,
+        items: _abc.Iterable[_items_pb2.Item] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "fast_path", b"fast_path", "first_block", b"first_block", "lender_incarnation", b"lender_incarnation", "may_compute", b"may_compute", "model_fingerprint", b"model_fingerprint", "placement_sequence", b"placement_sequence", "priority", b"priority", "reads_store", b"reads_store", "request_id", b"request_id", "router_id", b"router_id", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "fast_path", b"fast_path", "first_block", b"first_block", "items", b"items", "lender_incarnation", b"lender_incarnation", "may_compute", b"may_compute", "model_fingerprint", b"model_fingerprint", "placement_sequence", b"placement_sequence", "priority", b"priority", "reads_store", b"reads_store", "request_id", b"request_id", "router_id", b"router_id", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -660,6 +660,7 @@ class Hello(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     GROUP_RANK_FIELD_NUMBER: _builtins.int
     STREAM_ADDRESS_FIELD_NUMBER: _builtins.int
+    READS_MEDIA_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.bytes
     role: Global___Role.ValueType
@@ -706,6 +707,8 @@ class Hello(_message.Message):
     """host:port at which a router opens its stream of requests and events (cluster/frame_stream.py); empty: the worker takes
     both over gRPC.
     """
+    reads_media: _builtins.bool
+    """Whether it serves requests with items (items.proto) and lends their blocks."""
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
         """Loaded LoRA adapters, each served as a model of its own."""
@@ -737,10 +740,11 @@ class Hello(_message.Message):
         group: _builtins.str = ...,
         group_rank: _builtins.int = ...,
         stream_address: _builtins.str = ...,
+        reads_media: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "group", b"group", "group_rank", b"group_rank", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol", b"protocol", "reserve_output_tokens", b"reserve_output_tokens", "resumes_at_boundaries", b"resumes_at_boundaries", "role", b"role", "start_seconds", b"start_seconds", "store", b"store", "stream_address", b"stream_address", "traffic_share", b"traffic_share", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "group", b"group", "group_rank", b"group_rank", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol", b"protocol", "reads_media", b"reads_media", "reserve_output_tokens", b"reserve_output_tokens", "resumes_at_boundaries", b"resumes_at_boundaries", "role", b"role", "start_seconds", b"start_seconds", "store", b"store", "stream_address", b"stream_address", "traffic_share", b"traffic_share", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -51,7 +51,7 @@ def test_a_chain_can_be_continued_anywhere(token_ids: list[int], width: int, spl
     whole = block_keys(ROOT, token_ids, width)
     split = min(split, len(whole))
     parent = whole[split - 1] if split else ROOT
-    assert whole[:split] + block_keys(parent, token_ids, width, first_token=split * width) == whole
+    assert whole[:split] + block_keys(parent, token_ids[split * width :], width) == whole
 
 
 @given(tokens, tokens, st.integers(1, 5))

@@ -1,0 +1,71 @@
+"""Interface of what makes media ready for an engine's model.
+
+An engine that reads media has a `MediaProcessor`, which a preprocessor runs in a child process beside the routers.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+MediaKind = Literal["image", "audio", "video"]
+
+
+class MediaInput(NamedTuple):
+    """One encoded file, such as a PNG."""
+
+    kind: MediaKind
+    data: bytes
+
+
+class Modality(NamedTuple):
+    """What a model reads of one kind."""
+
+    placeholder: str
+    """Text that stands for one item in a prompt."""
+    max_items: int = 0
+    """Most items of one request; 0: any number."""
+
+
+class ProcessedItem(NamedTuple):
+    """One item that is ready."""
+
+    identifier: str
+    """Hash of its content, and of all else that decides what the model's encoder makes of it."""
+    offset: int
+    length: int
+    """Its tokens are [offset, offset + length) of the prompt."""
+    details: bytes
+    """What the model needs of it even where its tokens' KV is cached."""
+    blob: bytes
+    """Tensors that the model's encoder reads."""
+
+
+class Processed(NamedTuple):
+    token_ids: list[int]
+    """The prompt, with as many tokens for each item as the model takes."""
+    items: list[ProcessedItem]
+    """In order of their places."""
+
+
+class MediaRefused(Exception):
+    """The media cannot be read, or do not fit to the prompt; its text is for the client."""
+
+    def __init__(self, reason: str, place: int | None = None) -> None:
+        """Create it; `place` is the index of the file at fault, where it is one file's fault."""
+        super().__init__(reason)
+        self.reason = reason
+        self.place = place
+
+
+class MediaProcessor(ABC):
+    """Media processor of one model; one thread uses it."""
+
+    modalities: Mapping[MediaKind, Modality]
+
+    @abstractmethod
+    def process(self, token_ids: Sequence[int], media: Sequence[MediaInput], max_pixels: int) -> Processed:
+        """Decode the files and expand the prompt's placeholders, of which each kind has as many as files.
+
+        `max_pixels`: most pixels of a picture, or of one frame, which are checked before it is decoded. Raises
+        MediaRefused.
+        """
