@@ -1,8 +1,8 @@
 """Block keys: names of KV blocks.
 
-A block is named by the whole token chain that leads to it: `key_i = H(key_{i-1}, tokens_i)`, and by the pictures, sounds
-and videos among these tokens. The root of a chain covers all else that decides a block's bytes (weights, layout, dtype)
-and the cache salt. Router and workers compute the same keys from the same tokens, so a prefix match is exact.
+A block is named by the whole token chain that leads to it: `key_i = H(key_{i-1}, tokens_i)`, and by the pictures,
+sounds and videos among these tokens. The root of a chain covers all else that decides a block's bytes (weights, layout,
+dtype) and the cache salt. Router and workers compute the same keys from the same tokens, so a prefix match is exact.
 """
 
 import sys
