@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from cluster.errors import DeadlineExceeded
+from engine.items import Item
 from protos import inference_pb2 as pb
 from router.admission.request import RequestInfo
 from router.models.model_runtime import ModelRuntime
@@ -34,6 +35,7 @@ class PreparedRequest:
     verdicts: tuple[Verdict, ...]
     """Verdicts on the compared models, when the request named `auto`."""
     prompt: list[int]
+    """Prompt tokens, with all tokens of items."""
     sampling: pb.Sampling
     output: OutputPlan
     cache_salt: str
@@ -43,6 +45,8 @@ class PreparedRequest:
     deadline: float
     """Deadline; all times are seconds of the monotonic clock."""
     info: RequestInfo
+    items: tuple[Item, ...] = ()
+    """Pictures, sounds and videos of the prompt, in order of their places."""
     warm: WarmTarget | None = None
     """Place of the prompt's blocks, which are wanted instead of an output; None: an output is wanted."""
     finish: pb.Finish | None = None

@@ -109,7 +109,16 @@ class Preprocessor:
         traffic_hash, new = traffic_hash_of(prepared.request_id), not prepared.info.num_placed
         only_fills = prepared.warm is not None
         demand, keys = prepared.model.needs(
-            prompt, sampling, prepared.cache_salt, chains, to_score, traffic_hash, new, embeds, only_fills
+            prompt,
+            sampling,
+            prepared.cache_salt,
+            chains,
+            to_score,
+            traffic_hash,
+            new,
+            embeds,
+            only_fills,
+            prepared.items,
         )
         if prepared.warm is not None:
             demand = replace(demand, only=prepared.warm.worker_id)
