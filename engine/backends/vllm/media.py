@@ -14,7 +14,7 @@ _INLINE = 1 << 62
 """Threshold with which vLLM's encoder writes all tensors into one buffer."""
 
 
-class _Details(msgspec.Struct, array_like=True):
+class _Details(msgspec.Struct, array_like=True):  # type: ignore[call-arg]  # its types are not installed
     modality: str
     is_embed: bytes
     """A byte for each token, 1 where the encoder's output replaces its embedding; empty where it does for all."""
