@@ -286,7 +286,9 @@ def write_media_model(kind: str, folder: Path) -> Path:
 def _write_tokenizer(path: Path, specials: tuple[str, ...], kind: str) -> None:
     words = {token: number for number, token in enumerate(specials)}
     words |= {f"w{number}": number for number in range(len(specials), WORDS)}
-    for name, number in (("user", 300), ("assistant", 301), ("system", 302), (":", 303), ("model", 304)):
+    named = [("user", 300), ("assistant", 301), ("system", 302), (":", 303), ("model", 304)]
+    named += [("\n" * count, 304 + count) for count in range(1, 5)]  # Gemma's processor looks for them
+    for name, number in named:
         del words[f"w{number}"]
         words[name] = number
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=specials[2]))
@@ -313,6 +315,7 @@ def write_weights(path: Path, seed: int = 3) -> None:
     """Write random weights into a model's directory; with transformers and torch."""
     import torch
     import transformers
+    from safetensors.torch import load_file, save_file
 
     torch.manual_seed(seed)
     config = transformers.AutoConfig.from_pretrained(path)
@@ -324,6 +327,14 @@ def write_weights(path: Path, seed: int = 3) -> None:
     kept = (path / "config.json").read_text()
     model.save_pretrained(path)
     (path / "config.json").write_text(kept)
+    (file,) = path.glob("*.safetensors")
+    save_file({_published_name(name): tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+
+
+def _published_name(name: str) -> str:
+    """Return a weight's name as published models have it, which vLLM reads."""
+    prefix = "vision_tower."
+    return f"{prefix}vision_model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
 
 
 if __name__ == "__main__":
