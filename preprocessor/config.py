@@ -44,7 +44,7 @@ class PreprocessorConfig(HealthSettings, MetricsSettings, LogSettings, Config):
     """Python interpreter of the environment with vLLM and Tandem, as the worker's setting of this name."""
     vllm_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs by name. Give those that workers have and that concern media, such as
-    max_model_len, limit_mm_per_prompt and mm_processor_kwargs."""
+    dtype, max_model_len, limit_mm_per_prompt and mm_processor_kwargs."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""

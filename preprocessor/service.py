@@ -79,7 +79,7 @@ class PreprocessService:
         """Number of refused requests by the name of the gRPC status code."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        handlers = {
+        handlers: dict[str, Any] = {
             "Process": grpc.stream_stream_rpc_method_handler(
                 self.Process, pb.ProcessRequest.FromString, pb.ProcessReply.SerializeToString
             ),
