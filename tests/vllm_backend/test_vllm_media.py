@@ -59,8 +59,7 @@ async def test_tokens_and_tensors_are_those_of_vllm(kind: str, tmp_path: Path) -
     for seed, file in enumerate(files):
         file.write_bytes(picture(seed, 84 + 28 * seed, 112))
     expected = await reference(model, prompt, files)
-    options = {"dtype": "float32"}
-    async with preprocessor(engine="vllm", vllm_python=PYTHON, model=model, processes=1, vllm_options=options) as (
+    async with preprocessor(engine="vllm", vllm_python=PYTHON, model=model, processes=1, dtype="float32") as (
         caller,
         _,
     ):
