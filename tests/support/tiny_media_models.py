@@ -254,7 +254,7 @@ def _qwen_tokens() -> dict[str, int]:
 
 GEMMA_TOKENS = (
     *("<bos>", "<eos>", "<unk>", "<pad>", "<start_of_turn>", "<end_of_turn>"),
-    *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    *("<start_of_image>", "<end_of_image>", "<image_soft_token>", "\n", "\n\n", "\n\n\n", "\n\n\n\n"),
 )
 KINDS: dict[str, tuple[Any, tuple[str, ...], str]] = {
     "llava": (_llava, ("<s>", "</s>", "<unk>", "<pad>", "<image>"), LLAVA_TEMPLATE),
