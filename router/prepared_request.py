@@ -4,8 +4,10 @@ import time
 from dataclasses import dataclass, field
 
 from cluster.errors import DeadlineExceeded
+from engine.items import Item
 from protos import inference_pb2 as pb
 from router.admission.request import RequestInfo
+from router.models.media import ReadyMedia
 from router.models.model_runtime import ModelRuntime
 from router.models.model_selection import Verdict
 from router.models.output_plan import OutputPlan
@@ -43,6 +45,8 @@ class PreparedRequest:
     deadline: float
     """Deadline; all times are seconds of the monotonic clock."""
     info: RequestInfo
+    media: ReadyMedia | None = None
+    """Media of the prompt, which a preprocessor holds until they are closed; None: it has none."""
     warm: WarmTarget | None = None
     """Place of the prompt's blocks, which are wanted instead of an output; None: an output is wanted."""
     finish: pb.Finish | None = None
@@ -53,6 +57,16 @@ class PreparedRequest:
     """Output tokens of all choices, set at the end."""
     reasons: list[pb.FinishReason.ValueType] = field(default_factory=list)
     """Finish reason of each choice, by index."""
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """Items of the prompt, in order: its pictures, sounds and videos."""
+        return () if self.media is None else self.media.items
+
+    def close(self) -> None:
+        """Let go of the media, if there are any."""
+        if self.media is not None:
+            self.media.close()
 
     @property
     def most_tokens(self) -> int:
