@@ -21,6 +21,7 @@ from cluster.errors import (
     ServiceError,
     Unauthenticated,
     Unavailable,
+    UnknownBlob,
     UnknownModel,
     UnknownRequest,
 )
@@ -122,8 +123,8 @@ def _typed(code: str, message: str, details: Iterable[any_pb2.Any]) -> ServiceEr
     if code == "CANCELLED":  # a server drops calls so that it never accepted; who cancels a call itself reads no status
         return Unavailable("the server dropped the call before it accepted it", field)
     kind = Draining if draining else _KINDS.get(code)
-    if kind is UnknownModel and field == "request_id":
-        kind = UnknownRequest
+    if kind is UnknownModel:
+        kind = {"request_id": UnknownRequest, "identifiers": UnknownBlob}.get(field, UnknownModel)
     if kind is not None:
         return kind(message, field)
     unknown = ServiceError(message, field)

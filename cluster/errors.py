@@ -8,6 +8,7 @@
         ├── InvalidRequest    INVALID_ARGUMENT: `field` is out of its limits
         ├── UnknownModel      NOT_FOUND
         ├── UnknownRequest    NOT_FOUND, with `field` request_id
+        ├── UnknownBlob       NOT_FOUND, with `field` identifiers
         ├── Overloaded        RESOURCE_EXHAUSTED: no capacity now (`retry_after_s`), or ever (`permanent`)
         ├── Unavailable       UNAVAILABLE: no process can serve it now; safe to retry
         │   └── Draining      this process is stopping; another one can serve it
@@ -71,6 +72,15 @@ class UnknownRequest(ServiceError):
     """A request id that this process does not know, or no longer."""
 
     code = "NOT_FOUND"
+
+
+class UnknownBlob(ServiceError):
+    """An item whose blob this preprocessor does not have, or no longer."""
+
+    code = "NOT_FOUND"
+
+    def __init__(self, message: str, field: str = "identifiers") -> None:
+        super().__init__(message, field)
 
 
 class Overloaded(ServiceError):

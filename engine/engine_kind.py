@@ -23,6 +23,7 @@ from kvtransfer.ranks import MAX_RANKS
 
 if TYPE_CHECKING:
     from engine.host.core_allocation import CoreAllocation
+    from engine.media_processor import MediaProcessor
     from engine.model_runner import ModelRunner, RankInfo
 
 BUILT_IN = ("torch", "vllm", "sim")
@@ -203,6 +204,20 @@ class EngineKind(ABC, Generic[Settings]):
         Raises EngineStartError where there is no interpreter for it.
         """
 
+    def launch_module(self, config: Settings, module: str) -> Launch:
+        """Return how to start another program of Tandem in the environment of its process.
+
+        Raises EngineStartError where there is no interpreter for it.
+        """
+        return Launch((sys.executable, "-m", "cluster.launch", module))
+
+    def open_media_processor(self, config: Settings) -> "MediaProcessor":
+        """Open what makes pictures, sounds and videos ready for the model, on the thread that will use it.
+
+        Raises EngineStartError, also where the engine or the model reads none.
+        """
+        raise EngineStartError("engine", f"{self.name} reads no pictures, sounds or videos")
+
 
 class RunnerKind(EngineKind[Settings]):
     """Engine that computes batches (`ModelRunner`) under Tandem's scheduler, in `engine/process/engine_process.py`."""
@@ -211,7 +226,7 @@ class RunnerKind(EngineKind[Settings]):
     """Whether its first steps are slower than later ones."""
 
     def launch(self, config: Settings) -> Launch:
-        return Launch((sys.executable, "-m", "cluster.launch", "engine.process.engine_process"))
+        return self.launch_module(config, "engine.process.engine_process")
 
     def open_core_allocation(self, config: Settings, role: Role) -> "CoreAllocation | None":
         """Open the core allocation; None when the engine computes on a GPU or was told its cores.

@@ -14,7 +14,7 @@ from typing import Any
 from cluster import logs
 from cluster.drain import Drain
 from cluster.errors import ServiceError
-from router.admission.fair_turns import FairTurns
+from cluster.fair_turns import FairTurns
 from router.batches.answer_log import AnswerLog, Tally, encoded, tally_of
 from router.batches.batch_store import BatchFolder
 from router.batches.claims import Claim

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cluster.drain import Drain
 from cluster.errors import StartError
-from router.admission.fair_turns import FairTurns
+from cluster.fair_turns import FairTurns
 from router.batches.batch_store import BatchStore
 from router.batches.claims import Claims, LockClaims
 from router.batches.config import BatchesConfig

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from router.admission.fair_turns import FairTurns
+from cluster.fair_turns import FairTurns
 
 QUICK, FAIR, SLOW = 8, 4, 2
 """Threads for the calls of runs, for those of clients, and for work that reads whole files."""

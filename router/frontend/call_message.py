@@ -7,7 +7,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from cluster.errors import InvalidRequest
-from router.admission.fair_turns import FairTurns
+from cluster.fair_turns import FairTurns
 
 READ_S = 60.0
 """Seconds for a message to arrive."""

@@ -14,10 +14,10 @@ from google.protobuf.message import Message
 from cluster.drain import Drain
 from cluster.error_status import end_call
 from cluster.errors import Draining, ServiceError, Unavailable
+from cluster.fair_turns import FairTurns
 from cluster.trace_context import from_metadata, traceparent
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals, RefusalPace
-from router.admission.fair_turns import FairTurns
 from router.frontend.batch import generate_batch
 from router.frontend.call_message import CallMessage, parsed
 from router.membership.status import cluster_status

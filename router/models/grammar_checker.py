@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import InvalidRequest, Unavailable
+from cluster.fair_turns import FairTurns
 from engine.core_types import StructuredOutput
 from engine.model.model_dir import ModelDir
-from router.admission.fair_turns import FairTurns
 
 START_S = 60.0
 """Seconds for loading the tokenizer."""

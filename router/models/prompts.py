@@ -10,10 +10,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest
+from cluster.fair_turns import FairTurns
 from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
-from router.admission.fair_turns import FairTurns
 from router.models.after_reasoning import ReasoningMarks
 from router.models.chat_template import NO_PLACEHOLDERS, ChatTemplate, chars_of, check_chat_fields
 from router.models.client_texts import ClientTexts, ControlTokens

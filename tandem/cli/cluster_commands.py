@@ -82,6 +82,23 @@ def up(
 
 
 @app.command(rich_help_panel=SERVE)
+def preprocessor(
+    config: Annotated[Path | None, typer.Option(help="YAML file with settings; - reads standard input")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="setting that overrides the file; may be repeated"),
+    ] = None,
+) -> None:
+    """Start a preprocessor, which makes pictures, sounds and videos ready for models, and serve until Ctrl-C."""
+    from cluster.config import read_file
+    from preprocessor.config import PreprocessorConfig
+    from preprocessor.program import run_preprocessor
+
+    code = run_preprocessor(PreprocessorConfig.parse(read_file(config) | parse_overrides(set_ or [])))
+    raise typer.Exit(code)
+
+
+@app.command(rich_help_panel=SERVE)
 def scale(
     counts: Annotated[
         list[str], typer.Argument(metavar="ROLE=N", help="number of workers of a role, such as decode=3")

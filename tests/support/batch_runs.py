@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from cluster.drain import Drain
 from cluster.errors import Overloaded, Unavailable
-from router.admission.fair_turns import FairTurns
+from cluster.fair_turns import FairTurns
 from router.batches.batch_store import BatchFolder, BatchStore
 from router.batches.claims import Claim
 from router.batches.disk import Disk

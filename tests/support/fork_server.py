@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-ROLES = {name: f"{name}.program" for name in ("router", "decode_worker", "prefill_worker")}
+ROLES = {name: f"{name}.program" for name in ("router", "decode_worker", "prefill_worker", "preprocessor")}
 COMMANDS = ROLES | {"tandem.cli": "tandem.cli.main", "tandem.doctor.peer": "tandem.doctor.peer"}
 """Modules that are run by `python -m`, and the module with the `main` of each."""
 WORKERS = (ROLES["prefill_worker"], ROLES["decode_worker"])

@@ -37,7 +37,8 @@ from tandem.doctor.machine import read_machine
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
-    *("cluster", "decode_worker", "engine", "kvtransfer", "planner", "prefill_worker", "router", "simulator", "tandem"),
+    *("cluster", "decode_worker", "engine", "kvtransfer", "planner", "prefill_worker", "preprocessor", "router"),
+    *("simulator", "tandem"),
 )
 MAX_COMPARISONS = 3
 """Largest number of comparisons with an engine's name outside of the backends."""

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from router.admission.fair_turns import FairTurns
+from cluster.fair_turns import FairTurns
 
 
 class Work:

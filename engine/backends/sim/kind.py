@@ -12,6 +12,7 @@ from engine.model.adapters import read_adapters
 from engine.model.hub import CONFIG_FILES
 
 if TYPE_CHECKING:
+    from engine.backends.sim.media_processor import SimMediaProcessor
     from engine.backends.sim.runner import SimRunner
     from engine.host.core_allocation import CoreAllocation
     from engine.model_runner import RankInfo
@@ -58,6 +59,12 @@ class SimKind(RunnerKind[SimSettings]):
         core_allocation: "CoreAllocation | None" = None,
     ) -> "SimRunner":
         return open_sim_runner(config, belongs_in_file(role))
+
+    def open_media_processor(self, config: SimSettings) -> "SimMediaProcessor":
+        from engine.backends.sim.media_processor import SimMediaProcessor
+        from engine.model.model_dir import ModelDir
+
+        return SimMediaProcessor(ModelDir.open(config.model))
 
 
 def open_sim_runner(config: SimSettings, pool_in_file: bool = False) -> "SimRunner":

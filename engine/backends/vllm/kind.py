@@ -4,13 +4,16 @@ import json
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.backends.vllm.arguments import NO_TIERS, check_version, vllm_python
 from engine.backends.vllm.settings import NAME, VllmSettings
 from engine.engine_kind import EngineKind, EngineMemory, Environment, Installation, Launch, MemoryOptions, Option
 from engine.errors import EngineStartError
 from engine.vllm_flags import count_of, flags_of, with_flags
+
+if TYPE_CHECKING:
+    from engine.backends.vllm.media_processor import VllmMediaProcessor
 
 MODEL = "a model"
 """Method of drafting where only a model is named."""
@@ -89,21 +92,32 @@ class VllmKind(EngineKind[VllmSettings]):
         return _numbered(super().settled(with_flags(values)))
 
     def launch(self, config: VllmSettings) -> Launch:
-        """Return how to start its process, with the libraries that vLLM's manual recommends on CPUs.
+        """Return how to start its process.
 
-        Without these its threads and its memory allocation are slower. Raises EngineStartError where there is no
-        interpreter for it.
+        Raises EngineStartError where there is no interpreter for it.
+        """
+        return self.launch_module(config, f"engine.process.{'vllm_node' if config.node_rank else 'vllm_process'}")
+
+    def launch_module(self, config: VllmSettings, module: str) -> Launch:
+        """Return how to start a program in vLLM's environment.
+
+        It gets the libraries that vLLM's manual recommends on CPUs, without which its threads and its memory allocation
+        are slower. Raises EngineStartError where there is no interpreter for it.
         """
         python = vllm_python(config)
         lib = python.parent.parent / "lib"
         libraries = [*lib.glob("libiomp5.so"), *lib.glob("python3*/site-packages/vllm/libs/libtcmalloc*.so*")]
         others = [path for path in [os.environ.get("LD_PRELOAD", "")] if path]
-        program = "vllm_node" if config.node_rank else "vllm_process"
         return Launch(
-            (str(python), "-m", "cluster.launch", f"engine.process.{program}"),
+            (str(python), "-m", "cluster.launch", module),
             {"LD_PRELOAD": ":".join([*map(str, libraries), *others])} if libraries else {},
             keeps_log=True,
         )
+
+    def open_media_processor(self, config: VllmSettings) -> "VllmMediaProcessor":
+        from engine.backends.vllm.media_processor import open_vllm_media_processor
+
+        return open_vllm_media_processor(config)
 
 
 KIND = VllmKind()

@@ -1,0 +1,116 @@
+"""Configuration of a preprocessor."""
+
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+
+from cluster.config import Config
+from cluster.settings import HealthSettings, LogSettings, MetricsSettings
+from engine.config import WorkerConfig
+from engine.model.hub import ModelPath, model_name
+from engine.settings import PLUGIN_NAME
+
+_HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[?[0-9a-f:.]+\]?")
+
+
+class MediaModel(Config):
+    """One model whose media are made ready."""
+
+    path: ModelPath
+    """Model directory, or a repository of the Hugging Face Hub as org/name[@revision]: config, tokenizer and processor;
+    the preprocessor neither reads nor fetches weights."""
+    name: str = Field(default="", max_length=256)
+    """Name of the model, as routers have it. Default: the directory's or the repository's name, without the owner."""
+
+    @property
+    def served_name(self) -> str:
+        return self.name or model_name(self.path)
+
+
+class PreprocessorConfig(HealthSettings, MetricsSettings, LogSettings, Config):
+    """Settings of a preprocessor, which makes pictures, sounds and videos ready for models."""
+
+    models: tuple[MediaModel, ...] = ()
+    """Models, each with its own name."""
+    model: ModelPath | None = Field(default=None, validate_default=True)
+    """Model directory or repository of the only model; the same as one entry of `models` with a path."""
+    engine: str = Field(default="vllm", pattern=PLUGIN_NAME)
+    """Engine of the models' workers, whose own code makes media ready: vllm, or sim for tests."""
+    vllm_python: Path | None = None
+    """Python interpreter of the environment with vLLM and Tandem, as the worker's setting of this name."""
+    vllm_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's EngineArgs by name. Give those that workers have and that concern media, such as
+    max_model_len, limit_mm_per_prompt and mm_processor_kwargs."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(default=50061, ge=0, le=65535)
+    """gRPC port, for routers and workers; 0 lets the system choose."""
+    advertise_host: str = ""
+    """Host at which workers reach this preprocessor, when it is not `host`."""
+    drain_s: NonNegativeFloat = 30.0
+    """Seconds for which a stopping preprocessor keeps the tensors of running requests."""
+
+    processes: int = Field(default=2, ge=1, le=256)
+    """Number of child processes of each model. Each decodes the files of one request at a time, on one core."""
+    max_items: PositiveInt = 32
+    """Most files of one request."""
+    max_item_mib: int = Field(default=32, ge=1, le=64)
+    """Largest file in MiB. All files of a request together have 64 MiB at most."""
+    max_pixels: PositiveInt = 64_000_000
+    """Most pixels of a picture, or of one frame of a video. They are checked before anything is decoded."""
+    item_limit_s: PositiveFloat = 20.0
+    """Seconds for each file of a request. A child that takes longer is ended, and the request fails."""
+    child_memory_mib: PositiveInt = 4096
+    """Memory in MiB that a child may take for a request, beyond what it takes for the model's processor."""
+    blob_memory_mib: PositiveInt = 2048
+    """Memory in MiB for tensors. Those of running requests stay; the others stay until there is no room for them."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Hosts whose http and https URLs are fetched, such as `images.example.org`, or `*.example.org` for all names below
+    one. They must have public addresses. Empty: no URL is fetched but `data:` URLs."""
+    fetch_limit_s: PositiveFloat = 10.0
+    """Seconds for fetching one URL."""
+
+    @field_validator("model")
+    @classmethod
+    def _one_way(cls, model: ModelPath | None, info: ValidationInfo) -> ModelPath | None:
+        if "models" in info.data and (model is None) == (not info.data["models"]):
+            raise ValueError("set either model, for one, or models, for several")
+        return model
+
+    @field_validator("models")
+    @classmethod
+    def _have_own_names(cls, models: tuple[MediaModel, ...]) -> tuple[MediaModel, ...]:
+        names = [model.served_name for model in models]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two models have the name {twice!r}")
+        return models
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _are_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if not _HOST.fullmatch(host.lower()):
+                raise ValueError(f"{host!r} is neither a host name nor *.NAME")
+        return tuple(host.lower() for host in hosts)
+
+    @property
+    def entries(self) -> tuple[MediaModel, ...]:
+        return self.models if self.model is None else (MediaModel(path=self.model),)
+
+    def id(self) -> str:
+        return f"preprocessor-{socket.gethostname()}-{os.getpid()}"
+
+    def worker_config(self, directory: Path) -> WorkerConfig:
+        """Return the settings with which the engine opens a model's media processor.
+
+        Raises StartError.
+        """
+        of_vllm = {"vllm_python": self.vllm_python, "vllm_options": self.vllm_options}
+        set_ones = {name: value for name, value in of_vllm.items() if name in self.model_fields_set}
+        logs = {"log_level": self.log_level, "log_format": self.log_format}
+        return WorkerConfig.parse({"model": directory, "engine": self.engine, **logs, **set_ones})

@@ -1,0 +1,94 @@
+"""Assembly and life of a preprocessor's process."""
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+
+from cluster.drain import Drain
+from cluster.errors import TandemError
+from cluster.metrics import MetricsServer, new_registry
+from cluster.process import Addresses
+from cluster.rpc import MAX_MESSAGE_BYTES, Server
+from cluster.tls import member_of
+from engine.model.hub import CONFIG_FILES, fetch_beside
+from preprocessor.blobs import BlobStore
+from preprocessor.children import Children
+from preprocessor.config import PreprocessorConfig
+from preprocessor.fetching import Fetcher
+from preprocessor.metrics import PreprocessorCollector
+from preprocessor.service import MAX_FILES_BYTES, NAME, PreprocessService
+
+log = logging.getLogger(__name__)
+
+END_S = 5.0
+"""Seconds for streams that were told to end."""
+GRACE_S = 0.5
+"""Seconds for calls in flight when the server stops."""
+
+
+class Preprocessor:
+    """A started preprocessor."""
+
+    def __init__(
+        self, config: PreprocessorConfig, addresses: Addresses, server: Server, requests: Drain, parts: AsyncExitStack
+    ) -> None:
+        """Create it; `parts` holds what `stop` closes."""
+        self.addresses = addresses
+        self._config = config
+        self._server = server
+        self._requests = requests
+        self._parts = parts
+
+    async def failed(self) -> TandemError:
+        """Never return: children that end are started again."""
+        never: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
+        return await never
+
+    async def stop_requested(self) -> None:
+        """Never return; only signals stop a preprocessor."""
+        await asyncio.get_running_loop().create_future()
+
+    async def drain(self) -> None:
+        """Refuse new requests, keep the blobs of running ones for `drain_s`, and end the rest."""
+        self._requests.begin()
+        await self._server.announce_stop()
+        if not await self._requests.idle(self._config.drain_s):
+            log.warning("ending %d requests after %g s", self._requests.end_all(), self._config.drain_s)
+            await self._requests.idle(END_S)
+
+    async def stop(self) -> None:
+        await self._parts.aclose()
+
+
+async def start_preprocessor(config: PreprocessorConfig, fetcher: Fetcher | None = None) -> Preprocessor:
+    """Fetch the models' files, start the children, and serve.
+
+    `fetcher`: reads URLs in place of one by the settings. Raises StartError.
+    """
+    member = member_of(config)
+    async with AsyncExitStack() as parts:
+        metrics, registry = MetricsServer(config.host, config), new_registry()
+        parts.push_async_callback(metrics.close)
+        if fetcher is None:
+            fetcher = Fetcher(config.allowed_hosts, config.max_item_mib << 20, config.fetch_limit_s)
+        parts.push_async_callback(fetcher.close)
+        models: dict[str, Children] = {}
+        for entry in config.entries:
+            directory = await fetch_beside(entry.path, CONFIG_FILES)
+            models[entry.served_name] = Children(config, config.worker_config(directory))
+            parts.push_async_callback(models[entry.served_name].close)
+        await asyncio.gather(*(children.start() for children in models.values()))
+        blobs, requests = BlobStore(config.blob_memory_mib << 20), Drain()
+        service = PreprocessService(config, models, fetcher, blobs, requests)
+        server = Server(member.credentials if member else None, max_message_bytes=MAX_FILES_BYTES + MAX_MESSAGE_BYTES)
+        service.add_to(server.grpc)
+        registry.register(PreprocessorCollector(service, models, blobs))
+        port = await server.start(config.host, config.port, [NAME])
+        parts.push_async_callback(server.stop, GRACE_S)
+        service.address = f"{config.advertise_host or config.host}:{port}"
+        await server.start_health(config.host, config)
+        await metrics.start(registry)
+        await server.mark_serving(lambda: all(children.are_there for children in models.values()))
+        held = parts.pop_all()
+    addresses = Addresses(f"{config.host}:{port}", metrics=metrics.address)
+    return Preprocessor(config, addresses, server, requests, held)
