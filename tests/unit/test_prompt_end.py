@@ -161,7 +161,7 @@ def test_structured_output_follows_reasoning_only_where_it_is_open() -> None:
     ],
 )
 def test_a_chats_fields_are_vllms(given_: dict[str, Any], continues: bool, ends: bool, role: str) -> None:
-    asked = read_chat(Fields({"messages": [USER]} | given_), CALLER, [])
+    asked = read_chat(Fields({"messages": [USER]} | given_), CALLER)
     (request,) = asked.requests
     assert (request.continue_final_message, request.no_generation_prompt, asked.role) == (continues, ends, role)
 
@@ -176,7 +176,7 @@ def test_a_chats_fields_are_vllms(given_: dict[str, Any], continues: bool, ends:
 )
 def test_both_ends_at_once_are_refused(field: str, given_: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        read_chat(Fields({"messages": [USER]} | given_), CALLER, [])
+        read_chat(Fields({"messages": [USER]} | given_), CALLER)
     assert caught.value.field == field
 
 
