@@ -9,6 +9,7 @@ from cluster.errors import Draining, Incompatible, ServiceError
 from cluster.logs import of
 from decode_worker.output_stream import OutputStream
 from decode_worker.placed_request import check_request, engine_request, lead_tokens
+from engine.item_messages import read_items
 from engine.messages.to_engine import Cancel
 from engine.process.engine_client import EngineMessage
 from engine.worker.lender_streams import Borrowing, LoanChain
@@ -120,4 +121,5 @@ def _chain(request: pb.DecodeRequest) -> LoanChain:
         placement_sequence=request.placement_sequence,
         source=request.lender.source if request.lender.HasField("source") else None,
         reads_store=request.lender.reads_store,
+        items=read_items(request.items),
     )

@@ -7,6 +7,8 @@ from cluster.errors import InvalidRequest
 from engine.block_keys import token_array
 from engine.core_types import MAX_CHAINS, BeamParams, Pooling, SamplingParams
 from engine.engine_kind import Feature, kind_of
+from engine.item_messages import read_items
+from engine.items import items_fault
 from engine.kv.pins import Retention
 from engine.messages.to_engine import Generate, PlacementMark
 from engine.model.detokenizer import check_token_ids
@@ -49,6 +51,8 @@ def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> No
         raise InvalidRequest("sampling.max_tokens", f"nothing to generate: {left} tokens are left")
     if request.HasField("embedding"):
         _check_embedding(request)
+    if fault := items_fault(read_items(request.items), len(request.prompt_token_ids)):
+        raise InvalidRequest("items", fault)
     asked: dict[Feature, tuple[bool, str]] = {
         "embeddings": (request.HasField("embedding"), "embedding"),
         "beam search": (sampling.HasField("beam_width"), "sampling.beam_width"),
@@ -119,6 +123,7 @@ def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
         reads_store=request.reads_store,
         to_store=request.warm.to_store,
         reserve_output_tokens=request.reserve_output_tokens,
+        items=read_items(request.items),
         retention=Retention(request.cache_retention_s, request.tenant) if request.cache_retention_s > 0 else None,
     )
 

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Literal, NamedTuple
 
 from engine.block_keys import BlockKey
+from engine.items import Item
 
 
 class FinishReason(Enum):
@@ -137,15 +138,22 @@ class Sequence:
     """Whether it is computed although its loan is open, because the lender is silent."""
     num_expected: int = 0
     """Number of tokens at its expected end; 0: unknown."""
-    next_token: int = 0
-    """Token after the last one, where a sequence without output has it. Draft layers make the KV of a token from the
-    one after it."""
+    tail: tuple[int, ...] = ()
+    """Tokens after the last one, where a sequence without output has them. Draft layers make the KV of a token from the
+    one after it, and an item may go on."""
+    items: tuple[Item, ...] = ()
+    """Items among its tokens, in order of their places; the last one may end in `tail`."""
     held_at: int | None = None
     """Number of leading tokens that a hedged sequence may compute: blocks after them are being read."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_tokens_with_items(self) -> int:
+        """Number of its tokens, with all tokens of an item that ends in `tail`."""
+        return max(len(self.token_ids), self.items[-1].end) if self.items else len(self.token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:

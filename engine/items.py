@@ -29,9 +29,7 @@ def items_fault(items: Sequence[Item], num_tokens: int) -> str:
         if len(item.identifier) != IDENTIFIER_BYTES:
             return f"items[{place}]: an identifier has {IDENTIFIER_BYTES} bytes, not {len(item.identifier)}"
         if not item.length or item.offset < end:
-            return (
-                f"items[{place}]: it has {item.length} tokens from {item.offset} on, the one before ends at {end}"
-            )
+            return f"items[{place}]: it has {item.length} tokens from {item.offset} on, the one before ends at {end}"
         end = item.end
     return f"the last item ends at token {end}, the prompt has {num_tokens}" if end > num_tokens else ""
 

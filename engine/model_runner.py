@@ -28,6 +28,8 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
     adapters: tuple[tuple[str, bytes], ...] = ()
     """Names and fingerprints of the LoRA adapters that it serves."""
+    reads_media: bool = False
+    """Whether it computes prompts with items."""
 
     @property
     def adapter_fingerprints(self) -> frozenset[bytes]:

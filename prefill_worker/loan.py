@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 from cluster.errors import Incompatible, InvalidRequest, Overloaded, ServiceError, Unavailable
 from engine.block_keys import unpack_tokens
+from engine.item_messages import read_items
+from engine.items import items_fault
 from engine.lending.fast_path import ADDRESS_BYTES
 from engine.messages.from_engine import LendReady, LendRefused, LendStarting
 from engine.messages.to_engine import Lend, LendClosed, LendReleased, PlacementMark
@@ -118,7 +120,12 @@ def _lend(context: WorkerContext, loan_id: str, want: pb.Want) -> Lend:
     check_token_ids(tokens, "token_ids", context.ready.vocab_size)
     if want.fast_path and len(want.fast_path) != ADDRESS_BYTES:
         raise InvalidRequest("fast_path", f"must have {ADDRESS_BYTES} bytes, not {len(want.fast_path)}")
-    num_blocks = len(tokens) // context.ready.block_tokens
+    items = read_items(want.items)
+    if fault := items_fault(items, len(tokens)):
+        raise InvalidRequest("items", fault)
+    num_blocks = want.end_block or len(tokens) // context.ready.block_tokens
+    if num_blocks * context.ready.block_tokens > len(tokens):
+        raise InvalidRequest("end_block", f"must not be beyond the {len(tokens)} tokens, it is {num_blocks}")
     if want.first_block >= num_blocks:
         raise InvalidRequest("first_block", f"must be below the prompt's {num_blocks} blocks, not {want.first_block}")
     return Lend(
@@ -133,6 +140,8 @@ def _lend(context: WorkerContext, loan_id: str, want: pb.Want) -> Lend:
         borrow=want.HasField("source"),
         reads_store=want.reads_store,
         fast_path=context.faults.fast_path(want.fast_path),
+        items=items,
+        end_block=want.end_block,
     )
 
 
@@ -145,4 +154,5 @@ def _tokens(want: pb.Want) -> "array[int]":
 
 def _chain(want: pb.Want) -> LoanChain:
     """Return the chain that the loan reads from its source; without a placement, since a source computes nothing."""
-    return LoanChain(want.request_id, _tokens(want), want.cache_salt, want.adapter, want.priority, "", 0)
+    items = read_items(want.items)
+    return LoanChain(want.request_id, _tokens(want), want.cache_salt, want.adapter, want.priority, "", 0, items=items)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import items_pb2 as protos_dot_items__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11protos/lend.proto\x12\x12tandem.internal.v1\x1a\x12protos/items.proto\"{\n\x0bMeetRequest\x12*\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1a.tandem.internal.v1.Holder\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\x0c\"\x1d\n\tMeetReply\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\x0c\"Y\n\rBorrowerFrame\x12\x31\n\x08requests\x18\x01 \x03(\x0b\x32\x1f.tandem.internal.v1.LoanRequest\x12\x15\n\rengine_turned\x18\x02 \x01(\x08\"\xae\x01\n\x0bLoanRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12(\n\x04want\x18\x02 \x01(\x0b\x32\x18.tandem.internal.v1.WantH\x00\x12.\n\x07release\x18\x03 \x01(\x0b\x32\x1b.tandem.internal.v1.ReleaseH\x00\x12*\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x19.tandem.internal.v1.CloseH\x00\x42\t\n\x07message\"\xf1\x02\n\x04Want\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1a\n\x12lender_incarnation\x18\x02 \x01(\x0c\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\x0c\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x13\n\x0bmay_compute\x18\x07 \x01(\x08\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x11\n\trouter_id\x18\t \x01(\t\x12\x1a\n\x12placement_sequence\x18\n \x01(\x04\x12*\n\x06source\x18\x0b \x01(\x0b\x32\x1a.tandem.internal.v1.Holder\x12\x11\n\tfast_path\x18\x0c \x01(\x0c\x12\x0f\n\x07\x61\x64\x61pter\x18\r \x01(\x0c\x12\x13\n\x0breads_store\x18\x0e \x01(\x08\x12\'\n\x05items\x18\x0f \x03(\x0b\x32\x18.tandem.internal.v1.Item\"A\n\x06Holder\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\"\'\n\x07Release\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\x07\n\x05\x43lose\"Y\n\x0bLenderFrame\x12\x33\n\tresponses\x18\x01 \x03(\x0b\x32 .tandem.internal.v1.LoanResponse\x12\x15\n\rengine_turned\x18\x02 \x01(\x08\"\xa7\x01\n\x0cLoanResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x30\n\x08starting\x18\x02 \x01(\x0b\x32\x1c.tandem.internal.v1.StartingH\x00\x12\x37\n\x0c\x62locks_ready\x18\x03 \x01(\x0b\x32\x1f.tandem.internal.v1.BlocksReadyH\x00\x12\x11\n\x07refused\x18\x04 \x01(\x0cH\x00\x42\t\n\x07message\"q\n\x08Starting\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\x0c\x12\x11\n\tend_block\x18\x03 \x01(\r\x12\x18\n\x10\x63\x61\x63hed_end_block\x18\x04 \x01(\r\x12\x11\n\tqueued_ms\x18\x05 \x01(\x01\"V\n\x0b\x42locksReady\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x14\n\x0c\x66ingerprints\x18\x03 \x01(\x0c\x12\x0f\n\x07\x66\x65tched\x18\x04 \x01(\x08\x32\x9e\x01\n\x04Lend\x12N\n\x04Lend\x12!.tandem.internal.v1.BorrowerFrame\x1a\x1f.tandem.internal.v1.LenderFrame(\x01\x30\x01\x12\x46\n\x04Meet\x12\x1f.tandem.internal.v1.MeetRequest\x1a\x1d.tandem.internal.v1.MeetReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11protos/lend.proto\x12\x12tandem.internal.v1\x1a\x12protos/items.proto\"{\n\x0bMeetRequest\x12*\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1a.tandem.internal.v1.Holder\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\x0c\"\x1d\n\tMeetReply\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\x0c\"Y\n\rBorrowerFrame\x12\x31\n\x08requests\x18\x01 \x03(\x0b\x32\x1f.tandem.internal.v1.LoanRequest\x12\x15\n\rengine_turned\x18\x02 \x01(\x08\"\xae\x01\n\x0bLoanRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12(\n\x04want\x18\x02 \x01(\x0b\x32\x18.tandem.internal.v1.WantH\x00\x12.\n\x07release\x18\x03 \x01(\x0b\x32\x1b.tandem.internal.v1.ReleaseH\x00\x12*\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x19.tandem.internal.v1.CloseH\x00\x42\t\n\x07message\"\x84\x03\n\x04Want\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1a\n\x12lender_incarnation\x18\x02 \x01(\x0c\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\x0c\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x13\n\x0bmay_compute\x18\x07 \x01(\x08\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x11\n\trouter_id\x18\t \x01(\t\x12\x1a\n\x12placement_sequence\x18\n \x01(\x04\x12*\n\x06source\x18\x0b \x01(\x0b\x32\x1a.tandem.internal.v1.Holder\x12\x11\n\tfast_path\x18\x0c \x01(\x0c\x12\x0f\n\x07\x61\x64\x61pter\x18\r \x01(\x0c\x12\x13\n\x0breads_store\x18\x0e \x01(\x08\x12\'\n\x05items\x18\x0f \x03(\x0b\x32\x18.tandem.internal.v1.Item\x12\x11\n\tend_block\x18\x10 \x01(\r\"A\n\x06Holder\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\"\'\n\x07Release\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\x07\n\x05\x43lose\"Y\n\x0bLenderFrame\x12\x33\n\tresponses\x18\x01 \x03(\x0b\x32 .tandem.internal.v1.LoanResponse\x12\x15\n\rengine_turned\x18\x02 \x01(\x08\"\xa7\x01\n\x0cLoanResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x30\n\x08starting\x18\x02 \x01(\x0b\x32\x1c.tandem.internal.v1.StartingH\x00\x12\x37\n\x0c\x62locks_ready\x18\x03 \x01(\x0b\x32\x1f.tandem.internal.v1.BlocksReadyH\x00\x12\x11\n\x07refused\x18\x04 \x01(\x0cH\x00\x42\t\n\x07message\"q\n\x08Starting\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\x0c\x12\x11\n\tend_block\x18\x03 \x01(\r\x12\x18\n\x10\x63\x61\x63hed_end_block\x18\x04 \x01(\r\x12\x11\n\tqueued_ms\x18\x05 \x01(\x01\"V\n\x0b\x42locksReady\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x14\n\x0c\x66ingerprints\x18\x03 \x01(\x0c\x12\x0f\n\x07\x66\x65tched\x18\x04 \x01(\x08\x32\x9e\x01\n\x04Lend\x12N\n\x04Lend\x12!.tandem.internal.v1.BorrowerFrame\x1a\x1f.tandem.internal.v1.LenderFrame(\x01\x30\x01\x12\x46\n\x04Meet\x12\x1f.tandem.internal.v1.MeetRequest\x1a\x1d.tandem.internal.v1.MeetReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,21 +41,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOANREQUEST']._serialized_start=309
   _globals['_LOANREQUEST']._serialized_end=483
   _globals['_WANT']._serialized_start=486
-  _globals['_WANT']._serialized_end=855
-  _globals['_HOLDER']._serialized_start=857
-  _globals['_HOLDER']._serialized_end=922
-  _globals['_RELEASE']._serialized_start=924
-  _globals['_RELEASE']._serialized_end=963
-  _globals['_CLOSE']._serialized_start=965
-  _globals['_CLOSE']._serialized_end=972
-  _globals['_LENDERFRAME']._serialized_start=974
-  _globals['_LENDERFRAME']._serialized_end=1063
-  _globals['_LOANRESPONSE']._serialized_start=1066
-  _globals['_LOANRESPONSE']._serialized_end=1233
-  _globals['_STARTING']._serialized_start=1235
-  _globals['_STARTING']._serialized_end=1348
-  _globals['_BLOCKSREADY']._serialized_start=1350
-  _globals['_BLOCKSREADY']._serialized_end=1436
-  _globals['_LEND']._serialized_start=1439
-  _globals['_LEND']._serialized_end=1597
+  _globals['_WANT']._serialized_end=874
+  _globals['_HOLDER']._serialized_start=876
+  _globals['_HOLDER']._serialized_end=941
+  _globals['_RELEASE']._serialized_start=943
+  _globals['_RELEASE']._serialized_end=982
+  _globals['_CLOSE']._serialized_start=984
+  _globals['_CLOSE']._serialized_end=991
+  _globals['_LENDERFRAME']._serialized_start=993
+  _globals['_LENDERFRAME']._serialized_end=1082
+  _globals['_LOANRESPONSE']._serialized_start=1085
+  _globals['_LOANRESPONSE']._serialized_end=1252
+  _globals['_STARTING']._serialized_start=1254
+  _globals['_STARTING']._serialized_end=1367
+  _globals['_BLOCKSREADY']._serialized_start=1369
+  _globals['_BLOCKSREADY']._serialized_end=1455
+  _globals['_LEND']._serialized_start=1458
+  _globals['_LEND']._serialized_end=1616
 # @@protoc_insertion_point(module_scope)

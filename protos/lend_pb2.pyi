@@ -167,6 +167,7 @@ class Want(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     READS_STORE_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
+    END_BLOCK_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     lender_incarnation: _builtins.bytes
     """Incarnation of the intended lender; another process at the same address refuses."""
@@ -195,6 +196,8 @@ class Want(_message.Message):
     """Fingerprint of the LoRA adapter; empty: none."""
     reads_store: _builtins.bool
     """Whether the placement counts on blocks that the lender reads from the store that workers share."""
+    end_block: _builtins.int
+    """Number of the block after the last wanted one, where `token_ids` go on to the end of an item; 0: they do not."""
     @_builtins.property
     def source(self) -> Global___Holder:
         """Worker that holds more of the chain: a lender that computes first reads its missing blocks from there."""
@@ -221,10 +224,11 @@ class Want(_message.Message):
         adapter: _builtins.bytes = ...,
         reads_store: _builtins.bool = ...,
         items: _abc.Iterable[_items_pb2.Item] | None = ...,
+        end_block: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "fast_path", b"fast_path", "first_block", b"first_block", "items", b"items", "lender_incarnation", b"lender_incarnation", "may_compute", b"may_compute", "model_fingerprint", b"model_fingerprint", "placement_sequence", b"placement_sequence", "priority", b"priority", "reads_store", b"reads_store", "request_id", b"request_id", "router_id", b"router_id", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "end_block", b"end_block", "fast_path", b"fast_path", "first_block", b"first_block", "items", b"items", "lender_incarnation", b"lender_incarnation", "may_compute", b"may_compute", "model_fingerprint", b"model_fingerprint", "placement_sequence", b"placement_sequence", "priority", b"priority", "reads_store", b"reads_store", "request_id", b"request_id", "router_id", b"router_id", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

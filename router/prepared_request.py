@@ -36,6 +36,7 @@ class PreparedRequest:
     verdicts: tuple[Verdict, ...]
     """Verdicts on the compared models, when the request named `auto`."""
     prompt: list[int]
+    """Prompt tokens, with all tokens of items."""
     sampling: pb.Sampling
     output: OutputPlan
     cache_salt: str
@@ -47,6 +48,8 @@ class PreparedRequest:
     info: RequestInfo
     media: ReadyMedia | None = None
     """Media of the prompt, which a preprocessor holds until they are closed; None: it has none."""
+    items: tuple[Item, ...] = ()
+    """Pictures, sounds and videos of the prompt, in order of their places."""
     warm: WarmTarget | None = None
     """Place of the prompt's blocks, which are wanted instead of an output; None: an output is wanted."""
     finish: pb.Finish | None = None
@@ -57,11 +60,6 @@ class PreparedRequest:
     """Output tokens of all choices, set at the end."""
     reasons: list[pb.FinishReason.ValueType] = field(default_factory=list)
     """Finish reason of each choice, by index."""
-
-    @property
-    def items(self) -> tuple[Item, ...]:
-        """Items of the prompt, in order: its pictures, sounds and videos."""
-        return () if self.media is None else self.media.items
 
     def close(self) -> None:
         """Let go of the media, if there are any."""

@@ -135,7 +135,7 @@ class LoanHost(ABC):
             self._fast_path,
             parts.limits.max_queued_loans,
             self._next_arrival,
-            info.adapter_fingerprints,
+            info,
         )
         self._connections = Connections(kv_cache.pool, self._emit, self.post, ranks)
         self._cache_queries = CacheQueries(kv_cache, self._model_fingerprint, self._emit, self.post)
@@ -182,6 +182,7 @@ class LoanHost(ABC):
             adapters=info.adapters,
             store=store.identity if store is not None else "",
             resumes_at_boundaries=self._kv_cache.resumes_at_boundaries,
+            reads_media=info.reads_media,
         )
 
     def post(self, message: Posted) -> None:

@@ -65,6 +65,7 @@ class RequestTable(ABC, Generic[R]):
         self._model_fingerprint = parts.model_fingerprint
         self._eos_token_ids = parts.info.eos_token_ids
         self._adapters = parts.info.adapter_fingerprints
+        self._reads_media = parts.info.reads_media
         self._emit = parts.emit
         self._next_arrival = parts.next_arrival
         self._reserve_output_tokens = parts.reserve_output_tokens
@@ -97,10 +98,12 @@ class RequestTable(ABC, Generic[R]):
 
     def admit(self, message: Generate) -> None:
         """Start a request with blocks reserved for its prompt and some output, or send Rejected."""
-        message = without_tail(message, self._kv_cache.layout)
+        whole, message = message, without_tail(message, self._kv_cache.layout)
         root = root_key(self._model_fingerprint, message.cache_salt, message.adapter)
         search = search_of(message, self._eos_token_ids)
         chains = chains_of(message, root, search, self._next_arrival)
+        for chain in chains:
+            chain.tail = tuple(whole.prompt[len(message.prompt) :])
         if refusal := self._unsupported(message) or self._impossible(message, chains):
             self._reject(message.request_id, refusal, permanent=True)
             return
@@ -138,6 +141,8 @@ class RequestTable(ABC, Generic[R]):
             return "a request of this id is running here"
         if message.adapter and message.adapter not in self._adapters:
             return f"this worker has no adapter {message.adapter.hex()}"
+        if message.items and not self._reads_media:
+            return "items: this worker's engine reads no media"
         if not message.prompt or not chains or any(is_complete(chain) for chain in chains):
             return f"nothing to compute: {len(message.prompt)} prompt tokens, {len(message.emitted)} emitted"
         if (total := num_blocks_at_most(chains, self._kv_cache.layout)) > pool.num_blocks:

@@ -106,7 +106,7 @@ class KVCacheManager:
         """
         width = self.layout.block_tokens
         end = sequence.num_reusable // width * width
-        return block_keys(sequence.root, sequence.token_ids[:end], width)
+        return block_keys(sequence.root, sequence.token_ids[:end], width, sequence.items)
 
     def start(self, sequence: Sequence, keys: Seq[BlockKey], num_total_blocks: int) -> bool:
         """Give `sequence` the cached blocks of `keys` and reserve the rest; return False when they do not fit now."""
@@ -157,7 +157,7 @@ class KVCacheManager:
         keys: list[BlockKey] = []
         last = self._last_key(sequence)
         for start in range(first * width, sequence.num_reusable // width * width, width):
-            (last,) = block_keys(last, sequence.token_ids[start : start + width], width)
+            (last,) = block_keys(last, sequence.token_ids[start : start + width], width, sequence.items, start)
             hit = self.pool.match([last])
             if not hit:
                 break
@@ -415,7 +415,8 @@ class KVCacheManager:
         first = len(sequence.keys)
         width = self.layout.block_tokens
         tokens = sequence.token_ids[first * width : end * width]
-        self._publish(sequence, block_keys(self._last_key(sequence), tokens, width))
+        keys = block_keys(self._last_key(sequence), tokens, width, sequence.items, first * width)
+        self._publish(sequence, keys)
 
     def _publish(self, sequence: Sequence, keys: Seq[BlockKey]) -> None:
         first = len(sequence.keys)

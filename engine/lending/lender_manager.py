@@ -6,6 +6,7 @@ from itertools import islice, takewhile
 
 from engine.block_keys import BlockKey, block_keys, root_key
 from engine.core_types import Sequence
+from engine.items import begun_items
 from engine.kv.course import Course
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import POOL
@@ -28,6 +29,7 @@ from engine.lending.lender import (
 from engine.lending.loan import BorrowRequest
 from engine.messages.from_engine import FromEngine, KvAccount, LendReady, LendRefused, LendStarting
 from engine.messages.to_engine import Lend
+from engine.model_runner import ModelInfo
 
 
 @dataclass(slots=True)
@@ -65,12 +67,12 @@ class LenderManager:
         fast_path: FastPath,
         max_queued: int,
         next_arrival: Callable[[], int],
-        adapters: frozenset[bytes] = frozenset(),
+        info: ModelInfo | None = None,
     ) -> None:
         """Create the manager.
 
-        `next_arrival` numbers loans and requests alike, since the scheduler orders them together. `adapters`:
-        fingerprints of the loaded LoRA adapters.
+        `next_arrival` numbers loans and requests alike, since the scheduler orders them together. `info` tells what the
+        model computes; None: neither adapters nor items.
         """
         self._kv_cache = kv_cache
         self._borrower_manager = borrowing
@@ -81,7 +83,8 @@ class LenderManager:
         self._loans: dict[str, _Loan] = {}
         self._waiting: list[str] = []
         self._next_arrival = next_arrival
-        self._adapters = adapters
+        self._adapters = info.adapter_fingerprints if info is not None else frozenset[bytes]()
+        self._reads_media = info is not None and info.reads_media
 
     @property
     def num_loans(self) -> int:
@@ -122,11 +125,13 @@ class LenderManager:
 
     def open(self, request: Lend) -> None:
         width = self._kv_cache.layout.block_tokens
-        num_blocks = len(request.token_ids) // width
+        num_blocks = request.num_blocks(width)
         if request.loan_id in self._loans or not request.first_block < num_blocks:
             self._refuse(request.loan_id, f"no block is requested in [{request.first_block}, {num_blocks})", bad=True)
         elif request.adapter and request.adapter not in self._adapters:
             self._refuse(request.loan_id, f"this worker has no adapter {request.adapter.hex()}", bad=True)
+        elif request.items and not self._reads_media:
+            self._refuse(request.loan_id, "this worker's engine reads no media", bad=True)
         elif self._kv_cache.layout.blocks_for(num_blocks * width) > self._kv_cache.pool.num_blocks:
             self._refuse(
                 request.loan_id, f"{num_blocks} blocks in a pool of {self._kv_cache.pool.num_blocks}", bad=False
@@ -187,6 +192,11 @@ class LenderManager:
         else:
             self._stop_job(loan)
 
+    def lose(self, job: Sequence, reason: str) -> None:
+        """End the loan of a job that cannot be computed."""
+        if (loan := self._loans.get(job.request_id)) is not None and loan.job is job:
+            self._lose(loan, reason)
+
     def _lose(self, loan: _Loan, reason: str) -> None:
         self._perform(loan.request.loan_id, lambda machine: machine.handle(Lost(reason)))
 
@@ -241,19 +251,22 @@ class LenderManager:
         end = max(len(keys), request.first_block)
         if end < len(loan.keys):
             loan.course = self._kv_cache.course_between(loan.keys, request.first_block, end)
+        num_tokens = len(keys) * width
+        items = begun_items(request.items, num_tokens)
         job = Sequence(
             request_id=request.loan_id,
-            token_ids=list(request.token_ids[: len(keys) * width]),
-            num_prompt=len(keys) * width,
+            token_ids=list(request.token_ids[:num_tokens]),
+            num_prompt=num_tokens,
             root=self._root(request),
             adapter=request.adapter,
             sampling=None,
             priority=request.priority,
             arrival=loan.arrival,
             turn=self._next_arrival(),
-            next_token=next(islice(request.token_ids, len(keys) * width, None), 0),
+            tail=tuple(request.token_ids[num_tokens : max(num_tokens + 1, items[-1].end if items else 0)]),
+            items=items,
         )
-        if not self._kv_cache.start(job, keys, self._kv_cache.layout.blocks_for(len(keys) * width)):
+        if not self._kv_cache.start(job, keys, self._kv_cache.layout.blocks_for(job.num_tokens_with_items)):
             return False
         self._kv_cache.counts.looked(POOL, len(loan.keys), job.num_computed // width)
         loan.job, loan.fetching = job, True
@@ -300,7 +313,9 @@ class LenderManager:
         return root_key(self._model_fingerprint, request.cache_salt, request.adapter)
 
     def _keys(self, request: Lend) -> list[BlockKey]:
-        return block_keys(self._root(request), request.token_ids, self._kv_cache.layout.block_tokens)
+        width = self._kv_cache.layout.block_tokens
+        token_ids = request.token_ids[: request.num_blocks(width) * width]
+        return block_keys(self._root(request), token_ids, width, request.items)
 
     def _stop_job(self, loan: _Loan) -> None:
         if loan.job is not None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.core_types import FinishReason, GpuDevice, RequestFailure, TokenLogprobs
+from engine.items import Item
 from engine.kv.block_pool import CacheEvent
 
 
@@ -29,6 +30,8 @@ class Ready(NamedTuple):
     """Seconds that the warm-up took."""
     resumes_at_boundaries: bool = False
     """Whether a request can go on only after some of the blocks held, which the cache events name."""
+    reads_media: bool = False
+    """Whether it serves requests with items."""
 
 
 class NodeLinked(NamedTuple):
@@ -39,6 +42,14 @@ class StartFailed(NamedTuple):
     """The engine cannot start; its last message."""
 
     reason: str
+
+
+class ItemsWanted(NamedTuple):
+    """A request or a loan needs the blobs of items; the answer is ItemsFetched."""
+
+    request_id: str
+    choice: int
+    items: tuple[Item, ...]
 
 
 @dataclass(slots=True)
@@ -313,6 +324,7 @@ FromEngine = (
     | Filled
     | Rejected
     | Failed
+    | ItemsWanted
     | OpenLoan
     | ReleaseLoan
     | CloseLoan

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.core_types import SamplingParams, StepBudget
+from engine.items import Item
 from engine.kv.pins import Retention
 
 
@@ -48,6 +49,8 @@ class Generate(NamedTuple):
     reserve_output_tokens: int = 0
     """Output tokens that each choice is expected to have yet, for which it reserves blocks, as far as the engine's
     setting goes; 0: unknown."""
+    items: tuple[Item, ...] = ()
+    """Items of the prompt, in order of their places."""
 
     def emitted_of(self, choice: int) -> tuple[int, ...]:
         """Return the tokens that an earlier attempt emitted of `choice`."""
@@ -98,7 +101,7 @@ class LoanFailed(NamedTuple):
 
 
 class Lend(NamedTuple):
-    """Lend blocks [first_block, len(token_ids) / block_tokens) to a borrower."""
+    """Lend blocks [first_block, `num_blocks`) to a borrower."""
 
     loan_id: str
     token_ids: Sequence[int]
@@ -115,6 +118,14 @@ class Lend(NamedTuple):
     """Fingerprint of the LoRA adapter; empty for none."""
     reads_store: bool = False
     """Whether the placement counts on blocks that this engine reads from the shared store."""
+    items: tuple[Item, ...] = ()
+    """Items that begin among the blocks' tokens, in order of their places; `token_ids` has all tokens of each."""
+    end_block: int = 0
+    """Number of the block after the last wanted one, where `token_ids` go on to the end of an item; 0: they do not."""
+
+    def num_blocks(self, block_tokens: int) -> int:
+        """Return the number of blocks up to the last wanted one."""
+        return self.end_block or len(self.token_ids) // block_tokens
 
 
 class LendReleased(NamedTuple):
@@ -130,6 +141,17 @@ class LendClosed(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
     """Send the whole prefix cache as one CacheChanged."""
+
+
+class ItemsFetched(NamedTuple):
+    """Answer to ItemsWanted."""
+
+    request_id: str
+    choice: int
+    blobs: tuple[tuple[bytes, bytes], ...]
+    """Identifiers and blobs."""
+    failure: str = ""
+    """Reason why there are none; empty where there are."""
 
 
 class SetBudget(NamedTuple):
@@ -195,6 +217,7 @@ ToEngine = (
     | LoanBlocks
     | LenderSilent
     | LoanFailed
+    | ItemsFetched
     | Lend
     | LendReleased
     | LendClosed

@@ -16,6 +16,7 @@ from engine.messages.from_engine import (
     Connected,
     FromEngine,
     GroupDrains,
+    ItemsWanted,
     KvUse,
     LendReady,
     LendRefused,
@@ -76,6 +77,8 @@ class EngineClient(EngineListener):
         """The engine's last load report."""
         self.last_kv: KvUse | None = None
         self._last_report_at = -math.inf
+        self.on_items_wanted: Callable[[ItemsWanted], None] | None = None
+        """Function that fetches what a request's items need."""
         self.group_drains = asyncio.Event()
         """Signal that the engine's data-parallel group drains."""
         self.group_is_over = asyncio.Event()
@@ -203,6 +206,9 @@ class EngineClient(EngineListener):
                     self.group_drains.set()
                     if is_over:
                         self.group_is_over.set()
+                case ItemsWanted():
+                    assert self.on_items_wanted is not None, "this worker serves no requests"
+                    self.on_items_wanted(message)
                 case LendStarting(loan_id) | LendReady(loan_id) | LendRefused(loan_id):
                     self._deliver(loan_id, message)
                 case _:

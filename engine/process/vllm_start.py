@@ -160,6 +160,7 @@ def start_vllm(
         max_context_tokens=int(vllm_config.model_config.max_model_len),
         eos_token_ids=model_dir.eos_token_ids,
         adapters=tuple((each.name, each.fingerprint) for each in adapters),
+        reads_media=engine.scheduler.max_num_encoder_input_tokens > 0,
     )
     lora = {each.fingerprint: request for each, request in zip(adapters, requests, strict=True)}
     num_batches = int(engine.batch_queue_size)

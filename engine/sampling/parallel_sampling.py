@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 from engine.block_keys import BlockKey
 from engine.core_types import Sequence
+from engine.items import begun_items
 from engine.kv.layout import KvLayout
 from engine.messages.to_engine import Generate
 from engine.sampling.beam_search import BeamSearch
@@ -62,6 +63,7 @@ def chains_of(
             num_emitted_before=len(emitted),
             choice=choice,
             adapter=message.adapter,
+            items=message.items,
             num_expected=len(tokens) + message.reserve_output_tokens if message.reserve_output_tokens else 0,
         )
         chain.num_scored = min(chain.num_to_score, chain.num_to_score if chains else message.num_scored)
@@ -78,7 +80,8 @@ def without_tail(message: Generate, layout: KvLayout) -> Generate:
     """Return a request without output with the full blocks of its prompt only, and any other as it is."""
     if message.sampling.max_tokens:
         return message
-    return message._replace(prompt=message.prompt[: len(message.prompt) // layout.block_tokens * layout.block_tokens])
+    end = len(message.prompt) // layout.block_tokens * layout.block_tokens
+    return message._replace(prompt=message.prompt[:end], items=begun_items(message.items, end))
 
 
 def is_complete(chain: Sequence) -> bool:

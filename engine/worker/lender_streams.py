@@ -11,6 +11,8 @@ import grpc
 from cluster.rpc import Channels
 from cluster.tls import TlsIdentity
 from engine.block_keys import pack_tokens
+from engine.item_messages import item_messages
+from engine.items import Item, begun_items
 from engine.messages.from_engine import CloseLoan, OpenLoan, ReleaseLoan
 from engine.process.engine_client import EngineClient
 from engine.worker.loan_stream import Loan, LoanStream
@@ -36,6 +38,8 @@ class LoanChain:
     """Worker from which the lender may read blocks it lacks."""
     reads_store: bool = False
     """Whether the placement counts on blocks that the lender reads from the shared store."""
+    items: tuple[Item, ...] = ()
+    """Items of the chain, in order of their places."""
 
 
 class Borrowing:
@@ -101,6 +105,10 @@ class LenderStreams:
         num_tokens = wanted.end_block * self._block_tokens
         if self._block_tokens > 1:  # draft layers read the next token; otherwise it would be a block more
             num_tokens += 1
+        items = begun_items(chain.items, wanted.end_block * self._block_tokens)
+        goes_on = bool(items) and items[-1].end > num_tokens
+        if goes_on:  # the lender computes with whole items
+            num_tokens = items[-1].end
         want = pb.Want(
             request_id=chain.request_id,
             lender_incarnation=holder.incarnation,
@@ -116,6 +124,8 @@ class LenderStreams:
             source=chain.source if wanted.may_compute else None,
             reads_store=chain.reads_store and wanted.may_compute,
             fast_path=wanted.fast_path,
+            items=item_messages(items),
+            end_block=wanted.end_block if goes_on else 0,
         )
         return self._link(holder).open(engine_id, want)
 

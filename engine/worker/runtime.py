@@ -30,6 +30,7 @@ from engine.process.engine_client import EngineClient, EngineHost
 from engine.process.spec import EngineSpec
 from engine.worker.faults import Faults
 from engine.worker.introductions import Introductions
+from engine.worker.item_fetches import ItemFetches
 from engine.worker.lender_streams import LenderStreams
 from engine.worker.membership import NAME_TAKEN_S, Memberships
 from engine.worker.metrics import register
@@ -93,6 +94,7 @@ class WorkerContext:
     streams: RouterStreams
     stream_address: str
     """Address at which routers open their streams; empty: they use gRPC."""
+    fetches: ItemFetches
 
     def check_taking(self) -> None:
         """Raise Draining when no new work is accepted."""
@@ -238,6 +240,7 @@ class Worker:
     async def stop(self) -> None:
         await self._memberships.leave()
         await self._context.introductions.close()
+        self._context.fetches.close()
         await self._discovery.close()
         self._frame_server.close()
         await self._server.stop(grace_s=0.5)
@@ -290,6 +293,9 @@ async def start_worker(
         start = Start(time.monotonic() - began_at - ready.warm_up_s, ready.warm_up_s, weights)
         log.info("started in %s", start)
         lenders = LenderStreams(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s, member)
+        fetches = ItemFetches(engine, member)
+        undo.callback(fetches.close)
+        engine.on_items_wanted = fetches.start
         introductions = Introductions(engine, lenders, ready, incarnation)
         requests, loans = Drain(), Drain()
         say_role = register(
@@ -319,6 +325,7 @@ async def start_worker(
             faults,
             streams,
             stream_address,
+            fetches,
         )
         leaving = StopRequest(requests, loans)
         server = Server(member.credentials if member else None)  # all services of a worker are internal
@@ -361,6 +368,7 @@ def _hello(context: WorkerContext, address: str) -> pb.Hello:
         start_seconds=context.start.seconds + context.start.warm_up_s,
         weights_source=context.start.weights_source,
         resumes_at_boundaries=ready.resumes_at_boundaries,
+        reads_media=ready.reads_media,
         group=context.config.group,
         group_rank=context.config.data_parallel_rank,
     )

@@ -88,7 +88,7 @@ def first_to_free(demand: Demand, workers: WorkerTable, batch_block_share: float
     pools = workers.num_blocks
     headroom = np.ceil((1 - batch_block_share) * pools).astype(np.int64)
     needed = np.minimum(promised[workers.reserve_of] + headroom, pools)
-    could = workers.with_adapter(workers.starts_for(demand) & (pools >= demand.num_total_blocks), demand.adapter)
+    could = workers.able_for(demand, workers.starts_for(demand) & (pools >= demand.num_total_blocks))
     able = could.copy()
     able[list(kept)] = False
     able = workers.in_share(able, could, demand.traffic_hash)

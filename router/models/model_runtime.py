@@ -15,6 +15,7 @@ from cluster.errors import Forbidden, Incompatible, InvalidRequest, StartError, 
 from cluster.tls import MemberIdentity
 from engine.block_keys import BlockKey, block_keys, root_key
 from engine.errors import ModelRefused
+from engine.items import Item
 from engine.model.embedding import EmbeddingConfig, has_output_layer, read_embedding
 from engine.model.hub import CONFIG_FILES, fetch_beside
 from engine.model.model_dir import ModelDir
@@ -284,6 +285,7 @@ class ModelRuntime:
         new: bool = True,
         embeds: bool = False,
         only_fills: bool = False,
+        items: Sequence[Item] = (),
     ) -> tuple[Demand, list[BlockKey]]:
         """Return the demand of `chains`, the tokens of each choice, and keys of blocks that may come from elsewhere.
 
@@ -291,16 +293,19 @@ class ModelRuntime:
         an accepted one stays valid although its workers are gone.
         """
         workers = self.starting_workers(embeds)
+        if items and new and not any(worker.hello.reads_media for worker in workers):
+            raise InvalidRequest("media", f"no worker of {self.name!r} reads media now")
         hello = _hello_for(workers, traffic_hash)
         largest = max(worker.hello.num_blocks for worker in workers) if new else None
         sizes = hello.block_tokens, hello.block_bytes, largest
         demand = demand_of(prompt, sampling, chains, to_score, *sizes, traffic_hash, embeds, only_fills)
         usable = chains[0][: demand.num_usable_blocks * demand.block_tokens]
         own, *others = (
-            block_keys(root_key(version, cache_salt, self.adapter), usable, demand.block_tokens)
+            block_keys(root_key(version, cache_salt, self.adapter), usable, demand.block_tokens, items)
             for version in self._versions(hello)
         )
-        demand = replace(demand, adapter=self.adapter.hex()) if self.adapter else demand
+        if self.adapter or items:
+            demand = replace(demand, adapter=self.adapter.hex(), has_items=bool(items))
         return (replace(demand, other_keys=tuple(map(tuple, others))) if others else demand), own
 
     def _versions(self, hello: membership_pb2.Hello) -> list[bytes]:

@@ -195,7 +195,9 @@ class _Selection:
         sampling = reading.sampling
         chains = chains_of(reading.prompt, sampling, [()] * sampling.n)
         to_score = sampling.HasField("prompt_logprobs")
-        demand, keys = model.needs(reading.prompt, sampling, self._context.cache_salt, chains, to_score)
+        demand, keys = model.needs(
+            reading.prompt, sampling, self._context.cache_salt, chains, to_score, items=reading.items
+        )
         if not predict:
             return None
         ttft_s = model.predicted_ttft_s(self.request.priority, demand, keys)

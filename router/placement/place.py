@@ -56,14 +56,14 @@ class Decision:
 def startable(demand: Demand, workers: WorkerTable, available: Ints | None = None) -> Bools:
     """Return which decode workers can start the request now, [W], by `available` blocks if given.
 
-    The worker must have the request's adapter. The traffic hash decides between canaries and other workers. A worker
-    that could not hold the whole request would refuse it for good.
+    The worker must have the request's adapter and read its items. The traffic hash decides between canaries and other
+    workers. A worker that could not hold the whole request would refuse it for good.
     """
     by_reserve = [demand.num_promised_blocks(reserve) for reserve in workers.reserves]
     promised = by_reserve[0] if len(by_reserve) == 1 else np.array(by_reserve, np.int64)[workers.reserve_of]
     free_blocks = workers.available_blocks if available is None else available
     could: Bools = workers.starts_for(demand) & (workers.num_blocks >= demand.num_total_blocks)
-    could = workers.with_adapter(could, demand.adapter)
+    could = workers.able_for(demand, could)
     return workers.in_share(could & (free_blocks >= promised), could, demand.traffic_hash)
 
 

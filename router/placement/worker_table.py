@@ -32,6 +32,8 @@ class WorkerView:
     """Canary share, from its Hello."""
     adapters: frozenset[str] = frozenset()
     """Fingerprints of its LoRA adapters, in hexadecimal digits."""
+    reads_media: bool = False
+    """Whether it computes prompts with items."""
     outgoing: Flows = IDLE
     """Transfers in flight from it."""
     incoming: Flows = IDLE
@@ -74,6 +76,7 @@ class WorkerTable:
     """Transfers in flight to each worker."""
     adapters: tuple[tuple[str, ...], ...] = ()
     """LoRA adapters of each worker, by fingerprint."""
+    reads_media: tuple[bool, ...] = ()
 
     def set_in_flight(self, row: int, outgoing: Flows, incoming: Flows) -> None:
         """Set the transfers in flight of a row."""
@@ -101,14 +104,16 @@ class WorkerTable:
     def computing_lenders(self, demand: Demand) -> Bools:
         """Return the prefill workers that may compute the request's blocks, [W]."""
         could: Bools = ~self.decodes & ~self.draining & (self.num_blocks >= demand.num_usable_blocks)
-        could = self.with_adapter(could, demand.adapter)
+        could = self.able_for(demand, could)
         return self.in_share(could, could, demand.traffic_hash)
 
-    def with_adapter(self, able: Bools, adapter: str) -> Bools:
-        """Return those of the `able` workers that have the adapter, if one is needed, [W]."""
-        if not adapter:
-            return able
-        return able & np.array([adapter in each for each in self.adapters], np.bool_)
+    def able_for(self, demand: Demand, could: Bools) -> Bools:
+        """Return those workers that have the request's adapter and read its items, where it has such, [W]."""
+        if demand.has_items:
+            could = could & np.array(self.reads_media, np.bool_)
+        if demand.adapter:
+            could = could & np.array([demand.adapter in each for each in self.adapters], np.bool_)
+        return could
 
     def in_share(self, able: Bools, could: Bools, traffic_hash: float) -> Bools:
         """Return those of the `able` workers that the traffic hash selects, [W].
@@ -151,6 +156,7 @@ class WorkerTable:
             incoming_bytes=_floats(view.incoming.num_bytes for view in views),
             incoming_flows=_floats(view.incoming.count for view in views),
             adapters=tuple(tuple(sorted(view.adapters)) for view in views),
+            reads_media=tuple(view.reads_media for view in views),
         )
 
 

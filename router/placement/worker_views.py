@@ -29,6 +29,7 @@ def view_of(worker: Worker, in_flight: TransfersInFlight) -> WorkerView:
         reserve_output_tokens=worker.hello.reserve_output_tokens,
         draining=worker.draining,
         traffic_share=worker.hello.traffic_share,
+        reads_media=worker.hello.reads_media,
         adapters=frozenset(adapter.fingerprint.hex() for adapter in worker.hello.adapters),
         outgoing=in_flight.outgoing(worker.worker_id),
         incoming=in_flight.incoming(worker.worker_id),

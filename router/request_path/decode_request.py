@@ -4,6 +4,7 @@ Pure.
 """
 
 from engine.core_types import Pooling
+from engine.item_messages import item_messages
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 from protos import lend_pb2, membership_pb2
@@ -68,6 +69,7 @@ def decode_request(
         model_reason=prepared.model_reason,
         price=model.costs.prices,
         reserve_output_tokens=placed.demand.expected_output_tokens,
+        items=item_messages(prepared.items),
     )
     if model.embedding is not None and prepared.request.HasField("embedding"):
         wanted = pb.Embedding(

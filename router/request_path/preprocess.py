@@ -109,6 +109,7 @@ class Preprocessor:
             deadline=deadline,
             info=RequestInfo(request.tenant, request.priority, arrived_at, deadline, arrived_at + first_token_s),
             media=chosen.reading.media,
+            items=chosen.reading.items,
         )
 
     async def renew_media(self, prepared: PreparedRequest) -> None:
@@ -118,6 +119,7 @@ class Preprocessor:
         """
         if prepared.media is not None and prepared.media.broken:
             prepared.media = await prepared.model.media_again(prepared.media)
+            prepared.items = prepared.media.items
 
     async def needs(self, prepared: PreparedRequest, emitted: StreamState) -> tuple[Demand, list[BlockKey]]:
         """Return the demand of what is left to do, and the keys of blocks that may come from elsewhere.
@@ -134,7 +136,16 @@ class Preprocessor:
         traffic_hash, new = traffic_hash_of(prepared.request_id), not prepared.info.num_placed
         only_fills = prepared.warm is not None
         demand, keys = prepared.model.needs(
-            prompt, sampling, prepared.cache_salt, chains, to_score, traffic_hash, new, embeds, only_fills
+            prompt,
+            sampling,
+            prepared.cache_salt,
+            chains,
+            to_score,
+            traffic_hash,
+            new,
+            embeds,
+            only_fills,
+            prepared.items,
         )
         if prepared.warm is not None:
             demand = replace(demand, only=prepared.warm.worker_id)

@@ -138,7 +138,8 @@ def _demand_of(prepared: PreparedRequest) -> tuple[Demand, list[BlockKey]]:
     full = prepared.prompt[: len(prepared.prompt) // block_tokens * block_tokens]
     traffic_hash = traffic_hash_of(prepared.request_id)
     sampling = pb.Sampling(max_tokens=0)
-    return prepared.model.needs(full, sampling, prepared.cache_salt, [full], False, traffic_hash, only_fills=True)
+    model, salt, items = prepared.model, prepared.cache_salt, prepared.items
+    return model.needs(full, sampling, salt, [full], False, traffic_hash, only_fills=True, items=items)
 
 
 _Result = tuple[pb.WarmedWorker, ServiceError | None]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from engine.backends.sim.runner import SimRunner
 from engine.core.loan_host import EngineLimits
 from engine.core_types import SamplingParams, StepBudget
+from engine.items import Item
 from engine.lending.fast_path import FastPathLink
 from engine.messages.from_engine import KvAccount, LendStarting, Token
 from engine.messages.to_engine import Generate, Lend
@@ -49,9 +50,10 @@ def generate(
     salt: str = "",
     priority: int = 0,
     sampling: SamplingParams | None = None,
+    items: Sequence[Item] = (),
 ) -> Generate:
     sampling = sampling or SamplingParams(max_tokens)
-    return Generate(request_id, tuple(prompt), tuple(emitted), sampling, salt, priority, borrow)
+    return Generate(request_id, tuple(prompt), tuple(emitted), sampling, salt, priority, borrow, items=tuple(items))
 
 
 def lend(loan_id: str, tokens: Sequence[int], first: int = 0, compute: bool = True, priority: int = 0) -> Lend:

@@ -1,6 +1,9 @@
 """Two engines, with every message carried by hand."""
 
+from collections.abc import Sequence
+
 from engine.core_types import StepBudget
+from engine.items import Item, begun_items
 from engine.messages.from_engine import (
     CloseLoan,
     Filled,
@@ -37,15 +40,16 @@ class Pair:
             Engine("lender", network=network, budget=lender_budget),
         )
         self.prompts: dict[str, tuple[int, ...]] = {}
+        self.items: dict[str, Sequence[Item]] = {}
         self.may_compute = may_compute
         self.closed: list[str] = []
         self.tokens: list[Token] = []
         self.rejected: list[Rejected] = []
         self.filled: list[Filled] = []
 
-    def submit(self, request_id: str, prompt: tuple[int, ...], max_tokens: int = 2) -> None:
-        self.prompts[request_id] = prompt
-        self.borrower.send(generate(request_id, prompt, max_tokens, borrow=True))
+    def submit(self, request_id: str, prompt: tuple[int, ...], max_tokens: int = 2, items: Sequence[Item] = ()) -> None:
+        self.prompts[request_id], self.items[request_id] = prompt, items
+        self.borrower.send(generate(request_id, prompt, max_tokens, borrow=True, items=items))
 
     def carry(self) -> bool:
         """What each said so far, to the other; False when that was nothing."""
@@ -59,8 +63,10 @@ class Pair:
         for message in self.borrower.receive(OpenLoan, ReleaseLoan, CloseLoan, Token, Rejected, Filled):
             match message:
                 case OpenLoan(request_id, first, end, _, fast_path):
-                    tokens = self.prompts[request_id][: end * 4]
-                    out.append(Lend(request_id, tokens, first, "", self.may_compute, 0, fast_path=fast_path))
+                    items = begun_items(self.items[request_id], end * 4)
+                    tokens = self.prompts[request_id][: max(end * 4, items[-1].end if items else 0)]
+                    lend = Lend(request_id, tokens, first, "", self.may_compute, 0, fast_path=fast_path)
+                    out.append(lend._replace(items=items, end_block=end))
                 case ReleaseLoan(request_id, first, count):
                     out.append(LendReleased(request_id, first, count))
                 case CloseLoan(request_id):
@@ -96,7 +102,8 @@ class Pair:
         return self.borrower.land()
 
     def check_served(self, request_id: str, max_tokens: int = 2) -> None:
-        assert tokens_of(self.tokens, request_id) == undisturbed(self.prompts[request_id], max_tokens)
+        wanted = undisturbed(self.prompts[request_id], max_tokens, items=self.items[request_id])
+        assert tokens_of(self.tokens, request_id) == wanted
         assert self.closed == [request_id]
         assert self.borrower.held() == NOTHING_LEFT
         assert self.lender.held() == NOTHING_LEFT

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.backends.sim.states import choice_token, states_of, token_of_all
+from engine.backends.sim.states import choice_token, states_of, token_of_all, tokens_seen
+from engine.items import Item
 from engine.kv.layout import KvLayout
 
 WIDTH = 4
@@ -12,10 +13,10 @@ LAYOUT = KvLayout(layers=1, kv_heads=2, head_dim=1, block_tokens=WIDTH, dtype="f
 VOCAB = 1000
 
 
-def undisturbed(prompt: Sequence[int], max_tokens: int, choice: int = 0) -> list[int]:
+def undisturbed(prompt: Sequence[int], max_tokens: int, choice: int = 0, items: Sequence[Item] = ()) -> list[int]:
     """What the model answers to a prompt, greedy or of a later choice."""
     root = int.from_bytes(LAYOUT.fingerprint(b"sim")[:8], "little")
-    tokens = list(prompt)
+    tokens = tokens_seen(items, prompt, 0)
     while len(tokens) < len(prompt) + max_tokens:
         words = np.array([states_of(root, tokens, 0)] * LAYOUT.kv_heads)[:, :, None]
         tokens.append(choice_token(token_of_all(words, VOCAB), choice, VOCAB))

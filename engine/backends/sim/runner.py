@@ -20,6 +20,7 @@ from engine.backends.sim.states import (
     states_of,
     token_of,
     token_of_all,
+    tokens_seen,
 )
 from engine.backends.sim.timing import AT_ONCE, StepTiming
 from engine.core_types import Chunk, SampleResult, TokenLogprobs, verified
@@ -57,7 +58,9 @@ class SimRunner(ModelRunner):
     ) -> None:
         assert layout.head_bytes % (8 * layout.block_tokens) == 0
         self.layout = layout
-        self.info = ModelInfo(weights_fingerprint, vocab_size, max_context_tokens, eos_token_ids=frozenset())
+        self.info = ModelInfo(
+            weights_fingerprint, vocab_size, max_context_tokens, eos_token_ids=frozenset(), reads_media=True
+        )
         self.pool = _pool(num_blocks, layout.block_bytes, pool_in_file)
         self.timing = timing
         self._reads_all = reads_all
@@ -85,10 +88,14 @@ class SimRunner(ModelRunner):
         if start:
             before = int(self._words[sequence.blocks[(start - 1) // width], 0, (start - 1) % width, 0])
         if chunk.num_rows == 1:  # the common case
-            state = state_after(before, sequence.token_ids[start], start)
+            token_id = sequence.token_ids[start]
+            if sequence.items:
+                (token_id,) = tokens_seen(sequence.items, [token_id], start)
+            state = state_after(before, token_id, start)
             self._words[sequence.blocks[start // width], :, start % width] = state
             return
-        states = states_of(before, chunk.token_ids, start)
+        token_ids = tokens_seen(sequence.items, chunk.token_ids, start) if sequence.items else chunk.token_ids
+        states = states_of(before, token_ids, start)
         first, end = start // width, start + chunk.num_rows
         blocks = np.array(sequence.blocks[first : (end - 1) // width + 1])
         positions = np.arange(start, end)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core_types import TokenLogprobs
+from engine.items import Item
 
 _OF_TOKENS, _OF_PLACES, _OF_BOTH = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xFF51AFD7ED558CCD
 _MASK = (1 << 64) - 1
@@ -32,6 +33,16 @@ def state_after(before: int, token_id: int, position: int) -> int:
     hashed = (((token_id + 1) * _OF_TOKENS) ^ ((position + 1) * _OF_PLACES)) & _MASK
     hashed = ((hashed ^ (hashed >> 29)) * _OF_BOTH) & _MASK
     return (before + (hashed ^ (hashed >> 32))) & _MASK
+
+
+def tokens_seen(items: Sequence[Item], token_ids: Sequence[int], start: int) -> list[int]:
+    """Return the tokens at positions from `start` on, those of items replaced by hashes of content and place."""
+    seen, end = list(token_ids), start + len(token_ids)
+    for item in items:
+        content = int.from_bytes(item.identifier[:7], "little")
+        for position in range(max(item.offset, start), min(item.end, end)):
+            seen[position - start] = (content + position - item.offset) & (_MASK >> 1)
+    return seen
 
 
 def token_of_all(words: NDArray[np.uint64], vocab_size: int) -> int:

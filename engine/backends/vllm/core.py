@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from engine.backends.vllm.block_pool import GroupPlace
 from engine.backends.vllm.kv_cache import VllmKVCache
 from engine.backends.vllm.kv_memory import KvMemory, VllmKvMemory
+from engine.backends.vllm.media import Media
 from engine.backends.vllm.requests import VllmRequests
 from engine.backends.vllm.sampling import Sampling
 from engine.backends.vllm.submitted import Full, Submissions, Submitted
@@ -28,6 +29,7 @@ from engine.kv.store.shared_store import SharedStore
 from engine.lending.block_reads import LocalRank
 from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.loan import BorrowRequest
+from engine.messages.to_engine import ItemsFetched
 from engine.model_runner import ModelInfo
 from kvtransfer.ranks import join_endpoints, with_planes, with_stages
 
@@ -99,8 +101,11 @@ class VllmCore(LoanHost):
         if isinstance(memory, VllmKvMemory) and parts.transport is not None:
             own = LocalRank(parts.transport, memory.part, memory.part_fingerprints)
         super().__init__(parts, info, memory.pool, own, kv_cache, memory, _HardeningBorrower)
-        self._submissions = Submissions(self._scheduler, kv_cache, sampling, lora, self._on_scheduled, self.unblock)
-        requests = VllmRequests(self._table_parts(), self._submissions, sampling)
+        self._media = Media(self._scheduler, self._emit)
+        self._submissions = Submissions(
+            self._scheduler, kv_cache, sampling, lora, self._media, self._on_scheduled, self.unblock
+        )
+        requests = VllmRequests(self._table_parts(), self._submissions, sampling, self._media)
         self._serve(requests, requests if self._scheduler.num_spec_tokens else None)
 
     def unblock(self) -> None:
@@ -118,7 +123,10 @@ class VllmCore(LoanHost):
 
     def handle(self, message: Input) -> None:
         self._blocked = False
-        super().handle(message)
+        if isinstance(message, ItemsFetched):
+            self._items_fetched(message)
+        else:
+            super().handle(message)
 
     def close(self) -> None:
         super().close()
@@ -161,6 +169,7 @@ class VllmCore(LoanHost):
         self._scheduler.max_num_scheduled_tokens = min(self._own_budget, wanted, most)
         output = self._scheduler.schedule()
         self._submissions.after_schedule(output)
+        self._give_up_lost()
         self._blocked = not output.total_num_scheduled_tokens and not output.finished_req_ids
         if self._blocked:
             self._reports.changed = True
@@ -277,8 +286,37 @@ class VllmCore(LoanHost):
         """Let vLLM compute what loans lack."""
         for job in self._lender_manager.jobs():
             if job not in self._submissions:
-                self._submissions.add(job, self._kv_cache.layout.blocks_for(job.num_tokens))
+                try:
+                    self._submissions.add(job, self._kv_cache.layout.blocks_for(job.num_tokens_with_items))
+                except ValueError as error:
+                    self._give_up(job, str(error))
                 self._blocked = False
+
+    def _items_fetched(self, message: ItemsFetched) -> None:
+        """Let vLLM compute a sequence whose items' blobs have come, or end it where they cannot be had."""
+        if (waiting := self._media.fetched(message)) is None:
+            return
+        failure = message.failure
+        if not failure:
+            try:
+                self._submissions.add(*waiting)
+            except ValueError as error:
+                failure = str(error)
+        if failure:
+            self._give_up(waiting[0], failure)
+
+    def _give_up_lost(self) -> None:
+        """End the sequences for which vLLM's encoder would need blobs that are not here any more."""
+        for request_id in self._media.take_lost():
+            if (submitted := self._submissions.get(request_id)) is not None:
+                self._give_up(submitted.sequence, "its blocks were given away, and the tensors of an item are not here")
+
+    def _give_up(self, sequence: Sequence, reason: str) -> None:
+        """End what cannot be computed here: a loan's borrower computes itself, a request is placed again."""
+        if sequence.sampling is None:
+            self._lender_manager.lose(sequence, reason)
+        else:
+            self._requests.give_up(sequence, reason)
 
     def _on_scheduled(self, submitted: Submitted, num_hits: int) -> None:
         if submitted.sequence.sampling is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.backends.vllm.kv_cache import VllmKVCache
+from engine.backends.vllm.media import Media
 from engine.backends.vllm.sampling import Sampling
 from engine.backends.vllm.submitted import Submissions, Submitted
 from engine.block_keys import BlockKey
@@ -38,8 +39,9 @@ class VllmRequests(RequestTable[_Request]):
 
     _kv_cache: VllmKVCache
 
-    def __init__(self, parts: TableParts, submissions: Submissions, sampling: Sampling) -> None:
+    def __init__(self, parts: TableParts, submissions: Submissions, sampling: Sampling, media: Media) -> None:
         super().__init__(parts)
+        self._media = media
         self._submissions = submissions
         self._sampling = sampling
         self.num_preemptions = 0
@@ -75,7 +77,7 @@ class VllmRequests(RequestTable[_Request]):
     def _unsupported(self, message: Generate) -> str:
         if message.sampling.beam is not None:
             return "sampling.beam_width: the vllm engine has no beam search"
-        return self._sampling.refusal(message)
+        return self._media.refusal(message.items) or self._sampling.refusal(message)
 
     def _request(self, message: Generate, chains: list[Sequence], search: BeamSearch | None) -> _Request:
         by_choice = {chain.choice: chain for chain in chains}
@@ -108,6 +110,12 @@ class VllmRequests(RequestTable[_Request]):
         self._count_left(sequence)
         if not self.fill_if_complete(sequence, sequence.num_computed):
             self._submissions.add(sequence, self._promised_blocks(sequence))
+
+    def give_up(self, sequence: Sequence, reason: str) -> None:
+        """End a request that this worker cannot compute now; the router places it again."""
+        if self.has(sequence):
+            self._finish(sequence.request_id)
+            self._reject(sequence.request_id, reason, permanent=False)
 
     def fill_if_complete(self, sequence: Sequence, num_tokens: int) -> bool:
         """End a request without output when `num_tokens`, whose blocks are named, are all; return whether it ended."""
@@ -214,4 +222,5 @@ class VllmRequests(RequestTable[_Request]):
 
     def _promised_blocks(self, sequence: Sequence) -> int:
         """Return the blocks that a sequence is admitted with: its prompt, and some output."""
-        return self._kv_cache.layout.blocks_for(sequence.num_tokens_reserved(self._reserve_output_tokens))
+        num_tokens = sequence.num_tokens_reserved(self._reserve_output_tokens)
+        return self._kv_cache.layout.blocks_for(max(num_tokens, sequence.num_tokens_with_items))

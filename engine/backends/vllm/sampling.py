@@ -24,13 +24,14 @@ class Sampling(ABC):
     """Way in which a vLLM engine samples."""
 
     num_beyond = 0
-    """Number of tokens that a sequence without output gets after its last one. Of windows and states vLLM keeps what a
-    boundary needs that lies before the last token of a prompt, and draft layers read the next tokens."""
+    """Least number of tokens that a sequence without output gets after its last one. Of windows and states vLLM keeps
+    what a boundary needs that lies before the last token of a prompt, and draft layers read the next tokens."""
 
     def fill_tokens(self, sequence: Sequence) -> list[int]:
         """Return the prompt of a sequence without output."""
-        beyond = [sequence.next_token] + [0] * (self.num_beyond - 1) if self.num_beyond else []
-        return [*sequence.token_ids, *beyond]
+        count = max(self.num_beyond, sequence.num_tokens_with_items - sequence.num_tokens)
+        beyond = sequence.tail[:count]
+        return [*sequence.token_ids, *beyond, *[0] * (count - len(beyond))]
 
     def refusal(self, message: Generate) -> str:
         """Return why a request cannot be sampled here, naming the field; empty where it can."""

@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from engine.backends.vllm.block_pool import GroupPlace
 from engine.backends.vllm.kv_cache import VllmKVCache
+from engine.backends.vllm.media import Media
 from engine.backends.vllm.sampling import Sampling
 from engine.block_keys import block_keys
 from engine.core_types import Sequence
@@ -71,6 +72,7 @@ class Submissions:
         kv_cache: VllmKVCache,
         sampling: Sampling,
         lora: Mapping[bytes, Any],
+        media: Media,
         on_scheduled: Callable[[Submitted, int], None],
         unblock: Callable[[], None],
     ) -> None:
@@ -83,6 +85,7 @@ class Submissions:
         self._kv_cache = kv_cache
         self._sampling = sampling
         self._lora = lora
+        self._media = media
         self._on_scheduled = on_scheduled
         self._unblock = unblock
         self._by_id: dict[str, Submitted] = {}
@@ -110,15 +113,22 @@ class Submissions:
         return self._by_id.get(request_id)
 
     def add(self, sequence: Sequence, promised: int) -> None:
-        """Let vLLM compute the sequence."""
-        self._kv_cache.soften(sequence)
+        """Let vLLM compute the sequence, which waits for the blobs of its items first; then this is called again.
+
+        Raises ValueError for a blob that cannot be read.
+        """
+        if self._media.awaits(sequence, promised):
+            return
         request_id = str(next(_numbers))
+        features = self._media.features(sequence, request_id)
+        self._kv_cache.soften(sequence)
         arguments = {
             "pooling_params": None,
             "arrival_time": float(sequence.arrival),
             "priority": -sequence.priority,
             "lora_request": self._lora[sequence.adapter] if sequence.adapter else None,
             "block_hasher": _hasher(sequence, self._kv_cache.groups.unit),
+            "mm_features": features,
         }
         request = self._sampling.request(sequence, request_id, arguments, self._unblock)
         submitted = Submitted(sequence, request, promised)
@@ -130,7 +140,9 @@ class Submissions:
 
         While a step computes that might write its blocks, vLLM defers freeing them, or the request ends after the step.
         """
-        if (submitted := self._of_sequence.pop(sequence, None)) is None:
+        submitted = self._of_sequence.pop(sequence, None)
+        self._media.forget(sequence, None if submitted is None else submitted.request_id)
+        if submitted is None:
             return
         del self._by_id[submitted.request_id]
         self._sampling.forget(submitted.request_id)
@@ -229,6 +241,7 @@ def _hasher(sequence: Sequence, width: int) -> Callable[[Any], list[BlockHash]]:
             return []
         parent = known[-1] if known else sequence.root
         tokens = request.all_token_ids[len(known) * width :]
-        return [BlockHash(key) for key in block_keys(parent, tokens, width)]
+        keys = block_keys(parent, tokens, width, sequence.items, len(known) * width)
+        return [BlockHash(key) for key in keys]
 
     return keys

@@ -119,7 +119,8 @@ def media_names(messages: Sequence[pb.ChatMessage], media: Sequence[GivenMedium]
     """Return the body's fields of messages' media, by our fields; media of earlier turns come first."""
     sources = list(sources_in(messages))
     paths = [EARLIER] * (len(sources) - len(media)) + [each.path for each in media]
-    return {source.field: path for source, path in zip(sources, paths, strict=True)}
+    names = {source.field: path for source, path in zip(sources, paths, strict=True)}
+    return names | {"media": paths[0]} if paths else names
 
 
 @contextmanager
