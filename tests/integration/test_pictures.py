@@ -5,6 +5,7 @@ import base64
 import json
 import os
 import signal
+import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from support.media_files import picture
 from support.media_models import STRINGS_TEMPLATE, place_of, write_media_model
 from support.openai_http import call, http_cluster
 from support.preprocessors import preprocessor
-from support.processes import until
+from support.processes import Stream, assert_equal_answers, busiest_decoder, finished, until
+from support.redis_server import free_port
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster, RoleProcess, start_role, stop_process
 
@@ -256,7 +258,6 @@ async def test_a_template_of_texts_gets_placeholders(site: Site) -> None:
         ("seeing", ["https://pictures.example.org/a.png"], 400, "messages[0].content[0].image_url.url"),
         ("seeing", ["http://127.0.0.1/a.png"], 400, "messages[0].content[0].image_url.url"),
         ("seeing", ["file:///etc/passwd"], 400, "messages[0].content[0].image_url.url"),
-        ("seeing", [data_url(bytes(5 << 20))], 413, None),
     ],
 )
 async def test_refusals_name_the_part(site: Site, model: str, urls: list[str], status: int, param: str | None) -> None:
@@ -331,3 +332,66 @@ async def test_requests_go_on_with_another_preprocessor_and_end_without_any(tmp_
     finally:
         for role in roles:
             await stop_process(role.process)
+
+
+async def media_metric(role: RoleProcess, name: str) -> float:
+    """One number that a preprocessor tells Prometheus."""
+
+    def read() -> str:
+        with urllib.request.urlopen(f"http://{role.metrics_address}/metrics", timeout=10) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    lines = (await asyncio.to_thread(read)).splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"tandem_media_{name} "))
+
+
+async def test_items_are_held_while_their_request_runs_and_made_anew_when_they_are_lost(tmp_path: Path) -> None:
+    """The preprocessor dies, and another takes its place; then the worker dies, too."""
+    model = write_media_model(tmp_path / "seeing")
+    settings = {"model": model, "engine": "sim", "port": free_port(), "metrics_port": 0, "drain_s": 0.0}
+    config = PreprocessorConfig.parse(settings)
+    role = await start_role("preprocessor", "preprocessor", config)
+    router = {"model": None, "models": [{"path": model, "preprocessor": role.address}]}
+    try:
+        async with (
+            http_cluster(model, 2, router, **(SIM | {"sim_step_ms": 10.0})) as cluster,
+            Client(cluster.address) as client,
+        ):
+
+            def begin(max_tokens: int) -> Stream:
+                place = place_of(model)
+                prompt = [5, *range(100), place, 6]
+                return Stream(client, prompt, max_tokens, media=[{"type": "image", "data": FIRST}])
+
+            async def held(num_bytes: int) -> None:
+                async def is_so() -> bool:
+                    return await media_metric(role, "leased_bytes") == num_bytes
+
+                await until(is_so, f"{num_bytes} bytes are held")
+
+            undisturbed = begin(300)
+            await undisturbed.reached(1)
+            await held(len(FIRST))
+            await finished([undisturbed])
+            await held(0)
+            left = begin(5000)
+            await left.reached(1)
+            await left.cancel()
+            await held(0)
+
+            disturbed = begin(300)
+            await disturbed.reached(20)
+            os.kill(role.pid, signal.SIGKILL)
+            await role.process.wait()
+            role = await start_role("preprocessor", "preprocessor", config)
+            assert await media_metric(role, "items_total") == 0
+            worker, _ = await busiest_decoder(cluster)
+            os.kill(worker.pid, signal.SIGKILL)
+            await finished([disturbed])
+            assert_equal_answers([disturbed], [undisturbed])
+            assert disturbed.receipt.placement.attempt > 1
+            assert await media_metric(role, "items_total") == 1
+            await held(0)
+    finally:
+        await stop_process(role.process)
