@@ -46,10 +46,16 @@ def seen(prompt: tuple[list[int], list[Item]]) -> list[tuple[int, bytes, int]]:
     return places
 
 
-@given(prompts(), prompts(), st.integers(1, 5))
+@given(prompts(), prompts(), st.booleans(), st.data(), st.integers(1, 5))
 def test_names_agree_exactly_as_far_as_the_model_sees_the_same(
-    left: tuple[list[int], list[Item]], right: tuple[list[int], list[Item]], width: int
+    left: tuple[list[int], list[Item]],
+    right: tuple[list[int], list[Item]],
+    only_others: bool,
+    data: st.DataObject,
+    width: int,
 ) -> None:
+    if only_others:
+        right = left[0], [item._replace(identifier=data.draw(identifiers)) for item in left[1]]
     names = [block_keys(ROOT, tokens, width, items) for tokens, items in (left, right)]
     both = list(zip(*(seen(prompt) for prompt in (left, right)), strict=False))
     common = next((at for at, (one, other) in enumerate(both) if one != other), len(both))
