@@ -126,7 +126,7 @@ def test_parts_are_read_in_their_order(
         assert list(message.parts) == [text, pb.ContentPart(media=expected), pb.ContentPart(text="b")]
     assert not message.content
     assert media_of(asked) == [expected]
-    assert media_names(asked.requests[0].messages, asked.media) == {"messages[0].parts[1]": path}
+    assert media_names(asked.requests[0].messages, asked.media) == {"messages[0].parts[1]": path, "media": path}
     assert [each.file_id for each in asked.media] == ["file-1" if "file_id" in path else ""]
     assert not asked.ignored
 
@@ -195,6 +195,7 @@ def test_a_tools_picture_is_in_its_message() -> None:
     assert media_names(asked.requests[0].messages, asked.media) == {
         "messages[0].parts[2]": "messages[0].content[2].content[1].source.url",
         "messages[1].parts[0]": "messages[0].content[0].source.data",
+        "media": "messages[0].content[2].content[1].source.url",
     }
     output = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": URL}]}
     asked = read_response(Fields({"input": [output]}), CALLER)
@@ -210,6 +211,7 @@ def test_media_of_earlier_turns_are_those_of_the_earlier_response() -> None:
     assert media_names(messages, asked.media) == {
         "messages[0].parts[0]": "previous_response_id",
         "messages[1].parts[0]": "input[0].content[0].image_url",
+        "media": "previous_response_id",
     }
     refer(asked, {})
     assert [each.path for each in asked.media] == ["input[0].content[0].image_url"], "read again, and not twice"
