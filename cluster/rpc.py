@@ -18,6 +18,8 @@ from cluster.tls import Credentials, TlsIdentity
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest message: a prompt of a million tokens fits; a message of 100 MB is refused before it is read."""
+MAX_MEDIA_MESSAGE_BYTES = 80 << 20
+"""Largest message with pictures: the largest body of a client and a prompt fit."""
 MAX_METADATA_BYTES = 16 << 10
 """Largest metadata of a call. gRPC refuses larger ones before any handler runs."""
 IDLE_CHANNEL_S = 300.0
@@ -239,9 +241,17 @@ class _OpenCalls(grpc.aio.ServerInterceptor):
         return False
 
 
-def channel(address: str, trust: TlsIdentity | None = None) -> grpc.aio.Channel:
+def media_channel(address: str, trust: TlsIdentity | None = None) -> grpc.aio.Channel:
+    """Create a channel, as `channel` does, that sends messages with pictures, too."""
+    return channel(address, trust, MAX_MEDIA_MESSAGE_BYTES)
+
+
+def channel(
+    address: str, trust: TlsIdentity | None = None, max_sent_bytes: int = MAX_MESSAGE_BYTES
+) -> grpc.aio.Channel:
     """Create a channel to a process of the cluster; in clear text without `trust`."""
-    options: list[tuple[str, int | str]] = [*_KEEPALIVE, *_SIZES]
+    sizes = dict(_SIZES) | {"grpc.max_send_message_length": max_sent_bytes}
+    options: list[tuple[str, int | str]] = [*_KEEPALIVE, *sizes.items()]
     options += [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2_000)]
     if trust is None:
         return grpc.aio.insecure_channel(address, options=options)

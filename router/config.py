@@ -59,8 +59,9 @@ class RouterConfig(
     one. For routers behind one address: one that was removed from it for longer than this gets no new requests, and
     can stop without refusing any. Default: connections last."""
 
-    max_body_mib: int = Field(default=4, ge=1, le=16)
-    """Largest HTTP body and gRPC message of a client in MiB. 4 MiB of text are about a million tokens."""
+    max_body_mib: int = Field(default=4, ge=1, le=64)
+    """Largest HTTP body and gRPC message of a client in MiB. 4 MiB of text are about a million tokens. Raise it where
+    requests bring pictures, which take a third more in HTTP bodies than as files."""
     responses_store_mib: int = Field(default=64, ge=0, le=65_536)
     """Memory in MiB for responses that later requests may continue (`previous_response_id`); the least recently used
     are dropped first. With `redis_url` they are in Redis, for a day, and this is the largest size of one. 0: none are

@@ -7,6 +7,7 @@ from cluster.errors import DeadlineExceeded
 from engine.items import Item
 from protos import inference_pb2 as pb
 from router.admission.request import RequestInfo
+from router.models.media import ReadyMedia
 from router.models.model_runtime import ModelRuntime
 from router.models.model_selection import Verdict
 from router.models.output_plan import OutputPlan
@@ -45,6 +46,8 @@ class PreparedRequest:
     deadline: float
     """Deadline; all times are seconds of the monotonic clock."""
     info: RequestInfo
+    media: ReadyMedia | None = None
+    """Media of the prompt, which a preprocessor holds until they are closed; None: it has none."""
     items: tuple[Item, ...] = ()
     """Pictures, sounds and videos of the prompt, in order of their places."""
     warm: WarmTarget | None = None
@@ -57,6 +60,11 @@ class PreparedRequest:
     """Output tokens of all choices, set at the end."""
     reasons: list[pb.FinishReason.ValueType] = field(default_factory=list)
     """Finish reason of each choice, by index."""
+
+    def close(self) -> None:
+        """Let go of the media, if there are any."""
+        if self.media is not None:
+            self.media.close()
 
     @property
     def most_tokens(self) -> int:

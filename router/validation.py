@@ -24,6 +24,12 @@ TOKEN_BYTES, LOGPROB_BYTES = 64, 150
 """Memory of a token in such an answer, and of each of its log probabilities."""
 MAX_MESSAGES = 4096
 """Messages of a chat, and tool calls in them."""
+MAX_MEDIA = 256
+"""Pictures, sounds and videos of a request; a preprocessor may take fewer."""
+MEDIA_KINDS = ("image", "audio", "video")
+MEDIA_SCHEMES = ("http://", "https://", "data:")
+MAX_URL_CHARS = 8192
+"""Longest URL of a medium, but for data: URLs."""
 MAX_LOGPROBS = 20
 MAX_NAME_CHARS = 256
 MAX_REPETITION_PENALTY = 10.0
@@ -121,7 +127,7 @@ def check_embedding(request: pb.GenerateRequest, dimensions: int) -> None:
 
     Raises InvalidRequest.
     """
-    for field in ("sampling", "messages", "tools", "parse_output"):
+    for field in ("sampling", "messages", "tools", "parse_output", "media"):
         if request.HasField(field) if field == "sampling" else getattr(request, field):  # type: ignore[arg-type]
             raise InvalidRequest(field, "cannot be combined with embedding")
     wanted = request.embedding
@@ -151,18 +157,77 @@ def check_names(request: pb.GenerateRequest) -> None:
 def check_messages(messages: Sequence[pb.ChatMessage]) -> None:
     """Check the messages of a chat.
 
-    Raises InvalidRequest for too many of them, or of their tool calls, and for a role or name that is too long.
+    Raises InvalidRequest for too many of them, of their tool calls or their media, for a role or name that is too long,
+    and for a part without a text or a medium that can be read.
     """
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequest("messages", f"at most {MAX_MESSAGES} messages, not {len(messages)}")
-    num_calls = 0
+    num_calls = num_media = 0
     for number, message in enumerate(messages):
         num_calls += len(message.tool_calls)
+        if message.parts:
+            num_media += _check_parts(message, f"messages[{number}]")
         for field in ("role", "name", "tool_call_id"):
             if len(name := getattr(message, field)) > MAX_NAME_CHARS:  # the field's name is made only for a refusal
                 check_name_length(name, f"messages[{number}].{field}")
     if num_calls > MAX_MESSAGES:
         raise InvalidRequest("messages", f"at most {MAX_MESSAGES} tool calls, not {num_calls}")
+    _check_num_media(num_media, "messages")
+
+
+def check_media(request: pb.GenerateRequest) -> None:
+    """Check the media beside a text or token ids; `check_messages` checks those of messages.
+
+    Raises InvalidRequest.
+    """
+    if not request.media:
+        return
+    if request.messages:
+        raise InvalidRequest("media", "is for text and token_ids: with messages, media are in their parts")
+    _check_num_media(len(request.media), "media")
+    for number, medium in enumerate(request.media):
+        _check_medium(medium, f"media[{number}]")
+
+
+def _check_parts(message: pb.ChatMessage, where: str) -> int:
+    """Check the parts of a message and return how many are media."""
+    if message.content:
+        raise InvalidRequest(f"{where}.parts", "cannot be combined with content")
+    num_media = 0
+    for place, part in enumerate(message.parts):
+        kind = part.WhichOneof("part")
+        if kind is None:
+            raise InvalidRequest(f"{where}.parts[{place}]", "must have a text or a medium")
+        if kind == "media":
+            num_media += 1
+            _check_medium(part.media, f"{where}.parts[{place}]")
+    return num_media
+
+
+def _check_medium(medium: pb.Media, where: str) -> None:
+    if medium.kind not in MEDIA_KINDS:
+        raise InvalidRequest(where, f"the kind must be one of {', '.join(MEDIA_KINDS)}, not {medium.kind[:80]!r}")
+    source = medium.WhichOneof("source")
+    if source is None or not getattr(medium, source):
+        raise InvalidRequest(where, "needs data or a url")
+    if source == "url":
+        check_url(medium.url, where)
+
+
+def check_url(url: str, field: str) -> None:
+    """Check the form of a medium's URL; a preprocessor decides which hosts are allowed.
+
+    Raises InvalidRequest.
+    """
+    if not url[:8].lower().startswith(MEDIA_SCHEMES):
+        raise InvalidRequest(field, f"a url must begin with {', '.join(MEDIA_SCHEMES)}, not with {url[:16]!r}")
+    if len(url) > MAX_URL_CHARS and not url[:5].lower() == "data:":
+        raise InvalidRequest(field, f"a url may have {MAX_URL_CHARS} characters at most, not {len(url)}")
+
+
+def _check_num_media(number: int, field: str) -> None:
+    if number > MAX_MEDIA:
+        raise InvalidRequest(field, f"at most {MAX_MEDIA} pictures, sounds and videos, not {number}")
 
 
 def check_whole_answer(requests: Sequence[pb.GenerateRequest]) -> None:

@@ -43,6 +43,7 @@ from router.frontend.openai.responses_answer import ResponsesAnswer
 from router.frontend.openai.responses_answer import error_form as responses_error_form
 from router.frontend.openai.tokens import detokenizer_endpoint, tokenizer_endpoint
 from router.frontend.openai_files.lines import line_handler
+from router.frontend.openai_files.media_files import UploadedMedia
 from router.frontend.openai_files.opening import open_batches
 from router.frontend.openai_files.routes import add_files_and_batches
 from router.frontend.openapi import describe
@@ -66,12 +67,14 @@ def make_app(
     started_at = int(time.time())
     max_context = max(model.model_dir.max_context_tokens for model in models)
     limits = BodyLimits(config.max_body_mib << 20, max_context + SPARE_VALUES)
+    files = UploadedMedia(limits.max_bytes)
     context = EndpointContext(
         handler,
         queries,
         drain,
         keys,
         arrivals,
+        files,
         limits,
         config.default_deadline_s,
         config.strict_fields,
@@ -100,7 +103,7 @@ def make_app(
     app.state.responses = responses
     add_stored_responses(app, responses, keys, arrivals)
     handlers = {path: line_handler(endpoint, keys, drain) for path, endpoint in endpoints.items()}
-    app.state.batches = batches = open_batches(config, handlers, limits, drain)
+    app.state.batches = files.batches = batches = open_batches(config, handlers, limits, drain)
     add_files_and_batches(app, batches, keys, arrivals, drain)
     posted: dict[str, ASGIApp] = {**endpoints, **others}
     for path, application in posted.items():  # so that a method other than POST is refused as such

@@ -3,13 +3,15 @@
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cluster.errors import InvalidRequest
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from router.models.client_texts import ClientTexts
+from router.validation import MEDIA_KINDS
 
 MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 262_144
@@ -17,6 +19,9 @@ MAX_VARIABLES_CHARS = 16_384
 MAX_PROMPTS_KEPT = 256
 PROBES = (("user",), ("user", "assistant", "user"), ("system", "user"))
 """Roles of chats that show what a template writes."""
+PROBED = "hello"
+"""Text of chats that show which content a template reads."""
+NO_PLACEHOLDERS: Mapping[str, str] = {}
 AS_THEY_ARE = ClientTexts(None)
 """Texts in which nothing is hidden."""
 CONTINUES = "continue_final_message"
@@ -43,6 +48,8 @@ class ChatTemplate:
         self._takes_tools = _NAMES_TOOLS.search(self._source_with_tools) is not None
         self._generation_prompts: dict[str, str] = {}
         """Text after the last message, by the variables that may change it; at most MAX_PROMPTS_KEPT."""
+        self._reads: dict[tuple[str, str, str], bool] = {}
+        """Whether a source reads the parts of a kind in messages of a role."""
 
     @classmethod
     def of(cls, model_dir: ModelDir) -> "ChatTemplate | None":
@@ -61,10 +68,16 @@ class ChatTemplate:
         """The template's source, of both where there are two."""
         return self._source if self._source_with_tools is self._source else self._source + self._source_with_tools
 
-    def render(self, request: pb.GenerateRequest, texts: ClientTexts = AS_THEY_ARE) -> str:
+    def render(
+        self,
+        request: pb.GenerateRequest,
+        texts: ClientTexts = AS_THEY_ARE,
+        placeholders: Mapping[str, str] = NO_PLACEHOLDERS,
+    ) -> str:
         """Render a request's messages up to where the assistant's answer begins, with what `texts` makes of them.
 
-        Raises InvalidRequest for invalid tools or variables, and when the template refuses.
+        `placeholders`: texts that stand for one medium of each kind, for templates that read no parts. Raises
+        InvalidRequest for invalid tools or variables, and when the template refuses.
         """
         tools = _read_tools(request.tools)
         if tools and not self._takes_tools:
@@ -74,7 +87,12 @@ class ChatTemplate:
         chat = [_message(message, source) for message in request.messages]
         if request.continue_final_message and request.messages[-1].tool_calls:
             raise InvalidRequest(CONTINUES, "the last message calls tools and has no text to continue")
+        if request.continue_final_message and isinstance(chat[-1]["content"], list):
+            raise InvalidRequest(
+                CONTINUES, "the last message has pictures, sounds or videos, after which nothing goes on"
+            )
         chat, tools, variables = texts.hide(chat, tools, variables)
+        self._shape(chat, source, placeholders)
         adds_prompt = not (request.continue_final_message or request.no_generation_prompt)
         continues = request.continue_final_message
         try:
@@ -99,13 +117,14 @@ class ChatTemplate:
         """
         source, variables = self._source_with_tools if request.tools else self._source, self._variables(request)
         (last,), variables = texts.hide([_message(request.messages[-1], source)], variables)
-        user = {"role": "user", "content": "a"}
+        user, text = {"role": "user", "content": "a"}, str(last["content"])
+        self._shape([user, last], source, NO_PLACEHOLDERS)
         try:
             before = self._rendered([user], [], source, False, variables)
             whole = self._rendered([user, last], [], source, False, variables, continues=True)
         except Exception:  # a template may refuse this chat; the text itself is all that is known then
             log.debug("the chat template refuses a chat of two messages", exc_info=True)
-            return str(last["content"])
+            return text
         answer = _beyond(before, whole)
         header = self.generation_prompt(request)
         header = header.partition(opening)[0] if opening else header
@@ -130,16 +149,71 @@ class ChatTemplate:
         """Return what the template writes around some small chats without tools, those that it takes."""
         texts = []
         for roles in PROBES:
-            chat = [{"role": role, "content": "a"} for role in roles]
+            chat: list[dict[str, Any]] = [{"role": role, "content": "a"} for role in roles]
+            self._shape(chat, self._source, NO_PLACEHOLDERS)
             try:
                 texts.append(self._rendered(chat, [], self._source, True, {}))
             except Exception:  # many templates refuse some of these
                 log.debug("the chat template refuses a chat of %s", ", ".join(roles), exc_info=True)
+        media = self._probed("user", [_written_part(kind) for kind in MEDIA_KINDS], self._source)
+        texts.append("" if _PART in media else media)
         return "\n".join(texts)
+
+    def _shape(self, chat: list[dict[str, Any]], source: str, placeholders: Mapping[str, str]) -> None:
+        """Give each message's content the form that the template reads: parts, or one text with placeholders."""
+        for message in chat:
+            content, role = message["content"], message["role"]
+            if isinstance(content, str):
+                if content and not self._reads_strings(source):
+                    message["content"] = [_written_part("text", content)]
+            elif not all(self._reads_parts(source, role, part["type"]) for part in content if part["type"] != "text"):
+                text = _with_placeholders(content, placeholders)
+                message["content"] = text if self._reads_strings(source) else [_written_part("text", text)]
+
+    def _reads_strings(self, source: str) -> bool:
+        """Return whether the template reads a content that is a text; some read lists of parts only."""
+        return self._known((source, "user", ""), lambda: self._finds_out_strings(source))
+
+    def _finds_out_strings(self, source: str) -> bool:
+        as_part = self._probed("user", [_written_part("text", PROBED)], source)
+        return PROBED in self._probed("user", PROBED, source) or PROBED not in as_part or _PART in as_part
+
+    def _reads_parts(self, source: str, role: str, kind: str) -> bool:
+        """Return whether the template reads parts of this kind in messages of a role."""
+        role = role if role in _ROLES else "user"
+        return self._known((source, role, kind), lambda: self._finds_out_parts(source, role, kind))
+
+    def _finds_out_parts(self, source: str, role: str, kind: str) -> bool:
+        text = _written_part("text", PROBED)
+        without, has = (self._probed(role, parts, source) for parts in ([text], [_written_part(kind), text]))
+        return PROBED in has and without != has and _PART not in has
+
+    def _known(self, key: tuple[str, str, str], find_out: Callable[[], bool]) -> bool:
+        known = self._reads.get(key)
+        if known is None:
+            known = self._reads[key] = find_out()
+        return known
+
+    def _probed(self, role: str, content: Any, source: str) -> str:
+        """Return a small chat with a message of this content and role; empty where the template refuses it."""
+        message, user = {"role": role, "content": content}, {"role": "user", "content": "a"}
+        chat: list[dict[str, Any]] = [message] if role == "user" else [user, message]
+        if role in ("system", "developer"):
+            chat = [message, user]
+        elif role == "tool":
+            function = {"name": "f", "arguments": {}}
+            call = {"id": "c", "type": "function", "function": function}
+            chat = [user, {"role": "assistant", "content": "", "tool_calls": [call]}, message | {"tool_call_id": "c"}]
+        try:
+            return self._rendered(chat, [], source, False, {})
+        except Exception:
+            log.debug("the chat template refuses a content of a %s", role, exc_info=True)
+            return ""
 
     def _generation_prompt(self, variables: dict[str, Any], has_tools: bool) -> str:
         source = self._source_with_tools if has_tools else self._source
-        chat = [{"role": "user", "content": "a"}]
+        chat: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+        self._shape(chat, source, NO_PLACEHOLDERS)
         try:
             before, whole = (self._rendered(chat, [], source, adds, variables) for adds in (False, True))
         except Exception:  # a template may refuse this chat, and then says nothing about reasoning
@@ -245,7 +319,8 @@ def chars_of(request: pb.GenerateRequest) -> int:
     """Estimate the number of characters that a template makes of the messages and tools."""
     calls = sum(len(call.name) + len(call.arguments) for message in request.messages for call in message.tool_calls)
     texts = sum(len(message.content) + len(message.reasoning) for message in request.messages)
-    return calls + texts + sum(map(len, request.tools))
+    parts = sum(len(part.text) for message in request.messages if message.parts for part in message.parts)
+    return calls + texts + parts + sum(map(len, request.tools))
 
 
 def _read_tools(texts: Sequence[str]) -> list[dict[str, Any]]:
@@ -259,7 +334,7 @@ def _read_tools(texts: Sequence[str]) -> list[dict[str, Any]]:
 def _message(message: pb.ChatMessage, source: str) -> dict[str, Any]:
     """Return a message as templates expect it, without unset fields, since templates test for their presence."""
     role = "system" if message.role == "developer" and "developer" not in source else message.role
-    seen: dict[str, Any] = {"role": role, "content": message.content}
+    seen: dict[str, Any] = {"role": role, "content": _content(message) if message.parts else message.content}
     if message.name:
         seen["name"] = message.name
     if message.tool_call_id:
@@ -276,6 +351,36 @@ def _message(message: pb.ChatMessage, source: str) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return seen
+
+
+def _content(message: pb.ChatMessage) -> str | list[dict[str, str]]:
+    """Return a message's parts as templates expect them; their joined text where all of them are texts."""
+    if all(part.WhichOneof("part") == "text" for part in message.parts):
+        return "".join(part.text for part in message.parts)
+    return [
+        _written_part("text", part.text) if part.WhichOneof("part") == "text" else _written_part(part.media.kind)
+        for part in message.parts
+    ]
+
+
+def _written_part(kind: str, text: str = "") -> dict[str, str]:
+    return {"type": kind, "text": text} if kind == "text" else {"type": kind}
+
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_PART = "'type'"
+"""Text of a part that a template writes as it is, because it reads no parts."""
+
+
+def _with_placeholders(parts: Sequence[Mapping[str, str]], placeholders: Mapping[str, str]) -> str:
+    """Return the parts as one text: a line for each placeholder that the texts do not have yet, then the texts."""
+    text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+    kinds = Counter(part["type"] for part in parts if part["type"] != "text")
+    missing = []
+    for kind, number in kinds.items():
+        placeholder = placeholders[kind]
+        missing += [placeholder] * max(0, number - text.count(placeholder))
+    return "\n".join([*missing, text])
 
 
 def _arguments(text: str) -> dict[str, Any] | str:

@@ -45,12 +45,33 @@ class ModelEntry(Config):
     reasoning_parser: str = AUTO_FORMAT
     """Form of the model's reasoning, by vLLM's names: `qwen3`, `deepseek_r1`, `openai_gptoss`, ... (`none`: reasoning
     stays text). `auto` goes by the model's chat template."""
+    preprocessor: str = ""
+    """Address of the preprocessor, as host:port, that makes pictures, sounds and videos ready for the model; several
+    are separated by commas. Empty: the model reads text only."""
 
     @model_validator(mode="after")
     def _both_prices(self) -> Self:
         if (self.input_price is None) != (self.output_price is None):
             raise ValueError("input_price and output_price are set together or not at all")
         return self
+
+    @field_validator("preprocessor")
+    @classmethod
+    def _are_addresses(cls, value: str) -> str:
+        for address in _addresses(value):
+            host, _, port = address.rpartition(":")
+            if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+                raise ValueError(f"{address!r} is not host:port")
+        return value
+
+    @property
+    def preprocessors(self) -> tuple[str, ...]:
+        """Addresses of the preprocessors."""
+        return _addresses(self.preprocessor)
+
+
+def _addresses(value: str) -> tuple[str, ...]:
+    return tuple(address for part in value.split(",") if (address := part.strip()))
 
 
 class ModelRule(Config):

@@ -28,6 +28,7 @@ from router.decode_client.decode_streams import DecodeStreams
 from router.models.config import AUTO, ModelEntry, ModelsConfig
 from router.models.costs import Costs
 from router.models.grammar_checker import GrammarChecker
+from router.models.media import MediaClient, MediaSource, ReadyMedia, sources_of
 from router.models.prompts import PromptEncoder
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
@@ -147,6 +148,8 @@ class ModelRuntime:
         self.dispatcher = dispatcher
         self.grammars = GrammarChecker(files.model_dir, grammar_limit_s)
         self.links = DecodeStreams(fleet, trust)
+        addresses = files.entry.preprocessors
+        self._media = MediaClient(files.name, addresses, trust) if addresses else None
         self._last_roster: _Roster | None = None
         self.costs = Costs(files.entry)
         self.base_model = ""
@@ -168,6 +171,33 @@ class ModelRuntime:
         if self.embedding is None:
             raise InvalidRequest("model", f"{self.name!r} makes no embeddings: {self._embedding_fault}")
         return self.embedding
+
+    def media(self, sources: Sequence[MediaSource]) -> MediaClient:
+        """Return the client that makes media ready.
+
+        Raises InvalidRequest for a model that reads text only.
+        """
+        if self._media is None:
+            raise InvalidRequest(sources[0].field, self._reads_text_only)
+        return self._media
+
+    async def media_again(self, ready: ReadyMedia) -> ReadyMedia:
+        """Have media made ready anew whose preprocessor is gone.
+
+        Raises ServiceError.
+        """
+        assert self._media is not None, "it made them ready"
+        return await self._media.again(ready)
+
+    @property
+    def _reads_text_only(self) -> str:
+        return f"{self.name!r} reads text only here: the setting `preprocessor` of the model is empty"
+
+    def fault(self, request: pb.GenerateRequest) -> str:
+        """Return why this model cannot read the prompt; empty where it can."""
+        if self._media is None and sources_of(request):
+            return self._reads_text_only
+        return self.encoder.fault(request)
 
     def with_adapter(self, name: str) -> "ModelRuntime | None":
         """Return the model of this name that a LoRA adapter makes of this one; None where no worker has the adapter.

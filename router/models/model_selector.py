@@ -9,6 +9,7 @@ from cluster.errors import Forbidden, InvalidRequest, ServiceError, Unavailable
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival
 from router.models.config import ModelRule, ModelsConfig
+from router.models.media import ReadingContext, sources_of
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.models.model_selection import (
     CountNeeded,
@@ -23,7 +24,7 @@ from router.models.model_selection import (
     ttft_limit_s,
     unfit,
 )
-from router.models.prompt_reading import PreparedPrompt, read
+from router.models.prompt_reading import PreparedPrompt, encode, read
 from router.models.prompts import prompt_kind
 from router.placement.request_demand import chains_of
 from router.validation import DEFAULT_MAX_TOKENS
@@ -57,7 +58,7 @@ class ModelSelector:
     async def choose(
         self,
         request: pb.GenerateRequest,
-        cache_salt: str,
+        context: ReadingContext,
         give_up_at: float,
         arrival: Arrival,
         predict: bool = False,
@@ -66,13 +67,24 @@ class ModelSelector:
 
         Where only workers are missing, wait for them until `give_up_at`, of the monotonic clock.
 
-        `predict`: predict the first token even without a limit to it. Raises InvalidRequest or Unavailable with a
-        reason for each model.
+        `predict`: predict the first token even without a limit to it. The caller must close the reading. Raises
+        InvalidRequest or Unavailable with a reason for each model.
         """
         prompt_kind(request)
         first_token_s = request.max_ttft_ms / 1e3 if request.HasField("max_ttft_ms") else math.inf
         criteria = ModelCriteria(request.task, request.min_quality, request.tenant, request.priority, first_token_s)
-        looking = _Selection(request, cache_salt, arrival, MAX_COUNTED_MODELS)
+        looking = _Selection(request, context, arrival, MAX_COUNTED_MODELS)
+        chosen: SelectedModel | None = None
+        try:
+            chosen = await self._choose(criteria, looking, give_up_at, predict)
+            return chosen
+        finally:
+            looking.close(chosen)
+
+    async def _choose(
+        self, criteria: ModelCriteria, looking: "_Selection", give_up_at: float, predict: bool
+    ) -> SelectedModel:
+        request = looking.request
         rule, rule_name = await self._rule(criteria, looking)
         self._check_vocabulary(request, rule)
         predict |= ttft_limit_s(criteria, rule) < math.inf
@@ -96,7 +108,7 @@ class ModelSelector:
         rules = self._config.model_rules
         num_tokens = 0
         if needs_count(rules, criteria):
-            able = (model for model in self._models if not model.encoder.fault(looking.request))
+            able = (model for model in self._models if not model.fault(looking.request))
             if (reader := next(able, None)) is not None:
                 num_tokens = len(await looking.prompt_of(reader))
         number = governing_rule(rules, criteria, num_tokens)
@@ -121,10 +133,13 @@ class _Finding:
 class _Selection:
     """Selection for one request, with one tokenizer after the other."""
 
-    def __init__(self, request: pb.GenerateRequest, cache_salt: str, arrival: Arrival, max_tokenizers: int) -> None:
+    def __init__(
+        self, request: pb.GenerateRequest, context: ReadingContext, arrival: Arrival, max_tokenizers: int
+    ) -> None:
         self.request = request
         self._arrival = arrival
-        self._cache_salt = cache_salt
+        self._context = context
+        self._sources = sources_of(request)
         self.findings: dict[str, _Finding] = {}
         """Results by model."""
         self._max_tokenizers = max_tokenizers
@@ -136,20 +151,38 @@ class _Selection:
 
         Raises InvalidRequest.
         """
-        identity = model.encoder.reading
+        identity = self._identity(model)
         if identity not in self._prompts:
-            prompt = self._prompts[identity] = await model.encoder.encode(self.request, self._arrival.tenant)
+            tenant, deadline = self._arrival.tenant, self._context.deadline
+            prompt = await encode(model, self.request, self._sources, tenant, deadline)
+            self._prompts[identity] = prompt
             self._arrival.tokens_read += len(prompt)
         return self._prompts[identity]
+
+    def _identity(self, model: ModelRuntime) -> bytes:
+        """Return what models with equal tokens for the prompt share; placeholders of media are a model's own."""
+        return model.name.encode() if self._sources else model.encoder.reading
+
+    def close(self, chosen: SelectedModel | None) -> None:
+        """Let go of the media that were read for other models than the chosen one."""
+        for finding in self.findings.values():
+            if finding.reading is not None and (chosen is None or finding.reading is not chosen.reading):
+                finding.reading.close()
 
     async def count(self, model: ModelRuntime, predict: bool) -> None:
         """Tokenise and check the request with a model."""
         ttft_s = None
         try:
-            reading = await read(model, self.request, self._arrival, await self.prompt_of(model))
+            prompt = await self.prompt_of(model)
+            reading = await read(model, self.request, self._arrival, self._context, prompt)
+        except InvalidRequest as error:
+            self.findings[model.name] = _Finding(None, error, None)
+            return
+        try:
             if model.decode_workers():  # without one it is not chosen now, and looked at again when there is one
                 ttft_s = self._hold(model, reading, predict)
         except InvalidRequest as error:
+            reading.close()
             self.findings[model.name] = _Finding(None, error, None)
         else:
             self.findings[model.name] = _Finding(reading, None, ttft_s)
@@ -162,7 +195,9 @@ class _Selection:
         sampling = reading.sampling
         chains = chains_of(reading.prompt, sampling, [()] * sampling.n)
         to_score = sampling.HasField("prompt_logprobs")
-        demand, keys = model.needs(reading.prompt, sampling, self._cache_salt, chains, to_score)
+        demand, keys = model.needs(
+            reading.prompt, sampling, self._context.cache_salt, chains, to_score, items=reading.items
+        )
         if not predict:
             return None
         ttft_s = model.predicted_ttft_s(self.request.priority, demand, keys)
@@ -194,9 +229,9 @@ class _Selection:
             return NO_WORKER
         if finding is not None:
             return str(finding.error or "")
-        if fault := model.encoder.fault(self.request):
+        if fault := model.fault(self.request):
             return fault
-        if len(self._prompts) >= self._max_tokenizers and model.encoder.reading not in self._prompts:
+        if len(self._prompts) >= self._max_tokenizers and self._identity(model) not in self._prompts:
             return f"not looked at: {len(self._prompts)} tokenizers have read the prompt, the limit"
         return ""
 

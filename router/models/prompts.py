@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from hashlib import blake2b
 from typing import Any
@@ -15,7 +15,7 @@ from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from router.models.after_reasoning import ReasoningMarks
-from router.models.chat_template import ChatTemplate, chars_of, check_chat_fields
+from router.models.chat_template import NO_PLACEHOLDERS, ChatTemplate, chars_of, check_chat_fields
 from router.models.client_texts import ClientTexts, ControlTokens
 from router.models.output_format import AUTO, OutputFormat
 from router.models.token_texts import TokenForm, TokenForms, TokensInText, pieces_by_offsets
@@ -80,6 +80,8 @@ class PromptEncoder:
         """Control tokens that only the template may write; None: messages may, too."""
         if self._tokenizer is not None and self._template is not None and not special_tokens_in_messages:
             self._control = ControlTokens(self._tokenizer, self._template.shown(), self._template.text)
+        self._placeholders: frozenset[str] = frozenset()
+        """Placeholders of media whose tokens are among the control tokens."""
         own = model_dir.read_json("tokenizer_config.json").get("response_template")
         shown = self._template.text if self._template is not None else ""
         self.output_format = OutputFormat.of(tool_parser, reasoning_parser, shown, own)
@@ -152,9 +154,16 @@ class PromptEncoder:
         """Estimate the prompt's tokens without reading it, from recent tokens per character."""
         return len(request.token_ids) or max(1, round(num_chars(request) * self._tokens_per_char))
 
-    async def encode(self, request: pb.GenerateRequest, tenant: str = "", adds_special: bool = True) -> list[int]:
+    async def encode(
+        self,
+        request: pb.GenerateRequest,
+        tenant: str = "",
+        adds_special: bool = True,
+        placeholders: Mapping[str, str] = NO_PLACEHOLDERS,
+    ) -> list[int]:
         """Return the prompt's token ids; `adds_special`: a text gets the tokenizer's special tokens.
 
+        `placeholders`: the model's text for a medium of each kind, one in the prompt for each medium of the messages.
         Long prompts of a tenant wait for each other, and take turns with other tenants'. Raises InvalidRequest unless
         exactly one readable kind of prompt was given.
         """
@@ -172,10 +181,10 @@ class PromptEncoder:
             limit = f"{self._max_chars}, the most that {self._max_context_tokens} tokens can hold"
             raise InvalidRequest(kind, f"the prompt has {chars} characters, at most {limit}")
         if chars <= INLINE_CHARS and len(request.messages) <= INLINE_MESSAGES:
-            prompt = self._read(request, adds_special)
+            prompt = self._read(request, adds_special, placeholders)
         else:
             async with self._turn(chars, tenant):
-                prompt = await asyncio.to_thread(self._read, request, adds_special)
+                prompt = await asyncio.to_thread(self._read, request, adds_special, placeholders)
         if chars:
             self._tokens_per_char += (len(prompt) / chars - self._tokens_per_char) / PROMPTS_SEEN
         return prompt
@@ -183,22 +192,34 @@ class PromptEncoder:
     def _turn(self, chars: int, tenant: str) -> AbstractAsyncContextManager[None]:
         return (self._large_turns if chars > LARGE_CHARS else self._turns).turn(tenant)
 
-    def _read(self, request: pb.GenerateRequest, adds_special: bool) -> list[int]:
+    def _read(self, request: pb.GenerateRequest, adds_special: bool, placeholders: Mapping[str, str]) -> list[int]:
         """Render and tokenise a text or a chat."""
         assert self._tokenizer is not None, "it would be at fault"
         is_chat = bool(request.messages)
         text = request.text
         if is_chat:
             assert self._template is not None, "it would be at fault"
-            texts = ClientTexts(self._control)
-            text = self._template.render(request, texts)
+            control = self._control_with(placeholders) if placeholders else self._control
+            texts = ClientTexts(control)
+            text = self._template.render(request, texts, placeholders)
             if texts.stand_ins:
-                assert self._control is not None, "it hid something"
-                return self._control.encode(text, texts.stand_ins)
+                assert control is not None, "it hid something"
+                return control.encode(text, texts.stand_ins)
         # Unlike `encode`, this lets go of the GIL.
         (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special and not is_chat)
         ids: list[int] = encoded.ids
         return ids
+
+    def _control_with(self, placeholders: Mapping[str, str]) -> ControlTokens | None:
+        """Return the control tokens, among which are those of placeholders, marked as special or not."""
+        if self._control is not None and not self._placeholders.issuperset(placeholders.values()):
+            assert self._tokenizer is not None
+            assert self._template is not None, "there are control tokens"
+            known = self._placeholders.union(placeholders.values())
+            shown = "\n".join([self._template.shown(), *sorted(known)])
+            self._control = ControlTokens(self._tokenizer, shown, self._template.text)
+            self._placeholders = known
+        return self._control
 
 
 def max_chars_per_token(tokenizer: Tokenizer) -> int | None:

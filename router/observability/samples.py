@@ -58,9 +58,16 @@ class Samples:
         if self._settings.sample_texts:
             responses = [pb.GenerateResponse.FromString(message) for message in messages]
             line["prompt"] = MessageToDict(
-                pb.GenerateRequest(text=request.text, messages=request.messages, token_ids=request.token_ids),
+                pb.GenerateRequest(
+                    text=request.text, messages=request.messages, token_ids=request.token_ids, media=request.media
+                ),
                 preserving_proto_field_name=True,
             )
+            if prepared.media is not None:  # the request has their places and kinds only
+                line["media"] = [{"kind": facts.kind, "bytes": facts.num_bytes} for facts in prepared.media.asked.facts]
+                line["items"] = [
+                    {"identifier": item.identifier.hex(), "tokens": item.length} for item in prepared.items
+                ]
             line["output"] = ["".join(r.text for r in responses if r.index == i) for i in range(prepared.sampling.n)]
         self._lines.write(lambda: {"request": line})
 

@@ -15,6 +15,7 @@ from router.admission.arrivals import Arrival
 from router.admission.request import RequestInfo
 from router.config import RouterConfig
 from router.models.config import AUTO
+from router.models.media import ReadingContext, drop_data
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.models.model_selection import ModelCriteria, unfit
 from router.models.model_selector import ModelSelector, SelectedModel
@@ -25,7 +26,14 @@ from router.placement.request_demand import chains_of
 from router.prepared_request import PreparedRequest
 from router.request_path.stream_state import StreamState
 from router.security.api_keys import Principal
-from router.validation import check_name_length, check_names, check_quality, check_retention, check_time_limit
+from router.validation import (
+    check_media,
+    check_name_length,
+    check_names,
+    check_quality,
+    check_retention,
+    check_time_limit,
+)
 
 
 class Preprocessor:
@@ -43,7 +51,7 @@ class Preprocessor:
         arrival: Arrival,
         explain: bool = False,
     ) -> PreparedRequest:
-        """Check, tokenise and complete a request of the arrival's tenant.
+        """Check, tokenise and complete a request of the arrival's tenant, which the caller must close.
 
         Raises ServiceError.
 
@@ -62,21 +70,29 @@ class Preprocessor:
         check_time_limit(request)
         check_retention(request)
         check_quality(request)
+        check_media(request)
+        context = ReadingContext(name, cache_salt, deadline)
         if model is None and request.HasField("embedding"):
             raise InvalidRequest("model", f"{AUTO!r} chooses only models that generate: name an embedding model")
         if model is None:
             give_up_at = min(deadline, arrived_at + self._config.no_worker_grace_s)
             selector = ModelSelector(self._config, models)
-            chosen = await selector.choose(request, cache_salt, give_up_at, arrival, explain)
+            chosen = await selector.choose(request, context, give_up_at, arrival, explain)
             why = f"{why}: {chosen.reason}" if why == AUTO else f"{why}; {chosen.reason}"
         else:
             _check_fit(model, request)
-            chosen = SelectedModel(model, why, await read(model, request, arrival))
+            chosen = SelectedModel(model, why, await read(model, request, arrival, context))
         sampling = chosen.reading.sampling
-        if (structured := read_structured(sampling)) is not None:
-            prepared = await chosen.model.grammars.check(structured, arrival.tenant)
-            if structured.kind in ("json_schema", "grammar"):
-                setattr(sampling.structured, structured.kind, prepared.texts[0])
+        try:
+            if (structured := read_structured(sampling)) is not None:
+                prepared = await chosen.model.grammars.check(structured, arrival.tenant)
+                if structured.kind in ("json_schema", "grammar"):
+                    setattr(sampling.structured, structured.kind, prepared.texts[0])
+        except BaseException:
+            chosen.reading.close()
+            raise
+        if chosen.reading.media is not None:
+            drop_data(request)
         first_token_s = request.max_ttft_ms / 1e3 if request.HasField("max_ttft_ms") else math.inf
         return PreparedRequest(
             request=request,
@@ -92,7 +108,18 @@ class Preprocessor:
             tokenised_at=time.monotonic(),
             deadline=deadline,
             info=RequestInfo(request.tenant, request.priority, arrived_at, deadline, arrived_at + first_token_s),
+            media=chosen.reading.media,
+            items=chosen.reading.items,
         )
+
+    async def renew_media(self, prepared: PreparedRequest) -> None:
+        """Have the media of a request made ready anew where their preprocessor holds them no longer.
+
+        Raises ServiceError.
+        """
+        if prepared.media is not None and prepared.media.broken:
+            prepared.media = await prepared.model.media_again(prepared.media)
+            prepared.items = prepared.media.items
 
     async def needs(self, prepared: PreparedRequest, emitted: StreamState) -> tuple[Demand, list[BlockKey]]:
         """Return the demand of what is left to do, and the keys of blocks that may come from elsewhere.

@@ -2,16 +2,21 @@
 
 import asyncio
 import copy
+import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster.cache_salt import isolated_salt
 from cluster.errors import InvalidRequest, NotConfigured, UnknownRequest
 from engine.model.detokenizer import check_token_ids
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrivals
 from router.config import RouterConfig
 from router.models.config import AUTO
+from router.models.media import ReadingContext, sources_of
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
+from router.models.prompt_reading import encode, expand
 from router.observability.decision_history import Entry
 from router.placement.candidates import Candidate
 from router.placement.demand import Demand
@@ -111,8 +116,15 @@ class Queries:
         if request.messages and request.HasField("add_special_tokens") and adds_special:
             raise InvalidRequest("add_special_tokens", "is not for messages: the chat template writes special tokens")
         tenant = principal.tenant or ""
+        deadline, sources = time.monotonic() + self._config.default_deadline_s, sources_of(prompt)
         with self._arrivals.arriving(tenant, is_charged):
-            token_ids = await model.encoder.encode(prompt, tenant, adds_special)
+            token_ids = await encode(model, prompt, sources, tenant, deadline, adds_special)
+            if sources:
+                salt = isolated_salt(tenant, "") if self._config.isolate_tenants else ""
+                context = ReadingContext(secrets.token_hex(8), salt, deadline)
+                media = await expand(model, prompt, token_ids, sources, tenant, context)
+                media.close()
+                token_ids = media.prompt
         return pb.TokenizeResponse(
             model=model.name, token_ids=token_ids, max_context_tokens=model.model_dir.max_context_tokens
         )
@@ -144,6 +156,7 @@ class Queries:
         arriving = self._arrivals.arriving(tenant_of(request, principal))
         with arriving as arrival, self._arrivals.reading(arrival):
             prepared = await self._preprocessor.check(request, deadline_s, principal, arrival, explain=True)
+        prepared.close()  # it starts nothing that would read the media
         demand, keys = await self._preprocessor.needs(prepared, StreamState(prepared.sampling.n))
         fleet = prepared.model.fleet
         # A large fleet's candidates take tenths of a second: computed off the loop, from a snapshot that does not

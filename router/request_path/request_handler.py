@@ -70,12 +70,14 @@ class RequestHandler:
         """
         with (
             self._observer.watch(request, principal, warm is not None) as observation,
+            contextlib.ExitStack() as held,
             self._arrivals.arriving(tenant_of(request, principal), is_charged)
             if arrival is None
             else contextlib.nullcontext(arrival) as counted,
         ):
             with self._arrivals.reading(counted):
                 prepared = await self._preprocessor.check(request, deadline_s, principal, counted)
+            held.callback(prepared.close)
             if warm is not None:
                 prepared.warm, prepared.sampling.max_tokens = warm, 0
             observation.checked(prepared)
@@ -87,6 +89,7 @@ class RequestHandler:
             try:
                 counted.queued()
                 while True:
+                    await self._preprocessor.renew_media(prepared)
                     placed, decision, placed_at = await self._place(prepared, emitted)
                     observation.placed(attempts.number, placed_at - prepared.arrived_at, decision, placed)
                     log.debug(

@@ -17,6 +17,7 @@ from engine.block_keys import BlockKey
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals
 from router.config import RouterConfig
+from router.models.media import sources_of
 from router.models.model_runtime import ModelRuntimes
 from router.placement.demand import Demand, traffic_hash_of
 from router.placement.warm_choice import by_cost
@@ -61,10 +62,13 @@ class Warming:
 
         A cancel of the task cancels all of it. Raises ServiceError, also where no worker could be warmed.
         """
+        wanted_prompt = _generate_request(request)
+        if sources := sources_of(wanted_prompt):
+            raise InvalidRequest(sources[0].field, "prompts with pictures, sounds or videos cannot be warmed")
         ends_at = None if deadline_s is None else time.monotonic() + deadline_s
         wanted = request.workers or 1
         with self._arrivals.reading(arrival):
-            prepared = await self._intake.check(_generate_request(request), deadline_s, principal, arrival)
+            prepared = await self._intake.check(wanted_prompt, deadline_s, principal, arrival)
             grace_s = min(self._config.no_worker_grace_s, prepared.remaining_s())
             await prepared.model.await_workers(prepared.info.tenant, time.monotonic() + grace_s)
         arrival.queued()

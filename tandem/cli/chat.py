@@ -11,6 +11,7 @@ from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from tandem.cli.receipts import show_receipt
 from tandem.client import Message, Target
+from tandem.client.parts import Part, picture
 
 
 def make_sampling(**options: Any) -> pb.Sampling:
@@ -58,12 +59,21 @@ def _text_of(name: str, value: Any) -> Any:
 
 
 async def chat_loop(
-    console: Console, target: Target, system: str, sampling: pb.Sampling, receipt: bool, model: str
+    console: Console,
+    target: Target,
+    system: str,
+    sampling: pb.Sampling,
+    receipt: bool,
+    model: str,
+    pictures: Sequence[str] = (),
 ) -> None:
+    """Talk until an empty line; `pictures`, paths or URLs, go with the first message."""
+    shown: list[Part] = [picture(each) for each in pictures]
     messages: list[Message] = [("system", system)] if system else []
     async with target.client() as client:
         while line := await _ask(console):
-            messages.append(("user", line))
+            messages.append(("user", [*shown, line] if shown else line))
+            shown = []
             answer = ""
             finish: pb.Finish | None = None
             async for piece in client.generate(messages=messages, sampling=sampling, model=model):

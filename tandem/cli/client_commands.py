@@ -73,6 +73,7 @@ MinQuality = Annotated[
 MaxTtft = Annotated[
     float | None, typer.Option(help="time limit for the first token, in milliseconds", rich_help_panel=OfModel)
 ]
+Image = Annotated[list[str] | None, typer.Option(metavar="FILE|URL", help="picture; may be repeated")]
 ShowReceipt = Annotated[bool, typer.Option("--receipt", help="show where the KV came from and where the time went")]
 
 
@@ -109,11 +110,16 @@ def generate(
     task: Task = "",
     min_quality: MinQuality = 0.0,
     max_ttft_ms: MaxTtft = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE|URL", help="picture for a placeholder in the text, such as <image>; one for each"),
+    ] = None,
     receipt: ShowReceipt = False,
 ) -> None:
     """Continue a text; tokens appear as they are sampled."""
     from tandem.cli.chat import make_sampling, make_structured, parse_logit_bias
     from tandem.cli.generate import stream_text
+    from tandem.client.parts import picture
 
     structured = make_structured(
         json_schema=json_schema, json_object=json_object or None, regex=regex, grammar=grammar, choice=choice or None
@@ -141,6 +147,7 @@ def generate(
         structured=structured,
     )
     options = {"model": model, "task": task, "min_quality": min_quality, "max_ttft_ms": max_ttft_ms}
+    options |= {"media": [picture(each) for each in image]} if image else {}
     run(stream_text(console, target, prompt, sampling, receipt, **options))
 
 
@@ -200,13 +207,14 @@ def chat(
     top_k: TopK = None,
     seed: Seed = None,
     model: Model = "",
+    image: Image = None,
     receipt: ShowReceipt = False,
 ) -> None:
     """Talk with the model; an empty line or Ctrl-D ends it."""
     from tandem.cli.chat import chat_loop, make_sampling
 
     sampling = make_sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    run(chat_loop(console, target, system, sampling, receipt, model))
+    run(chat_loop(console, target, system, sampling, receipt, model, image or ()))
 
 
 @app.command(rich_help_panel=USE)

@@ -24,7 +24,8 @@ from protos.inference_pb2 import (
 from protos.inference_pb2 import GenerateResponse as Piece
 from tandem.client.call_span import Metadata
 from tandem.client.client import Client, Target, error_of
-from tandem.client.options import EmbedOptions, GenerateOptions, Message, PromptOptions, TokenizeOptions, WarmOptions
+from tandem.client.options import EmbedOptions, GenerateOptions, PromptOptions, TokenizeOptions, WarmOptions
+from tandem.client.parts import Medium, Message, Part
 from tandem.client.sync_client import SyncClient
 
 __all__ = [
@@ -37,10 +38,12 @@ __all__ = [
     "Finish",
     "GenerateOptions",
     "GenerateRequest",
+    "Medium",
     "Message",
     "Metadata",
     "Model",
     "OutputPart",
+    "Part",
     "Piece",
     "PromptOptions",
     "Receipt",

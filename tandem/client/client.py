@@ -19,12 +19,13 @@ from google.rpc import status_pb2
 
 from cluster.error_status import from_proto, from_rpc_error
 from cluster.errors import InvalidRequest, ServiceError, Unavailable, UnknownRequest
-from cluster.rpc import channel
+from cluster.rpc import media_channel
 from cluster.tls import ClientIdentity
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from tandem.client.call_span import CallSpan, Metadata
-from tandem.client.options import EmbedOptions, GenerateOptions, Json, Message, TokenizeOptions, WarmOptions
+from tandem.client.options import EmbedOptions, GenerateOptions, Json, TokenizeOptions, WarmOptions
+from tandem.client.parts import chat_message, medium
 
 Answer = TypeVar("Answer")
 Request = TypeVar("Request")
@@ -51,7 +52,7 @@ class Client:
         for name, value in (("address", "".join(self._addresses)), ("api_key", api_key)):
             if not (value.isascii() and value.isprintable()):
                 raise InvalidRequest(name, "must be printable ASCII")
-        self._channels = [channel(address, tls) for address in self._addresses]
+        self._channels = [media_channel(address, tls) for address in self._addresses]
         self._stubs = [pb_grpc.InferenceStub(link) for link in self._channels]
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._current = 0
@@ -348,7 +349,10 @@ def _parted(call: str, known: type[Any], options: Mapping[str, Any]) -> tuple[di
     fields = dict(options)
     timeout_s, metadata = fields.pop("timeout_s", None), fields.pop("metadata", ())
     if "messages" in fields:
-        fields["messages"] = [_chat_message(message) for message in fields["messages"]]
+        numbered = enumerate(fields["messages"])
+        fields["messages"] = [chat_message(message, f"messages[{number}]") for number, message in numbered]
+    if "media" in fields:
+        fields["media"] = [medium(each, f"media[{number}]") for number, each in enumerate(fields["media"])]
     if "tools" in fields:
         fields["tools"] = [_json(tool) for tool in fields["tools"]]
     if "chat_template_kwargs" in fields:
@@ -373,10 +377,6 @@ def _made(kind: "Callable[..., Request]", **fields: Any) -> "Request":
 
 def _json(value: Json) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _chat_message(message: Message | pb.ChatMessage) -> pb.ChatMessage:
-    return message if isinstance(message, pb.ChatMessage) else pb.ChatMessage(role=message[0], content=message[1])
 
 
 def error_of(result: pb.BatchResult) -> ServiceError | None:

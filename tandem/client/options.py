@@ -5,9 +5,8 @@ from typing import Any, TypedDict
 
 from protos import inference_pb2 as pb
 from tandem.client.call_span import Metadata
+from tandem.client.parts import Medium, Message
 
-Message = tuple[str, str]
-"""Chat message as (role, content)."""
 Json = str | Mapping[str, Any]
 """JSON object, as text or as a mapping."""
 
@@ -65,6 +64,8 @@ class GenerateOptions(PromptEndOptions, total=False):
     max_ttft_ms: float | None
     task: str
     min_quality: float
+    media: Sequence[Medium]
+    """Pictures, sounds and videos for the placeholders in a text or in token ids; those of messages are their parts."""
     parse_output: bool
     """Whether pieces hold reasoning and tool calls as `parts` too."""
     stream_tool_calls: bool

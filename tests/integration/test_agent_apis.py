@@ -299,7 +299,7 @@ async def test_errors_have_each_makers_form(site: Site, status: int, change: dic
     [
         ("max_output_tokens", {"max_output_tokens": 0}),
         ("input", {"input": None}),
-        ("input[0].content[0].type", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
+        ("input[0].content[0].image_url", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
         ("input[0].type", {"input": [{"type": "computer_call"}]}),
         ("tools[0].name", {"tools": [{"type": "function"}]}),
         ("text.format.schema", {"text": {"format": {"type": "json_schema"}}}),

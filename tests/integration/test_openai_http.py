@@ -307,6 +307,6 @@ async def test_the_client_knows_the_errors(site: Site) -> None:
     image: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     with pytest.raises(openai.BadRequestError) as caught:
         await site.openai.chat.completions.create(model="teller", messages=image)
-    assert caught.value.param == "messages[0].content[0].type"
+    assert caught.value.param == "messages[0].content[0].image_url.url"
     assert [model.id async for model in site.openai.models.list()] == ["teller"]
     assert (await site.openai.models.retrieve("teller")).id == "teller"

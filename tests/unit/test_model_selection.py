@@ -1,5 +1,6 @@
 """How `auto` reads a prompt to choose among several models, and which one it takes."""
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from cluster.errors import Forbidden, InvalidRequest, Unavailable
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
+from router.models.media import ReadingContext
 from router.models.model_runtime import ModelRuntimes
 from router.models.model_selector import ModelSelector, SelectedModel
 from support.served_models import TEXT, arrival_of, join, served
@@ -17,7 +19,8 @@ from support.sim_directories import write_sim_model, write_tokenizer
 
 async def choose(config: RouterConfig, models: ModelRuntimes, **request: Any) -> SelectedModel:
     asked, arrival = pb.GenerateRequest(**request), arrival_of(config)
-    return await ModelSelector(config, models).choose(asked, "", time.monotonic(), arrival)
+    context = ReadingContext("r", "", math.inf)
+    return await ModelSelector(config, models).choose(asked, context, time.monotonic(), arrival)
 
 
 def counted(choice: SelectedModel) -> list[str]:

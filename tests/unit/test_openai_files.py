@@ -63,9 +63,10 @@ def test_fields_of_an_upload() -> None:
     assert read_upload_form({"purpose": "batch"}) == UploadForm(None)
     expiry = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "7200"}
     assert read_upload_form({"purpose": "batch"} | expiry) == UploadForm(7200)
+    assert read_upload_form({"purpose": "vision"}) == UploadForm(None, "vision")
     for field, form in (
         ("purpose", {}),
-        ("purpose", {"purpose": "vision"}),
+        ("purpose", {"purpose": "fine-tune"}),
         ("extra", {"purpose": "batch", "extra": "x"}),
         ("expires_after.seconds", {"purpose": "batch"} | expiry | {"expires_after[seconds]": "soon"}),
         ("expires_after.anchor", {"purpose": "batch", "expires_after[seconds]": "7200"}),

@@ -114,7 +114,7 @@ def test_null_content_of_an_assistant_and_of_a_tool_is_empty() -> None:
     assert list(response.requests[0].messages) == expected
     block = {"type": "tool_result", "tool_use_id": "c1", "content": None}
     turns = [USER, said, {"role": "user", "content": [block]}]
-    assert list(read_prompt(Fields({"messages": turns}), CALLER).messages) == expected
+    assert list(read_prompt(Fields({"messages": turns}), CALLER, []).messages) == expected
 
 
 @pytest.mark.parametrize("role", ["user", "system", "developer"])

@@ -181,7 +181,8 @@ def test_both_ends_at_once_are_refused(field: str, given_: dict[str, Any]) -> No
 
 
 def message(*turns: tuple[str, Any]) -> pb.GenerateRequest:
-    return read_prompt(Fields({"messages": [{"role": role, "content": content} for role, content in turns]}), CALLER)
+    messages = [{"role": role, "content": content} for role, content in turns]
+    return read_prompt(Fields({"messages": messages}), CALLER, [])
 
 
 def test_a_last_message_of_the_assistant_goes_on_in_messages() -> None:

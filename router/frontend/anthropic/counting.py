@@ -9,24 +9,29 @@ from router.frontend.http.caller import Caller
 from router.frontend.http.endpoint import EndpointContext
 from router.frontend.http.fields import Fields
 from router.frontend.http.json_endpoint import JsonEndpoint
+from router.frontend.http.media import Given, named_media
 
 
-def token_counter(context: EndpointContext) -> JsonEndpoint[pb.TokenizeRequest]:
+def token_counter(context: EndpointContext) -> JsonEndpoint[tuple[pb.TokenizeRequest, Given]]:
     """Return the application of the path."""
 
-    async def count(request: pb.TokenizeRequest, caller: Caller) -> dict[str, Any]:
-        reply = await context.queries.tokenize(request, caller.principal, is_charged=True)
+    async def count(api_request: tuple[pb.TokenizeRequest, Given], caller: Caller) -> dict[str, Any]:
+        request, media = api_request
+        with named_media(request.messages, media):
+            reply = await context.queries.tokenize(request, caller.principal, is_charged=True)
         return {"input_tokens": len(reply.token_ids)}
 
     return JsonEndpoint(context, _read, count, error_form)
 
 
-def _read(fields: Fields, caller: Caller) -> pb.TokenizeRequest:
-    request = read_prompt(fields, caller)
+def _read(fields: Fields, caller: Caller) -> tuple[pb.TokenizeRequest, Given]:
+    media: Given = []
+    request = read_prompt(fields, caller, media)
     fields.finish()
-    return pb.TokenizeRequest(
+    counted = pb.TokenizeRequest(
         model=request.model,
         messages=request.messages,
         tools=request.tools,
         continue_final_message=request.continue_final_message,
     )
+    return counted, media

@@ -12,6 +12,7 @@ from protos import inference_pb2 as pb
 from router.frontend.http.caller import Caller
 from router.frontend.http.fields import INT32, Fields, one_of, shown
 from router.frontend.http.generation import Generation
+from router.frontend.http.media import Given, GivenMedium, read_data, read_file, read_url, set_content
 from router.validation import MAX_MESSAGES
 
 EFFORTS = {"disabled": "none", "enabled": "high", "adaptive": "medium"}
@@ -37,7 +38,8 @@ def read_messages(fields: Fields, caller: Caller) -> MessagesRequest:
     max_tokens = fields.integer("max_tokens", 1, INT32 - 1)
     if max_tokens is None:
         raise fields.refuse("max_tokens", "is missing")
-    request = read_prompt(fields, caller)
+    media: Given = []
+    request = read_prompt(fields, caller, media)
     sampling = request.sampling
     sampling.max_tokens = max_tokens
     for name in ("temperature", "top_p"):
@@ -46,7 +48,8 @@ def read_messages(fields: Fields, caller: Caller) -> MessagesRequest:
     if (top_k := fields.integer("top_k", 0, INT32 - 1)) is not None:
         sampling.top_k = top_k
     sampling.stop.extend(fields.strings("stop_sequences"))
-    api_request = MessagesRequest(request.request_id, [request], dict(NAMES), stream=fields.boolean("stream"))
+    stream = fields.boolean("stream")
+    api_request = MessagesRequest(request.request_id, [request], dict(NAMES), stream=stream, media=media)
     if request.tool_choice not in ("", "auto", "none"):
         api_request.names["structured"] = "tools"
     fields.finish()
@@ -62,8 +65,8 @@ NAMES = {
 }
 
 
-def read_prompt(fields: Fields, caller: Caller) -> pb.GenerateRequest:
-    """Read what the prompt is made of: system, messages, tools and thinking.
+def read_prompt(fields: Fields, caller: Caller, media: Given) -> pb.GenerateRequest:
+    """Read what the prompt is made of: system, messages, tools and thinking; and add what is said of its media.
 
     Raises InvalidRequest.
     """
@@ -77,7 +80,7 @@ def read_prompt(fields: Fields, caller: Caller) -> pb.GenerateRequest:
     if not 0 < len(messages) <= MAX_MESSAGES:
         raise InvalidRequest("messages", f"must be a list of 1 to {MAX_MESSAGES}")
     for place, message in enumerate(messages):
-        _add_message(fields.at(f"messages[{place}]", message), request)
+        _add_message(fields.at(f"messages[{place}]", message), request, media)
     _read_begun_answer(fields, request, len(messages) - 1)
     _read_tools(fields, request)
     if (thinking := fields.nested("thinking")) is not None:
@@ -105,7 +108,7 @@ def _read_output(config: Fields, request: pb.GenerateRequest) -> None:
 # -------------------------------------------------------------------------------------------------- messages
 
 
-def _add_message(fields: Fields, request: pb.GenerateRequest) -> None:
+def _add_message(fields: Fields, request: pb.GenerateRequest, media: Given) -> None:
     role = one_of(fields, "role", ("user", "assistant", "system"))
     if role is None:
         raise fields.refuse("role", "is missing")
@@ -113,7 +116,7 @@ def _add_message(fields: Fields, request: pb.GenerateRequest) -> None:
     if role == "assistant":
         _add_assistant(fields, content, request)
     else:
-        _add_user(fields, role, content, request)
+        _add_user(fields, role, content, request, media)
     fields.finish()
 
 
@@ -164,30 +167,58 @@ def _read_begun_answer(fields: Fields, request: pb.GenerateRequest, place: int) 
             raise fields.refuse("messages", "must have a message that is not empty")
 
 
-def _add_user(fields: Fields, role: str, content: Any, request: pb.GenerateRequest) -> None:
+def _add_user(fields: Fields, role: str, content: Any, request: pb.GenerateRequest, media: Given) -> None:
     """Add a message, and before it the results of tools that it has."""
     if isinstance(content, str):
         request.messages.add(role=role, content=content)
         return
     if content == []:
         raise fields.refuse("content", "must have a block")
-    texts = []
+    own, own_media = pb.ChatMessage(role=role), list[GivenMedium]()
+    parts: list[str | pb.Media] = []
     for block in _blocks(fields, content):
         kind = block.text("type", required=True)
         if kind == "text":
-            texts.append(_block_text(block, request))
+            parts.append(_block_text(block, request))
+        elif kind == "image":
+            parts.append(_image(block, request, own_media))
         elif kind == "tool_result":
-            call_id = block.text("tool_use_id", required=True)
-            result = _text(block, "content", block.take("content"), request)
-            if block.boolean("is_error") and not result.lstrip().casefold().startswith(ERROR.casefold()):
-                result = f"{ERROR}: {result}" if result else ERROR  # no chat template knows of errors
-            _read_cache_control(block, request)
-            request.messages.add(role="tool", tool_call_id=call_id, content=result)
+            _add_tool_result(block, request, media)
         else:
-            raise block.refuse("type", f"{shown(kind)} is not supported: the models here read text only")
+            raise block.refuse("type", f"must be text, image or tool_result, not {shown(kind)}")
         block.finish()
-    if texts:
-        request.messages.add(role=role, content="".join(texts))
+    if parts:
+        set_content(own, parts)
+        request.messages.append(own)
+        media += own_media
+
+
+def _add_tool_result(block: Fields, request: pb.GenerateRequest, media: Given) -> None:
+    message = request.messages.add(role="tool", tool_call_id=block.text("tool_use_id", required=True))
+    parts = _parts(block, "content", block.take("content"), request, media)
+    text = next((part for part in parts if isinstance(part, str) and part), "")
+    if block.boolean("is_error") and not text.lstrip().casefold().startswith(ERROR.casefold()):
+        parts.insert(0, f"{ERROR}: " if text else ERROR)  # no chat template knows of errors
+    set_content(message, parts)
+    _read_cache_control(block, request)
+
+
+def _image(block: Fields, request: pb.GenerateRequest, media: Given) -> pb.Media:
+    if (source := block.nested("source")) is None:
+        raise block.refuse("source", "is missing")
+    kind = one_of(source, "type", ("base64", "url", "file"))
+    if kind == "base64":
+        medium = read_data(source, "data", "image", media)
+        source.take("media_type")  # seen in the file itself
+    elif kind == "url":
+        medium = read_url(source, "url", "image", source.take("url"), media)
+    elif kind == "file":
+        medium = read_file(source, "file_id", "image", media)
+    else:
+        raise source.refuse("type", "is missing")
+    source.finish()
+    _read_cache_control(block, request)
+    return medium
 
 
 def _blocks(fields: Fields, content: Any) -> list[Fields]:
@@ -216,18 +247,30 @@ def _read_cache_control(block: Fields, request: pb.GenerateRequest) -> None:
 
 def _text(fields: Fields, name: str, value: Any, request: pb.GenerateRequest) -> str:
     """Return a text, or the joined texts of blocks."""
+    return "".join(part for part in _parts(fields, name, value, request, None) if isinstance(part, str))
+
+
+def _parts(
+    fields: Fields, name: str, value: Any, request: pb.GenerateRequest, media: Given | None
+) -> list[str | pb.Media]:
+    """Return a text, or the texts and pictures of blocks; without `media` only texts are allowed."""
     if value is None or isinstance(value, str):
-        return value or ""
+        return [value] if value else []
     if not isinstance(value, list):
         raise fields.refuse(name, f"must be a text or a list of blocks, not {shown(value)}")
-    texts = []
+    parts: list[str | pb.Media] = []
     for place, each in enumerate(value):
         block = fields.at(f"{name}[{place}]", each)
-        if (kind := block.text("type", required=True)) != "text":
-            raise block.refuse("type", f"{shown(kind)} is not supported: the models here read text only")
-        texts.append(_block_text(block, request))
+        kind = block.text("type", required=True)
+        if kind == "text":
+            parts.append(_block_text(block, request))
+        elif kind == "image" and media is not None:
+            parts.append(_image(block, request, media))
+        else:
+            known = "text" if media is None else "text or image"
+            raise block.refuse("type", f"must be {known}, not {shown(kind)}")
         block.finish()
-    return "".join(texts)
+    return parts
 
 
 # ----------------------------------------------------------------------------------------------------- tools

@@ -20,7 +20,9 @@ from router.frontend.http.errors import Form, client_field, error_answer, openai
 from router.frontend.http.exchange import ClientGone, Exchange
 from router.frontend.http.fields import Fields, IgnoredFields, parse_object
 from router.frontend.http.generation import Answer, Generation, PromptInfo
+from router.frontend.http.media import MediaFiles, media_names
 from router.frontend.http.merging import merged
+from router.models.media import sources_of
 from router.prepared_request import PreparedRequest
 from router.request_path.queries import Queries
 from router.request_path.request_handler import RequestHandler
@@ -57,6 +59,7 @@ class EndpointContext:
     """Drain that holds requests in flight."""
     keys: ApiKeys
     arrivals: Arrivals
+    files: MediaFiles
     limits: BodyLimits
     default_deadline_s: float
     strict_fields: bool
@@ -73,6 +76,9 @@ class Hooks(Generic[Asked, Made]):
 
         Raises ServiceError.
         """
+
+    def ready(self, api_request: Asked) -> None:
+        """Note a request with pictures that is complete: its files are dropped while it is served."""
 
     async def after(self, api_request: Asked, caller: Caller, answer: Made) -> None:
         """Keep a complete answer, before its client has all of it."""
@@ -189,9 +195,18 @@ class Endpoint(Generic[Asked, Made]):
         ]
         return merged(streams, api_request.max_open)
 
+    async def _before(self, api_request: Asked, caller: Caller, arrival: Arrival) -> None:
+        """Complete a request by what is kept, and by files that it names."""
+        await self._hooks.before(api_request, caller)
+        if len(api_request.requests) != 1 or not sources_of(api_request.requests[0]):
+            return
+        await self._context.files.load(api_request.requests[0], api_request.media, caller, arrival)
+        api_request.names.update(media_names(api_request.requests[0].messages, api_request.media))
+        self._hooks.ready(api_request)
+
     async def _whole(self, api_request: Asked, caller: Caller, arrival: Arrival) -> bytes:
         check_whole_answer(api_request.requests)
-        await self._hooks.before(api_request, caller)
+        await self._before(api_request, caller, arrival)
         answer = self._answer(api_request, api_request.answer_id)
         async with aclosing(self._streams(api_request, answer, caller, arrival)) as messages:
             async for number, raw in messages:
@@ -204,7 +219,7 @@ class Endpoint(Generic[Asked, Made]):
             await exchange.send_json(await self._whole(api_request, caller, arrival))
             return
         async with exchange.heartbeats(self._context.heartbeat_s):
-            await self._hooks.before(api_request, caller)
+            await self._before(api_request, caller, arrival)
             answer = self._answer(api_request, api_request.answer_id)
             last = b""
             async with aclosing(self._streams(api_request, answer, caller, arrival)) as messages:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from protos import inference_pb2 as pb
+from router.frontend.http.media import GivenMedium
 from router.models.output_format import OutputParser
 from router.models.token_texts import FormOf
 
@@ -45,6 +46,8 @@ class Generation:
     """Requests that run at a time; None: all."""
     echo: bool = False
     """Whether the texts of completions begin with their prompts."""
+    media: list[GivenMedium] = field(default_factory=list)
+    """Media of the body in their order, which are the last ones of its only request."""
     ignored: Sequence[str] = ()
     """Fields of the body that had no effect."""
     answer_id: str = field(default_factory=lambda: secrets.token_hex(16))

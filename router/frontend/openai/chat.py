@@ -9,12 +9,15 @@ from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.http.caller import Caller
 from router.frontend.http.fields import INT32, Fields, one_of, shown
+from router.frontend.http.media import Given, read_data, read_document, read_url, set_content
 from router.frontend.openai.request import ApiRequest, check_choices, common
 from router.frontend.openai.sampling import GenerationOptions, read_sampling
 from router.frontend.openai.tool_choice import read_tool_choice
 from router.models.output_plan import forces_call
 from router.validation import MAX_MESSAGES
 
+URLS = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
+"""Kinds of media by the type of a part that has a URL."""
 ROLES = ("developer", "system", "user", "assistant", "tool")
 
 
@@ -25,8 +28,10 @@ def read_chat(fields: Fields, caller: Caller) -> ApiRequest:
     """
     options = read_sampling(fields, ("max_completion_tokens", "max_tokens"), None)
     _read_logprobs(fields, options)
-    messages = read_messages(fields)
+    media: Given = []
+    messages = read_messages(fields, media)
     request, api_request = common(fields, caller, options)
+    api_request.media = media
     read_tools(fields, request)
     if forces_call(request.tool_choice):
         api_request.names["structured"] = "tools"
@@ -68,18 +73,18 @@ def _read_logprobs(fields: Fields, options: GenerationOptions) -> None:
 # ------------------------------------------------------------------------------------------------ messages
 
 
-def read_messages(fields: Fields) -> list[pb.ChatMessage]:
-    """Read `messages`.
+def read_messages(fields: Fields, media: Given) -> list[pb.ChatMessage]:
+    """Read `messages`, and add what is said of their media.
 
     Raises InvalidRequest.
     """
     messages = fields.objects("messages")
     if not 0 < len(messages) <= MAX_MESSAGES:
         raise InvalidRequest("messages", f"must be a list of 1 to {MAX_MESSAGES}")
-    return [_message(fields.at(f"messages[{place}]", message)) for place, message in enumerate(messages)]
+    return [_message(fields.at(f"messages[{place}]", message), media) for place, message in enumerate(messages)]
 
 
-def _message(fields: Fields) -> pb.ChatMessage:
+def _message(fields: Fields, media: Given) -> pb.ChatMessage:
     role = one_of(fields, "role", ROLES)
     if role is None:
         raise fields.refuse("role", "is missing")
@@ -91,7 +96,7 @@ def _message(fields: Fields) -> pb.ChatMessage:
         _skip_own_fields(fields)
     if role == "tool":
         message.tool_call_id = fields.text("tool_call_id", required=True)
-    message.content = _content(fields, may_lack=role in ("assistant", "tool"))
+    _read_content(fields, message, media, may_lack=role in ("assistant", "tool"))
     fields.finish()
     return message
 
@@ -105,31 +110,65 @@ def _skip_own_fields(fields: Fields) -> None:
             raise fields.refuse(name, "is not supported")
 
 
-def _content(fields: Fields, may_lack: bool) -> str:
-    """Return a text, or the joined parts where all are texts; empty for null where the content `may_lack`.
+def _read_content(fields: Fields, message: pb.ChatMessage, media: Given, may_lack: bool) -> None:
+    """Read a text, or parts; null is an empty text where the content `may_lack`.
 
     Agents send null for an assistant's turn after a refusal, and for a tool's empty result.
     """
     content = fields.take("content")
     if isinstance(content, str):
-        return content
-    if content is None and may_lack:
-        return ""
-    if not isinstance(content, list):
+        message.content = content
+    elif isinstance(content, list):
+        parts = [_part(fields.at(f"content[{place}]", part), media) for place, part in enumerate(content)]
+        set_content(message, parts)
+    elif content is not None or not may_lack:
         raise fields.refuse("content", f"must be a text or a list of parts, not {shown(content)}")
-    return "".join(_part(fields.at(f"content[{place}]", part)) for place, part in enumerate(content))
 
 
-def _part(fields: Fields) -> str:
+def _part(fields: Fields, media: Given) -> str | pb.Media:
     kind = fields.take("type")
+    part: str | pb.Media
     if kind == "refusal":
-        text = fields.text("refusal")
+        part = fields.text("refusal")
     elif kind == "text":
-        text = fields.text("text", required=True)
+        part = fields.text("text", required=True)
+    elif isinstance(kind, str) and kind in URLS:
+        part = _medium_of_url(fields, kind, media)
+    elif kind == "input_audio":
+        part = read_input_audio(fields, media)
+    elif kind == "file":
+        if (file := fields.nested("file")) is None:
+            raise fields.refuse("file", "is missing")
+        part = read_document(file, media)
+        file.finish()
     else:
-        raise fields.refuse("type", f"must be text, not {shown(kind)}: the models here read text only")
+        known = ", ".join(("text", *URLS, "input_audio", "file"))
+        raise fields.refuse("type", f"must be one of {known}, not {shown(kind)}")
     fields.finish()
-    return text
+    return part
+
+
+def _medium_of_url(fields: Fields, name: str, media: Given) -> pb.Media:
+    """Read a URL, which is in an object or by itself."""
+    if not isinstance(fields.peek(name), dict):
+        return read_url(fields, name, URLS[name], fields.take(name), media)
+    within = fields.at(name, fields.take(name))
+    medium = read_url(within, "url", URLS[name], within.take("url"), media)
+    within.finish()
+    return medium
+
+
+def read_input_audio(fields: Fields, media: Given) -> pb.Media:
+    """Read the sound of a part; its format is seen in the file itself.
+
+    Raises InvalidRequest.
+    """
+    if (sound := fields.nested("input_audio")) is None:
+        raise fields.refuse("input_audio", "is missing")
+    medium = read_data(sound, "data", "audio", media)
+    sound.take("format")
+    sound.finish()
+    return medium
 
 
 def _made_call(fields: Fields) -> pb.ToolCall:

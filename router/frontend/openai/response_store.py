@@ -179,7 +179,13 @@ class ResponseHooks(Hooks[ResponsesRequest, ResponsesAnswer]):
         if earlier is None:
             message = f"{api_request.previous_id[:80]!r} is not kept here, or no longer"
             raise HttpRefusal(400, "previous_response_not_found", message, "previous_response_id")
-        complete(api_request, [ParseDict(message, pb.ChatMessage()) for message in earlier.messages])
+        messages = earlier.messages
+        has_media = any("parts" in message for message in messages)  # large ones are read on a thread
+        complete(api_request, await asyncio.to_thread(_messages, messages) if has_media else _messages(messages))
+
+    def ready(self, api_request: ResponsesRequest) -> None:
+        if api_request.is_stored:
+            api_request.kept_messages = [_copied(message) for message in api_request.requests[0].messages]
 
     async def _referred(self, references: Mapping[int, str], tenant: str) -> dict[int, Any]:
         """Return the items of these ids, by the same places.
@@ -203,10 +209,26 @@ class ResponseHooks(Hooks[ResponsesRequest, ResponsesAnswer]):
     async def after(self, api_request: ResponsesRequest, caller: Caller, answer: ResponsesAnswer) -> None:
         if not api_request.is_stored:
             return
-        own = api_request.requests[0].messages[1 if api_request.instructions else 0 :]
-        messages = [MessageToDict(message, preserving_proto_field_name=True) for message in [*own, *answer.messages()]]
+        kept = api_request.kept_messages
+        own = (api_request.requests[0].messages if kept is None else kept)[1 if api_request.instructions else 0 :]
+        said = [*own, *answer.messages()]
+        messages = _values(said) if kept is None else await asyncio.to_thread(_values, said)
         stored = StoredResponse(answer.object(), api_request.input_items, messages)
         try:
             await self._store.put(caller.tenant, answer.id, stored)
         except Unavailable as error:  # the answer itself is complete; a later turn is told
             log.warning("%s", error)
+
+
+def _messages(values: Sequence[dict[str, Any]]) -> list[pb.ChatMessage]:
+    return [ParseDict(value, pb.ChatMessage()) for value in values]
+
+
+def _values(messages: Sequence[pb.ChatMessage]) -> list[dict[str, Any]]:
+    return [MessageToDict(message, preserving_proto_field_name=True) for message in messages]
+
+
+def _copied(message: pb.ChatMessage) -> pb.ChatMessage:
+    copied = pb.ChatMessage()
+    copied.CopyFrom(message)
+    return copied

@@ -13,6 +13,8 @@ from protos import inference_pb2 as pb
 from router.frontend.http.caller import Caller
 from router.frontend.http.fields import INT32, Fields, one_of, shown
 from router.frontend.http.generation import Generation
+from router.frontend.http.media import Given, read_document, read_file, read_url, set_content
+from router.frontend.openai.chat import read_input_audio
 from router.frontend.openai.request import retention_s
 from router.frontend.openai.tool_choice import read_tool_choice
 from router.models.output_plan import forces_call
@@ -56,6 +58,8 @@ class ResponsesRequest(Generation):
     """Ids of earlier items, by the places of the input items that only refer to these."""
     custom_tools: frozenset[str] = frozenset()
     """Names of tools whose input is a text."""
+    kept_messages: list[pb.ChatMessage] | None = None
+    """Messages to store, with the pictures that the request itself loses when it starts; None: the request's own."""
     echoed: dict[str, Any] = field(default_factory=dict)
     """Fields of the body that the answer repeats."""
 
@@ -202,7 +206,7 @@ def _read_input(fields: Fields, api_request: ResponsesRequest) -> None:
             api_request.references[place] = of_item.text("id", required=True)
             of_item.finish()
         else:
-            _add_item(of_item, api_request.own_messages)
+            _add_item(of_item, api_request.own_messages, api_request.media)
 
 
 def _is_reference(item: Fields) -> bool:
@@ -219,12 +223,12 @@ def refer(api_request: ResponsesRequest, items: Mapping[int, Any]) -> None:
     Raises InvalidRequest.
     """
     found = [items.get(place, item) for place, item in enumerate(api_request.input_items)]
-    api_request.input_items, api_request.own_messages = found, []
+    api_request.input_items, api_request.own_messages, api_request.media = found, [], []
     for place, item in enumerate(found):
-        _add_item(Fields(item, f"input[{place}]"), api_request.own_messages)
+        _add_item(Fields(item, f"input[{place}]"), api_request.own_messages, api_request.media)
 
 
-def _add_item(item: Fields, messages: list[pb.ChatMessage]) -> None:
+def _add_item(item: Fields, messages: list[pb.ChatMessage], media: Given) -> None:
     kind = item.text("type") or "message"
     for name in ("id", "status", "phase", "internal_chat_message_metadata_passthrough"):
         item.take(name)
@@ -232,11 +236,16 @@ def _add_item(item: Fields, messages: list[pb.ChatMessage]) -> None:
         role = one_of(item, "role", ROLES)
         if role is None:
             raise item.refuse("role", "is missing")
-        content = _content(item, "content", item.take("content"), may_lack=role == "assistant")
-        if role == "assistant" and not _assistant(messages).content and not _assistant(messages).tool_calls:
-            _assistant(messages).content = content
+        content = item.take("content")
+        if role != "assistant":
+            messages.append(pb.ChatMessage(role=role))
+            set_content(messages[-1], _parts(item, "content", content, media))
         else:
-            messages.append(pb.ChatMessage(role=role, content=content))
+            text = _content(item, "content", content, may_lack=True)
+            if not _assistant(messages).content and not _assistant(messages).tool_calls:
+                _assistant(messages).content = text
+            else:
+                messages.append(pb.ChatMessage(role=role, content=text))
     elif kind in ("function_call", "custom_tool_call"):
         name, call_id = item.text("name", required=True), item.text("call_id", required=True)
         is_function = kind == "function_call"
@@ -244,8 +253,8 @@ def _add_item(item: Fields, messages: list[pb.ChatMessage]) -> None:
         _assistant(messages).tool_calls.add(id=call_id, name=name, arguments=arguments)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         call_id = item.text("call_id", required=True)
-        output = _content(item, "output", item.take("output"), may_lack=True)
-        messages.append(pb.ChatMessage(role="tool", tool_call_id=call_id, content=output))
+        messages.append(pb.ChatMessage(role="tool", tool_call_id=call_id))
+        set_content(messages[-1], _parts(item, "output", item.take("output"), media, may_lack=True))
     elif kind == "reasoning":
         thoughts = [_content(item, name, item.take(name) or []) for name in ("content", "summary")]
         item.take("encrypted_content")
@@ -263,23 +272,42 @@ def _assistant(messages: list[pb.ChatMessage]) -> pb.ChatMessage:
 
 
 def _content(item: Fields, name: str, content: Any, may_lack: bool = False) -> str:
+    """Return a text, or the joined texts of parts."""
+    return "".join(part for part in _parts(item, name, content, None, may_lack) if isinstance(part, str))
+
+
+def _parts(item: Fields, name: str, content: Any, media: Given | None, may_lack: bool = False) -> list[str | pb.Media]:
+    """Return the texts and media of a content; without `media` only texts are allowed."""
     if isinstance(content, str):
-        return content
+        return [content]
     if content is None and may_lack:
-        return ""
+        return []
     if not isinstance(content, list):
         raise item.refuse(name, f"must be a text or a list of parts, not {shown(content)}")
-    texts = []
+    parts: list[str | pb.Media] = []
     for place, each in enumerate(content):
         part = item.at(f"{name}[{place}]", each)
         kind = part.text("type", required=True)
-        if kind not in ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"):
-            raise part.refuse("type", f"{shown(kind)} is not supported: the models here read text only")
-        texts.append(part.text("refusal" if kind == "refusal" else "text"))
+        if kind in ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"):
+            parts.append(part.text("refusal" if kind == "refusal" else "text"))
+        elif kind in ("input_image", "input_file", "input_audio") and media is not None:
+            parts.append(_medium(part, kind, media))
+        else:
+            raise part.refuse("type", f"{shown(kind)} is not supported here")
         for own in ("annotations", "logprobs"):
             part.take(own)
         part.finish()
-    return "".join(texts)
+    return parts
+
+
+def _medium(part: Fields, kind: str, media: Given) -> pb.Media:
+    if kind == "input_audio":
+        return read_input_audio(part, media)
+    if kind == "input_file":
+        return read_document(part, media)
+    if part.given("file_id"):
+        return read_file(part, "file_id", "image", media)
+    return read_url(part, "image_url", "image", part.take("image_url"), media)
 
 
 # ----------------------------------------------------------------------------------------------------- tools

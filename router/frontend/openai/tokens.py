@@ -8,6 +8,7 @@ from router.frontend.http.caller import Caller
 from router.frontend.http.endpoint import EndpointContext
 from router.frontend.http.fields import Fields
 from router.frontend.http.json_endpoint import JsonEndpoint
+from router.frontend.http.media import Given, named_media
 from router.frontend.openai.chat import read_messages, read_prompt_end, read_tools
 
 
@@ -18,13 +19,16 @@ class TokensRequest:
     request: pb.TokenizeRequest
     returns_texts: bool
     """Whether the answer has each token's text."""
+    media: Given
 
 
 def tokenizer_endpoint(context: EndpointContext) -> JsonEndpoint[TokensRequest]:
     """Return the application of /tokenize."""
 
     async def tokenize(api_request: TokensRequest, caller: Caller) -> dict[str, Any]:
-        reply = await context.queries.tokenize(api_request.request, caller.principal, is_charged=True)
+        request = api_request.request
+        with named_media(request.messages, api_request.media):
+            reply = await context.queries.tokenize(request, caller.principal, is_charged=True)
         texts = None
         if api_request.returns_texts:
             encoder = context.queries.model_of(reply.model, caller.principal).encoder
@@ -37,9 +41,10 @@ def tokenizer_endpoint(context: EndpointContext) -> JsonEndpoint[TokensRequest]:
 
 def _read_text(fields: Fields, caller: Caller) -> TokensRequest:
     request = pb.TokenizeRequest(model=fields.text("model"))
+    media: Given = []
     if fields.given("messages"):
         chat = pb.GenerateRequest()
-        chat.messages.extend(read_messages(fields))
+        chat.messages.extend(read_messages(fields, media))
         read_tools(fields, chat)
         read_prompt_end(fields, chat)
         if (variables := fields.nested("chat_template_kwargs")) is not None:
@@ -54,7 +59,7 @@ def _read_text(fields: Fields, caller: Caller) -> TokensRequest:
         request.add_special_tokens = fields.boolean("add_special_tokens")
     returns_texts = fields.boolean("return_token_strs")
     fields.finish()
-    return TokensRequest(request, returns_texts)
+    return TokensRequest(request, returns_texts, media)
 
 
 def detokenizer_endpoint(context: EndpointContext) -> JsonEndpoint[tuple[str, list[int]]]:

@@ -9,7 +9,9 @@ from router.batches.state import window_s
 from router.frontend.http.fields import Fields, IgnoredFields, shown
 
 PURPOSE = "batch"
-"""The only purpose of uploaded files."""
+"""Purpose of files that a batch reads."""
+PURPOSES = (PURPOSE, "vision", "user_data")
+"""Purposes of uploaded files; those of the last two are pictures, sounds and videos of requests."""
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 MIN_LASTS_S, MAX_LASTS_S = 3600, 30 * 86_400
 """Bounds of `expires_after.seconds`, as OpenAI's."""
@@ -21,6 +23,7 @@ class UploadForm:
 
     lasts_s: int | None
     """Seconds after which the file is deleted."""
+    purpose: str = PURPOSE
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +56,14 @@ def read_upload_form(form: Mapping[str, str]) -> UploadForm:
     for name in form:
         if name not in known:
             raise InvalidRequest(name, "is not supported")
-    if form.get("purpose") != PURPOSE:
-        raise InvalidRequest("purpose", f"must be {PURPOSE!r}, not {shown(form.get('purpose'))}")
+    purpose = form.get("purpose")
+    if purpose not in PURPOSES:
+        raise InvalidRequest("purpose", f"must be one of {', '.join(PURPOSES)}, not {shown(purpose)}")
     if "expires_after[anchor]" not in form and "expires_after[seconds]" not in form:
-        return UploadForm(None)
+        return UploadForm(None, purpose)
     seconds = form.get("expires_after[seconds]", "")
     values = {"anchor": form.get("expires_after[anchor]"), "seconds": int(seconds) if _is_number(seconds) else seconds}
-    return UploadForm(_lasts_s(Fields(values, "expires_after")))
+    return UploadForm(_lasts_s(Fields(values, "expires_after")), purpose)
 
 
 def read_batch_form(values: Any, endpoints: Sequence[str]) -> BatchForm:

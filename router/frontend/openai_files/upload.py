@@ -15,7 +15,7 @@ from router.batches.records import FileInfo
 from router.batches.service import Batches
 from router.frontend.http.content_encoding import refuse_encoding
 from router.frontend.http.errors import HttpRefusal
-from router.frontend.openai_files.reading import PURPOSE, read_upload_form
+from router.frontend.openai_files.reading import read_upload_form
 
 SILENCE_S = 60.0
 """Seconds without a byte after which an upload is refused."""
@@ -199,7 +199,7 @@ def _info(form: Form, new: NewFile, tenant: str, now: float) -> FileInfo:
         num_bytes=new.num_bytes,
         created_at=now,
         filename=filename,
-        purpose=PURPOSE,
+        purpose=upload.purpose,
         expires_at=None if upload.lasts_s is None else now + upload.lasts_s,
     )
 
