@@ -321,9 +321,11 @@ def write_weights(path: Path, seed: int = 3) -> None:
     config = transformers.AutoConfig.from_pretrained(path)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # the usual initialisation is so small that logits hardly differ
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.1)
+                # Gemma multiplies embeddings and gives them to the output: larger ones would repeat the last token
+                is_large = "embed_tokens" in name and config.model_type == "gemma3"
+                parameter.normal_(0.0, 0.01 if is_large else 0.1)
     kept = (path / "config.json").read_text()
     model.save_pretrained(path)
     (path / "config.json").write_text(kept)

@@ -1,13 +1,16 @@
 """Models that read pictures: prefill and decode on two vLLM engines give the tokens of vLLM alone."""
 
 import asyncio
+import base64
 import json
 import os
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 from tokenizers import Tokenizer
 
@@ -17,10 +20,13 @@ from engine.messages.to_engine import Generate
 from support.long_runs import mostly_long
 from support.media_files import picture
 from support.preprocessors import Caller, preprocessor, request_of
+from support.processes import LENDER_ALWAYS, kill_engine, report_of, running
 from support.real_engines import RealEngine, engines, greedy
 from support.tiny_media_models import KINDS, PLACEHOLDERS
 from support.torchvision_shim import PYTHON, V2, install
-from support.vllm_engines import BLOCK, ROOT, ids, need_vllm, vllm_engine
+from support.vllm_engines import BLOCK, OPTIONS, ROOT, ids, need_vllm, vllm_engine
+from tandem.local.local_cluster import LocalCluster
+from tandem.topology import plan_topology
 
 pytestmark = need_vllm
 MAX_TOKENS = 12
@@ -143,3 +149,56 @@ async def test_a_picture_that_is_gone_fails_its_request_only(tmp_path: Path, pic
         assert "media" in reason
         assert ids(await engine.answer(first._replace(request_id="again"))) == answer
         assert (await engine.audited()).reserved_blocks == 0
+
+
+@pytest.mark.parametrize("cuts", [(20,), pytest.param((2, 20, 45), marks=pytest.mark.long)])
+async def test_a_chat_about_a_picture_survives_its_decode_worker(
+    cuts: tuple[int, ...], tmp_path: Path, pictures: list[Path], audit
+) -> None:  # type: ignore[no-untyped-def]
+    """A whole cluster: the second turn finds the first one's blocks, and no stream loses or changes a token."""
+    model = write_model("qwen25vl", tmp_path)
+    worker = {"engine": "vllm", "vllm_python": PYTHON, "vllm_options": OPTIONS, "model": model}
+    worker |= {"dtype": "float32", "kv_memory_mib": 64, "max_prefill_tokens": 64}
+    url = "data:image/png;base64," + base64.b64encode(pictures[0].read_bytes()).decode()
+    question = " ".join(f"w{number}" for number in range(30, 90))
+    parts: list[Any] = [{"type": "text", "text": question}, {"type": "image_url", "image_url": {"url": url}}]
+    first: list[Any] = [{"role": "user", "content": [*parts, {"type": "text", "text": "w40 w41"}]}]
+    async with AsyncExitStack() as opened:
+        making = preprocessor(engine="vllm", vllm_python=PYTHON, model=model, processes=1)
+        _, role = await opened.enter_async_context(making)
+        entry = {"path": model, "preprocessor": role.address}
+        router = {"models": [entry], "port": 0, "http_port": 0} | LENDER_ALWAYS
+        topology = plan_topology(1, 1 + len(cuts), router, worker, [0, 1], 1)
+        cluster, _ = await opened.enter_async_context(running(LocalCluster(topology)))
+        base_url = f"http://{cluster.router.http_address}/v1"
+        client = await opened.enter_async_context(openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0))
+
+        def ask(messages: list[Any], max_tokens: int, salt: str = "", **options: Any) -> Any:
+            extra = {"ignore_eos": True, "cache_salt": salt} if salt else {"ignore_eos": True}
+            sampling = {"temperature": 0, "max_tokens": max_tokens, "extra_body": extra}
+            return client.chat.completions.create(model="qwen25vl", messages=messages, **sampling, **options)
+
+        text = (await ask(first, 60)).choices[0].message.content
+        answer = await ask(first, 4)
+        await asyncio.sleep(0.5)  # the router learns what the decode worker holds
+        turn = {"role": "assistant", "content": answer.choices[0].message.content}
+        again = await ask([*first, turn, {"role": "user", "content": "w50"}], 4)
+        cached = again.usage.prompt_tokens_details.cached_tokens
+        could = answer.usage.prompt_tokens // BLOCK * BLOCK
+        print(f"second turn: {cached} of the {could} tokens that could be cached")
+        assert cached >= 0.9 * could
+        living = list(cluster.decode)
+        for number, cut_at in enumerate(cuts):
+            stream = await ask(first, 60, str(number), stream=True)
+            texts: list[str] = []
+            killed: set[str] = set()
+            async for chunk in stream:
+                texts += [choice.delta.content or "" for choice in chunk.choices]
+                if len(texts) >= cut_at and not killed:
+                    loads = [(await report_of(each.address)).requests for each in living]
+                    serving = living.pop(loads.index(max(loads)))
+                    killed.add(serving.name)
+                    kill_engine(serving)
+            assert killed
+            assert "".join(texts) == text, f"cut after {cut_at} of {len(texts)} parts"
+        await audit([each.address for each in [*cluster.prefill, *living]])
