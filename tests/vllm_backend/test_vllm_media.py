@@ -5,9 +5,9 @@ import json
 import os
 import random
 import subprocess
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,11 @@ def token_ids_of(model: Path, text: str) -> list[int]:
     return ids
 
 
-async def reference(model: Path, token_ids: Sequence[int], files: Sequence[Path]) -> Any:
+async def reference(model: Path, token_ids: Sequence[int], items: Path, files: Sequence[Path]) -> Any:
+    """Tokens and items of vLLM itself; fails where its tensors are not those of the items."""
+    arguments = [str(model), json.dumps(list(token_ids)), str(items), *map(str, files)]
     process = await asyncio.create_subprocess_exec(
-        *(str(PYTHON), "-m", "support.vllm_media_reference", str(model), json.dumps(list(token_ids)), *map(str, files)),
+        *(str(PYTHON), "-m", "support.vllm_media_reference", *arguments),
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
         stdout=asyncio.subprocess.PIPE,
     )
@@ -59,7 +61,7 @@ async def test_tokens_and_tensors_are_those_of_vllm(kind: str, tmp_path: Path) -
     files = [tmp_path / "first.png", tmp_path / "second.png"]
     for seed, file in enumerate(files):
         file.write_bytes(picture(seed, 84 + 28 * seed, 112))
-    expected = await reference(model, prompt, files)
+    items = tmp_path / "items.json"
     async with preprocessor(engine="vllm", vllm_python=PYTHON, model=model, processes=1, dtype="float32") as (
         caller,
         _,
@@ -67,11 +69,13 @@ async def test_tokens_and_tensors_are_those_of_vllm(kind: str, tmp_path: Path) -
         assert (await caller.describe())["image"].placeholder == place
         async with caller.leased(request_of(prompt, *(file.read_bytes() for file in files))) as reply:
             blobs = await caller.fetch(reply.items)
-            assert list(reply.prompt_token_ids) == expected["token_ids"]
-            assert [
-                [item.identifier, item.offset, item.length, sha256(item.details + blobs[item.identifier]).hexdigest()]
-                for item in reply.items
-            ] == [[item_identifier(name, ""), *others] for name, *others in expected["items"]]
+            made = [{"details": item.details, "blob": blobs[item.identifier]} for item in reply.items]
+            texts = [{name: b64encode(data).decode() for name, data in each.items()} for each in made]
+            items.write_text(json.dumps(texts))
+        expected = await reference(model, prompt, items, files)
+        assert list(reply.prompt_token_ids) == expected["token_ids"]
+        places = [[item.identifier, item.offset, item.length] for item in reply.items]
+        assert places == [[item_identifier(name, ""), *others] for name, *others in expected["items"]]
         forms = [
             (await caller.process(request_of(token_ids_of(model, f"w20 {place}"), picture(1, form=form)))).items[0]
             for form in ("PNG", "BMP")
