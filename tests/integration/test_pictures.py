@@ -13,13 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import grpc
 import openai
 import pytest
 import pytest_asyncio
 
 from cluster.errors import InvalidRequest, Unavailable
+from cluster.rpc import channel
+from cluster.tls import ClientIdentity
 from preprocessor.config import PreprocessorConfig
 from protos import inference_pb2 as pb
+from protos import preprocess_pb2, preprocess_pb2_grpc
+from support.certificates import Authority
 from support.media_files import picture
 from support.media_models import STRINGS_TEMPLATE, place_of, write_media_model
 from support.openai_http import call, http_cluster
@@ -393,5 +398,36 @@ async def test_items_are_held_while_their_request_runs_and_made_anew_when_they_a
             assert disturbed.receipt.placement.attempt > 1
             assert await media_metric(role, "items_total") == 1
             await held(0)
+    finally:
+        await stop_process(role.process)
+
+
+async def test_only_members_of_a_cluster_with_certificates_use_its_preprocessor(tmp_path: Path) -> None:
+    authority, strangers = Authority(tmp_path, "cluster"), Authority(tmp_path, "strangers")
+    model, member = write_media_model(tmp_path / "seeing"), authority.issue("member")
+    tls = {"tls_cert": member.cert, "tls_key": member.key, "tls_ca": authority.path}
+    role = await start_role(
+        "preprocessor",
+        "preprocessor",
+        PreprocessorConfig.parse({"model": model, "engine": "sim", "port": 0, "drain_s": 0.0} | tls),
+    )
+    router = {"model": None, "models": [{"path": model, "preprocessor": role.address}]} | tls
+    try:
+        async with (
+            http_cluster(model, router=router, **SIM, **tls) as cluster,
+            Client(cluster.address, tls=ClientIdentity(authority.path)) as client,
+        ):
+            message = ("user", ["see", {"type": "image", "data": FIRST}])
+            pieces = client.generate(messages=[message], sampling=pb.Sampling(max_tokens=2))
+            last = [piece async for piece in pieces][-1]
+            assert last.finish.usage.prompt_tokens > num_tokens(FIRST)
+            names = [stage.name for stage in last.finish.receipt.stages]
+            assert names[:3] == ["tokenise", "media", "router queue"]
+        stranger = strangers.issue("stranger")
+        identity = ClientIdentity(authority.path, stranger.cert, stranger.key)
+        async with channel(role.address, identity) as link:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await preprocess_pb2_grpc.PreprocessStub(link).Describe(preprocess_pb2.DescribeRequest(), timeout=10)
+            assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
     finally:
         await stop_process(role.process)
