@@ -18,6 +18,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "plot": ("matplotlib",),
     "otel": ("opentelemetry",),
     "bench": ("aiohttp",),
+    "preprocessor": ("aiohttp",),
     "vllm": ("vllm",),
 }
 """Names under which each extra's packages are imported."""

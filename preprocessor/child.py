@@ -59,10 +59,10 @@ def answer(processor: MediaProcessor, frame: Frame, memory_mib: int = 0) -> Fram
     except MediaRefused as error:
         return Frame({"refused": error.reason, "place": error.place})
     except MemoryError:
-        return Frame({"refused": f"it needs more than {memory_mib} MiB of memory", "place": None})
+        return Frame({"refused": f"processing needs more than {memory_mib} MiB of memory", "place": None})
     except Exception as error:  # decoders raise all kinds of exceptions for a broken file
         log.warning("media could not be processed", exc_info=True)
-        return Frame({"refused": f"it cannot be processed: {type(error).__name__}", "place": None})
+        return Frame({"refused": f"the file cannot be processed: {type(error).__name__}", "place": None})
     values: dict[str, Any] = {"items": [[each.identifier, each.offset, each.length] for each in done.items]}
     contents = [content for each in done.items for content in (each.details, each.blob)]
     return Frame(values, [array.array("I", done.token_ids).tobytes(), *contents])

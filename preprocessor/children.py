@@ -189,7 +189,7 @@ class Children:
                         answer = await child.ask(frame, self._config.blob_memory_mib << 20)
                     answered = True
                 except TimeoutError:
-                    raise InvalidRequest(place, f"it takes longer than {limit_s:g} s to be processed") from None
+                    raise InvalidRequest(place, f"processing takes longer than {limit_s:g} s") from None
                 except _GONE as error:
                     log.warning("a process ended while it read media: %s", error)
                     continue

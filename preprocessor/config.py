@@ -4,7 +4,7 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
@@ -45,6 +45,8 @@ class PreprocessorConfig(HealthSettings, MetricsSettings, LogSettings, Config):
     vllm_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs by name. Give those that workers have and that concern media, such as
     max_model_len, limit_mm_per_prompt and mm_processor_kwargs."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of tensors, as the workers' setting of this name."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -110,7 +112,5 @@ class PreprocessorConfig(HealthSettings, MetricsSettings, LogSettings, Config):
 
         Raises StartError.
         """
-        of_vllm = {"vllm_python": self.vllm_python, "vllm_options": self.vllm_options}
-        set_ones = {name: value for name, value in of_vllm.items() if name in self.model_fields_set}
-        logs = {"log_level": self.log_level, "log_format": self.log_format}
-        return WorkerConfig.parse({"model": directory, "engine": self.engine, **logs, **set_ones})
+        same = ("engine", "dtype", "vllm_python", "vllm_options", "log_level", "log_format")
+        return WorkerConfig.parse({"model": directory} | {name: getattr(self, name) for name in same})

@@ -10,12 +10,12 @@ import binascii
 import ipaddress
 import socket
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes, urljoin, urlsplit
 
 from cluster.errors import InvalidRequest, StartError
-from cluster.install import needing
+from cluster.install import how_to_install
 
 if TYPE_CHECKING:
     import aiohttp
@@ -78,9 +78,8 @@ class Fetcher:
         self._limit_s = limit_s
         self._may_connect = may_connect
         self._session: aiohttp.ClientSession | None = None
-        if allowed_hosts:
-            with needing("allowed_hosts", StartError):
-                import_module("aiohttp")
+        if allowed_hosts and find_spec("aiohttp") is None:
+            raise StartError("allowed_hosts", f"needs aiohttp: {how_to_install('preprocessor')}")
 
     async def close(self) -> None:
         if self._session is not None:
@@ -134,7 +133,7 @@ class Fetcher:
             except (aiohttp.ClientError, aiohttp.InvalidURL, OSError, ValueError) as error:
                 if isinstance(error, TimeoutError):
                     raise
-                raise InvalidRequest(field, f"it cannot be fetched: {_reason(error)}") from None
+                raise InvalidRequest(field, f"the file cannot be fetched: {_reason(error)}") from None
         raise InvalidRequest(field, f"its server redirects more than {MAX_REDIRECTS} times")
 
     def _check(self, url: str, field: str) -> None:

@@ -79,7 +79,7 @@ class PreprocessService:
         """Number of refused requests by the name of the gRPC status code."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        handlers = {
+        handlers: dict[str, Any] = {
             "Process": grpc.stream_stream_rpc_method_handler(
                 self.Process, pb.ProcessRequest.FromString, pb.ProcessReply.SerializeToString
             ),
@@ -179,7 +179,7 @@ class PreprocessService:
         """Return the kinds of the media. Raises InvalidRequest for what is wrong before any file is read."""
         media, most = request.media, self._config.max_items
         if not media:
-            raise InvalidRequest("media", "there are none")
+            raise InvalidRequest("media", "the request has none")
         if len(media) > most:
             raise InvalidRequest("media", f"a request has at most {most} files, not {len(media)} (max_items)")
         kinds: list[MediaKind] = []

@@ -1580,7 +1580,9 @@ class PlacementCandidate(_message.Message):
     """Reduction of the cost because workers of the candidate served the last request of the same session."""
     @_builtins.property
     def further_ms(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Terms of other packages that are installed where the router runs, by name; they are in delay_ms."""
+        """Further terms by name: "lender_encode" and "encode", the time of the model's encoder for pictures, which are in
+        ttft_ms; and those of other packages that are installed where the router runs, which are in delay_ms.
+        """
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ from engine.settings import CommonSettings
 from planner.config import PoolConfig
 from planner.executors.kubernetes import KubernetesConfig
 from planner.runtime import PlannerConfig
+from preprocessor.config import MediaModel, PreprocessorConfig
 from router.admission.config import TenantPolicy
 from router.config import RouterConfig
 from router.models.config import ModelEntry, ModelRule
@@ -57,6 +58,10 @@ BASIC: dict[type[BaseModel], tuple[str, ...]] = {
         *("routers", "model", "executor", "prefill", "decode", "max_total", "ttft_s", "itl_s", "goal", "start_s"),
         *("switch", "metrics_port"),
     ),
+    PreprocessorConfig: (
+        *("model", "models", "engine", "vllm_options", "host", "port", "processes", "allowed_hosts"),
+        *("blob_memory_mib", "metrics_port", "log_level"),
+    ),
 }
 """Basic settings, at most 12 for each role."""
 OF_ENGINES = {
@@ -68,6 +73,7 @@ PARTS: dict[type[BaseModel], str] = {
     ModelRule: "An entry of the router's `model_rules`",
     TenantPolicy: "A tenant: the router's `tenants.NAME` and `default_tenant`",
     ApiKey: "An API key: an entry of `api_keys`, or of the file",
+    MediaModel: "An entry of the preprocessor's `models`",
     PoolConfig: "A pool of the planner: `prefill` and `decode`",
     KubernetesConfig: "The planner's `kubernetes`",
     RaySettings: "The key `ray` of a cluster file",
@@ -86,7 +92,8 @@ def main() -> None:
 def page() -> Iterator[str]:
     """Yield the parts of the page."""
     yield HEAD
-    for title, settings in (("Router", RouterConfig), ("Worker", WorkerConfig), ("Planner", PlannerConfig)):
+    roles = ("Router", RouterConfig), ("Worker", WorkerConfig), ("Planner", PlannerConfig)
+    for title, settings in (*roles, ("Preprocessor", PreprocessorConfig)):
         basic = BASIC[settings]
         assert len(basic) <= 12, title
         of_engines = OF_ENGINES if settings is WorkerConfig else {}

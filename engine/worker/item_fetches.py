@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from typing import Protocol
 
 import grpc
 
@@ -11,8 +12,7 @@ from cluster.rpc import Channels
 from cluster.tls import TlsIdentity
 from engine.items import Item
 from engine.messages.from_engine import ItemsWanted
-from engine.messages.to_engine import ItemsFetched
-from engine.process.engine_client import EngineClient
+from engine.messages.to_engine import ItemsFetched, ToEngine
 from protos import preprocess_pb2 as pb
 from protos import preprocess_pb2_grpc as pb_grpc
 
@@ -21,10 +21,17 @@ FETCH_S = 10.0
 """Seconds after which a fetch is given up; its request is placed again."""
 
 
+class Recipient(Protocol):
+    """Engine that asked."""
+
+    def send(self, *messages: ToEngine) -> None:
+        """Send it messages."""
+
+
 class ItemFetches:
     """Fetches for one engine; each answer is one ItemsFetched."""
 
-    def __init__(self, engine: EngineClient, trust: TlsIdentity | None = None) -> None:
+    def __init__(self, engine: Recipient, trust: TlsIdentity | None = None) -> None:
         self._engine = engine
         self._channels = Channels(trust)
         self._tasks: set[asyncio.Task[None]] = set()

@@ -51,6 +51,7 @@ def decided(placement: Placement, num_candidates: int = MAX_EXPLAINED) -> pb.Pla
 
 
 def candidate_of(candidate: Candidate) -> pb.PlacementCandidate:
+    further = {term.name for term in further_terms()} | {"lender_encode", "encode"}
     ms = {name: 1e3 * seconds for name, seconds in candidate.seconds.items()}
     return pb.PlacementCandidate(
         decode_worker=candidate.decode_id,
@@ -75,7 +76,7 @@ def candidate_of(candidate: Candidate) -> pb.PlacementCandidate:
         waiting_bytes=round(candidate.waiting_bytes),
         source_bytes=candidate.source_bytes,
         source_waiting_bytes=round(candidate.source_waiting_bytes),
-        further_ms={term.name: ms[term.name] for term in further_terms()},
+        further_ms={name: ms[name] for name in ms if name in further},
     )
 
 

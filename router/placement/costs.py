@@ -14,7 +14,7 @@ from router.placement.affinity import MOST_S, reduction_s
 from router.placement.candidates import Alternative, Candidate
 from router.placement.pairs import KINDS, DecodeWorkers, Inputs, Kind, Pairs, position
 from router.placement.rates import Floats, Ints
-from router.placement.terms import TTFT, Term, delay_terms
+from router.placement.terms import Term, delay_terms, ttft_terms
 
 FEW = 5
 """Number of cheapest alternatives that a decision keeps."""
@@ -39,7 +39,7 @@ class CostedPairs:
 
     def __init__(self, pairs: Pairs) -> None:
         self.pairs = pairs
-        self._ttft, self._delay = TTFT[pairs.kind], delay_terms()
+        self._ttft, self._delay = ttft_terms(pairs), delay_terms()
         self._seconds: list[Floats | float] = []
         cost_s, delay_s = self._sum(self._ttft), self._sum(self._delay)
         cost_s += delay_s
@@ -232,7 +232,7 @@ class Costs:
         A pair does not matter whose bound is above the costs of FEW + 1 others.
         """
         of_row, of_lender = np.zeros((pairs.shape[0], 1)), np.zeros(pairs.shape[1])
-        for term in (*TTFT[pairs.kind], *delay_terms()):
+        for term in (*ttft_terms(pairs), *delay_terms()):
             for part_s, bound_s in zip(term.lower_bound(pairs), (of_row, of_lender), strict=True):
                 if isinstance(part_s, np.ndarray) or part_s:
                     bound_s += part_s

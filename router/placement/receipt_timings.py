@@ -15,12 +15,13 @@ def measured(
     running: float,
     num_choices: int,
     moved: Transfer | None = None,
+    with_items: bool = False,
 ) -> ReceiptTimings:
     """Return the measurements of `finish`, which ended the stream.
 
     The queued tokens are those at the workers before this placement; `running` streams include this one; `moved` is
     the transfer to the decode worker. Nothing is learned from requests that failed, were preempted, or mix several
-    causes.
+    causes, and nothing about computing from those `with_items`, whose time is also the encoder's.
     """
     receipt = finish.receipt
     kv, placement = receipt.kv, receipt.placement
@@ -33,13 +34,13 @@ def measured(
         fetch = kv.store_blocks, seconds["fetch from the store"]
     if undisturbed and placement.lender and "lender prefill" in seconds and not kv.lender_fetched_blocks:
         ready_s = seconds.get("lender queue", 0.0) + seconds["lender prefill"]
-        if kv.lender_computed_blocks:
+        if kv.lender_computed_blocks and not with_items:
             tokens = lender_queued_tokens + kv.lender_computed_blocks * kv.block_tokens
             prefill = tokens, ready_s
-        elif kv.moved_blocks and "transfer of the last blocks" in seconds:
+        elif not kv.lender_computed_blocks and kv.moved_blocks and "transfer of the last blocks" in seconds:
             shared = 0 if moved is None else moved.shared_bytes(kv.moved_bytes)
             transfer = kv.moved_bytes + shared, ready_s + seconds["transfer of the last blocks"]
-    if undisturbed and kv.computed_tokens and "prompt tail" in seconds:
+    if undisturbed and not with_items and kv.computed_tokens and "prompt tail" in seconds:
         tail = decode_queued_tokens + kv.computed_tokens, seconds.get("decode queue", 0.0) + seconds["prompt tail"]
     num_steps = finish.usage.completion_tokens - 1 - receipt.speculation.accepted_tokens
     if placement.attempt == 1 and not kv.preemptions and num_choices == 1 and num_steps > 0 and "decode" in seconds:

@@ -11,6 +11,7 @@ decode worker and a part by lender: it needs no matrix of pairs.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cache
 from typing import ClassVar
 
@@ -25,6 +26,9 @@ from router.placement.worker_table import Hits, WorkerTable, WorkerView
 
 GROUP = "tandem.placement_terms"
 """Group of the entry points by which other packages bring terms."""
+ENCODE_SHARE = 0.5
+"""Assumed time of the model's encoder for an item, as a share of the time in which the worker computes its tokens. An
+encoder with a tenth of the model's parameters reads four patches or more for each token."""
 Bound = tuple[Floats | float, Floats | float]
 """Seconds by decode worker, [R, 1] or one number, and by lender, [L] or one number."""
 
@@ -87,6 +91,35 @@ class LenderCompute(Term):
         tokens = (demand.num_usable_blocks - blocks) * demand.block_tokens
         seconds: Floats = pairs.rates.prefill_fixed_s[pairs.lenders] + tokens / pairs.lender_tokens_per_s
         return seconds
+
+
+class LenderEncode(Term):
+    """Encoding of the items that the lender lacks, whole or in part, among the blocks that it computes."""
+
+    name = "lender_encode"
+
+    def seconds(self, pairs: Pairs) -> Floats | float:
+        demand = pairs.demand
+        end = demand.num_usable_blocks * demand.block_tokens
+        begun = [item for item in demand.items if item[0] < end]
+        return _encoding_s(begun, pairs.reads.blocks * demand.block_tokens, pairs.lender_tokens_per_s)
+
+
+class Encode(Term):
+    """Encoding of the items that neither the decode worker's blocks nor the loan cover."""
+
+    name = "encode"
+
+    def seconds(self, pairs: Pairs) -> Floats | float:
+        demand = pairs.demand
+        return _encoding_s(demand.items, pairs.blocks * demand.block_tokens, pairs.decode.tokens_per_s)
+
+
+def _encoding_s(items: Sequence[tuple[int, int]], covered: Floats | float, tokens_per_s: Floats) -> Floats | float:
+    """Return the seconds for the items that end after the `covered` tokens, in the shape of those and the rates."""
+    tokens = sum((end > covered) * (end - first) for first, end in items)
+    seconds: Floats | float = ENCODE_SHARE * tokens / tokens_per_s
+    return seconds
 
 
 class Transfer(Term):
@@ -178,14 +211,27 @@ def _own_bound(pairs: Pairs, times: Floats | float) -> Bound:
 
 _ALONE = DecodeQueue(), PromptTail()
 _READING = Transfer(), *_ALONE
+_ALONE_WITH_ITEMS = DecodeQueue(), Encode(), PromptTail()
+_READING_WITH_ITEMS = Transfer(), *_ALONE_WITH_ITEMS
 TTFT: dict[Kind, tuple[Term, ...]] = {
     "alone": _ALONE,
     "reading": _READING,
     "computing": (SourceRead(), LenderQueue(), LenderCompute(), *_READING),
 }
-"""Terms of the time to first token, in order of time."""
+"""Terms of the time to first token of a text, in order of time."""
+TTFT_WITH_ITEMS: dict[Kind, tuple[Term, ...]] = {
+    "alone": _ALONE_WITH_ITEMS,
+    "reading": _READING_WITH_ITEMS,
+    "computing": (SourceRead(), LenderQueue(), LenderCompute(), LenderEncode(), *_READING_WITH_ITEMS),
+}
+"""The same of a prompt with items."""
 DELAY: tuple[Term, ...] = PromptDelay(), StreamDelay()
 """Terms of the delay of running streams."""
+
+
+def ttft_terms(pairs: Pairs) -> tuple[Term, ...]:
+    """Return the terms of the pairs' TTFT."""
+    return (TTFT_WITH_ITEMS if pairs.demand.items else TTFT)[pairs.kind]
 
 
 @cache
@@ -203,7 +249,7 @@ def further_terms() -> tuple[Term, ...]:
 
     Raises StartError, which names the entry point, for a term that cannot be loaded or does not keep the interface.
     """
-    names = {term.name for term in (*TTFT["computing"], *DELAY)}
+    names = {term.name for term in (*TTFT_WITH_ITEMS["computing"], *DELAY)}
     terms = []
     for entry in plugin_names(GROUP):
         try:

@@ -31,12 +31,7 @@ class Caller:
             reply = await call.read()
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
-        if not isinstance(reply, pb.ProcessReply):
-            try:
-                await call
-            except grpc.aio.AioRpcError as error:
-                raise from_rpc_error(error) from None
-            raise AssertionError(f"ended with {await call.code()} and without an answer")
+        assert isinstance(reply, pb.ProcessReply), await call.code()
         try:
             yield reply
         finally:

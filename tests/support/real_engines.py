@@ -12,10 +12,12 @@ from cluster.errors import StartError
 from cluster.roles import Role
 from engine.config import WorkerConfig
 from engine.core_types import SamplingParams, TokenLogprobs
+from engine.items import begun_items
 from engine.messages.from_engine import (
     Audited,
     CloseLoan,
     FromEngine,
+    ItemsWanted,
     LendReady,
     LendRefused,
     LendStarting,
@@ -41,6 +43,7 @@ from engine.messages.to_engine import (
 from engine.process.child_engine import ChildEngine
 from engine.process.engine_client import EngineListener
 from engine.process.spec import EngineSpec
+from engine.worker.item_fetches import ItemFetches
 from support.processes import gone, ranks_of
 
 PATIENCE_S, START_S = 30.0, 300.0
@@ -58,6 +61,7 @@ class RealEngine(EngineListener):
         """By request: the engine that lends for it, and the request."""
         self.borrowers: dict[str, RealEngine] = {}
         self.end = ""
+        self._fetches = ItemFetches(self)
         self._heard = asyncio.Event()
         self.ready: Ready
 
@@ -81,9 +85,10 @@ class RealEngine(EngineListener):
                 case OpenLoan(request_id, first, end, may_compute):
                     lender, request = self.lent[request_id]
                     lender.borrowers[request_id] = self
-                    tokens = request.prompt[: end * self.ready.block_tokens]
-                    lend = Lend(request_id, tokens, first, request.cache_salt, may_compute, 0, adapter=request.adapter)
-                    lender.send(lend)
+                    items = begun_items(request.items, end * self.ready.block_tokens)
+                    num_tokens = max(end * self.ready.block_tokens, items[-1].end if items else 0)
+                    lend = Lend(request_id, request.prompt[:num_tokens], first, request.cache_salt, may_compute, 0)
+                    lender.send(lend._replace(adapter=request.adapter, items=items, end_block=end))
                 case ReleaseLoan(request_id, first, count):
                     self.lent[request_id][0].send(LendReleased(request_id, first, count))
                 case CloseLoan(request_id):
@@ -95,6 +100,8 @@ class RealEngine(EngineListener):
                     self.borrowers[loan_id].send(LoanBlocks(loan_id, first, block_ids, fingerprints, fetched))
                 case LendRefused(loan_id, reason):
                     self.borrowers[loan_id].send(LoanFailed(loan_id, reason))
+                case ItemsWanted():
+                    self._fetches.start(message)
                 case _:
                     self.said.append(message)
         self._heard.set()
@@ -113,6 +120,13 @@ class RealEngine(EngineListener):
                 assert not self.end, self.end
                 self._heard.clear()
                 await self._heard.wait()
+
+    async def rejected(self) -> str:
+        """Why."""
+        await self.until(lambda: self._said(Rejected))
+        (message,) = [message for message in self.said if isinstance(message, Rejected)]
+        self.said.remove(message)
+        return message.reason
 
     async def has_ended(self) -> str:
         """How."""

@@ -254,7 +254,7 @@ def _qwen_tokens() -> dict[str, int]:
 
 GEMMA_TOKENS = (
     *("<bos>", "<eos>", "<unk>", "<pad>", "<start_of_turn>", "<end_of_turn>"),
-    *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    *("<start_of_image>", "<end_of_image>", "<image_soft_token>", "\n", "\n\n", "\n\n\n", "\n\n\n\n"),
 )
 KINDS: dict[str, tuple[Any, tuple[str, ...], str]] = {
     "llava": (_llava, ("<s>", "</s>", "<unk>", "<pad>", "<image>"), LLAVA_TEMPLATE),
@@ -286,7 +286,9 @@ def write_media_model(kind: str, folder: Path) -> Path:
 def _write_tokenizer(path: Path, specials: tuple[str, ...], kind: str) -> None:
     words = {token: number for number, token in enumerate(specials)}
     words |= {f"w{number}": number for number in range(len(specials), WORDS)}
-    for name, number in (("user", 300), ("assistant", 301), ("system", 302), (":", 303), ("model", 304)):
+    named = [("user", 300), ("assistant", 301), ("system", 302), (":", 303), ("model", 304)]
+    named += [("\n" * count, 304 + count) for count in range(1, 5)]  # Gemma's processor looks for them
+    for name, number in named:
         del words[f"w{number}"]
         words[name] = number
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=specials[2]))
@@ -313,17 +315,28 @@ def write_weights(path: Path, seed: int = 3) -> None:
     """Write random weights into a model's directory; with transformers and torch."""
     import torch
     import transformers
+    from safetensors.torch import load_file, save_file
 
     torch.manual_seed(seed)
     config = transformers.AutoConfig.from_pretrained(path)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # the usual initialisation is so small that logits hardly differ
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.1)
+                # Gemma multiplies embeddings and gives them to the output: larger ones would repeat the last token
+                is_large = "embed_tokens" in name and config.model_type == "gemma3"
+                parameter.normal_(0.0, 0.01 if is_large else 0.1)
     kept = (path / "config.json").read_text()
     model.save_pretrained(path)
     (path / "config.json").write_text(kept)
+    (file,) = path.glob("*.safetensors")
+    save_file({_published_name(name): tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+
+
+def _published_name(name: str) -> str:
+    """Return a weight's name as published models have it, which vLLM reads."""
+    prefix = "vision_tower."
+    return f"{prefix}vision_model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from cluster.errors import Overloaded
 from engine.messages.from_engine import KvUse, Load, TierUse
 from engine.worker.metrics import EngineCollector, GpuCollector
 from planner.runtime import PlannerMetrics
+from preprocessor.blobs import BlobStore
+from preprocessor.metrics import PreprocessorCollector
 from protos import inference_pb2 as pb
 from router.observability.metrics import RequestMetrics, RouterMetrics
 from router.prepared_request import PreparedRequest
@@ -196,8 +198,15 @@ def test_every_metric_stands_in_the_manual(registry: CollectorRegistry, request_
     registry.register(EngineCollector(lambda: Load(7, 3, 1, 2, 500, 30, 40, {}), lambda: KV))
     registry.register(GpuCollector(Nvml()))
     PlannerMetrics(registry, "m")
+    media = SimpleNamespace(num_items=3, refusals={"INVALID_ARGUMENT": 2}), {"m": SimpleNamespace(num_restarts=1)}
+    registry.register(PreprocessorCollector(*media, BlobStore(1 << 20)))  # type: ignore[arg-type]  # all that is read
     documented = set(re.findall(r"`(tandem_[a-z0-9_]+)`", MANUAL.read_text()))
-    names = "router/observability/metrics.py", "engine/worker/metrics.py", "planner/runtime.py"
+    names = (
+        "router/observability/metrics.py",
+        "engine/worker/metrics.py",
+        "planner/runtime.py",
+        "preprocessor/metrics.py",
+    )
     sources = [Path(__file__).parents[2] / name for name in names]
     families = {family.name for family in registry.collect()}
     there = {name.removesuffix("_total") for name in documented}

@@ -59,7 +59,10 @@ async def test_tokens_and_tensors_are_those_of_vllm(kind: str, tmp_path: Path) -
     for seed, file in enumerate(files):
         file.write_bytes(picture(seed, 84 + 28 * seed, 112))
     expected = await reference(model, prompt, files)
-    async with preprocessor(engine="vllm", vllm_python=PYTHON, model=model, processes=1) as (caller, _):
+    async with preprocessor(engine="vllm", vllm_python=PYTHON, model=model, processes=1, dtype="float32") as (
+        caller,
+        _,
+    ):
         assert (await caller.describe())["image"].placeholder == place
         async with caller.leased(request_of(prompt, *(file.read_bytes() for file in files))) as reply:
             blobs = await caller.fetch(reply.items)

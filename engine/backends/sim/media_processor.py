@@ -48,7 +48,7 @@ class SimMediaProcessor(MediaProcessor):
     def process(self, token_ids: Sequence[int], media: Sequence[MediaInput], max_pixels: int) -> Processed:
         for place, each in enumerate(media):
             if not each.data.startswith(BEGINNINGS[each.kind]):
-                raise MediaRefused(f"it is no {each.kind} of a known format", place)
+                raise MediaRefused(f"the file is no {each.kind} of a known format", place)
         waiting = {kind: [each for each in media if each.kind == kind] for kind in PLACEHOLDERS}
         expanded: list[int] = []
         items: list[ProcessedItem] = []

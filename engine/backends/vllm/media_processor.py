@@ -7,6 +7,7 @@ never a name within the file.
 import importlib.util
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from io import BytesIO
 from typing import Any, get_args
@@ -62,7 +63,7 @@ class VllmMediaProcessor(MediaProcessor):
             except MediaRefused as error:
                 raise MediaRefused(error.reason, place) from None
             except (OSError, ValueError, SyntaxError, EOFError, OverflowError) as error:
-                raise MediaRefused(f"it cannot be read: {_reason(error)}", place) from None
+                raise MediaRefused(f"the file cannot be read: {_reason(error)}", place) from None
         prompt = {"prompt_token_ids": list(token_ids), "multi_modal_data": decoded}
         params = SamplingParams(max_tokens=1)
         try:
@@ -104,6 +105,7 @@ def open_vllm_media_processor(config: VllmSettings) -> VllmMediaProcessor:
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     logging.getLogger("vllm").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")  # Python's warnings about vLLM's code, and PIL's about files
     try:
         import vllm
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -132,12 +134,12 @@ def decode_picture(data: bytes, max_pixels: int) -> Any:
     try:
         image = Image.open(BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
-        raise MediaRefused(f"it is no picture of a known format ({', '.join(FORMATS)})") from None
+        raise MediaRefused(f"the file is no picture of a known format ({', '.join(FORMATS)})") from None
     except Image.DecompressionBombError:
-        raise MediaRefused(f"it has more than {max_pixels} pixels") from None
+        raise MediaRefused(f"the picture has more than {max_pixels} pixels") from None
     width, height = image.size
     if width * height > max_pixels:
-        raise MediaRefused(f"it has {width} x {height} pixels, more than {max_pixels}")
+        raise MediaRefused(f"the picture has {width} x {height} pixels, more than {max_pixels}")
     image.load()
     upright = convert_image_mode(normalize_image(image), "RGB")
     plain = Image.new("RGB", upright.size)  # without the file's metadata, from which vLLM would take an identifier

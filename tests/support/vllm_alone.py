@@ -1,0 +1,43 @@
+"""What vLLM alone answers to prompts with pictures: run by an interpreter with vLLM and torchvision.
+
+`python -m support.vllm_alone MODEL CASES` reads a JSON file of [token ids, files of pictures, max_tokens] and prints
+the greedy tokens of each as JSON.
+"""
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    from PIL import Image
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        sys.argv[1],
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=64 << 20,
+        block_size=32,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=False,
+    )
+    answers = []
+    for token_ids, files, max_tokens in json.loads(Path(sys.argv[2]).read_text()):
+        prompt = {"prompt_token_ids": token_ids}
+        if files:
+            prompt["multi_modal_data"] = {"image": [Image.open(file).convert("RGB") for file in files]}
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        (output,) = llm.generate([prompt], sampling, use_tqdm=False)
+        answers.append(list(output.outputs[0].token_ids))
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()
