@@ -9,15 +9,19 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from tokenizers import Tokenizer
 
 from bench.clients.browser import browser_cells, free_port
 from bench.clients.load_tools import load_cells
 from bench.report import Bar, conclude
-from tandem.local.local_cluster import LocalCluster
+from preprocessor.config import PreprocessorConfig
+from tandem.local.local_cluster import LocalCluster, RoleProcess, start_role, stop_process
 from tandem.storyteller import STORYTELLER
 from tandem.topology import ClusterModel, plan_models
 
@@ -26,6 +30,18 @@ BIN = HERE.parents[1] / ".venv-clients" / "bin"
 PACKAGES = HERE.parents[1] / ".agents"
 NUM_CASES = 2000
 CASES_PER_OPERATION = 260
+
+
+SIM = {"engine": "sim", "dtype": "auto"}
+
+
+@asynccontextmanager
+async def stopping(role: RoleProcess) -> AsyncIterator[None]:
+    """Stop a process after a block."""
+    try:
+        yield
+    finally:
+        await stop_process(role.process)
 
 
 async def features(*command: str) -> list[dict[str, Any]]:
@@ -68,6 +84,18 @@ def make_embedder(path: Path) -> Path:
     return path
 
 
+def make_seeing(path: Path) -> Path:
+    """Make a model for the sim engine that reads pictures: the demo model's files, with a placeholder for them."""
+    shutil.copytree(STORYTELLER, path, ignore=shutil.ignore_patterns("*.safetensors"))
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = json.loads((path / "config.json").read_text())
+    config["vocab_size"] = max(config["vocab_size"], max(tokenizer.get_vocab().values()) + 1)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
 def bar_of(cell: dict[str, Any]) -> Bar:
     """Return the bar of a cell: 0 where it is as it must be."""
     what = f"{cell['client']}: {cell['feature']}" + (" (refused)" if cell["expected"] else "")
@@ -84,9 +112,16 @@ async def main() -> None:
         router |= {"cors_origins": (f"http://127.0.0.1:{page_port}",)}
         settings = {"kv_memory_mib": 64, "dtype": "float32"}
         embedder = make_embedder(Path(folder) / "embedder")
-        models = [ClusterModel(path=STORYTELLER), ClusterModel(path=embedder, prefill=1, decode=0)]
+        seeing = make_seeing(Path(folder) / "seeing")
+        config = PreprocessorConfig.parse({"model": seeing, "engine": "sim", "port": 0, "processes": 1})
+        preprocessor = await start_role("preprocessor", "preprocessor", config)
+        models = [
+            ClusterModel(path=STORYTELLER),
+            ClusterModel(path=embedder, prefill=1, decode=0),
+            ClusterModel(path=seeing, prefill=0, worker=SIM, preprocessor=preprocessor.address),
+        ]
         topology = plan_models(models, router, settings, [0, 1])
-        async with LocalCluster(topology) as cluster:
+        async with stopping(preprocessor), LocalCluster(topology) as cluster:
             base = f"http://{cluster.router.http_address}"
             cells = await features(str(BIN / "python"), str(HERE / "features.py"), base)
             if node := shutil.which("node"):

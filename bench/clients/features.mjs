@@ -66,6 +66,15 @@ const features = {
     });
     check(called.toolCalls[0].input.city, "no city");
   },
+  "ai (Vercel): images": async () => {
+    const { generateText } = await load("ai");
+    const { createOpenAICompatible } = await load("@ai-sdk/openai-compatible");
+    const seeing = createOpenAICompatible({ name: "tandem", baseURL: `${base}/v1`, apiKey: "none" })("seeing");
+    const picture = new Uint8Array([0x89, 0x50, 0x4e, 0x47, 0x0d, 0x0a, 0x1a, 0x0a, ...new Array(40).fill(0)]);
+    const content = [{ type: "text", text: "see" }, { type: "image", image: picture, mediaType: "image/png" }];
+    const answer = await generateText({ model: seeing, messages: [{ role: "user", content }], maxOutputTokens: 2 });
+    check(answer.usage.inputTokens > 20, "the picture has no tokens");
+  },
 };
 
 for (const [name, run] of Object.entries(features)) {

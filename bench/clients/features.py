@@ -4,6 +4,7 @@ Prints one JSON object a line: client, feature, and how it went (empty: it works
 """
 
 import asyncio
+import base64
 import json
 import os
 import sys
@@ -20,6 +21,18 @@ import openai
 from pydantic import BaseModel
 
 MODEL, EMBEDDER, ASK = "model", "embedder", "What is the weather in Paris?"
+SEEING = "seeing"
+"""A model of the sim engine, which makes at least 20 tokens of a picture."""
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(40)
+BASE64 = base64.b64encode(PNG).decode()
+DATA_URL = f"data:image/png;base64,{BASE64}"
+SHOWN: Any = [
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": DATA_URL}}],
+    }
+]
+LEAST_TOKENS = 20
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 WEATHER: Any = {
     "type": "object",
@@ -30,7 +43,6 @@ WEATHER: Any = {
 FUNCTION: Any = {"name": "get_weather", "description": "Current weather of a city.", "parameters": WEATHER}
 TOOL: Any = {"type": "function", "function": FUNCTION}
 REFUSED: dict[tuple[str, str], str] = {
-    ("openai", "images"): "the models here read text only",
     ("openai", "audio"): "no model here hears or speaks",
 }
 """Cells that are refused with a clear error, and why."""
@@ -181,8 +193,28 @@ async def _(base: str) -> None:
 
 @feature("openai", "images")
 async def _(base: str) -> None:
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    await by_openai(base).chat.completions.create(model=MODEL, messages=[{"role": "user", "content": [part]}])
+    client = by_openai(base)
+    answer = await client.chat.completions.create(model=SEEING, messages=SHOWN, max_tokens=2)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens > LEAST_TOKENS
+    shown: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": DATA_URL, "detail": "auto"}]}]
+    first = await client.responses.create(model=SEEING, input=shown, max_output_tokens=2)
+    second = await client.responses.create(
+        model=SEEING, input="And now?", previous_response_id=first.id, max_output_tokens=2
+    )
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens > LEAST_TOKENS
+
+
+@feature("openai", "an uploaded picture")
+async def _(base: str) -> None:
+    client = by_openai(base)
+    file = await client.files.create(file=("a.png", PNG), purpose="vision")
+    shown: Any = [{"role": "user", "content": [{"type": "input_image", "file_id": file.id, "detail": "auto"}]}]
+    answer = await client.responses.create(model=SEEING, input=shown, max_output_tokens=2)
+    assert answer.usage is not None
+    assert answer.usage.input_tokens > LEAST_TOKENS
 
 
 @feature("openai", "audio")
@@ -251,6 +283,29 @@ async def _(base: str) -> None:
 # ------------------------------------------------------------------------------------------------ frameworks
 
 
+@feature("anthropic", "images")
+async def _(base: str) -> None:
+    client = anthropic.AsyncAnthropic(base_url=base, api_key="none", max_retries=0)
+    source = {"type": "base64", "media_type": "image/png", "data": BASE64}
+    turns: Any = [{"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": "see"}]}]
+    counted = await client.messages.count_tokens(model=SEEING, messages=turns)
+    answer = await client.messages.create(model=SEEING, max_tokens=2, messages=turns)
+    assert counted.input_tokens > LEAST_TOKENS
+    assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == counted.input_tokens
+
+
+@feature("langchain-openai", "images")
+async def _(base: str) -> None:
+    from langchain_core.messages import HumanMessage
+    from langchain_openai import ChatOpenAI
+
+    chat = ChatOpenAI(model=SEEING, base_url=f"{base}/v1", api_key="none", max_tokens=2)
+    image = {"type": "image", "base64": BASE64, "mime_type": "image/png"}
+    answer = await chat.ainvoke([HumanMessage(content=[{"type": "text", "text": "see"}, image])])
+    assert answer.usage_metadata is not None
+    assert answer.usage_metadata["input_tokens"] > LEAST_TOKENS
+
+
 @feature("langchain-openai", "chat and stream")
 async def _(base: str) -> None:
     from langchain_openai import ChatOpenAI
@@ -315,6 +370,14 @@ async def _(base: str) -> None:
     asked = [{"role": "user", "content": ASK}]
     called = await litellm.acompletion(messages=asked, tools=[TOOL], tool_choice="required", **where)
     assert called.choices[0].message.tool_calls
+
+
+@feature("litellm", "images, by chats and by Messages")
+async def _(base: str) -> None:
+    by_chat: Any = {"model": f"openai/{SEEING}", "api_base": f"{base}/v1"}
+    for where in (by_chat, {"model": f"anthropic/{SEEING}", "api_base": base}):
+        answer = await litellm.acompletion(messages=SHOWN, api_key="none", max_tokens=2, **where)
+        assert answer.usage.prompt_tokens > LEAST_TOKENS
 
 
 @feature("litellm", "anthropic messages")

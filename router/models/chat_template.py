@@ -161,14 +161,17 @@ class ChatTemplate:
 
     def _shape(self, chat: list[dict[str, Any]], source: str, placeholders: Mapping[str, str]) -> None:
         """Give each message's content the form that the template reads: parts, or one text with placeholders."""
+        reads_strings = self._reads_strings(source)
         for message in chat:
-            content, role = message["content"], message["role"]
+            content = message["content"]
             if isinstance(content, str):
-                if content and not self._reads_strings(source):
+                if content and not reads_strings:
                     message["content"] = [_written_part("text", content)]
-            elif not all(self._reads_parts(source, role, part["type"]) for part in content if part["type"] != "text"):
+                continue
+            role = message["role"]
+            if not all(self._reads_parts(source, role, part["type"]) for part in content if part["type"] != "text"):
                 text = _with_placeholders(content, placeholders)
-                message["content"] = text if self._reads_strings(source) else [_written_part("text", text)]
+                message["content"] = text if reads_strings else [_written_part("text", text)]
 
     def _reads_strings(self, source: str) -> bool:
         """Return whether the template reads a content that is a text; some read lists of parts only."""

@@ -94,12 +94,15 @@ class ReadyMedia:
         asked: "Asked",
         is_over: Callable[[], bool],
         held: contextlib.ExitStack,
+        seconds: float,
     ) -> None:
         """Create it; `is_over` tells whether the stream that holds the items has ended, and closing `held` ends it."""
         self.prompt = prompt
         """The prompt with the tokens of all items."""
         self.items = items
         self.asked = asked
+        self.seconds = seconds
+        """Time that the preprocessor took."""
         self._is_over = is_over
         self._held = held
 
@@ -126,7 +129,7 @@ class Asked:
         self.prompt_field = prompt_field
         self.deadline = deadline
         self.facts = tuple(MediumFacts(medium.kind, len(medium.data)) for medium in wanted.media)
-        self.num_bytes = sum(each.num_bytes for each in self.facts)
+        self.num_bytes = sum(len(medium.data) + len(medium.url) for medium in wanted.media)
         first = wanted.media[0]
         self.key = first.data[: 1 << 20] or first.url.encode()
         """What decides which preprocessor is asked first, so that the same picture meets the same cache."""
@@ -221,6 +224,7 @@ class MediaClient:
     async def _process_at(self, address: str, asked: Asked, wanted: preprocess_pb2.ProcessRequest) -> ReadyMedia:
         with contextlib.ExitStack() as held:
             stub = preprocess_pb2_grpc.PreprocessStub(held.enter_context(self._channels.using(address)))
+            asked_at = time.monotonic()
             call = stub.Process(wanted, timeout=_remaining_s(asked.deadline))
             held.callback(call.cancel)
             try:
@@ -233,7 +237,7 @@ class MediaClient:
             if fault := items_fault(items, len(prompt)):
                 raise Unavailable(f"preprocessor {address} made items that cannot be used: {fault}")
             self._keep(asked, held)
-            return ReadyMedia(prompt, items, asked, call.done, held.pop_all())
+            return ReadyMedia(prompt, items, asked, call.done, held.pop_all(), time.monotonic() - asked_at)
 
     def _keep(self, asked: Asked, held: contextlib.ExitStack) -> None:
         """Keep the files for another preprocessor while there is room."""

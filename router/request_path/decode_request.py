@@ -94,15 +94,16 @@ def decode_request(
 
 
 def _stages(prepared: PreparedRequest, placed_at: float, where: str) -> list[public_pb.Stage]:
-    tokenise_ms = (prepared.tokenised_at - prepared.arrived_at) * 1e3
+    read_ms = (prepared.tokenised_at - prepared.arrived_at) * 1e3
+    queue_ms = (placed_at - prepared.tokenised_at) * 1e3
+    queued = public_pb.Stage(name="router queue", where=where, start_ms=read_ms, duration_ms=queue_ms)
+    if prepared.media is None:
+        return [public_pb.Stage(name="tokenise", where=where, start_ms=0.0, duration_ms=read_ms), queued]
+    media_ms = min(read_ms, prepared.media.seconds * 1e3)
     return [
-        public_pb.Stage(name="tokenise", where=where, start_ms=0.0, duration_ms=tokenise_ms),
-        public_pb.Stage(
-            name="router queue",
-            where=where,
-            start_ms=tokenise_ms,
-            duration_ms=(placed_at - prepared.tokenised_at) * 1e3,
-        ),
+        public_pb.Stage(name="tokenise", where=where, start_ms=0.0, duration_ms=read_ms - media_ms),
+        public_pb.Stage(name="media", where=where, start_ms=read_ms - media_ms, duration_ms=media_ms),
+        queued,
     ]
 
 

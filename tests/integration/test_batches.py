@@ -246,7 +246,7 @@ async def test_a_wrong_field_of_a_batch_is_named(site: Site, param: str, change:
 async def test_wrong_uploads_are_refused_by_name(site: Site) -> None:
     before = (await site.openai.files.list()).data
     with pytest.raises(openai.BadRequestError, match="purpose"):
-        await site.openai.files.create(file=b"{}", purpose="vision")
+        await site.openai.files.create(file=b"{}", purpose="fine-tune")
     with pytest.raises(openai.APIStatusError, match="max_file_mib") as refused:
         await site.openai.files.create(file=b"x" * (3 << 20), purpose="batch")
     assert (refused.value.status_code, refused.value.code) == (413, "file_too_large")

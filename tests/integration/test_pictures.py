@@ -5,6 +5,7 @@ import base64
 import json
 import os
 import signal
+import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -13,13 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import grpc
 import openai
 import pytest
 import pytest_asyncio
 
 from cluster.errors import InvalidRequest, Unavailable
+from cluster.rpc import channel
+from cluster.tls import ClientIdentity
 from preprocessor.config import PreprocessorConfig
 from protos import inference_pb2 as pb
+from protos import preprocess_pb2, preprocess_pb2_grpc
+from support.certificates import Authority
 from support.media_files import picture
 from support.media_models import STRINGS_TEMPLATE, place_of, write_media_model
 from support.openai_http import call, http_cluster
@@ -77,7 +83,9 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
     blind = write_media_model(folder / "blind", context=40_000)
     async with AsyncExitStack() as parts:
         models = [{"path": model}, {"path": strings}]
-        _, role = await parts.enter_async_context(preprocessor(models=models, max_items=4, max_item_mib=1))
+        _, role = await parts.enter_async_context(
+            preprocessor(models=models, max_items=4, max_item_mib=1, metrics_port=0)
+        )
         entries = [
             {"path": model, "preprocessor": role.address},
             {"path": strings, "preprocessor": role.address},
@@ -245,6 +253,38 @@ async def test_a_template_of_texts_gets_placeholders(site: Site) -> None:
         assert token_ids.count(place) == num_tokens(FIRST), "the client's own words made no placeholder"
 
 
+async def test_commands_send_pictures(site: Site, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(FIRST)
+
+    async def command(*arguments: str | Path, said: str = "") -> str:
+        where = "--address", site.cluster.address, "--model", "seeing", "--max-tokens", "2", "--image", path
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tandem.cli", *arguments, *where, "--receipt",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+        shown, _ = await process.communicate(said.encode())
+        assert not process.returncode, shown
+        return shown.decode()
+
+    assert "media" in await command("generate", "a<image>")
+    turns = (await command("chat", said="see\nand\n\n")).split("media")
+    assert len(turns) == 3, "its picture goes with each turn"
+
+
+async def test_auto_takes_a_model_that_reads_pictures(site: Site) -> None:
+    message = ("user", ["see", {"type": "image", "data": FIRST}])
+    sampling = pb.Sampling(max_tokens=2)
+    async with Client(site.cluster.address) as client:
+        explained = await client.explain(messages=[message], model="auto", sampling=sampling)
+        verdicts = {candidate.model: candidate for candidate in explained.models}
+        assert not verdicts["blind"].fit
+        pieces = client.generate(messages=[message], model="auto", sampling=sampling)
+        last = [piece async for piece in pieces][-1].finish
+        assert last.receipt.model == explained.model != "blind"
+        assert last.usage.prompt_tokens > num_tokens(FIRST)
+
+
 # -------------------------------------------------------------------------------------------------- refusals
 
 
@@ -304,7 +344,37 @@ async def test_samples_keep_no_picture(site: Site) -> None:
     assert len(sample["items"][0]["identifier"]) == 32
 
 
+async def test_nothing_is_held_when_all_is_over(site: Site) -> None:
+    """After all requests of the tests above, refused ones among them."""
+
+    async def none_held() -> bool:
+        return await media_metric(site.preprocessor, "leased_bytes") == 0
+
+    await until(none_held, "no items are held")
+    assert await media_metric(site.preprocessor, "items_total") > 10
+
+
 # ------------------------------------------------------------------------------------------------- failures
+
+
+async def test_large_pictures_where_the_settings_allow_them(tmp_path: Path) -> None:
+    """Above the limit of ordinary messages between processes."""
+    model, large = write_media_model(tmp_path / "seeing"), FIRST + bytes(18 << 20)
+    config = PreprocessorConfig.parse({"model": model, "engine": "sim", "port": 0, "drain_s": 0.0, "max_item_mib": 32})
+    role = await start_role("preprocessor", "preprocessor", config)
+    router = {"model": None, "models": [{"path": model, "preprocessor": role.address}], "max_body_mib": 64}
+    try:
+        async with http_cluster(model, router=router, **SIM) as cluster, Client(cluster.address) as client:
+            message = ("user", [{"type": "image", "data": large}])
+            pieces = client.generate(messages=[message], sampling=pb.Sampling(max_tokens=2))
+            usage = [piece async for piece in pieces][-1].finish.usage
+            content = [{"type": "image_url", "image_url": {"url": data_url(large)}}]
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+            status, _, said = await asyncio.to_thread(call, cluster.router.http_address, "/v1/chat/completions", body)
+            assert status == 200, said
+            assert said["usage"]["prompt_tokens"] == usage.prompt_tokens > num_tokens(large)
+    finally:
+        await stop_process(role.process)
 
 
 async def test_requests_go_on_with_another_preprocessor_and_end_without_any(tmp_path: Path) -> None:
@@ -393,5 +463,36 @@ async def test_items_are_held_while_their_request_runs_and_made_anew_when_they_a
             assert disturbed.receipt.placement.attempt > 1
             assert await media_metric(role, "items_total") == 1
             await held(0)
+    finally:
+        await stop_process(role.process)
+
+
+async def test_only_members_of_a_cluster_with_certificates_use_its_preprocessor(tmp_path: Path) -> None:
+    authority, strangers = Authority(tmp_path, "cluster"), Authority(tmp_path, "strangers")
+    model, member = write_media_model(tmp_path / "seeing"), authority.issue("member")
+    tls = {"tls_cert": member.cert, "tls_key": member.key, "tls_ca": authority.path}
+    role = await start_role(
+        "preprocessor",
+        "preprocessor",
+        PreprocessorConfig.parse({"model": model, "engine": "sim", "port": 0, "drain_s": 0.0} | tls),
+    )
+    router = {"model": None, "models": [{"path": model, "preprocessor": role.address}]} | tls
+    try:
+        async with (
+            http_cluster(model, router=router, **SIM, **tls) as cluster,
+            Client(cluster.address, tls=ClientIdentity(authority.path)) as client,
+        ):
+            message = ("user", ["see", {"type": "image", "data": FIRST}])
+            pieces = client.generate(messages=[message], sampling=pb.Sampling(max_tokens=2))
+            last = [piece async for piece in pieces][-1]
+            assert last.finish.usage.prompt_tokens > num_tokens(FIRST)
+            names = [stage.name for stage in last.finish.receipt.stages]
+            assert names[:3] == ["tokenise", "media", "router queue"]
+        stranger = strangers.issue("stranger")
+        identity = ClientIdentity(authority.path, stranger.cert, stranger.key)
+        async with channel(role.address, identity) as link:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await preprocess_pb2_grpc.PreprocessStub(link).Describe(preprocess_pb2.DescribeRequest(), timeout=10)
+            assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
     finally:
         await stop_process(role.process)
