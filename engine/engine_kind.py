@@ -22,6 +22,7 @@ from kvtransfer.plugins import load_plugin, plugin_names
 from kvtransfer.ranks import MAX_RANKS
 
 if TYPE_CHECKING:
+    from engine.encoder import MediaEncoder
     from engine.host.core_allocation import CoreAllocation
     from engine.media_processor import MediaProcessor
     from engine.model_runner import ModelRunner, RankInfo
@@ -210,6 +211,13 @@ class EngineKind(ABC, Generic[Settings]):
         Raises EngineStartError where there is no interpreter for it.
         """
         return Launch((sys.executable, "-m", "cluster.launch", module))
+
+    def open_encoder(self, config: Settings) -> "MediaEncoder":
+        """Load the encoder of the settings' model, in a process of its own.
+
+        Raises EngineStartError.
+        """
+        raise EngineStartError("engine", f"{self.name} has no encoder of its own")
 
     def open_media_processor(self, config: Settings) -> "MediaProcessor":
         """Open what makes pictures, sounds and videos ready for the model, on the thread that will use it.

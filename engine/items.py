@@ -15,6 +15,7 @@ class Item(NamedTuple):
     details: bytes = b""
     address: str = ""
     blob_bytes: int = 0
+    encoder: str = ""
 
     @property
     def end(self) -> int:

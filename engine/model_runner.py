@@ -30,6 +30,8 @@ class ModelInfo:
     """Names and fingerprints of the LoRA adapters that it serves."""
     reads_media: bool = False
     """Whether it computes prompts with items."""
+    encoder_fingerprint: bytes = b""
+    """Fingerprint of the model, for encode workers (`encoder_fingerprint`); empty: it takes no embeddings from them."""
 
     @property
     def adapter_fingerprints(self) -> frozenset[bytes]:

@@ -33,7 +33,7 @@ TRIES = 2
 HIDDEN = ("HF_TOKEN", "TANDEM_REDIS_PASSWORD")
 """Variables that children do not get."""
 
-_GONE = (asyncio.IncompleteReadError, ConnectionError, NoFrame)
+GONE = (asyncio.IncompleteReadError, ConnectionError, NoFrame)
 """Errors of reading from a child that is gone, or that a file has taken over."""
 
 
@@ -46,14 +46,15 @@ class Child:
     writer: asyncio.StreamWriter
     ended: "asyncio.Future[None]"
     """Future that is done once the process has ended."""
-    modalities: Mapping[MediaKind, Modality] = field(default_factory=dict)
+    ready: Mapping[str, Any] = field(default_factory=dict)
+    """What it said when it was ready."""
 
     @classmethod
-    async def start(cls, config: WorkerConfig, memory_mib: int) -> "Child":
+    async def start(cls, config: WorkerConfig, memory_mib: int, module: str = "preprocessor.child") -> "Child":
         """Start a child and wait until it has opened its processor. Raises StartError."""
         ours, its = socket.socketpair()
         with its:
-            process = _spawn(config, its)
+            process = _spawn(config, its, module)
         child = cls(process, *await asyncio.open_connection(sock=ours, limit=1 << 20), _end_of(process))
         try:
             settings = config.model_dump(mode="json", exclude_unset=True)
@@ -62,7 +63,7 @@ class Child:
         except TimeoutError:
             await child.end()
             raise StartError("model", f"its processor was not ready within {START_S:g} s") from None
-        except _GONE:
+        except GONE:
             code = await child.end()
             raise StartError("engine", f"the process for pictures ended at its start with code {code}") from None
         except BaseException:
@@ -71,11 +72,11 @@ class Child:
         if "reason" in ready.values:
             await child.end()
             raise StartError(ready.values["field"], ready.values["reason"])
-        child.modalities = {kind: Modality(*each) for kind, each in ready.values["modalities"].items()}
+        child.ready = ready.values
         return child
 
     async def ask(self, frame: Frame, max_bytes: int) -> Frame:
-        """Return the answer to a frame. Raises what `_GONE` names."""
+        """Return the answer to a frame. Raises what `GONE` names."""
         for piece in encoded(frame):
             self.writer.write(piece)
         await self.writer.drain()
@@ -88,9 +89,9 @@ class Child:
         return await asyncio.to_thread(self.process.wait)
 
 
-def _spawn(config: WorkerConfig, link: socket.socket) -> "subprocess.Popen[bytes]":
+def _spawn(config: WorkerConfig, link: socket.socket, module: str) -> "subprocess.Popen[bytes]":
     """Start the process, without asyncio: uvloop forks where subprocess uses vfork. Raises StartError."""
-    launch = config.kind.launch_module(config, "preprocessor.child")
+    launch = config.kind.launch_module(config, module)
     environment = {name: value for name, value in os.environ.items() if name not in HIDDEN}
     return subprocess.Popen(
         [*launch.command, str(link.fileno())],
@@ -145,7 +146,7 @@ class Children:
     async def start(self) -> None:
         """Start all children. Raises StartError."""
         first = await self._start_one()
-        self.modalities = first.modalities
+        self.modalities = {kind: Modality(*each) for kind, each in first.ready["modalities"].items()}
         await asyncio.gather(*(self._start_one() for _ in range(self._config.processes - 1)))
 
     async def process(self, tenant: str, token_ids: Sequence[int], media: Sequence[MediaInput]) -> Processed:
@@ -192,7 +193,7 @@ class Children:
                     raise InvalidRequest(place, f"processing takes longer than {limit_s:g} s") from None
                 except NoFrame as error:
                     raise InvalidRequest(place, f"what becomes of it is too large: {error}") from None
-                except _GONE as error:
+                except GONE as error:
                     log.warning("a process ended while it read media: %s", error)
                     continue
                 finally:

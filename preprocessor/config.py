@@ -72,6 +72,9 @@ class PreprocessorConfig(HealthSettings, MetricsSettings, LogSettings, Config):
     """Memory in MiB that a child may take for a request, beyond what it takes for the model's processor."""
     blob_memory_mib: PositiveInt = 2048
     """Memory in MiB for tensors. Those of running requests stay; the others stay until there is no room for them."""
+    encoders: tuple[str, ...] = ()
+    """Addresses of encode workers, as host:port. An item always goes to the same one, which then has its embeddings;
+    the others take over the items of one that leaves the list."""
     allowed_hosts: tuple[str, ...] = ()
     """Hosts whose http and https URLs are fetched, such as `images.example.org`, or `*.example.org` for all names below
     one. They must have public addresses. Empty: no URL is fetched but `data:` URLs."""

@@ -49,6 +49,15 @@ def item_identifier(identifier: str, cache_salt: str) -> bytes:
     return digest.digest()
 
 
+def encoder_of(identifier: bytes, encoders: Sequence[str]) -> str:
+    """Return the encode worker of an item, by rendezvous hashing; empty where there is none."""
+
+    def weight(address: str) -> bytes:
+        return blake2b(identifier, key=address.encode()[:64], digest_size=8).digest()
+
+    return max(encoders, key=weight, default="")
+
+
 class PreprocessService:
     """Service over the children of each model, registered by hand.
 
@@ -171,6 +180,7 @@ class PreprocessService:
                     details=item.details,
                     address=self.address,
                     blob_bytes=len(item.blob),
+                    encoder=encoder_of(identifier, self._config.encoders),
                 )
             )
         return reply

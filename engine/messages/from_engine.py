@@ -45,11 +45,13 @@ class StartFailed(NamedTuple):
 
 
 class ItemsWanted(NamedTuple):
-    """A request or a loan needs the blobs of items; the answer is ItemsFetched."""
+    """A request or a loan needs the blobs or embeddings of items; the answer is ItemsFetched."""
 
     request_id: str
     choice: int
     items: tuple[Item, ...]
+    encoder_fingerprint: bytes = b""
+    """Fingerprint of the model, for encode workers; empty: the engine takes blobs only."""
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.core_types import SamplingParams, StepBudget
+from engine.encoder import Embeddings
 from engine.items import Item
 from engine.kv.pins import Retention
 
@@ -148,8 +149,10 @@ class ItemsFetched(NamedTuple):
 
     request_id: str
     choice: int
-    blobs: tuple[tuple[bytes, bytes], ...]
+    blobs: tuple[tuple[bytes, bytes], ...] = ()
     """Identifiers and blobs."""
+    embeddings: tuple[tuple[bytes, Embeddings], ...] = ()
+    """Identifiers and embeddings, of items whose encode worker has answered."""
     failure: str = ""
     """Reason why there are none; empty where there are."""
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from engine.backends.vllm.environment import computes_at_launch
 from engine.core.loan_host import EngineParts
 from engine.errors import EngineStartError, RankLost
 from engine.kv.rows import Allocate, private_rows
@@ -32,7 +33,7 @@ from engine.process.front_link import FrontLink
 from engine.process.spec import EngineSpec
 from engine.process.start_up import own_transport
 from engine.process.step_group import StepGroup
-from engine.process.vllm_start import StartedVllm, computes_at_launch, prepare_vllm, start_vllm, why_not_started
+from engine.process.vllm_start import StartedVllm, prepare_vllm, start_vllm, why_not_started
 from engine.process.warm_up import WarmUp, turn_of
 from engine.process.worker_ranks import WorkerRanks
 from engine.sampling.grammar_gate import GrammarGate

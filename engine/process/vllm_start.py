@@ -1,11 +1,8 @@
 """Start of vLLM in an engine process: as its only rank, or with worker processes for several."""
 
-import importlib.util
 import json
 import logging
 import os
-import sys
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -13,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.roles import Role
 from engine.backends.vllm.arguments import check_version, engine_arguments, passed_arguments
+from engine.backends.vllm.environment import computes_at_launch, quiet_vllm, set_environment
 from engine.config import WorkerConfig
 from engine.core_types import GpuDevice
+from engine.encoder import encoder_fingerprint
 from engine.errors import EngineStartError
 from engine.host.memory import UNMEASURED_KV_BYTES, belongs_in_file
 from engine.model.adapters import Adapter, read_adapters
@@ -67,12 +66,7 @@ def prepare_vllm(config: WorkerConfig) -> None:
 
     Raises EngineStartError.
     """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # its log lines are Tandem's
-    os.environ["TQDM_DISABLE"] = "1"
-    if importlib.util.find_spec("flashinfer") is None:  # vLLM's sampler takes it for installed
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    set_environment()
     ranks = range(config.num_local_ranks)
     if config.cores:
         of_ranks = [config.of_rank(rank).cores or () for rank in ranks]
@@ -91,24 +85,6 @@ def prepare_vllm(config: WorkerConfig) -> None:
         if config.data_parallel_address == "127.0.0.1":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     quiet_vllm()
-
-
-def quiet_vllm() -> None:
-    """Let vLLM log errors only."""
-    warnings.simplefilter("ignore")  # Python's warnings about vLLM's own code
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-
-
-def computes_at_launch() -> bool:
-    """Return whether vLLM's executor computes a batch in the call that launches it, as on CPUs.
-
-    Raises EngineStartError where vLLM cannot be imported.
-    """
-    try:
-        from vllm.platforms import current_platform
-    except ImportError as error:
-        raise EngineStartError("vllm_python", f"{sys.executable} cannot import vLLM: {error}") from None
-    return bool(current_platform.is_cpu())
 
 
 def start_vllm(
@@ -161,6 +137,7 @@ def start_vllm(
         eos_token_ids=model_dir.eos_token_ids,
         adapters=tuple((each.name, each.fingerprint) for each in adapters),
         reads_media=engine.scheduler.max_num_encoder_input_tokens > 0,
+        encoder_fingerprint=encoder_fingerprint(model_dir.weights_fingerprint(), str(vllm_config.model_config.dtype)),
     )
     lora = {each.fingerprint: request for each, request in zip(adapters, requests, strict=True)}
     num_batches = int(engine.batch_queue_size)
@@ -245,6 +222,10 @@ def configure_vllm(config: WorkerConfig, role: Role) -> ConfiguredVllm:
         reason += "here, as on CPUs and for some kinds of speculation"
         raise EngineStartError("pipeline_parallel", reason)
     set_up_speculation(vllm_config)
+    if vllm_config.model_config.is_multimodal_model:
+        from engine.backends.vllm.embeddings import consumer
+
+        vllm_config.ec_transfer_config = consumer()
     os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
     if not (is_native := bool(vllm_config.use_v2_model_runner)):
         from engine.backends.vllm.keyed_sampling import TandemSampling

@@ -24,6 +24,7 @@ from vllm.platforms import current_platform
 from cluster.garbage_collection import spare_the_started
 from cluster.logs import set_up
 from engine.backends.vllm.connector import offered, offered_memory, offered_pool
+from engine.backends.vllm.environment import quiet_vllm
 from engine.backends.vllm.kv_memory import VllmKvMemory
 from engine.backends.vllm.speculation import COUPLED
 from engine.backends.vllm.stages import Stage, StagePool
@@ -34,7 +35,7 @@ from engine.process.nodes import RankHello, address_of, connect_to, key_of
 from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import become_child, own_transport
 from engine.process.vllm_node import NODE_SPEC
-from engine.process.vllm_start import quiet_vllm, why_not_started
+from engine.process.vllm_start import why_not_started
 from engine.process.worker_ranks import ADDRESS
 from engine.tensor_parallel.messages import Joined, NotJoined
 from engine.tensor_parallel.part_copies import PartCopies

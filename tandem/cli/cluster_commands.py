@@ -99,6 +99,22 @@ def preprocessor(
 
 
 @app.command(rich_help_panel=SERVE)
+def encoder(
+    config: Annotated[Path | None, typer.Option(help="YAML file with settings; - reads standard input")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="setting that overrides the file; may be repeated"),
+    ] = None,
+) -> None:
+    """Start an encode worker, which computes embeddings of pictures for a model's workers, and serve until Ctrl-C."""
+    from cluster.config import read_file
+    from encode_worker.config import EncoderConfig
+    from encode_worker.program import run_encode_worker
+
+    raise typer.Exit(run_encode_worker(EncoderConfig.parse(read_file(config) | parse_overrides(set_ or []))))
+
+
+@app.command(rich_help_panel=SERVE)
 def scale(
     counts: Annotated[
         list[str], typer.Argument(metavar="ROLE=N", help="number of workers of a role, such as decode=3")

@@ -2,75 +2,29 @@
 
 import asyncio
 import base64
-import json
 import os
-import subprocess
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from tokenizers import Tokenizer
 
-from engine.item_messages import read_items
 from engine.items import Item
 from engine.messages.to_engine import Generate
 from support.long_runs import mostly_long
 from support.media_files import picture
-from support.preprocessors import Caller, preprocessor, request_of
+from support.preprocessors import preprocessor
 from support.processes import LENDER_ALWAYS, kill_engine, report_of, running
-from support.real_engines import RealEngine, engines, greedy
-from support.tiny_media_models import KINDS, PLACEHOLDERS
-from support.torchvision_shim import PYTHON, V2, install
-from support.vllm_engines import BLOCK, OPTIONS, ROOT, ids, need_vllm, vllm_engine
+from support.real_engines import RealEngine, engines
+from support.tiny_media_models import KINDS
+from support.torchvision_shim import PYTHON, V2
+from support.vllm_engines import BLOCK, OPTIONS, ids, need_vllm, vllm_engine
+from support.vllm_pictures import MAX_TOKENS, Prompts, alone, write_model
 from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
 
 pytestmark = need_vllm
-MAX_TOKENS = 12
-ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-
-
-def write_model(kind: str, folder: Path) -> Path:
-    """A model with weights."""
-    install()
-    subprocess.run([PYTHON, "-m", "support.tiny_media_models", kind, folder, "--weights"], check=True, env=ENVIRONMENT)
-    return folder / kind
-
-
-def alone(model: Path, cases: list[tuple[list[int], list[Path]]]) -> list[list[int]]:
-    """What vLLM alone answers."""
-    file = model.parent / "cases.json"
-    file.write_text(json.dumps([[tokens, list(map(str, files)), MAX_TOKENS] for tokens, files in cases]))
-    command = [PYTHON, "-m", "support.vllm_alone", model, file]
-    output = subprocess.run(command, check=True, env=ENVIRONMENT, stdout=subprocess.PIPE).stdout
-    answers: list[list[int]] = json.loads(output.splitlines()[-1])
-    return answers
-
-
-class Prompts:
-    """Prompts with pictures of one model."""
-
-    def __init__(self, kind: str, model: Path, caller: Caller) -> None:
-        self._place = PLACEHOLDERS[kind]
-        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        self._caller = caller
-
-    def tokens(self, *parts: int | str) -> list[int]:
-        """Numbers of words, or `picture`, in order."""
-        texts = [
-            self._place if part == "picture" else " ".join(f"w{20 + n % 250}" for n in range(part)) for part in parts
-        ]
-        found: list[int] = self._tokenizer.encode(" ".join(texts), add_special_tokens=False).ids
-        return found
-
-    @asynccontextmanager
-    async def request(self, name: str, tokens: list[int], *files: Path) -> AsyncIterator[Generate]:
-        async with self._caller.leased(request_of(tokens, *(file.read_bytes() for file in files))) as reply:
-            request = greedy(name, reply.prompt_token_ids, MAX_TOKENS, ignore_eos=True)
-            yield request._replace(items=read_items(reply.items))
 
 
 @pytest.fixture(scope="module")

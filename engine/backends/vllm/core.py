@@ -101,7 +101,7 @@ class VllmCore(LoanHost):
         if isinstance(memory, VllmKvMemory) and parts.transport is not None:
             own = LocalRank(parts.transport, memory.part, memory.part_fingerprints)
         super().__init__(parts, info, memory.pool, own, kv_cache, memory, _HardeningBorrower)
-        self._media = Media(self._scheduler, self._emit)
+        self._media = Media(self._scheduler, self._emit, info.encoder_fingerprint)
         self._submissions = Submissions(
             self._scheduler, kv_cache, sampling, lora, self._media, self._on_scheduled, self.unblock
         )

@@ -13,6 +13,7 @@ from engine.errors import EngineStartError
 from engine.vllm_flags import count_of, flags_of, with_flags
 
 if TYPE_CHECKING:
+    from engine.backends.vllm.encoder import VllmEncoder
     from engine.backends.vllm.media_processor import VllmMediaProcessor
 
 MODEL = "a model"
@@ -113,6 +114,11 @@ class VllmKind(EngineKind[VllmSettings]):
             {"LD_PRELOAD": ":".join([*map(str, libraries), *others])} if libraries else {},
             keeps_log=True,
         )
+
+    def open_encoder(self, config: VllmSettings) -> "VllmEncoder":
+        from engine.backends.vllm.encoder import open_vllm_encoder
+
+        return open_vllm_encoder(config)
 
     def open_media_processor(self, config: VllmSettings) -> "VllmMediaProcessor":
         from engine.backends.vllm.media_processor import open_vllm_media_processor

@@ -63,9 +63,17 @@ class Media:
     sequence is `lost`: it is not computed here, and the router places its request again.
     """
 
-    def __init__(self, scheduler: Any, ask: Callable[[ItemsWanted], None]) -> None:
-        """Create it for vLLM's scheduler; `ask` sends a message to the front."""
+    def __init__(self, scheduler: Any, ask: Callable[[ItemsWanted], None], fingerprint: bytes) -> None:
+        """Create it for vLLM's scheduler; `ask` sends a message to the front.
+
+        `fingerprint` is the model's, for encode workers.
+        """
         self._ask = ask
+        self._connector = scheduler.ec_connector
+        """EmbeddingsConnector; None for a model without an encoder."""
+        self._fingerprint = fingerprint if self._connector is not None else b""
+        self._embedded: dict[Sequence, list[str]] = {}
+        """Identifiers of embeddings that were offered to vLLM for a sequence."""
         self._most = int(scheduler.encoder_cache_manager.cache_size)
         self._waiting: dict[tuple[str, int], tuple[Sequence, int]] = {}
         """Sequences, and the blocks that they are promised."""
@@ -102,7 +110,7 @@ class Media:
         if not wanted:
             return False
         self._waiting[key] = sequence, promised
-        self._ask(ItemsWanted(*key, wanted))
+        self._ask(ItemsWanted(*key, wanted, self._fingerprint))
         return True
 
     def fetched(self, message: ItemsFetched) -> tuple[Sequence, int] | None:
@@ -110,6 +118,10 @@ class Media:
         waiting = self._waiting.pop((message.request_id, message.choice), None)
         if waiting is not None and not message.failure:
             self._blobs[waiting[0]] = dict(message.blobs)
+            if message.embeddings:
+                embeddings = {identifier.hex(): each for identifier, each in message.embeddings}
+                self._embedded[waiting[0]] = list(embeddings)
+                self._connector.offer(embeddings)
         return waiting
 
     def features(self, sequence: Sequence, request_id: str) -> list[MultiModalFeatureSpec] | None:
@@ -119,9 +131,11 @@ class Media:
         """
         if not sequence.items:
             return None
-        blobs = self._blobs.pop(sequence, {})
+        blobs, embedded = self._blobs.pop(sequence, {}), self._embedded.get(sequence, ())
         self._lacking[request_id] = frozenset(
-            place for place, item in enumerate(sequence.items) if item.identifier not in blobs
+            place
+            for place, item in enumerate(sequence.items)
+            if item.identifier not in blobs and item.identifier.hex() not in embedded
         )
         return [unpack(item, blobs.get(item.identifier)) for item in sequence.items]
 
@@ -130,6 +144,8 @@ class Media:
         if sequence.items:
             self._waiting.pop((sequence.request_id, sequence.choice), None)
             self._blobs.pop(sequence, None)
+            if (embedded := self._embedded.pop(sequence, None)) is not None:
+                self._connector.withdraw(embedded)
             if request_id is not None:
                 self._lacking.pop(request_id, None)
 

@@ -1,0 +1,8 @@
+"""`python -m encode_worker`, see `program.py`."""
+
+import sys
+
+from cluster.launch import launch
+
+if __name__ == "__main__":
+    sys.exit(launch("encode_worker.program"))

@@ -1,0 +1,107 @@
+"""The gRPC service Encode, for the workers of a model."""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from typing import Any
+
+from cluster.drain import Drain
+from cluster.error_status import end_call
+from cluster.errors import Draining, Incompatible, InvalidRequest, ServiceError
+from cluster.logs import request_id
+from cluster.rpc import Channels
+from encode_worker.child_encoder import ChildEncoder
+from engine.encoder import Embeddings
+from engine.item_messages import read_items
+from engine.items import IDENTIFIER_BYTES, Item
+from engine.worker.item_fetches import fetch_blobs
+from protos import encode_pb2 as pb
+from protos import encode_pb2_grpc as pb_grpc
+
+log = logging.getLogger(__name__)
+
+NAME = "tandem.internal.v1.Encode"
+CHUNK_BYTES = 1 << 20
+MAX_ITEMS = 4096
+"""Most items of one call."""
+
+
+class EncodeService(pb_grpc.EncodeServicer):
+    """Service over one encoder, with the embeddings that it has computed."""
+
+    def __init__(self, encoder: ChildEncoder, channels: Channels, memory_bytes: int, drain: Drain) -> None:
+        """Create it; `channels` lead to preprocessors, `drain` holds the calls in flight."""
+        self._encoder = encoder
+        self._channels = channels
+        self._memory_bytes = memory_bytes
+        self._drain = drain
+        self._known: OrderedDict[bytes, Embeddings] = OrderedDict()
+        """Embeddings by identifier, the least recently used first."""
+        self.num_bytes = 0
+        """Bytes of all known embeddings."""
+        self.num_computed = self.num_found = 0
+        self._computing: dict[bytes, asyncio.Task[Embeddings]] = {}
+        """Items that are being encoded, so that several callers cost one computation."""
+
+    async def Encode(self, request: pb.EncodeRequest, context: Any) -> AsyncIterator[pb.EncodeChunk]:
+        over = asyncio.Event()
+        try:
+            with self._drain.holding(over.set):
+                if self._drain.draining:
+                    raise Draining("this encode worker was told to stop")
+                request_id.set(request.request_id)
+                for item in self._checked(request):
+                    is_cached = item.identifier in self._known
+                    self.num_found += is_cached
+                    embeddings = await self._embeddings(item)
+                    for chunk in _chunks(item.identifier, embeddings, is_cached):
+                        yield chunk
+        except ServiceError as error:
+            end_call(context, error)
+
+    def _checked(self, request: pb.EncodeRequest) -> list[Item]:
+        """Return the request's items. Raises ServiceError."""
+        if request.model_fingerprint != self._encoder.fingerprint:
+            raise Incompatible("weights or data type differ from the worker's", "model_fingerprint")
+        if len(request.items) > MAX_ITEMS:
+            raise InvalidRequest("items", f"{len(request.items)} are more than {MAX_ITEMS}")
+        items = list(read_items(request.items))
+        for place, item in enumerate(items):
+            if len(item.identifier) != IDENTIFIER_BYTES or not item.length:
+                raise InvalidRequest(f"items[{place}]", f"needs {IDENTIFIER_BYTES} bytes of identifier, and tokens")
+        return items
+
+    async def _embeddings(self, item: Item) -> Embeddings:
+        """Return the embeddings of an item, computed at most once. Raises ServiceError."""
+        if (known := self._known.get(item.identifier)) is not None:
+            self._known.move_to_end(item.identifier)
+            return known
+        if (task := self._computing.get(item.identifier)) is None:
+            task = self._computing[item.identifier] = asyncio.ensure_future(self._compute(item))
+            task.add_done_callback(lambda _: self._computing.pop(item.identifier))
+        return await asyncio.shield(task)
+
+    async def _compute(self, item: Item) -> Embeddings:
+        blobs = await fetch_blobs(self._channels, item.address, [item])
+        embeddings = await self._encoder.encode(item, blobs[item.identifier])
+        self.num_computed += 1
+        self._known[item.identifier] = embeddings
+        self.num_bytes += len(embeddings.data)
+        while self.num_bytes > self._memory_bytes and len(self._known) > 1:
+            _, dropped = self._known.popitem(last=False)
+            self.num_bytes -= len(dropped.data)
+        return embeddings
+
+
+def _chunks(identifier: bytes, embeddings: Embeddings, is_cached: bool) -> list[pb.EncodeChunk]:
+    """Return the messages with an item's embeddings."""
+    data = embeddings.data
+    chunks = [
+        pb.EncodeChunk(identifier=identifier, data=data[start : start + CHUNK_BYTES])
+        for start in range(0, max(1, len(data)), CHUNK_BYTES)
+    ]
+    last = chunks[-1]
+    last.dtype, last.fingerprint, last.cached = embeddings.dtype, embeddings.fingerprint(), is_cached
+    last.shape.extend(embeddings.shape)
+    return chunks

@@ -1,0 +1,60 @@
+"""Tiny models that read pictures on vLLM engines: prompts, and what vLLM alone answers."""
+
+import json
+import os
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from engine.item_messages import read_items
+from engine.messages.to_engine import Generate
+from support.preprocessors import Caller, request_of
+from support.real_engines import greedy
+from support.tiny_media_models import PLACEHOLDERS
+from support.torchvision_shim import PYTHON, install
+from support.vllm_engines import ROOT
+
+MAX_TOKENS = 12
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+
+
+def write_model(kind: str, folder: Path) -> Path:
+    """A model with weights."""
+    install()
+    subprocess.run([PYTHON, "-m", "support.tiny_media_models", kind, folder, "--weights"], check=True, env=ENVIRONMENT)
+    return folder / kind
+
+
+def alone(model: Path, cases: list[tuple[list[int], list[Path]]]) -> list[list[int]]:
+    """What vLLM alone answers."""
+    file = model.parent / "cases.json"
+    file.write_text(json.dumps([[tokens, list(map(str, files)), MAX_TOKENS] for tokens, files in cases]))
+    command: list[Path | str] = [PYTHON, "-m", "support.vllm_alone", model, file]
+    output = subprocess.run(command, check=True, env=ENVIRONMENT, stdout=subprocess.PIPE).stdout
+    answers: list[list[int]] = json.loads(output.splitlines()[-1])
+    return answers
+
+
+class Prompts:
+    """Prompts with pictures of one model."""
+
+    def __init__(self, kind: str, model: Path, caller: Caller) -> None:
+        self._place = PLACEHOLDERS[kind]
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self._caller = caller
+
+    def tokens(self, *parts: int | str) -> list[int]:
+        """Numbers of words, or `picture`, in order."""
+        words = [f"w{20 + number}" for number in range(250)]
+        texts = [self._place if isinstance(part, str) else " ".join(words[:part]) for part in parts]
+        found: list[int] = self._tokenizer.encode(" ".join(texts), add_special_tokens=False).ids
+        return found
+
+    @asynccontextmanager
+    async def request(self, name: str, tokens: list[int], *files: Path) -> AsyncIterator[Generate]:
+        async with self._caller.leased(request_of(tokens, *(file.read_bytes() for file in files))) as reply:
+            request = greedy(name, reply.prompt_token_ids, MAX_TOKENS, ignore_eos=True)
+            yield request._replace(items=read_items(reply.items))
