@@ -7,6 +7,7 @@ import pytest
 
 from cluster.errors import Overloaded, UnknownBlob
 from preprocessor.blobs import BlobStore
+from preprocessor.children import read_answer
 from preprocessor.frames import Frame, NoFrame, encoded, read_frame, receive_frame
 from preprocessor.service import item_identifier
 from preprocessor.shares import Shares
@@ -105,3 +106,22 @@ async def test_frames() -> None:
 async def test_what_a_hostile_child_may_write_is_no_frame(data: bytes) -> None:
     with pytest.raises(NoFrame):
         await read(data)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Frame({}),
+        Frame({"items": []}),
+        Frame({"items": [["a", 1]]}, [b"", b"", b""]),
+        Frame({"items": [["a", 1, 2]]}, [b"", b""]),
+        Frame({"items": [["a", [], 2]]}, [b"", b"", b""]),
+        Frame({"items": 5}, [b""]),
+        Frame({"items": []}, [b"abc"]),
+        Frame({"refused": "x"}),
+        Frame({"refused": "x", "place": "y"}),
+    ],
+)
+def test_what_a_hostile_child_may_answer_is_no_answer(answer: Frame) -> None:
+    with pytest.raises(NoFrame):
+        read_answer(answer)
