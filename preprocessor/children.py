@@ -17,7 +17,7 @@ from typing import Any
 from cluster.errors import InvalidRequest, ServiceError, StartError, Unavailable
 from cluster.fair_turns import FairTurns
 from engine.config import WorkerConfig
-from engine.media_processor import MediaInput, MediaKind, Modality, Processed, ProcessedItem
+from engine.media_processor import MediaInput, MediaKind, MediaRefused, Modality, Processed, ProcessedItem
 from preprocessor.child import OFFLINE
 from preprocessor.config import PreprocessorConfig
 from preprocessor.frames import Frame, NoFrame, encoded, read_frame
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 START_S = 300.0
 """Longest start of a child: vLLM's imports take a minute on a slow disk."""
+END_S = 1.0
+"""Seconds in which a process ends that has closed its socket."""
 RESTART_S = 1.0
 """Seconds between two starts where one failed."""
 TRIES = 2
@@ -64,6 +66,7 @@ class Child:
             await child.end()
             raise StartError("model", f"its processor was not ready within {START_S:g} s") from None
         except GONE:
+            await asyncio.wait([child.ended], timeout=END_S)  # its exit code says more than that of a killed process
             code = await child.end()
             raise StartError("engine", f"the process for pictures ended at its start with code {code}") from None
         except BaseException:
@@ -139,10 +142,6 @@ class Children:
         """Whether any child can work."""
         return bool(self._all)
 
-    @property
-    def pids(self) -> list[int]:
-        return [child.process.pid for child in self._all]
-
     async def start(self) -> None:
         """Start all children. Raises StartError."""
         first = await self._start_one()
@@ -165,7 +164,7 @@ class Children:
             if not begun.is_set():
                 work.cancel()
             raise  # a child that has begun finishes: its next start would take longer
-        return _processed(answer)
+        return answer
 
     async def close(self) -> None:
         """End all children."""
@@ -175,7 +174,7 @@ class Children:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(child.end() for child in children))
 
-    async def _work(self, tenant: str, frame: Frame, begun: asyncio.Event) -> Frame:
+    async def _work(self, tenant: str, frame: Frame, begun: asyncio.Event) -> Processed:
         """Have a child answer a request. Raises InvalidRequest or Unavailable."""
         num_files = len(frame.parts) - 1
         place = "media[0]" if num_files == 1 else "media"
@@ -187,12 +186,14 @@ class Children:
                 answered = False
                 try:
                     async with asyncio.timeout(limit_s):
-                        answer = await child.ask(frame, self._config.blob_memory_mib << 20)
+                        answer = read_answer(await child.ask(frame, self._config.blob_memory_mib << 20))
                     answered = True
                 except TimeoutError:
                     raise InvalidRequest(place, f"processing takes longer than {limit_s:g} s") from None
                 except NoFrame as error:
-                    raise InvalidRequest(place, f"what becomes of it is too large: {error}") from None
+                    raise InvalidRequest(
+                        place, f"the answer of the process that read it cannot be taken: {error}"
+                    ) from None
                 except GONE as error:
                     log.warning("a process ended while it read media: %s", error)
                     continue
@@ -201,9 +202,8 @@ class Children:
                         self._idle.put_nowait(child)
                     else:
                         child.process.kill()
-                if "refused" in answer.values:
-                    at = answer.values["place"]
-                    raise InvalidRequest(place if at is None else f"media[{int(at)}]", str(answer.values["refused"]))
+                if isinstance(answer, MediaRefused):
+                    raise InvalidRequest(place if answer.place is None else f"media[{answer.place}]", answer.reason)
                 return answer
         raise InvalidRequest(place, f"{TRIES} processes ended while they read it")
 
@@ -250,11 +250,18 @@ class Children:
             log.error("a process that makes media ready was lost", exc_info=error)
 
 
-def _processed(answer: Frame) -> Processed:
-    token_ids = array.array("I")
-    token_ids.frombytes(answer.parts[0])
-    items = [
-        ProcessedItem(str(identifier), int(offset), int(length), answer.parts[1 + 2 * i], answer.parts[2 + 2 * i])
-        for i, (identifier, offset, length) in enumerate(answer.values["items"])
-    ]
+def read_answer(answer: Frame) -> Processed | MediaRefused:
+    """Return what an answer says. Raises NoFrame for one that only a child writes which a file has taken over."""
+    try:
+        if "refused" in answer.values:
+            at = answer.values["place"]
+            return MediaRefused(str(answer.values["refused"]), None if at is None else int(at))
+        token_ids = array.array("I")
+        token_ids.frombytes(answer.parts[0])
+        items = [
+            ProcessedItem(str(identifier), int(offset), int(length), answer.parts[1 + 2 * i], answer.parts[2 + 2 * i])
+            for i, (identifier, offset, length) in enumerate(answer.values["items"])
+        ]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise NoFrame(f"no answer: {error}") from None
     return Processed(token_ids.tolist(), items)

@@ -3,16 +3,20 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from cluster.rpc import channel
 from encode_worker.config import EncoderConfig
+from engine.encoder import encoder_fingerprint
 from engine.item_messages import item_messages
+from engine.items import Item
+from engine.model.model_dir import ModelDir
 from protos import encode_pb2, encode_pb2_grpc
 from support.long_runs import mostly_long
 from support.media_files import picture
@@ -80,17 +84,20 @@ async def test_embeddings_of_an_encode_worker_give_the_tokens_of_vllm_alone(
         assert (await engine.audited()).reserved_blocks == 0
 
 
-async def next_child(encoder: RoleProcess, before: int) -> int:
-    """The child that was started in place of another one, once it answers."""
-    there: list[int] = []
+async def answers(stub: Any, items: Sequence[Item], fingerprint: bytes) -> None:
+    """Wait until the encode worker has the items' embeddings."""
 
-    async def is_back() -> bool:
-        there[:] = children_running(encoder.pid, "encode_worker.child")
-        return bool(there) and before not in there
+    async def has_answered() -> bool:
+        request = encode_pb2.EncodeRequest(items=item_messages(items), model_fingerprint=fingerprint)
+        try:
+            chunks = [chunk async for chunk in stub.Encode(request)]
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return False
+        return bool(chunks[-1].shape)
 
-    await until(is_back, "another child is there", 60.0)
-    await asyncio.sleep(0)
-    return there[0]
+    await until(has_answered, "the encode worker answers", 60.0)
 
 
 async def test_requests_go_on_without_an_encode_worker_that_dies(tmp_path: Path, files: list[Path]) -> None:
@@ -105,7 +112,9 @@ async def test_requests_go_on_without_an_encode_worker_that_dies(tmp_path: Path,
         prompts = Prompts("qwen25vl", model, caller)
         tokens = prompts.tokens(40, "picture", 30)
         expected = alone(model, [(tokens, [file]) for file in files])
-        async with encode_worker(model, port) as encoder:
+        fingerprint = encoder_fingerprint(ModelDir.open(model).weights_fingerprint(), "torch.float32")
+        async with encode_worker(model, port) as encoder, channel(encoder.address) as link:
+            stub = encode_pb2_grpc.EncodeStub(link)
             (child,) = children_running(encoder.pid, "encode_worker.child")
             for number, file in enumerate(files):
                 async with prompts.request(f"r-{number}", tokens, file) as request:
@@ -115,9 +124,9 @@ async def test_requests_go_on_without_an_encode_worker_that_dies(tmp_path: Path,
                     assert not answer.done()
                     os.kill(child, signal.SIGKILL)
                     assert ids(await answer) == expected[number]
-                engine._fetches._avoided.clear()
-
-                child = await next_child(encoder, child)
+                    await answers(stub, request.items, fingerprint)
+                    engine._fetches._avoided.clear()
+                    (child,) = children_running(encoder.pid, "encode_worker.child")
             async with prompts.request("last", tokens, files[0]) as request:
                 os.kill(encoder.pid, signal.SIGKILL)
                 again = request._replace(cache_salt="other")
