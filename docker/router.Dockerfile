@@ -11,6 +11,7 @@ COPY engine engine
 COPY kvtransfer kvtransfer
 COPY planner planner
 COPY prefill_worker prefill_worker
+COPY preprocessor preprocessor
 COPY protos protos
 COPY router router
 COPY simulator simulator

@@ -1,4 +1,4 @@
-# Workers whose engine is vLLM, on vLLM's own image. Build from the repository's root:
+# Workers whose engine is vLLM, and their preprocessors, on vLLM's own image. Build from the repository's root:
 #   docker build -f docker/vllm.Dockerfile -t tandem-worker-vllm:0.1.0 .
 # The front has an environment of its own; the engine process runs in vLLM's, where Tandem comes without dependencies.
 ARG BASE=vllm/vllm-openai:v0.32.0
@@ -14,11 +14,12 @@ COPY engine engine
 COPY kvtransfer kvtransfer
 COPY planner planner
 COPY prefill_worker prefill_worker
+COPY preprocessor preprocessor
 COPY protos protos
 COPY router router
 COPY simulator simulator
 COPY tandem tandem
-RUN /opt/tandem/bin/pip install -c constraints.txt ".[router]" \
+RUN /opt/tandem/bin/pip install -c constraints.txt ".[preprocessor]" \
     && python3 -m pip install --no-deps -c constraints.txt nixl-cu12 .
 ENV PATH=/opt/tandem/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 RUN groupadd --gid 10001 tandem && useradd --uid 10001 --gid 10001 --no-create-home tandem

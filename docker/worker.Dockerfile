@@ -28,6 +28,7 @@ COPY engine engine
 COPY kvtransfer kvtransfer
 COPY planner planner
 COPY prefill_worker prefill_worker
+COPY preprocessor preprocessor
 COPY protos protos
 COPY router router
 COPY simulator simulator

@@ -1,8 +1,8 @@
 """Generator of the settings in helm/tandem/values.schema.json: `render_schema.py [--check]`.
 
-The settings of routers, workers and planners come from the classes that read them. So helm refuses a misspelt setting,
-before a pod fails to start. Generated are the schema's `definitions`, and which values are required: a `null` removes a
-value, and only those that are empty by default may go. The rest of the file is written by hand.
+The settings of routers, workers, preprocessors and planners come from the classes that read them. So helm refuses a
+misspelt setting, before a pod fails to start. Generated are the schema's `definitions`, and which values are required:
+a `null` removes a value, and only those that are empty by default may go. The rest of the file is written by hand.
 """
 
 import json
@@ -16,6 +16,7 @@ import yaml
 from cluster.config import Config
 from engine.config import WorkerConfig
 from planner.runtime import PlannerConfig
+from preprocessor.config import PreprocessorConfig
 from router.config import RouterConfig
 from router.models.config import ModelEntry
 
@@ -65,6 +66,7 @@ def definitions() -> dict[str, Any]:
     return {
         "routerConfig": of_settings(RouterConfig, set_by("router.yaml")),
         "workerConfig": of_settings(WorkerConfig, set_by("workers.yaml")),
+        "preprocessorConfig": of_settings(PreprocessorConfig, set_by("preprocessor.yaml")),
         "plannerConfig": of_settings(PlannerConfig, set_by("planner.yaml")),
         "serving": serving,
     }

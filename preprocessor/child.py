@@ -61,7 +61,7 @@ def answer(processor: MediaProcessor, frame: Frame, memory_mib: int = 0) -> Fram
     except MemoryError:
         return Frame({"refused": f"processing needs more than {memory_mib} MiB of memory", "place": None})
     except Exception as error:  # decoders raise all kinds of exceptions for a broken file
-        log.warning("media could not be processed", exc_info=True)
+        log.info("media could not be processed", exc_info=True)  # a client may send many
         return Frame({"refused": f"the file cannot be processed: {type(error).__name__}", "place": None})
     values: dict[str, Any] = {"items": [[each.identifier, each.offset, each.length] for each in done.items]}
     contents = [content for each in done.items for content in (each.details, each.blob)]

@@ -190,6 +190,8 @@ class Children:
                     answered = True
                 except TimeoutError:
                     raise InvalidRequest(place, f"processing takes longer than {limit_s:g} s") from None
+                except NoFrame as error:
+                    raise InvalidRequest(place, f"what becomes of it is too large: {error}") from None
                 except _GONE as error:
                     log.warning("a process ended while it read media: %s", error)
                     continue

@@ -57,8 +57,9 @@ class PreprocessorConfig(HealthSettings, MetricsSettings, LogSettings, Config):
     drain_s: NonNegativeFloat = 30.0
     """Seconds for which a stopping preprocessor keeps the tensors of running requests."""
 
-    processes: int = Field(default=2, ge=1, le=256)
-    """Number of child processes of each model. Each decodes the files of one request at a time, on one core."""
+    processes: int = Field(default=3, ge=1, le=256)
+    """Number of child processes of each model. Each decodes the files of one request at a time, on one core. One of
+    several is always left to other tenants."""
     max_items: PositiveInt = 32
     """Most files of one request."""
     max_item_mib: int = Field(default=32, ge=1, le=64)

@@ -3,16 +3,20 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import grpc
 import pytest
 
-from cluster.errors import InvalidRequest, Overloaded, UnknownBlob, UnknownModel
+from cluster.errors import InvalidRequest, Overloaded, Unavailable, UnknownBlob, UnknownModel
 from cluster.process_tree import descendants
 from cluster.rpc import channel
+from cluster.tls import Credentials, File, MemberIdentity
 from conftest import ModelFactory
 from protos import preprocess_pb2 as pb
+from support.certificates import Authority, Issued
 from support.media_files import picture
 from support.preprocessors import Caller, preprocessor, request_of
 from support.processes import until
@@ -156,6 +160,32 @@ async def test_requests_of_callers_that_left_hold_nothing(sim: Path) -> None:
         os.kill(child, signal.SIGCONT)
         assert (await caller.process(request_of(PROMPT, picture()))).items
         assert descendants(role.pid) == [child]
+
+
+async def test_only_members_may_call(sim: Path, tmp_path: Path) -> None:
+    ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
+    member, stranger = ours.issue("member"), others.issue("stranger")
+    tls = {"tls_cert": member.cert, "tls_key": member.key, "tls_ca": ours.path}
+    async with preprocessor(model=sim, processes=1, **tls) as (without, role):
+        with pytest.raises(Unavailable):
+            await without.describe()
+
+        def identity(issued: Issued) -> MemberIdentity:
+            files = File("tls_cert", issued.cert), File("tls_key", issued.key)
+            return MemberIdentity(Credentials(*files, [File("tls_ca", ours.path)]), "localhost")
+
+        async with channel(role.address, identity(stranger)) as link:
+            with pytest.raises(Unavailable):
+                await Caller(link).describe()
+        async with channel(role.address, identity(member)) as link:
+            assert (await Caller(link).process(request_of(PROMPT, picture()))).items
+
+
+def test_a_child_gets_no_more_memory_than_it_may_have() -> None:
+    script = "from preprocessor.child import _limit_memory; _limit_memory(64); bytearray(32 << 20); print('some')\n"
+    script += "try: bytearray(96 << 20)\nexcept MemoryError: print('no more')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["some", "no more"]
 
 
 async def test_a_draining_preprocessor_ends_streams_and_takes_no_new_ones(sim: Path) -> None:

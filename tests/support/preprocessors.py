@@ -63,10 +63,12 @@ class Caller:
         return {each.kind: each for each in reply.modalities}
 
 
-def request_of(token_ids: Sequence[int], *files: bytes | str, tenant: str = "", **fields: Any) -> pb.ProcessRequest:
-    """A request with pictures: files, or URLs where they are texts."""
+def request_of(
+    token_ids: Sequence[int], *files: bytes | str, tenant: str = "", kind: str = "image", **fields: Any
+) -> pb.ProcessRequest:
+    """A request with media of one kind: files, or URLs where they are texts."""
     sources = [{"url": each} if isinstance(each, str) else {"data": each} for each in files]
-    media = [inference_pb2.Media(kind="image", **source) for source in sources]
+    media = [inference_pb2.Media(kind=kind, **source) for source in sources]
     return pb.ProcessRequest(request_id="r", prompt_token_ids=token_ids, media=media, tenant=tenant, **fields)
 
 

@@ -1,14 +1,14 @@
 """What vLLM's own input processor makes of a prompt with pictures: run by an interpreter with vLLM and torchvision.
 
-`python -m support.vllm_media_reference MODEL TOKEN_IDS FILE ...` prints it as JSON. It also checks that each feature is
-the same after `pack` and `unpack`.
+`python -m support.vllm_media_reference MODEL TOKEN_IDS ITEMS FILE ...` prints tokens and places as JSON. It fails where
+a feature differs after `pack` and `unpack`, and from what an engine reads of the item in the JSON file ITEMS.
 """
 
 import json
 import logging
 import os
 import sys
-from hashlib import sha256
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +25,28 @@ def main() -> None:
 
     arguments: dict[str, Any] = {"dtype": "float32", "block_size": 32, "kv_cache_memory_bytes": 64 << 20}
     config = EngineArgs(model=sys.argv[1], mm_processor_cache_gb=0, **arguments).create_engine_config()
-    pictures = [Image.open(path).convert("RGB") for path in sys.argv[3:]]
+    pictures = [Image.open(path).convert("RGB") for path in sys.argv[4:]]
     prompt = {"prompt_token_ids": json.loads(sys.argv[2]), "multi_modal_data": {"image": pictures}}
     request = InputProcessor(config).process_inputs("r", prompt, SamplingParams(), supported_tasks=("generate",))
     items = []
-    for feature in request.mm_features:
-        item = pack(feature)
-        check_round_trip(feature, item)
-        digest = sha256(item.details + item.blob).hexdigest()
-        items.append([item.identifier, item.offset, item.length, digest])
+    of_preprocessor = json.loads(Path(sys.argv[3]).read_text())
+    for feature, made in zip(request.mm_features, of_preprocessor, strict=True):
+        packed = pack(feature)
+        check_same(feature, packed.details, packed.blob)
+        check_same(feature, b64decode(made["details"]), b64decode(made["blob"]))
+        items.append([feature.identifier, feature.mm_position.offset, feature.mm_position.length])
     print(json.dumps({"token_ids": list(request.prompt_token_ids), "items": items}))
 
 
-def check_round_trip(feature: Any, packed: Any) -> None:
+def check_same(feature: Any, details: bytes, blob: bytes) -> None:
     """Fail where a feature differs from what an engine reads of its item."""
     import torch
 
     from engine.backends.vllm.media import unpack
     from engine.items import Item
 
-    item = Item(bytes(16), packed.offset, packed.length, packed.details, "", len(packed.blob))
-    again = unpack(item, packed.blob)
+    item = Item(bytes(16), feature.mm_position.offset, feature.mm_position.length, details, "", len(blob))
+    again = unpack(item, blob)
     assert again.modality == feature.modality
     assert again.mm_position.offset == feature.mm_position.offset
     assert again.mm_position.length == feature.mm_position.length

@@ -4,9 +4,10 @@ import asyncio
 import json
 import os
 import random
+import subprocess
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,11 @@ def token_ids_of(model: Path, text: str) -> list[int]:
     return ids
 
 
-async def reference(model: Path, token_ids: Sequence[int], files: Sequence[Path]) -> Any:
+async def reference(model: Path, token_ids: Sequence[int], items: Path, files: Sequence[Path]) -> Any:
+    """Tokens and items of vLLM itself; fails where its tensors are not those of the items."""
+    arguments = [str(model), json.dumps(list(token_ids)), str(items), *map(str, files)]
     process = await asyncio.create_subprocess_exec(
-        *(str(PYTHON), "-m", "support.vllm_media_reference", str(model), json.dumps(list(token_ids)), *map(str, files)),
+        *(str(PYTHON), "-m", "support.vllm_media_reference", *arguments),
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
         stdout=asyncio.subprocess.PIPE,
     )
@@ -58,7 +61,7 @@ async def test_tokens_and_tensors_are_those_of_vllm(kind: str, tmp_path: Path) -
     files = [tmp_path / "first.png", tmp_path / "second.png"]
     for seed, file in enumerate(files):
         file.write_bytes(picture(seed, 84 + 28 * seed, 112))
-    expected = await reference(model, prompt, files)
+    items = tmp_path / "items.json"
     async with preprocessor(engine="vllm", vllm_python=PYTHON, model=model, processes=1, dtype="float32") as (
         caller,
         _,
@@ -66,11 +69,13 @@ async def test_tokens_and_tensors_are_those_of_vllm(kind: str, tmp_path: Path) -
         assert (await caller.describe())["image"].placeholder == place
         async with caller.leased(request_of(prompt, *(file.read_bytes() for file in files))) as reply:
             blobs = await caller.fetch(reply.items)
-            assert list(reply.prompt_token_ids) == expected["token_ids"]
-            assert [
-                [item.identifier, item.offset, item.length, sha256(item.details + blobs[item.identifier]).hexdigest()]
-                for item in reply.items
-            ] == [[item_identifier(name, ""), *others] for name, *others in expected["items"]]
+            made = [{"details": item.details, "blob": blobs[item.identifier]} for item in reply.items]
+            texts = [{name: b64encode(data).decode() for name, data in each.items()} for each in made]
+            items.write_text(json.dumps(texts))
+        expected = await reference(model, prompt, items, files)
+        assert list(reply.prompt_token_ids) == expected["token_ids"]
+        places = [[item.identifier, item.offset, item.length] for item in reply.items]
+        assert places == [[item_identifier(name, ""), *others] for name, *others in expected["items"]]
         forms = [
             (await caller.process(request_of(token_ids_of(model, f"w20 {place}"), picture(1, form=form)))).items[0]
             for form in ("PNG", "BMP")
@@ -89,11 +94,48 @@ async def test_tokens_and_tensors_are_those_of_vllm(kind: str, tmp_path: Path) -
             assert refusal.value.field == field
 
 
+WRITE_VIDEO = """
+import sys, cv2, numpy
+writer = cv2.VideoWriter(sys.argv[1], cv2.VideoWriter_fourcc(*"mp4v"), 8, (112, 84))
+for seed in range(16):
+    writer.write(numpy.random.default_rng(seed).integers(0, 255, (84, 112, 3), dtype=numpy.uint8))
+writer.release()
+"""
+PLAYLISTS = (
+    b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n",
+    b"ffconcat version 1.0\nfile /etc/passwd\n",
+    b"v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nm=video 9 RTP/AVP 96\n",
+)
+
+
+@pytest.mark.parametrize("kind", mostly_long(("qwen25vl", "qwen3vl"), "qwen25vl"))
+async def test_videos_are_read_and_playlists_are_not(kind: str, tmp_path: Path) -> None:
+    model, file = write_media_model(kind, tmp_path), tmp_path / "video.mp4"
+    await asyncio.to_thread(subprocess.run, [PYTHON, "-c", WRITE_VIDEO, file], check=True)
+    prompt = token_ids_of(model, "w20 <|vision_start|><|video_pad|><|vision_end|> w21")
+    async with preprocessor(engine="vllm", vllm_python=PYTHON, model=model, processes=1, max_pixels=9500) as (
+        caller,
+        _,
+    ):
+        assert set(await caller.describe()) == {"image", "video"}
+        request = request_of(prompt, file.read_bytes(), kind="video")
+        (item,) = (await caller.process(request)).items
+        assert item.length >= 8
+        for other in (*PLAYLISTS, picture(), file.read_bytes()[:200]):
+            with pytest.raises(InvalidRequest, match=r"no video of a known format|cannot be read") as refusal:
+                await caller.process(request_of(prompt, other, kind="video"))
+            assert refusal.value.field == "media[0]"
+        assert (await caller.process(request)).items[0] == item
+
+
 async def test_hostile_files_are_refused_and_good_ones_in_between_work(tmp_path: Path) -> None:
     model = write_media_model("qwen25vl", tmp_path)
     prompt = token_ids_of(model, f"w20 {PLACEHOLDERS['qwen25vl']}")
     good = picture(3)
-    async with preprocessor(engine="vllm", vllm_python=PYTHON, model=model, item_limit_s=10) as (caller, role):
+    async with preprocessor(engine="vllm", vllm_python=PYTHON, model=model, processes=2, item_limit_s=10) as (
+        caller,
+        role,
+    ):
         expected = await caller.process(request_of(prompt, good))
         outcomes: Counter[str] = Counter()
         for number, file in enumerate(hostile_files(random.Random(5), TRIALS)):

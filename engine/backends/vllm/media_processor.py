@@ -27,6 +27,24 @@ DECODERS: dict[MediaKind, tuple[str, ...]] = {
     "video": ("cv2", "torchcodec"),
 }
 """Modules that decode each kind, of which one is enough."""
+CONTAINERS: dict[MediaKind, dict[str, tuple[tuple[int, bytes], ...]]] = {
+    "audio": {
+        "WAV": ((0, b"RIFF"), (8, b"WAVE")),
+        "FLAC": ((0, b"fLaC"),),
+        "Ogg": ((0, b"OggS"),),
+        "MP3": ((0, b"ID3"),),
+        "MP3 without a tag": ((0, b"\xff\xfb"),),
+        "MP4": ((4, b"ftyp"),),
+        "WebM": ((0, b"\x1aE\xdf\xa3"),),
+    },
+    "video": {
+        "MP4": ((4, b"ftyp"),),
+        "WebM": ((0, b"\x1aE\xdf\xa3"),),
+        "AVI": ((0, b"RIFF"), (8, b"AVI ")),
+    },
+}
+"""Formats of sounds and videos, with bytes that they have at an offset. FFmpeg would also take playlists, and then read
+the files and URLs that they name."""
 MAX_REASON_CHARS = 300
 
 
@@ -88,6 +106,9 @@ class VllmMediaProcessor(MediaProcessor):
         """Return what vLLM takes for a file. Raises MediaRefused, and what decoders raise."""
         if media.kind == "image":
             return decode_picture(media.data, max_pixels)
+        formats = CONTAINERS[media.kind]
+        if not any(all(media.data.startswith(has, at) for at, has in marks) for marks in formats.values()):
+            raise MediaRefused(f"the file is no {media.kind} of a known format ({', '.join(formats)})")
         os.environ["VLLM_MAX_IMAGE_PIXELS"] = str(max_pixels)  # vLLM's decoders of videos check each frame's size
         options = dict(self._options.get(media.kind, {}))
         if media.kind == "audio":
@@ -104,6 +125,7 @@ def open_vllm_media_processor(config: VllmSettings) -> VllmMediaProcessor:
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # its log lines are Tandem's
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ |= {"OPENCV_LOG_LEVEL": "SILENT", "OPENCV_FFMPEG_LOGLEVEL": "-8"}
     logging.getLogger("vllm").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")  # Python's warnings about vLLM's code, and PIL's about files
     try:

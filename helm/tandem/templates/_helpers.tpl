@@ -50,6 +50,7 @@ redis://{{ include "tandem.name" . }}-redis:6379/0
 {{- $worker := .Values.worker -}}
 {{- include "tandem.distinct" (dict "of" "router" "values" $router "ports" (list "grpcPort" "internalPort" "healthPort" "httpPort" "metricsPort")) -}}
 {{- include "tandem.distinct" (dict "of" "worker" "values" $worker "ports" (list "grpcPort" "streamPort" "healthPort" "metricsPort")) -}}
+{{- include "tandem.distinct" (dict "of" "preprocessor" "values" .Values.preprocessor "ports" (list "grpcPort" "metricsPort" "healthPort")) -}}
 {{- include "tandem.distinct" (dict "of" "planner" "values" .Values.planner "ports" (list "metricsPort" "healthPort")) -}}
 {{- if gt (int $worker.ucxPortFirst) (int $worker.ucxPortLast) -}}
 {{- fail (printf "worker.ucxPortFirst: %d is above worker.ucxPortLast, %d" (int $worker.ucxPortFirst) (int $worker.ucxPortLast)) -}}
@@ -117,6 +118,16 @@ Without a cluster, as in `helm template`, and at the first install it is the val
 {{- $routers = append $routers (printf "%s-router-%d.%s-routers:%d" $name $number $name $port) -}}
 {{- end -}}
 {{- $routers | toJson -}}
+{{- end -}}
+
+{{- /* Addresses of a model's preprocessors, as its entry in the router's settings has them; empty without any. */ -}}
+{{- define "tandem.preprocessors" -}}
+{{- $full := printf "%s-%s-preprocessor" (include "tandem.name" .root) (include "tandem.slug" .model) -}}
+{{- $addresses := list -}}
+{{- range $number := until (int ((.model.preprocessor | default dict).replicas | default 0)) -}}
+{{- $addresses = append $addresses (printf "%s-%d.%ss:%d" $full $number $full (int $.root.Values.preprocessor.grpcPort)) -}}
+{{- end -}}
+{{- join "," $addresses -}}
 {{- end -}}
 
 {{- /* Of a PodDisruptionBudget: where as many must stay as there may be, no node is ever drained. */ -}}
