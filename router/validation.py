@@ -208,7 +208,7 @@ def _check_medium(medium: pb.Media, where: str) -> None:
     if medium.kind not in MEDIA_KINDS:
         raise InvalidRequest(where, f"the kind must be one of {', '.join(MEDIA_KINDS)}, not {medium.kind[:80]!r}")
     source = medium.WhichOneof("source")
-    if source is None or not getattr(medium, source):
+    if source is None:
         raise InvalidRequest(where, "needs data or a url")
     if source == "url":
         check_url(medium.url, where)

@@ -27,6 +27,8 @@ DESCRIBE_S = 10.0
 """Longest time for a preprocessor to say what a model reads, in seconds."""
 KEPT_BYTES = 128 << 20
 """Bytes of media of a model's requests that are kept so that another preprocessor can take them over."""
+KEY_BYTES = 64 << 10
+"""Bytes of a request's first file that decide which preprocessor is asked first."""
 _PLACE = re.compile(r"media\[(\d{1,6})\].*", re.DOTALL)
 
 
@@ -128,11 +130,18 @@ class Asked:
         """Fields of the request that have the media."""
         self.prompt_field = prompt_field
         self.deadline = deadline
-        self.facts = tuple(MediumFacts(medium.kind, len(medium.data)) for medium in wanted.media)
-        self.num_bytes = sum(len(medium.data) + len(medium.url) for medium in wanted.media)
-        first = wanted.media[0]
-        self.key = first.data[: 1 << 20] or first.url.encode()
-        """What decides which preprocessor is asked first, so that the same picture meets the same cache."""
+        # Each look at `data` copies a file.
+        files = (medium.data or medium.url.encode() for medium in wanted.media)
+        sizes, self.key = [], b""
+        """Digest that decides which preprocessor is asked first, so that the same picture meets the same cache."""
+        for file in files:
+            self.key = self.key or blake2b(file[:KEY_BYTES], digest_size=16).digest()
+            sizes.append(len(file))
+        self.num_bytes = sum(sizes)
+        self.facts = tuple(
+            MediumFacts(medium.kind, 0 if medium.HasField("url") else size)
+            for medium, size in zip(wanted.media, sizes, strict=True)
+        )
 
 
 class MediaClient:
@@ -273,8 +282,7 @@ class MediaClient:
         """Return the addresses, best first; each key has its own order, which others' coming and going keeps."""
         if len(self._addresses) == 1:
             return list(self._addresses)
-        digest = blake2b(key, digest_size=16).digest()
-        return sorted(self._addresses, key=lambda address: blake2b(digest + address.encode(), digest_size=8).digest())
+        return sorted(self._addresses, key=lambda address: blake2b(key + address.encode(), digest_size=8).digest())
 
     def _typed(self, error: ServiceError, address: str, asked: Asked) -> ServiceError:
         """Return a preprocessor's error for the client, with the field of its own request."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -125,7 +126,8 @@ class MemoryResponses(ResponseStore):
 
 
 def _size(text: str) -> int:
-    return 4 * len(text)
+    """Return the memory of a text: a byte for each character of base64, and up to four for one of other texts."""
+    return sys.getsizeof(text)
 
 
 class RedisResponses(ResponseStore):
