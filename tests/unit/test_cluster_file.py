@@ -175,6 +175,13 @@ def test_where_http_is_served(folder: Path) -> None:
     assert said.http_settings(None, off=True) == {"http_port": None}
 
 
+def test_encode_workers_have_resources_of_their_own() -> None:
+    settings = RaySettings.parse({"decode": {"num_gpus": 1}, "encoder": {"num_gpus": 0.3}})
+    assert settings.bundle("encode_worker") == {"GPU": 0.3}
+    assert settings.bundle("decode_worker") == {"GPU": 1}
+    assert settings.options("encode_worker")["num_gpus"] == 0.3
+
+
 @pytest.mark.parametrize("strategy", ["STRICT_SPREAD", "STRICT_PACK"])
 def test_a_number_of_workers_that_may_change_cannot_be_placed_strictly(strategy: str) -> None:
     RaySettings().check(autoscale=True)

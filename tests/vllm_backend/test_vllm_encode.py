@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+import yaml
 
 from cluster.rpc import channel
 from encode_worker.config import EncoderConfig
@@ -17,7 +19,7 @@ from engine.encoder import encoder_fingerprint
 from engine.item_messages import item_messages
 from engine.items import Item
 from engine.model.model_dir import ModelDir
-from protos import encode_pb2, encode_pb2_grpc
+from protos import encode_pb2, encode_pb2_grpc, inference_pb2
 from support.long_runs import mostly_long
 from support.media_files import picture
 from support.preprocessors import preprocessor
@@ -28,7 +30,9 @@ from support.tiny_media_models import KINDS
 from support.torchvision_shim import PYTHON
 from support.vllm_engines import OPTIONS, ids, need_vllm, vllm_engine
 from support.vllm_pictures import Prompts, alone, write_model
-from tandem.local.local_cluster import RoleProcess, start_role, stop_process
+from tandem.client import Client
+from tandem.cluster_file import read_cluster
+from tandem.local.local_cluster import LocalCluster, RoleProcess, start_role, stop_process
 
 pytestmark = need_vllm
 ROUNDS = int(os.environ.get("TANDEM_ROUNDS", "2"))
@@ -132,3 +136,36 @@ async def test_requests_go_on_without_an_encode_worker_that_dies(tmp_path: Path,
                 again = request._replace(cache_salt="other")
                 assert ids(await engine.answer(again)) == expected[0]
         assert (await engine.audited()).reserved_blocks == 0
+
+
+def metrics_of(role: RoleProcess) -> str:
+    with urllib.request.urlopen(f"http://{role.metrics_address}/metrics", timeout=10) as said:
+        return str(said.read().decode())
+
+
+async def test_a_cluster_of_a_file_encodes_a_picture_once(tmp_path: Path, files: list[Path]) -> None:
+    """With two empty keys beside the workers' settings, one of which is a flag that only vLLM's parser reads."""
+    model = write_model("qwen25vl", tmp_path)
+    options = {name: value for name, value in OPTIONS.items() if name != "max_model_len"}
+    worker = MEDIA | {"vllm_python": str(PYTHON), "vllm_options": options, "kv_memory_mib": 64}
+    worker["vllm_args"] = f"--max-model-len {OPTIONS['max_model_len']}"
+    values = {"models": [{"path": str(model), "prefill": 0}], "worker": worker, "preprocessor": {"processes": 1}}
+    cluster_file = tmp_path / "cluster.yaml"
+    cluster_file.write_text(yaml.safe_dump(values | {"encoder": {"metrics_port": 0}}))
+    topology = read_cluster(cluster_file, None, 1, 1).plan({"port": 0}, {}, [0, 1], 1)
+    message = ("user", ["w30 w31", {"type": "image", "path": files[0]}])
+    async with LocalCluster(topology) as cluster, Client(cluster.address) as client:
+        answers = []
+        for salt in ("first", "second"):
+            sampling = inference_pb2.Sampling(max_tokens=8, temperature=0, ignore_eos=True)
+            pieces = client.generate(messages=[message], sampling=sampling, cache_salt=salt, timeout_s=60)
+            answers.append([token async for piece in pieces for token in piece.token_ids])
+        (encoder,) = cluster.encoders
+        metrics = await asyncio.to_thread(metrics_of, encoder)
+    assert len(answers[0]) == 8
+    assert answers[0] == answers[1]
+    counts = [line.split() for line in metrics.splitlines() if line.startswith("tandem_encoded_items_total")]
+    assert sorted(counts) == [
+        ['tandem_encoded_items_total{origin="computed"}', "1.0"],
+        ['tandem_encoded_items_total{origin="found"}', "1.0"],
+    ]
