@@ -54,7 +54,10 @@ class Prompts:
         return found
 
     @asynccontextmanager
-    async def request(self, name: str, tokens: list[int], *files: Path) -> AsyncIterator[Generate]:
-        async with self._caller.leased(request_of(tokens, *(file.read_bytes() for file in files))) as reply:
+    async def request(
+        self, name: str, tokens: list[int], *files: Path, cache_salt: str = ""
+    ) -> AsyncIterator[Generate]:
+        wanted = request_of(tokens, *(file.read_bytes() for file in files), cache_salt=cache_salt)
+        async with self._caller.leased(wanted) as reply:
             request = greedy(name, reply.prompt_token_ids, MAX_TOKENS, ignore_eos=True)
             yield request._replace(items=read_items(reply.items))

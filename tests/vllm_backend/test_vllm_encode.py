@@ -1,8 +1,11 @@
 """Encode workers: embeddings are computed once, and a request goes on without the one that dies."""
 
 import asyncio
+import json
 import os
 import signal
+import statistics
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 
 from cluster.rpc import channel
 from encode_worker.config import EncoderConfig
+from engine.core_types import SamplingParams
 from engine.encoder import encoder_fingerprint
 from engine.item_messages import item_messages
 from engine.items import Item
@@ -24,7 +28,7 @@ from support.preprocessors import preprocessor
 from support.processes import children_running, until
 from support.real_engines import engines
 from support.redis_server import free_port
-from support.tiny_media_models import KINDS
+from support.tiny_media_models import KINDS, write_media_model
 from support.torchvision_shim import PYTHON
 from support.vllm_engines import OPTIONS, ids, need_vllm, vllm_engine
 from support.vllm_pictures import Prompts, alone, write_model
@@ -132,3 +136,36 @@ async def test_requests_go_on_without_an_encode_worker_that_dies(tmp_path: Path,
                 again = request._replace(cache_salt="other")
                 assert ids(await engine.answer(again)) == expected[0]
         assert (await engine.audited()).reserved_blocks == 0
+
+
+@pytest.mark.long
+async def test_time_to_first_token_with_known_embeddings(tmp_path: Path) -> None:
+    """Prints it as a share of the time with a picture that is encoded first; nothing else is cached."""
+    path = write_media_model("qwen25vl", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["vision_config"] |= {"depth": 8, "hidden_size": 512, "intermediate_size": 2048, "num_heads": 8}
+    (path / "config.json").write_text(json.dumps(config))
+    sizes = json.loads((path / "preprocessor_config.json").read_text()) | {"max_pixels": 1 << 20}
+    (path / "preprocessor_config.json").write_text(json.dumps(sizes))
+    model = write_model("qwen25vl", tmp_path)
+    file = tmp_path / "large.png"
+    file.write_bytes(picture(1, 448, 448))
+    engine = vllm_engine("worker", model=model, vllm_python=PYTHON)
+    seconds: dict[str, list[float]] = {"known": [], "encoded": []}
+    async with (
+        encode_worker(model) as encoder,
+        preprocessor(**MEDIA, model=model, processes=1, encoders=[encoder.address]) as (caller, _),
+        engines(engine),
+    ):
+        prompts = Prompts("qwen25vl", model, caller)
+        tokens = prompts.tokens(40, "picture", 10)
+        for number in range(1 + ROUNDS):
+            for name, salt in (("encoded", f"{number}"), ("known", "")):
+                async with prompts.request(f"{name}-{number}", tokens, file, cache_salt=salt) as request:
+                    began = time.monotonic()
+                    plain = request._replace(cache_salt=f"{name}-{number}", sampling=SamplingParams(1, temperature=0))
+                    await engine.answer(plain)
+                    if number:  # the first of each is the first of its kind
+                        seconds[name].append(time.monotonic() - began)
+    ratio = statistics.median(seconds["known"]) / statistics.median(seconds["encoded"])
+    print(f"TTFT with known embeddings / encoding them: {ratio:.2f}, of {request.items[0].length} tokens")
