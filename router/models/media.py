@@ -16,7 +16,7 @@ from cluster.error_status import from_rpc_error
 from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServiceError, Unavailable
 from cluster.rpc import Channels, media_channel
 from cluster.tls import MemberIdentity
-from engine.items import Item, items_fault
+from engine.media.items import Item, items_fault
 from protos import inference_pb2 as pb
 from protos import items_pb2, preprocess_pb2, preprocess_pb2_grpc
 

@@ -15,7 +15,7 @@ from cluster.errors import Forbidden, Incompatible, InvalidRequest, StartError, 
 from cluster.tls import MemberIdentity
 from engine.block_keys import BlockKey, block_keys, root_key
 from engine.errors import ModelRefused
-from engine.items import Item
+from engine.media.items import Item
 from engine.model.embedding import EmbeddingConfig, has_output_layer, read_embedding
 from engine.model.hub import CONFIG_FILES, fetch_beside
 from engine.model.model_dir import ModelDir

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from engine.item_messages import read_items
+from engine.media.item_messages import read_items
 from engine.messages.to_engine import Generate
 from support.preprocessors import Caller, request_of
 from support.real_engines import greedy

@@ -17,9 +17,9 @@ import pytest
 from cluster.rpc import channel
 from encode_worker.config import EncoderConfig
 from engine.core_types import SamplingParams
-from engine.encoder import encoder_fingerprint
-from engine.item_messages import item_messages
-from engine.items import Item
+from engine.media.encoder import encoder_fingerprint
+from engine.media.item_messages import item_messages
+from engine.media.items import Item
 from engine.model.model_dir import ModelDir
 from protos import encode_pb2, encode_pb2_grpc
 from support.long_runs import mostly_long

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from engine.items import Item
+from engine.media.items import Item
 from engine.messages.to_engine import Generate
 from support.long_runs import mostly_long
 from support.media_files import picture

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from engine.backends.vllm.block_pool import GroupPlace
 from engine.backends.vllm.kv_cache import VllmKVCache
 from engine.backends.vllm.kv_memory import KvMemory, VllmKvMemory
-from engine.backends.vllm.media import Media
+from engine.backends.vllm.media.features import Media
 from engine.backends.vllm.requests import VllmRequests
 from engine.backends.vllm.sampling import Sampling
 from engine.backends.vllm.submitted import Full, Submissions, Submitted
