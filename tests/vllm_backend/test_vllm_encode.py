@@ -29,7 +29,7 @@ from support.processes import children_running, until
 from support.real_engines import engines
 from support.redis_server import free_port
 from support.tiny_media_models import KINDS, write_media_model
-from support.torchvision_shim import PYTHON
+from support.torchvision_shim import PYTHON, V2
 from support.vllm_engines import OPTIONS, ids, need_vllm, vllm_engine
 from support.vllm_pictures import Prompts, alone, write_model
 from tandem.local.local_cluster import RoleProcess, start_role, stop_process
@@ -59,12 +59,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return found
 
 
+@pytest.mark.parametrize("python", mostly_long([PYTHON, V2], V2), ids=lambda python: python.name)
 @pytest.mark.parametrize("kind", mostly_long(KINDS, "qwen25vl"))
 async def test_embeddings_of_an_encode_worker_give_the_tokens_of_vllm_alone(
-    kind: str, tmp_path: Path, files: list[Path]
+    kind: str, python: Path, tmp_path: Path, files: list[Path]
 ) -> None:
+    """The workers have either model runner; vLLM's encoder alone runs on V1 here, since V2 has none for CPUs."""
     model = write_model(kind, tmp_path)
-    engine = vllm_engine("worker", model=model, vllm_python=PYTHON)
+    engine = vllm_engine("worker", model=model, vllm_python=python)
     async with (
         encode_worker(model) as encoder,
         preprocessor(**MEDIA, model=model, processes=1, encoders=[encoder.address]) as (caller, _),

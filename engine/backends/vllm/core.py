@@ -290,7 +290,8 @@ class VllmCore(LoanHost):
                     self._submissions.add(job, self._kv_cache.layout.blocks_for(job.num_tokens_with_items))
                 except ValueError as error:
                     self._give_up(job, str(error))
-                self._blocked = False
+                if job in self._submissions:  # else it waits for blobs
+                    self._blocked = False
 
     def _items_fetched(self, message: ItemsFetched) -> None:
         """Let vLLM compute a sequence whose items' blobs have come, or end it where they cannot be had."""
