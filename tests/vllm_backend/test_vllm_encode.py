@@ -6,8 +6,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import grpc
 import pytest
 
 from cluster.rpc import channel
-from encode_worker.config import EncoderConfig
 from engine.core_types import SamplingParams
 from engine.media.encoder import encoder_fingerprint
 from engine.media.item_messages import item_messages
@@ -30,24 +28,11 @@ from support.real_engines import engines
 from support.redis_server import free_port
 from support.tiny_media_models import KINDS, write_media_model
 from support.torchvision_shim import PYTHON, V2
-from support.vllm_engines import OPTIONS, ids, need_vllm, vllm_engine
-from support.vllm_pictures import Prompts, alone, write_model
-from tandem.local.local_cluster import RoleProcess, start_role, stop_process
+from support.vllm_engines import ids, need_vllm, vllm_engine
+from support.vllm_pictures import MEDIA, Prompts, alone, encode_worker, write_model
 
 pytestmark = need_vllm
 ROUNDS = int(os.environ.get("TANDEM_ROUNDS", "2"))
-MEDIA = {"engine": "vllm", "vllm_python": PYTHON, "dtype": "float32"}
-
-
-@asynccontextmanager
-async def encode_worker(model: Path, port: int = 0) -> AsyncIterator[RoleProcess]:
-    options = {"vllm_options": {"max_model_len": OPTIONS["max_model_len"]}}
-    config = EncoderConfig.parse({"model": model, "port": port, "drain_s": 0.0} | MEDIA | options)
-    role = await start_role("encode_worker", "encoder", config)
-    try:
-        yield role
-    finally:
-        await stop_process(role.process)
 
 
 @pytest.fixture(scope="module")
