@@ -305,8 +305,8 @@ class ModelRuntime:
             for version in self._versions(hello)
         )
         if self.adapter or items:
-            own = tuple((item.offset, item.end) for item in items if not item.encoder)
-            demand = replace(demand, adapter=self.adapter.hex(), has_items=bool(items), own_items=own)
+            own_items = tuple((item.offset, item.end) for item in items if not item.encoder)
+            demand = replace(demand, adapter=self.adapter.hex(), has_items=bool(items), own_items=own_items)
         return (replace(demand, other_keys=tuple(map(tuple, others))) if others else demand), own
 
     def _versions(self, hello: membership_pb2.Hello) -> list[bytes]:

@@ -36,7 +36,7 @@ class Demand:
     has_items: bool = False
     """Whether the prompt has pictures, sounds or videos, which not every worker reads."""
     own_items: tuple[tuple[int, int], ...] = ()
-    """First token of each that a worker encodes itself, since no encode worker does, and the token after its last one."""
+    """First token of each that the model's workers encode themselves, and the token after its last one."""
     embeds: bool = False
     """Whether an embedding is wanted, which prefill workers compute, and decode workers where there are no others."""
     only: str = ""

@@ -106,7 +106,7 @@ class LenderEncode(Term):
 
 
 class Encode(Term):
-    """Encoding of the items that neither the decode worker's blocks nor the loan cover, and no encode worker encodes."""
+    """Encoding of the items that neither the decode worker's blocks nor the loan cover."""
 
     name = "encode"
 
