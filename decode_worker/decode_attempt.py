@@ -9,7 +9,7 @@ from cluster.errors import Draining, Incompatible, ServiceError
 from cluster.logs import of
 from decode_worker.output_stream import OutputStream
 from decode_worker.placed_request import check_request, engine_request, lead_tokens
-from engine.item_messages import read_items
+from engine.media.item_messages import read_items
 from engine.messages.to_engine import Cancel
 from engine.process.engine_client import EngineMessage
 from engine.worker.lender_streams import Borrowing, LoanChain

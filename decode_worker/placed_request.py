@@ -7,9 +7,9 @@ from cluster.errors import InvalidRequest
 from engine.block_keys import token_array
 from engine.core_types import MAX_CHAINS, BeamParams, Pooling, SamplingParams
 from engine.engine_kind import Feature, kind_of
-from engine.item_messages import read_items
-from engine.items import items_fault
 from engine.kv.pins import Retention
+from engine.media.item_messages import read_items
+from engine.media.items import items_fault
 from engine.messages.to_engine import Generate, PlacementMark
 from engine.model.detokenizer import check_token_ids
 from engine.sampling.structured_output import FIELD, read_structured

@@ -10,8 +10,8 @@ import sys
 from cluster.errors import StartError
 from cluster.logs import set_up
 from engine.config import WorkerConfig
-from engine.encoder import MediaEncoder
-from engine.items import Item
+from engine.media.encoder import MediaEncoder
+from engine.media.items import Item
 from engine.process.start_up import become_child
 from preprocessor.frames import Frame, encoded, receive_frame
 

@@ -12,9 +12,9 @@ from cluster.errors import Draining, Incompatible, InvalidRequest, ServiceError
 from cluster.logs import request_id
 from cluster.rpc import Channels
 from encode_worker.child_encoder import ChildEncoder
-from engine.encoder import Embeddings
-from engine.item_messages import read_items
-from engine.items import IDENTIFIER_BYTES, Item
+from engine.media.encoder import Embeddings
+from engine.media.item_messages import read_items
+from engine.media.items import IDENTIFIER_BYTES, Item
 from engine.worker.item_fetches import fetch_blobs
 from protos import encode_pb2 as pb
 from protos import encode_pb2_grpc as pb_grpc

@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from engine.items import Item
+from engine.media.items import Item
 
 BlockKey = bytes
 KEY_BYTES = 16

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Literal, NamedTuple
 
 from engine.block_keys import BlockKey
-from engine.items import Item
+from engine.media.items import Item
 
 
 class FinishReason(Enum):

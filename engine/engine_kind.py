@@ -22,9 +22,9 @@ from kvtransfer.plugins import load_plugin, plugin_names
 from kvtransfer.ranks import MAX_RANKS
 
 if TYPE_CHECKING:
-    from engine.encoder import MediaEncoder
     from engine.host.core_allocation import CoreAllocation
-    from engine.media_processor import MediaProcessor
+    from engine.media.encoder import MediaEncoder
+    from engine.media.processor import MediaProcessor
     from engine.model_runner import ModelRunner, RankInfo
 
 BUILT_IN = ("torch", "vllm", "sim")

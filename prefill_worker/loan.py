@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 from cluster.errors import Incompatible, InvalidRequest, Overloaded, ServiceError, Unavailable
 from engine.block_keys import unpack_tokens
-from engine.item_messages import read_items
-from engine.items import items_fault
 from engine.lending.fast_path import ADDRESS_BYTES
+from engine.media.item_messages import read_items
+from engine.media.items import items_fault
 from engine.messages.from_engine import LendReady, LendRefused, LendStarting
 from engine.messages.to_engine import Lend, LendClosed, LendReleased, PlacementMark
 from engine.model.detokenizer import check_token_ids

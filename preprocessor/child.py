@@ -16,7 +16,7 @@ from typing import Any
 from cluster.errors import StartError
 from cluster.logs import set_up
 from engine.config import WorkerConfig
-from engine.media_processor import MediaInput, MediaProcessor, MediaRefused
+from engine.media.processor import MediaInput, MediaProcessor, MediaRefused
 from engine.process.start_up import become_child
 from preprocessor.frames import Frame, encoded, receive_frame
 

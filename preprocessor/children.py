@@ -17,7 +17,7 @@ from typing import Any
 from cluster.errors import InvalidRequest, ServiceError, StartError, Unavailable
 from cluster.fair_turns import FairTurns
 from engine.config import WorkerConfig
-from engine.media_processor import MediaInput, MediaKind, MediaRefused, Modality, Processed, ProcessedItem
+from engine.media.processor import MediaInput, MediaKind, MediaRefused, Modality, Processed, ProcessedItem
 from preprocessor.child import OFFLINE
 from preprocessor.config import PreprocessorConfig
 from preprocessor.frames import Frame, NoFrame, encoded, read_frame

@@ -15,8 +15,8 @@ from cluster.error_status import end_call
 from cluster.errors import Draining, InvalidRequest, ServiceError, UnknownModel
 from cluster.fair_turns import FairTurns
 from cluster.logs import request_id
-from engine.items import IDENTIFIER_BYTES
-from engine.media_processor import MediaInput, MediaKind
+from engine.media.items import IDENTIFIER_BYTES
+from engine.media.processor import MediaInput, MediaKind
 from preprocessor.blobs import BlobStore, Lease
 from preprocessor.children import Children
 from preprocessor.config import PreprocessorConfig

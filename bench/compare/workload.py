@@ -9,7 +9,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from bench.models import SMALL_LLAMA
-from bench.router.trace import read_arrivals
+from bench.traces import CONVERSATION, TICK_S
+from simulator.traces.reading import Trace, Window
 
 BLOCK_TOKENS = 32
 MAX_PROMPT = 1024
@@ -23,6 +24,26 @@ class Ask:
 
     prompt: str
     output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    at_s: float
+    num_tokens: int
+    blocks: tuple[int, ...]
+    """Id of each prompt block, the last, partial one included. Equal ids mean an equal prefix so far."""
+
+
+def read_arrivals(count: int, speed: float, block_tokens: int) -> list[Arrival]:
+    """Read the first arrivals, with lengths scaled so that a block of the trace has `block_tokens`.
+
+    Raises BadTrace.
+    """
+    arrivals = []
+    for request in Trace(CONVERSATION, Window(rate=speed, most=count, spread_s=TICK_S, seed=1)):
+        num_tokens = max(1, request.input_tokens * block_tokens // request.hash_tokens)
+        arrivals.append(Arrival(request.arrival_s, num_tokens, request.hash_ids[: -(-num_tokens // block_tokens)]))
+    return arrivals
 
 
 def _words(seed: int, count: int) -> list[str]:

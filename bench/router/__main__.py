@@ -7,13 +7,12 @@ from typing import Any
 from rich.console import Console
 
 from bench.report import Bar, conclude
-from bench.router import added, decisions, peers, streams
+from bench.router import added, decisions, streams
 
 PARTS: dict[str, Callable[[Console], tuple[list[Bar], dict[str, Any]]]] = {
     "decisions": decisions.measure,
     "added": added.measure,
     "streams": streams.measure,
-    "peers": peers.measure,
 }
 
 

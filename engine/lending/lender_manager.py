@@ -6,7 +6,6 @@ from itertools import islice, takewhile
 
 from engine.block_keys import BlockKey, block_keys, root_key
 from engine.core_types import Sequence
-from engine.items import begun_items
 from engine.kv.course import Course
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import POOL
@@ -27,6 +26,7 @@ from engine.lending.lender import (
     Unhold,
 )
 from engine.lending.loan import BorrowRequest
+from engine.media.items import begun_items
 from engine.messages.from_engine import FromEngine, KvAccount, LendReady, LendRefused, LendStarting
 from engine.messages.to_engine import Lend
 from engine.model_runner import ModelInfo

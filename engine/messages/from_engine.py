@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.core_types import FinishReason, GpuDevice, RequestFailure, TokenLogprobs
-from engine.items import Item
 from engine.kv.block_pool import CacheEvent
+from engine.media.items import Item
 
 
 class Ready(NamedTuple):

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.core_types import SamplingParams, StepBudget
-from engine.encoder import Embeddings
-from engine.items import Item
 from engine.kv.pins import Retention
+from engine.media.encoder import Embeddings
+from engine.media.items import Item
 
 
 class PlacementMark(NamedTuple):

@@ -13,9 +13,9 @@ from engine.backends.vllm.arguments import check_version, engine_arguments, pass
 from engine.backends.vllm.environment import computes_at_launch, quiet_vllm, set_environment
 from engine.config import WorkerConfig
 from engine.core_types import GpuDevice
-from engine.encoder import encoder_fingerprint
 from engine.errors import EngineStartError
 from engine.host.memory import UNMEASURED_KV_BYTES, belongs_in_file
+from engine.media.encoder import encoder_fingerprint
 from engine.model.adapters import Adapter, read_adapters
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelInfo
@@ -223,7 +223,7 @@ def configure_vllm(config: WorkerConfig, role: Role) -> ConfiguredVllm:
         raise EngineStartError("pipeline_parallel", reason)
     set_up_speculation(vllm_config)
     if vllm_config.model_config.is_multimodal_model:
-        from engine.backends.vllm.embeddings import consumer
+        from engine.backends.vllm.media.embeddings import consumer
 
         vllm_config.ec_transfer_config = consumer()
     os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"

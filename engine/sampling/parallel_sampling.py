@@ -21,8 +21,8 @@ from collections.abc import Callable
 
 from engine.block_keys import BlockKey
 from engine.core_types import Sequence
-from engine.items import begun_items
 from engine.kv.layout import KvLayout
+from engine.media.items import begun_items
 from engine.messages.to_engine import Generate
 from engine.sampling.beam_search import BeamSearch
 

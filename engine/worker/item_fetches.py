@@ -15,9 +15,9 @@ from cluster.error_status import from_rpc_error
 from cluster.errors import ServiceError
 from cluster.rpc import Channels
 from cluster.tls import TlsIdentity
-from engine.encoder import Embeddings
-from engine.item_messages import item_messages
-from engine.items import Item
+from engine.media.encoder import Embeddings
+from engine.media.item_messages import item_messages
+from engine.media.items import Item
 from engine.messages.from_engine import ItemsWanted
 from engine.messages.to_engine import ItemsFetched, ToEngine
 from protos import encode_pb2, encode_pb2_grpc

@@ -11,8 +11,8 @@ import grpc
 from cluster.rpc import Channels
 from cluster.tls import TlsIdentity
 from engine.block_keys import pack_tokens
-from engine.item_messages import item_messages
-from engine.items import Item, begun_items
+from engine.media.item_messages import item_messages
+from engine.media.items import Item, begun_items
 from engine.messages.from_engine import CloseLoan, OpenLoan, ReleaseLoan
 from engine.process.engine_client import EngineClient
 from engine.worker.loan_stream import Loan, LoanStream

@@ -16,9 +16,10 @@ from cluster.error_status import from_rpc_error
 from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServiceError, Unavailable
 from cluster.rpc import Channels, media_channel
 from cluster.tls import MemberIdentity
-from engine.items import Item, items_fault
+from engine.media.item_messages import read_items
+from engine.media.items import Item, items_fault
 from protos import inference_pb2 as pb
-from protos import items_pb2, preprocess_pb2, preprocess_pb2_grpc
+from protos import preprocess_pb2, preprocess_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +243,8 @@ class MediaClient:
                 raise self._typed(from_rpc_error(error), address, asked) from None
             if not isinstance(reply, preprocess_pb2.ProcessReply):
                 raise Unavailable(f"preprocessor {address} ended a request without an answer")
-            prompt, items = list(reply.prompt_token_ids), tuple(_item(item, address) for item in reply.items)
+            items = tuple(item if item.address else item._replace(address=address) for item in read_items(reply.items))
+            prompt = list(reply.prompt_token_ids)
             if fault := items_fault(items, len(prompt)):
                 raise Unavailable(f"preprocessor {address} made items that cannot be used: {fault}")
             self._keep(asked, held)
@@ -297,11 +299,6 @@ class MediaClient:
         if isinstance(error, Overloaded):
             return Overloaded(error.message, field, error.permanent, error.retry_after_s, error.limit)
         return DeadlineExceeded(error.message, field)
-
-
-def _item(item: items_pb2.Item, address: str) -> Item:
-    where = item.address or address
-    return Item(item.identifier, item.offset, item.length, item.details, where, item.blob_bytes)
 
 
 def _unavailable(error: ServiceError, address: str) -> Unavailable:

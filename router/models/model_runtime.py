@@ -15,7 +15,7 @@ from cluster.errors import Forbidden, Incompatible, InvalidRequest, StartError, 
 from cluster.tls import MemberIdentity
 from engine.block_keys import BlockKey, block_keys, root_key
 from engine.errors import ModelRefused
-from engine.items import Item
+from engine.media.items import Item
 from engine.model.embedding import EmbeddingConfig, has_output_layer, read_embedding
 from engine.model.hub import CONFIG_FILES, fetch_beside
 from engine.model.model_dir import ModelDir
@@ -305,8 +305,8 @@ class ModelRuntime:
             for version in self._versions(hello)
         )
         if self.adapter or items:
-            places = tuple((item.offset, item.end) for item in items)
-            demand = replace(demand, adapter=self.adapter.hex(), items=places)
+            own_items = tuple((item.offset, item.end) for item in items if not item.encoder)
+            demand = replace(demand, adapter=self.adapter.hex(), has_items=bool(items), own_items=own_items)
         return (replace(demand, other_keys=tuple(map(tuple, others))) if others else demand), own
 
     def _versions(self, hello: membership_pb2.Hello) -> list[bytes]:

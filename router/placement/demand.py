@@ -33,8 +33,10 @@ class Demand:
     """Traffic hash in [0, 1): below a canary's share the request is for the canary. 1: for no canary."""
     adapter: str = ""
     """Fingerprint of the LoRA adapter, in hexadecimal digits; empty for none."""
-    items: tuple[tuple[int, int], ...] = ()
-    """First token of each picture, sound or video of the prompt, and the token after its last one, in order."""
+    has_items: bool = False
+    """Whether the prompt has pictures, sounds or videos, which not every worker reads."""
+    own_items: tuple[tuple[int, int], ...] = ()
+    """First token of each that the model's workers encode themselves, and the token after its last one."""
     embeds: bool = False
     """Whether an embedding is wanted, which prefill workers compute, and decode workers where there are no others."""
     only: str = ""

@@ -74,7 +74,7 @@ class FinishedStreams:
         if load is not None:
             running = (running + max(1, load.running)) / 2
         moved = placed.transfer_from(finish.receipt.placement.lender)
-        seen = measured(finish, *placed.queued_before, running, placed.num_streams, moved, bool(placed.demand.items))
+        seen = measured(finish, *placed.queued_before, running, placed.num_streams, moved, placed.demand.has_items)
         self.rate_learner.observe(seen)
         if seen.fetch is not None and placed.decode.store_id:
             num_blocks, seconds = seen.fetch

@@ -101,7 +101,7 @@ class LenderEncode(Term):
     def seconds(self, pairs: Pairs) -> Floats | float:
         demand = pairs.demand
         end = demand.num_usable_blocks * demand.block_tokens
-        begun = [item for item in demand.items if item[0] < end]
+        begun = [item for item in demand.own_items if item[0] < end]
         return _encoding_s(begun, pairs.reads.blocks * demand.block_tokens, pairs.lender_tokens_per_s)
 
 
@@ -112,7 +112,7 @@ class Encode(Term):
 
     def seconds(self, pairs: Pairs) -> Floats | float:
         demand = pairs.demand
-        return _encoding_s(demand.items, pairs.blocks * demand.block_tokens, pairs.decode.tokens_per_s)
+        return _encoding_s(demand.own_items, pairs.blocks * demand.block_tokens, pairs.decode.tokens_per_s)
 
 
 def _encoding_s(items: Sequence[tuple[int, int]], covered: Floats | float, tokens_per_s: Floats) -> Floats | float:
@@ -231,7 +231,7 @@ DELAY: tuple[Term, ...] = PromptDelay(), StreamDelay()
 
 def ttft_terms(pairs: Pairs) -> tuple[Term, ...]:
     """Return the terms of the pairs' TTFT."""
-    return (TTFT_WITH_ITEMS if pairs.demand.items else TTFT)[pairs.kind]
+    return (TTFT_WITH_ITEMS if pairs.demand.own_items else TTFT)[pairs.kind]
 
 
 @cache

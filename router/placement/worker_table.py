@@ -109,7 +109,7 @@ class WorkerTable:
 
     def able_for(self, demand: Demand, could: Bools) -> Bools:
         """Return those workers that have the request's adapter and read its items, where it has such, [W]."""
-        if demand.items:
+        if demand.has_items:
             could = could & np.array(self.reads_media, np.bool_)
         if demand.adapter:
             could = could & np.array([demand.adapter in each for each in self.adapters], np.bool_)

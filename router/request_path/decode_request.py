@@ -4,7 +4,7 @@ Pure.
 """
 
 from engine.core_types import Pooling
-from engine.item_messages import item_messages
+from engine.media.item_messages import item_messages
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 from protos import lend_pb2, membership_pb2

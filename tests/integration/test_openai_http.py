@@ -287,7 +287,7 @@ async def test_fields_without_effect_are_named(site: Site) -> None:
         (400, "structured_outputs", {"structured_outputs": {"regex": "(a"}}),
         (400, "request_id", {"request_id": "x" * 300}),
         (400, "stream_options", {"stream_options": {"include_usage": True}}),
-        (504, None, {"timeout_ms": 300, "max_tokens": 900}),
+        (504, None, {"timeout_ms": 300, "max_tokens": 900, "ignore_eos": True}),
     ],
 )
 async def test_errors_name_their_field(site: Site, status: int, param: str | None, change: dict[str, Any]) -> None:

@@ -197,8 +197,9 @@ async def stopped(site: Site, rng: random.Random) -> None:
 FAULTS = (killed, cut_off, stopped)
 
 
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_a_worker_over_two_nodes_loses_no_request_with_a_node(shape: str, tmp_path: Path) -> None:
+async def test_a_worker_over_two_nodes_loses_no_request_with_a_node(shape: str, fault: Any, tmp_path: Path) -> None:
     async with site_of(shape, tmp_path) as site:
         await site.all_joined()
         site.expected = []
@@ -206,21 +207,20 @@ async def test_a_worker_over_two_nodes_loses_no_request_with_a_node(shape: str, 
         await asyncio.gather(*(stream.task for stream in first))
         site.expected = [stream.token_ids for stream in first]
         await site.serves_on_both("whole")
-        for fault in FAULTS:
-            rng = random.Random(fault.__name__)
-            for number in range(ROUNDS):
-                starts = site.nodes[0].num_starts
-                streams = site.ask(f"{fault.__name__}-{number}")
-                await streams[0].reached(2)
-                began = time.monotonic()
-                await fault(site, rng)
-                await site.answered(streams)
-                answered_s = time.monotonic() - began
+        rng = random.Random(fault.__name__)
+        for number in range(ROUNDS):
+            starts = site.nodes[0].num_starts
+            streams = site.ask(f"{fault.__name__}-{number}")
+            await streams[0].reached(2)
+            began = time.monotonic()
+            await fault(site, rng)
+            await site.answered(streams)
+            answered_s = time.monotonic() - began
 
-                async def again(starts: int = starts) -> bool:
-                    return site.nodes[0].num_starts > starts
+            async def again(starts: int = starts) -> bool:
+                return site.nodes[0].num_starts > starts
 
-                await until(again, f"node 0 has started again after {fault.__name__}", START_S)
-                await site.serves_on_both(f"after {fault.__name__}-{number}")
-                whole_s = time.monotonic() - began
-                print(f"\n{shape}, {fault.__name__}: answered in {answered_s:.0f} s, whole in {whole_s:.0f} s")
+            await until(again, f"node 0 has started again after {fault.__name__}", START_S)
+            await site.serves_on_both(f"after {fault.__name__}-{number}")
+            whole_s = time.monotonic() - began
+            print(f"\n{shape}, {fault.__name__}: answered in {answered_s:.0f} s, whole in {whole_s:.0f} s")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from engine.core_types import StepBudget
-from engine.items import Item, begun_items
+from engine.media.items import Item, begun_items
 from engine.messages.from_engine import (
     CloseLoan,
     Filled,

@@ -12,7 +12,7 @@ from cluster.errors import StartError
 from cluster.roles import Role
 from engine.config import WorkerConfig
 from engine.core_types import SamplingParams, TokenLogprobs
-from engine.items import begun_items
+from engine.media.items import begun_items
 from engine.messages.from_engine import (
     Audited,
     CloseLoan,

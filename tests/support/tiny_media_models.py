@@ -340,7 +340,9 @@ def _published_name(name: str) -> str:
 
 
 if __name__ == "__main__":
-    written = write_media_model(sys.argv[1], Path(sys.argv[2]))
+    written = Path(sys.argv[2], sys.argv[1])
+    if not written.exists():
+        write_media_model(sys.argv[1], Path(sys.argv[2]))
     if "--weights" in sys.argv:
         write_weights(written)
     print(written)

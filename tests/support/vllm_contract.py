@@ -23,6 +23,17 @@ MEMBERS: dict[str, str] = {
         "schedule update_from_output add_request finish_requests has_requests get_grammar_bitmask"
         " update_draft_token_ids_in_output requests running waiting kv_cache_manager kv_cache_config"
         " max_num_scheduled_tokens num_spec_tokens num_lookahead_tokens hash_block_size defer_block_free deferred_frees"
+        " _try_schedule_encoder_inputs encoder_cache_manager max_num_encoder_input_tokens ec_connector"
+    ),
+    "vllm.v1.core.encoder_cache_manager:EncoderCacheManager": "cache_size",
+    "vllm.multimodal.inputs:MultiModalFeatureSpec": "data modality identifier mm_position mm_hash",
+    "vllm.multimodal.inputs:PlaceholderRange": "offset length is_embed get_num_embeds",
+    "vllm.v1.serial_utils:MsgpackEncoder": "encode",
+    "vllm.v1.serial_utils:MsgpackDecoder": "decode",
+    "vllm.config.ec_transfer:ECTransferConfig": "ec_connector ec_connector_module_path ec_role",
+    "vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase": (
+        "is_producer has_cache_item update_state_after_alloc build_connector_meta request_finished start_load_caches"
+        " save_caches _get_connector_metadata"
     ),
     "vllm.v1.core.sched.output:SchedulerOutput": (
         "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens total_num_scheduled_tokens"
@@ -76,6 +87,9 @@ MEMBERS: dict[str, str] = {
 """Members of classes, by module and class; those of base classes count."""
 SIGNATURES: dict[str, str] = {
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": "scheduler_output model_runner_output",
+    "vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs": (
+        "request num_computed_tokens num_new_tokens encoder_compute_budget"
+    ),
     "vllm.v1.core.sched.scheduler:Scheduler.finish_requests": "request_ids finished_status",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.find_longest_cache_hit": (
         "block_hashes max_cache_hit_length"

@@ -21,7 +21,7 @@ def main() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from engine.backends.vllm.media import pack
+    from engine.backends.vllm.media.features import pack
 
     arguments: dict[str, Any] = {"dtype": "float32", "block_size": 32, "kv_cache_memory_bytes": 64 << 20}
     config = EngineArgs(model=sys.argv[1], mm_processor_cache_gb=0, **arguments).create_engine_config()
@@ -42,8 +42,8 @@ def check_same(feature: Any, details: bytes, blob: bytes) -> None:
     """Fail where a feature differs from what an engine reads of its item."""
     import torch
 
-    from engine.backends.vllm.media import unpack
-    from engine.items import Item
+    from engine.backends.vllm.media.features import unpack
+    from engine.media.items import Item
 
     item = Item(bytes(16), feature.mm_position.offset, feature.mm_position.length, details, "", len(blob))
     again = unpack(item, blob)

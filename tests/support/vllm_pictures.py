@@ -9,15 +9,18 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from engine.item_messages import read_items
+from encode_worker.config import EncoderConfig
+from engine.media.item_messages import read_items
 from engine.messages.to_engine import Generate
 from support.preprocessors import Caller, request_of
 from support.real_engines import greedy
 from support.tiny_media_models import PLACEHOLDERS
 from support.torchvision_shim import PYTHON, install
-from support.vllm_engines import ROOT
+from support.vllm_engines import OPTIONS, ROOT
+from tandem.local.local_cluster import RoleProcess, start_role, stop_process
 
 MAX_TOKENS = 12
+MEDIA = {"engine": "vllm", "vllm_python": PYTHON, "dtype": "float32"}
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
 
 
@@ -54,7 +57,21 @@ class Prompts:
         return found
 
     @asynccontextmanager
-    async def request(self, name: str, tokens: list[int], *files: Path) -> AsyncIterator[Generate]:
-        async with self._caller.leased(request_of(tokens, *(file.read_bytes() for file in files))) as reply:
+    async def request(
+        self, name: str, tokens: list[int], *files: Path, cache_salt: str = ""
+    ) -> AsyncIterator[Generate]:
+        wanted = request_of(tokens, *(file.read_bytes() for file in files), cache_salt=cache_salt)
+        async with self._caller.leased(wanted) as reply:
             request = greedy(name, reply.prompt_token_ids, MAX_TOKENS, ignore_eos=True)
             yield request._replace(items=read_items(reply.items))
+
+
+@asynccontextmanager
+async def encode_worker(model: Path, port: int = 0) -> AsyncIterator[RoleProcess]:
+    options = {"vllm_options": {"max_model_len": OPTIONS["max_model_len"]}}
+    config = EncoderConfig.parse({"model": model, "port": port, "metrics_port": 0, "drain_s": 0.0} | MEDIA | options)
+    role = await start_role("encode_worker", "encoder", config)
+    try:
+        yield role
+    finally:
+        await stop_process(role.process)

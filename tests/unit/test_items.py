@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from engine.block_keys import block_keys, root_key
 from engine.core_types import StepBudget
-from engine.items import Item, begun_items, items_fault
 from engine.lending.lender_manager import LenderManager
+from engine.media.items import Item, begun_items, items_fault
 from engine.messages.from_engine import LendRefused, Rejected
 from engine.model_runner import ModelInfo
 from support.core_engine import Engine, generate, lend

@@ -93,7 +93,8 @@ def cases(draw: st.DrawFn) -> Case:
     block_bytes, traffic_hash = draw(st.sampled_from([100, 1000, 100_000])), draw(st.sampled_from([0.1, 0.3, 0.7, 1.0]))
     demand = Demand(tokens, usable, usable + 9, 4, block_bytes, (tokens,), tokens + 30, traffic_hash=traffic_hash)
     demand = replace(demand, adapter=draw(st.sampled_from(["", "", "aa", "bb", "cc"])))
-    demand = replace(demand, items=draw(st.sampled_from([(), (), ((0, 3),), ((1, 9), (30, 42)), ((2, 20), (20, 44))])))
+    items = draw(st.sampled_from([(), (), ((0, 3),), ((1, 9), (30, 42)), ((2, 20), (20, 44))]))
+    demand = replace(demand, own_items=items, has_items=bool(items) or draw(st.sampled_from([False, False, True])))
     held = {name: draw(st.integers(0, usable)) for name in names if draw(st.booleans())}
     due = {name: max(held.get(name, 0), draw(st.integers(0, usable))) for name in names if draw(st.booleans())}
     last = [draw(st.integers(-1, len(names) - 1)) for _ in range(2)]
@@ -215,10 +216,10 @@ def plain_ways(case: Case, rates: Rates) -> Iterator[Way]:
         row, computes = row_of[decode.worker_id], "lender_compute" in loan
         tokens_per_s = float(rates.decode_prefill_tokens_per_s[row])
         own_s = (demand.num_tokens - num_blocks * demand.block_tokens) / tokens_per_s
-        encoded = encoding_s(demand.items, num_blocks * demand.block_tokens, tokens_per_s)
+        encoded = encoding_s(demand.own_items, num_blocks * demand.block_tokens, tokens_per_s)
         own = {
             "decode_queue": decode.queued_prefill_tokens / tokens_per_s,
-            **({"encode": encoded} if demand.items else {}),
+            **({"encode": encoded} if demand.own_items else {}),
             "prompt_tail": float(rates.tail_fixed_s[row]) + own_s,
         }
         delay = {
@@ -234,11 +235,11 @@ def plain_ways(case: Case, rates: Rates) -> Iterator[Way]:
     could = [view for view in case.views if view.decodes and not view.draining]
     could = [view for view in could if view.num_blocks >= demand.num_total_blocks]
     could = [view for view in could if not demand.adapter or demand.adapter in view.adapters]
-    could = [view for view in could if not demand.items or view.reads_media]
+    could = [view for view in could if not demand.has_items or view.reads_media]
     able = [view for view in could if view.available_blocks >= demand.num_promised_blocks(view.reserve_output_tokens)]
     computing = [view for view in case.views if not view.decodes and not view.draining and view.num_blocks >= usable]
     computing = [view for view in computing if not demand.adapter or demand.adapter in view.adapters]
-    computing = [view for view in computing if not demand.items or view.reads_media]
+    computing = [view for view in computing if not demand.has_items or view.reads_media]
     computing = theirs(demand.traffic_hash, computing, computing)
     for decode in theirs(demand.traffic_hash, able, could):
         yield way(decode, held(decode), {}, "", None)
@@ -267,8 +268,8 @@ def plain_ways(case: Case, rates: Rates) -> Iterator[Way]:
                 "lender_compute": float(rates.prefill_fixed_s[row])
                 + (usable - have) * demand.block_tokens / tokens_per_s,
             }
-            if demand.items:
-                begun = [item for item in demand.items if item[0] < usable * demand.block_tokens]
+            if demand.own_items:
+                begun = [item for item in demand.own_items if item[0] < usable * demand.block_tokens]
                 loan["lender_encode"] = encoding_s(begun, have * demand.block_tokens, tokens_per_s)
             ready_s = functools.reduce(operator.add, loan.values())
             loan["transfer"] = moved_s(decode, lender, usable - held(decode), ready_s)
@@ -332,7 +333,8 @@ def random_fleet(size: int, seeds: Generator) -> Case:
     ]
     tokens = 4 * usable + 3
     demand = Demand(tokens, usable, usable + 9, 4, int(seeds.choice([100, 1000])), (tokens,), tokens + 30)
-    demand = replace(demand, items=((1, tokens // 2), (tokens // 2, tokens - 1)) if seeds.integers(2) else ())
+    if seeds.integers(2):
+        demand = replace(demand, has_items=True, own_items=((1, tokens // 2), (tokens // 2, tokens - 1)))
     demand = replace(demand, traffic_hash=float(seeds.choice([0.1, 1.0])), adapter="aa" if with_adapters else "")
     share = float(seeds.choice([0.0, 0.2, 1.0]))
     held = {view.worker_id: int(seeds.integers(usable + 1)) for view in views if seeds.random() < share}

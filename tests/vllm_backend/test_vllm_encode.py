@@ -1,53 +1,38 @@
 """Encode workers: embeddings are computed once, and a request goes on without the one that dies."""
 
 import asyncio
+import json
 import os
 import signal
-import urllib.request
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import statistics
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import yaml
 
 from cluster.rpc import channel
-from encode_worker.config import EncoderConfig
-from engine.encoder import encoder_fingerprint
-from engine.item_messages import item_messages
-from engine.items import Item
+from engine.core_types import SamplingParams
+from engine.media.encoder import encoder_fingerprint
+from engine.media.item_messages import item_messages
+from engine.media.items import Item
 from engine.model.model_dir import ModelDir
-from protos import encode_pb2, encode_pb2_grpc, inference_pb2
+from protos import encode_pb2, encode_pb2_grpc
 from support.long_runs import mostly_long
 from support.media_files import picture
 from support.preprocessors import preprocessor
 from support.processes import children_running, until
 from support.real_engines import engines
 from support.redis_server import free_port
-from support.tiny_media_models import KINDS
-from support.torchvision_shim import PYTHON
-from support.vllm_engines import OPTIONS, ids, need_vllm, vllm_engine
-from support.vllm_pictures import Prompts, alone, write_model
-from tandem.client import Client
-from tandem.cluster_file import read_cluster
-from tandem.local.local_cluster import LocalCluster, RoleProcess, start_role, stop_process
+from support.tiny_media_models import KINDS, write_media_model
+from support.torchvision_shim import PYTHON, V2
+from support.vllm_engines import ids, need_vllm, vllm_engine
+from support.vllm_pictures import MEDIA, Prompts, alone, encode_worker, write_model
 
 pytestmark = need_vllm
 ROUNDS = int(os.environ.get("TANDEM_ROUNDS", "2"))
-MEDIA = {"engine": "vllm", "vllm_python": PYTHON, "dtype": "float32"}
-
-
-@asynccontextmanager
-async def encode_worker(model: Path, port: int = 0) -> AsyncIterator[RoleProcess]:
-    options = {"vllm_options": {"max_model_len": OPTIONS["max_model_len"]}}
-    config = EncoderConfig.parse({"model": model, "port": port, "drain_s": 0.0} | MEDIA | options)
-    role = await start_role("encode_worker", "encoder", config)
-    try:
-        yield role
-    finally:
-        await stop_process(role.process)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +44,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return found
 
 
+@pytest.mark.parametrize("python", mostly_long([PYTHON, V2], V2), ids=lambda python: python.name)
 @pytest.mark.parametrize("kind", mostly_long(KINDS, "qwen25vl"))
 async def test_embeddings_of_an_encode_worker_give_the_tokens_of_vllm_alone(
-    kind: str, tmp_path: Path, files: list[Path]
+    kind: str, python: Path, tmp_path: Path, files: list[Path]
 ) -> None:
+    """The workers have either model runner; vLLM's encoder alone runs on V1 here, since V2 has none for CPUs."""
     model = write_model(kind, tmp_path)
-    engine = vllm_engine("worker", model=model, vllm_python=PYTHON)
+    engine = vllm_engine("worker", model=model, vllm_python=python)
     async with (
         encode_worker(model) as encoder,
         preprocessor(**MEDIA, model=model, processes=1, encoders=[encoder.address]) as (caller, _),
@@ -138,34 +125,34 @@ async def test_requests_go_on_without_an_encode_worker_that_dies(tmp_path: Path,
         assert (await engine.audited()).reserved_blocks == 0
 
 
-def metrics_of(role: RoleProcess) -> str:
-    with urllib.request.urlopen(f"http://{role.metrics_address}/metrics", timeout=10) as said:
-        return str(said.read().decode())
-
-
-async def test_a_cluster_of_a_file_encodes_a_picture_once(tmp_path: Path, files: list[Path]) -> None:
-    """With two empty keys beside the workers' settings, one of which is a flag that only vLLM's parser reads."""
+@pytest.mark.long
+async def test_time_to_first_token_with_known_embeddings(tmp_path: Path) -> None:
+    """Prints it as a share of the time with a picture that is encoded first; nothing else is cached."""
+    path = write_media_model("qwen25vl", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["vision_config"] |= {"depth": 8, "hidden_size": 512, "intermediate_size": 2048, "num_heads": 8}
+    (path / "config.json").write_text(json.dumps(config))
+    sizes = json.loads((path / "preprocessor_config.json").read_text()) | {"max_pixels": 1 << 20}
+    (path / "preprocessor_config.json").write_text(json.dumps(sizes))
     model = write_model("qwen25vl", tmp_path)
-    options = {name: value for name, value in OPTIONS.items() if name != "max_model_len"}
-    worker = MEDIA | {"vllm_python": str(PYTHON), "vllm_options": options, "kv_memory_mib": 64}
-    worker["vllm_args"] = f"--max-model-len {OPTIONS['max_model_len']}"
-    values = {"models": [{"path": str(model), "prefill": 0}], "worker": worker, "preprocessor": {"processes": 1}}
-    cluster_file = tmp_path / "cluster.yaml"
-    cluster_file.write_text(yaml.safe_dump(values | {"encoder": {"metrics_port": 0}}))
-    topology = read_cluster(cluster_file, None, 1, 1).plan({"port": 0}, {}, [0, 1], 1)
-    message = ("user", ["w30 w31", {"type": "image", "path": files[0]}])
-    async with LocalCluster(topology) as cluster, Client(cluster.address) as client:
-        answers = []
-        for salt in ("first", "second"):
-            sampling = inference_pb2.Sampling(max_tokens=8, temperature=0, ignore_eos=True)
-            pieces = client.generate(messages=[message], sampling=sampling, cache_salt=salt, timeout_s=60)
-            answers.append([token async for piece in pieces for token in piece.token_ids])
-        (encoder,) = cluster.encoders
-        metrics = await asyncio.to_thread(metrics_of, encoder)
-    assert len(answers[0]) == 8
-    assert answers[0] == answers[1]
-    counts = [line.split() for line in metrics.splitlines() if line.startswith("tandem_encoded_items_total")]
-    assert sorted(counts) == [
-        ['tandem_encoded_items_total{origin="computed"}', "1.0"],
-        ['tandem_encoded_items_total{origin="found"}', "1.0"],
-    ]
+    file = tmp_path / "large.png"
+    file.write_bytes(picture(1, 448, 448))
+    engine = vllm_engine("worker", model=model, vllm_python=PYTHON)
+    seconds: dict[str, list[float]] = {"known": [], "encoded": []}
+    async with (
+        encode_worker(model) as encoder,
+        preprocessor(**MEDIA, model=model, processes=1, encoders=[encoder.address]) as (caller, _),
+        engines(engine),
+    ):
+        prompts = Prompts("qwen25vl", model, caller)
+        tokens = prompts.tokens(40, "picture", 10)
+        for number in range(1 + ROUNDS):
+            for name, salt in (("encoded", f"{number}"), ("known", "")):
+                async with prompts.request(f"{name}-{number}", tokens, file, cache_salt=salt) as request:
+                    began = time.monotonic()
+                    plain = request._replace(cache_salt=f"{name}-{number}", sampling=SamplingParams(1, temperature=0))
+                    await engine.answer(plain)
+                    if number:  # the first of each is the first of its kind
+                        seconds[name].append(time.monotonic() - began)
+    ratio = statistics.median(seconds["known"]) / statistics.median(seconds["encoded"])
+    print(f"TTFT with known embeddings / encoding them: {ratio:.2f}, of {request.items[0].length} tokens")

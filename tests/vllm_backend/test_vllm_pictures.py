@@ -6,11 +6,12 @@ import os
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import openai
 import pytest
 
-from engine.items import Item
+from engine.media.items import Item
 from engine.messages.to_engine import Generate
 from support.long_runs import mostly_long
 from support.media_files import picture
@@ -20,7 +21,7 @@ from support.real_engines import RealEngine, engines
 from support.tiny_media_models import KINDS
 from support.torchvision_shim import PYTHON, V2
 from support.vllm_engines import BLOCK, OPTIONS, ids, need_vllm, vllm_engine
-from support.vllm_pictures import MAX_TOKENS, Prompts, alone, write_model
+from support.vllm_pictures import MAX_TOKENS, MEDIA, Prompts, alone, encode_worker, write_model
 from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
 
@@ -118,7 +119,8 @@ async def test_a_chat_about_a_picture_survives_its_decode_worker(
     parts: list[Any] = [{"type": "text", "text": question}, {"type": "image_url", "image_url": {"url": url}}]
     first: list[Any] = [{"role": "user", "content": [*parts, {"type": "text", "text": "w40 w41"}]}]
     async with AsyncExitStack() as opened:
-        making = preprocessor(engine="vllm", vllm_python=PYTHON, model=model, processes=1)
+        encoder = await opened.enter_async_context(encode_worker(model))
+        making = preprocessor(**MEDIA, model=model, processes=1, encoders=[encoder.address])
         _, role = await opened.enter_async_context(making)
         entry = {"path": model, "preprocessor": role.address}
         router = {"models": [entry], "port": 0, "http_port": 0} | LENDER_ALWAYS
@@ -141,6 +143,8 @@ async def test_a_chat_about_a_picture_survives_its_decode_worker(
         could = answer.usage.prompt_tokens // BLOCK * BLOCK
         print(f"second turn: {cached} of the {could} tokens that could be cached")
         assert cached >= 0.9 * could
+        page = await asyncio.to_thread(urlopen, f"http://{encoder.metrics_address}/metrics")
+        assert b'tandem_encoded_items_total{origin="computed"} 1.0' in page.read()
         living = list(cluster.decode)
         for number, cut_at in enumerate(cuts):
             stream = await ask(first, 60, str(number), stream=True)

@@ -52,6 +52,9 @@ async def test_two_ranks_answer_as_one_does_and_lend_both_ways(tmp_path: Path) -
             assert (account.moved_blocks, account.mismatched_blocks, account.loan_failure) == (10, 0, "")
             expected = await lender.answer(request._replace(request_id=f"alone {number}"))
             assert ids(moved) == ids(expected)
+            for cut in (1, 8, 15):  # a failover: the other engine goes on with what was emitted
+                rest = request._replace(request_id=f"cut {number} {cut}", emitted=tuple(ids(expected)[:cut]))
+                assert ids(await borrower.answer(rest)) == ids(expected)[cut:]
         for engine in (one, two):
             assert (await engine.audited()).reserved_blocks == 0
         await _dies_whole(two, victim=1)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from hashlib import sha256
 
-from engine.media_processor import (
+from engine.media.processor import (
     MediaInput,
     MediaKind,
     MediaProcessor,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core_types import TokenLogprobs
-from engine.items import Item
+from engine.media.items import Item
 
 _OF_TOKENS, _OF_PLACES, _OF_BOTH = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xFF51AFD7ED558CCD
 _MASK = (1 << 64) - 1

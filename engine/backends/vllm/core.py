@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from engine.backends.vllm.block_pool import GroupPlace
 from engine.backends.vllm.kv_cache import VllmKVCache
 from engine.backends.vllm.kv_memory import KvMemory, VllmKvMemory
-from engine.backends.vllm.media import Media
+from engine.backends.vllm.media.features import Media
 from engine.backends.vllm.requests import VllmRequests
 from engine.backends.vllm.sampling import Sampling
 from engine.backends.vllm.submitted import Full, Submissions, Submitted
@@ -290,7 +290,8 @@ class VllmCore(LoanHost):
                     self._submissions.add(job, self._kv_cache.layout.blocks_for(job.num_tokens_with_items))
                 except ValueError as error:
                     self._give_up(job, str(error))
-                self._blocked = False
+                if job in self._submissions:  # else it waits for blobs
+                    self._blocked = False
 
     def _items_fetched(self, message: ItemsFetched) -> None:
         """Let vLLM compute a sequence whose items' blobs have come, or end it where they cannot be had."""

@@ -13,8 +13,8 @@ from engine.errors import EngineStartError
 from engine.vllm_flags import count_of, flags_of, with_flags
 
 if TYPE_CHECKING:
-    from engine.backends.vllm.encoder import VllmEncoder
-    from engine.backends.vllm.media_processor import VllmMediaProcessor
+    from engine.backends.vllm.media.encoder import VllmEncoder
+    from engine.backends.vllm.media.processor import VllmMediaProcessor
 
 MODEL = "a model"
 """Method of drafting where only a model is named."""
@@ -116,12 +116,12 @@ class VllmKind(EngineKind[VllmSettings]):
         )
 
     def open_encoder(self, config: VllmSettings) -> "VllmEncoder":
-        from engine.backends.vllm.encoder import open_vllm_encoder
+        from engine.backends.vllm.media.encoder import open_vllm_encoder
 
         return open_vllm_encoder(config)
 
     def open_media_processor(self, config: VllmSettings) -> "VllmMediaProcessor":
-        from engine.backends.vllm.media_processor import open_vllm_media_processor
+        from engine.backends.vllm.media.processor import open_vllm_media_processor
 
         return open_vllm_media_processor(config)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.backends.vllm.kv_cache import VllmKVCache
-from engine.backends.vllm.media import Media
+from engine.backends.vllm.media.features import Media
 from engine.backends.vllm.sampling import Sampling
 from engine.backends.vllm.submitted import Submissions, Submitted
 from engine.block_keys import BlockKey

@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from engine.backends.vllm.block_pool import GroupPlace
 from engine.backends.vllm.kv_cache import VllmKVCache
-from engine.backends.vllm.media import Media
+from engine.backends.vllm.media.features import Media
 from engine.backends.vllm.sampling import Sampling
 from engine.block_keys import block_keys
 from engine.core_types import Sequence

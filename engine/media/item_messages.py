@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from engine.items import Item
+from engine.media.items import Item
 from protos import items_pb2 as pb
 
 

@@ -9,8 +9,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, 
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from engine.core_types import Sequence
-from engine.items import Item
-from engine.media_processor import ProcessedItem
+from engine.media.items import Item
+from engine.media.processor import ProcessedItem
 from engine.messages.from_engine import ItemsWanted
 from engine.messages.to_engine import ItemsFetched
 

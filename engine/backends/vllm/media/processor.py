@@ -15,7 +15,7 @@ from typing import Any, get_args
 from engine.backends.vllm.arguments import check_version, passed_arguments
 from engine.backends.vllm.settings import VllmSettings
 from engine.errors import EngineStartError, ModelRefused
-from engine.media_processor import MediaInput, MediaKind, MediaProcessor, MediaRefused, Modality, Processed
+from engine.media.processor import MediaInput, MediaKind, MediaProcessor, MediaRefused, Modality, Processed
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats of pictures; of an animated one the first frame is taken."""
@@ -71,7 +71,7 @@ class VllmMediaProcessor(MediaProcessor):
     def process(self, token_ids: Sequence[int], media: Sequence[MediaInput], max_pixels: int) -> Processed:
         from vllm import SamplingParams
 
-        from engine.backends.vllm.media import pack
+        from engine.backends.vllm.media.features import pack
 
         self._check_places(token_ids, media)
         decoded: dict[str, list[Any]] = {}

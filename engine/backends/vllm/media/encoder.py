@@ -5,9 +5,9 @@ from typing import Any
 
 from engine.backends.vllm.environment import computes_at_launch, quiet_vllm, set_environment
 from engine.backends.vllm.settings import VllmSettings
-from engine.encoder import Embeddings, MediaEncoder, encoder_fingerprint
 from engine.errors import EngineStartError, ModelRefused
-from engine.items import Item
+from engine.media.encoder import Embeddings, MediaEncoder, encoder_fingerprint
+from engine.media.items import Item
 from engine.model.model_dir import ModelDir
 
 UNUSED_KV_BYTES = 64 << 20
@@ -30,8 +30,8 @@ class VllmEncoder(MediaEncoder):
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
         from vllm.v1.request import Request
 
-        from engine.backends.vllm.embeddings import COMPUTED
-        from engine.backends.vllm.media import unpack
+        from engine.backends.vllm.media.embeddings import COMPUTED
+        from engine.backends.vllm.media.features import unpack
 
         read = unpack(item, blob)
         name = f"item-{next(self._numbers)}"  # vLLM keeps outputs by name, and this worker keeps them itself
@@ -62,7 +62,7 @@ def open_vllm_encoder(config: VllmSettings) -> VllmEncoder:
     from vllm.v1.executor import Executor
 
     from engine.backends.vllm.arguments import check_version, passed_arguments
-    from engine.backends.vllm.embeddings import producer
+    from engine.backends.vllm.media.embeddings import producer
 
     check_version(vllm.__version__)
     options: dict[str, Any] = {
