@@ -7,6 +7,7 @@ RUN python -m venv /opt/tandem
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY cluster cluster
 COPY decode_worker decode_worker
+COPY encode_worker encode_worker
 COPY engine engine
 COPY kvtransfer kvtransfer
 COPY planner planner

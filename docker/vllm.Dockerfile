@@ -1,4 +1,4 @@
-# Workers whose engine is vLLM, and their preprocessors, on vLLM's own image. Build from the repository's root:
+# Workers whose engine is vLLM, their preprocessors and encode workers, on vLLM's own image. Build from the repository's root:
 #   docker build -f docker/vllm.Dockerfile -t tandem-worker-vllm:0.1.0 .
 # The front has an environment of its own; the engine process runs in vLLM's, where Tandem comes without dependencies.
 ARG BASE=vllm/vllm-openai:v0.32.0
@@ -10,6 +10,7 @@ RUN python3 -m venv /opt/tandem
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY cluster cluster
 COPY decode_worker decode_worker
+COPY encode_worker encode_worker
 COPY engine engine
 COPY kvtransfer kvtransfer
 COPY planner planner

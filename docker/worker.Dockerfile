@@ -24,6 +24,7 @@ RUN python3 -m venv /opt/tandem
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY cluster cluster
 COPY decode_worker decode_worker
+COPY encode_worker encode_worker
 COPY engine engine
 COPY kvtransfer kvtransfer
 COPY planner planner

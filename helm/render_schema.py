@@ -1,8 +1,9 @@
 """Generator of the settings in helm/tandem/values.schema.json: `render_schema.py [--check]`.
 
-The settings of routers, workers, preprocessors and planners come from the classes that read them. So helm refuses a
-misspelt setting, before a pod fails to start. Generated are the schema's `definitions`, and which values are required:
-a `null` removes a value, and only those that are empty by default may go. The rest of the file is written by hand.
+The settings of routers, workers, preprocessors, encode workers and planners come from the classes that read them. So
+helm refuses a misspelt setting, before a pod fails to start. Generated are the schema's `definitions`, and which values
+are required: a `null` removes a value, and only those that are empty by default may go. The rest of the file is written
+by hand.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any
 import yaml
 
 from cluster.config import Config
+from encode_worker.config import EncoderConfig
 from engine.config import WorkerConfig
 from planner.runtime import PlannerConfig
 from preprocessor.config import PreprocessorConfig
@@ -67,6 +69,7 @@ def definitions() -> dict[str, Any]:
         "routerConfig": of_settings(RouterConfig, set_by("router.yaml")),
         "workerConfig": of_settings(WorkerConfig, set_by("workers.yaml")),
         "preprocessorConfig": of_settings(PreprocessorConfig, set_by("preprocessor.yaml")),
+        "encoderConfig": of_settings(EncoderConfig, set_by("encoder.yaml")),
         "plannerConfig": of_settings(PlannerConfig, set_by("planner.yaml")),
         "serving": serving,
     }

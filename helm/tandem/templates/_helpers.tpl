@@ -51,6 +51,7 @@ redis://{{ include "tandem.name" . }}-redis:6379/0
 {{- include "tandem.distinct" (dict "of" "router" "values" $router "ports" (list "grpcPort" "internalPort" "healthPort" "httpPort" "metricsPort")) -}}
 {{- include "tandem.distinct" (dict "of" "worker" "values" $worker "ports" (list "grpcPort" "streamPort" "healthPort" "metricsPort")) -}}
 {{- include "tandem.distinct" (dict "of" "preprocessor" "values" .Values.preprocessor "ports" (list "grpcPort" "metricsPort" "healthPort")) -}}
+{{- include "tandem.distinct" (dict "of" "encoder" "values" .Values.encoder "ports" (list "grpcPort" "metricsPort" "healthPort")) -}}
 {{- include "tandem.distinct" (dict "of" "planner" "values" .Values.planner "ports" (list "metricsPort" "healthPort")) -}}
 {{- if gt (int $worker.ucxPortFirst) (int $worker.ucxPortLast) -}}
 {{- fail (printf "worker.ucxPortFirst: %d is above worker.ucxPortLast, %d" (int $worker.ucxPortFirst) (int $worker.ucxPortLast)) -}}
@@ -122,12 +123,22 @@ Without a cluster, as in `helm template`, and at the first install it is the val
 
 {{- /* Addresses of a model's preprocessors, as its entry in the router's settings has them; empty without any. */ -}}
 {{- define "tandem.preprocessors" -}}
-{{- $full := printf "%s-%s-preprocessor" (include "tandem.name" .root) (include "tandem.slug" .model) -}}
-{{- $addresses := list -}}
-{{- range $number := until (int ((.model.preprocessor | default dict).replicas | default 0)) -}}
-{{- $addresses = append $addresses (printf "%s-%d.%ss:%d" $full $number $full (int $.root.Values.preprocessor.grpcPort)) -}}
+{{- include "tandem.mediaAddresses" (merge (dict "role" "preprocessor") .) | fromJsonArray | join "," -}}
 {{- end -}}
-{{- join "," $addresses -}}
+
+{{- /* Addresses of a model's encode workers, as a JSON list. */ -}}
+{{- define "tandem.encoders" -}}
+{{- include "tandem.mediaAddresses" (merge (dict "role" "encoder") .) -}}
+{{- end -}}
+
+{{- define "tandem.mediaAddresses" -}}
+{{- $full := printf "%s-%s-%s" (include "tandem.name" .root) (include "tandem.slug" .model) .role -}}
+{{- $port := int (get .root.Values .role).grpcPort -}}
+{{- $addresses := list -}}
+{{- range $number := until (int ((get .model .role | default dict).replicas | default 0)) -}}
+{{- $addresses = append $addresses (printf "%s-%d.%ss:%d" $full $number $full $port) -}}
+{{- end -}}
+{{- $addresses | toJson -}}
 {{- end -}}
 
 {{- /* Of a PodDisruptionBudget: where as many must stay as there may be, no node is ever drained. */ -}}
