@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from encode_worker.config import EncoderConfig
 from engine.config import WorkerConfig
 from engine.engine_kind import BUILT_IN, kind_of
 from engine.settings import CommonSettings
@@ -39,9 +40,9 @@ python -m router --config router.yaml --set max_queued=1000
 ```
 
 A role reads a YAML file (`--config`) and overrides (`--set key=value`). `tandem up` takes the same keys as `--router
-key=value` and `--worker key=value`, and in a cluster file below `router` and `worker`; the Helm chart has them below
-`router.config`, `worker.config` and `planner.config`. An unknown key or a value out of range stops the start with an
-error that names the key.
+key=value` and `--worker key=value`, and in a cluster file below `router`, `worker`, `preprocessor` and `encoder`; the
+Helm chart has them below `router.config`, `worker.config`, `planner.config` and so on. An unknown key or a value out of
+range stops the start with an error that names the key.
 
 *Basic* settings are those that most clusters change. *Advanced* settings have defaults that fit nearly always.
 """
@@ -62,6 +63,9 @@ BASIC: dict[type[BaseModel], tuple[str, ...]] = {
         *("model", "models", "engine", "vllm_options", "host", "port", "processes", "allowed_hosts"),
         *("blob_memory_mib", "metrics_port", "log_level"),
     ),
+    EncoderConfig: (
+        *("model", "engine", "vllm_options", "host", "port", "embeddings_memory_mib", "metrics_port", "log_level"),
+    ),
 }
 """Basic settings, at most 12 for each role."""
 OF_ENGINES = {
@@ -77,7 +81,7 @@ PARTS: dict[type[BaseModel], str] = {
     PoolConfig: "A pool of the planner: `prefill` and `decode`",
     KubernetesConfig: "The planner's `kubernetes`",
     RaySettings: "The key `ray` of a cluster file",
-    RoleResources: "A role's resources: `ray.prefill` and `ray.decode`",
+    RoleResources: "A role's resources: `ray.prefill`, `ray.decode` and `ray.encoder`",
 }
 
 
@@ -93,7 +97,8 @@ def page() -> Iterator[str]:
     """Yield the parts of the page."""
     yield HEAD
     roles = ("Router", RouterConfig), ("Worker", WorkerConfig), ("Planner", PlannerConfig)
-    for title, settings in (*roles, ("Preprocessor", PreprocessorConfig)):
+    media = ("Preprocessor", PreprocessorConfig), ("Encode worker", EncoderConfig)
+    for title, settings in (*roles, *media):
         basic = BASIC[settings]
         assert len(basic) <= 12, title
         of_engines = OF_ENGINES if settings is WorkerConfig else {}
