@@ -32,13 +32,13 @@ from support.vllm_engines import ids, need_vllm, vllm_engine
 from support.vllm_pictures import MEDIA, Prompts, alone, encode_worker, write_model
 
 pytestmark = need_vllm
-ROUNDS = int(os.environ.get("TANDEM_ROUNDS", "2"))
+ROUNDS = int(os.environ.get("TANDEM_ROUNDS", "1"))
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("pictures")
-    found = [folder / f"{seed}.png" for seed in range(2 + ROUNDS)]
+    found = [folder / f"{seed}.png" for seed in range(1 + ROUNDS)]
     for seed, file in enumerate(found):
         file.write_bytes(picture(seed, 112, 84))
     return found

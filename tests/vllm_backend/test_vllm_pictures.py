@@ -38,7 +38,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.parametrize("python", mostly_long([PYTHON, V2], V2), ids=lambda python: python.name)
-@pytest.mark.parametrize("kind", mostly_long(KINDS, "llava", "qwen25vl"))
+@pytest.mark.parametrize("kind", mostly_long(KINDS, "qwen25vl"))
 async def test_lent_pictures_give_the_tokens_of_vllm_alone(
     kind: str, python: Path, tmp_path: Path, pictures: list[Path]
 ) -> None:
