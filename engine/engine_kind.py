@@ -1,8 +1,8 @@
-"""Face of an engine: all that the rest of Tandem asks of an engine besides computing.
+"""Interface of an engine: all that the rest of Tandem asks of it besides computing, which goes through `ModelRunner`.
 
-An engine is a guest. Its folder in `engine/backends`, or a package of its own, has one `EngineKind`, found by the
-engine's name. Nothing outside of that folder compares names. A module with a kind is imported in every process of a
-worker and by tools: it imports what is heavy, such as torch, within methods.
+An engine's folder in `engine/backends`, or a package of its own, has one `EngineKind`, found by the engine's name.
+Nothing outside of that folder compares names. A module with a kind is imported in every process of a worker and by
+tools: it imports what is heavy, such as torch, within methods.
 """
 
 import sys

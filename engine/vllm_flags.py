@@ -175,7 +175,7 @@ REFUSED: dict[str, str] = {
         "pooler_config enable_flash_late_interaction max_lora_cls_labels io_processor_plugin"
     ),
     "prompts are texts or token ids": "enable_prompt_embeds",
-    "Tandem sends vLLM no images, sound or video": (
+    "a preprocessor reads files and gives vLLM their tensors": (
         "allowed_local_media_path allowed_media_domains enable_mm_embeds interleave_mm_strings"
         " media_io_kwargs mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only"
         " mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path"

@@ -6,9 +6,11 @@ Pure.
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 from cluster.errors import InvalidRequest
 from engine.core_types import MAX_CHAINS
+from engine.media.processor import MediaKind
 from engine.model.detokenizer import check_token_ids
 from engine.model.model_dir import ModelDir
 from engine.sampling.structured_output import FIELD, read_structured
@@ -26,7 +28,7 @@ MAX_MESSAGES = 4096
 """Messages of a chat, and tool calls in them."""
 MAX_MEDIA = 256
 """Pictures, sounds and videos of a request; a preprocessor may take fewer."""
-MEDIA_KINDS = ("image", "audio", "video")
+MEDIA_KINDS = get_args(MediaKind)
 MEDIA_SCHEMES = ("http://", "https://", "data:")
 MAX_URL_CHARS = 8192
 """Longest URL of a medium, but for data: URLs."""

@@ -7,7 +7,6 @@ from protos import inference_pb2 as pb
 from router.models.model_selection import Verdict
 from router.observability.decision_history import Entry, Placement
 from router.placement.candidates import Candidate
-from router.placement.terms import further_terms
 from router.security.api_keys import Principal
 
 MAX_EXPLAINED = 256
@@ -50,8 +49,16 @@ def decided(placement: Placement, num_candidates: int = MAX_EXPLAINED) -> pb.Pla
     )
 
 
+WITH_FIELDS = frozenset(
+    {
+        *("source_read", "lender_queue", "lender_compute", "transfer", "decode_queue", "prompt_tail"),
+        *("prompt_delay", "stream_delay"),
+    }
+)
+"""Terms that have fields of PlacementCandidate, some of them together."""
+
+
 def candidate_of(candidate: Candidate) -> pb.PlacementCandidate:
-    further = {term.name for term in further_terms()} | {"lender_encode", "encode"}
     ms = {name: 1e3 * seconds for name, seconds in candidate.seconds.items()}
     return pb.PlacementCandidate(
         decode_worker=candidate.decode_id,
@@ -76,7 +83,7 @@ def candidate_of(candidate: Candidate) -> pb.PlacementCandidate:
         waiting_bytes=round(candidate.waiting_bytes),
         source_bytes=candidate.source_bytes,
         source_waiting_bytes=round(candidate.source_waiting_bytes),
-        further_ms={name: ms[name] for name in ms if name in further},
+        further_ms={name: of_term for name, of_term in ms.items() if name not in WITH_FIELDS},
     )
 
 

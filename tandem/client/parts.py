@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from cluster.errors import InvalidRequest
+from engine.media.processor import MediaKind
 from protos import inference_pb2 as pb
 
 Part = str | Mapping[str, Any] | pb.ContentPart
@@ -13,7 +14,7 @@ or "video", is a file with one of `path` (read here), `data` (bytes) and `url`."
 Medium = Mapping[str, Any] | pb.Media
 Message = tuple[str, str | Sequence[Part]]
 """Chat message as (role, content); the content is a text, or parts."""
-KINDS = ("image", "audio", "video")
+KINDS: tuple[str, ...] = get_args(MediaKind)
 SOURCES = ("path", "data", "url")
 
 
@@ -38,7 +39,7 @@ def medium(given: Medium, where: str) -> pb.Media:
     """
     if isinstance(given, pb.Media):
         return given
-    kind, sources = given.get("type"), [name for name in SOURCES if given.get(name) is not None]
+    kind, sources = str(given.get("type")), [name for name in SOURCES if given.get(name) is not None]
     unknown = given.keys() - {"type", *SOURCES}
     if kind not in KINDS or len(sources) != 1 or unknown:
         reason = f'needs "type", one of {", ".join(KINDS)}, and one of {", ".join(SOURCES)}, not {sorted(given)}'

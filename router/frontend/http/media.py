@@ -15,7 +15,7 @@ from router.admission.arrivals import Arrival
 from router.frontend.http.caller import Caller
 from router.frontend.http.fields import Fields, shown
 from router.models.media import sources_in
-from router.validation import check_url
+from router.validation import MEDIA_KINDS, check_url
 
 PIECE_CHARS = 256 << 10
 """Characters of base64 that are decoded at a time; a multiple of 4."""
@@ -98,7 +98,7 @@ def read_document(fields: Fields, media: Given) -> pb.Media:
     name = "file_url" if fields.given("file_url") else "file_data"
     url = fields.text(name, required=True)
     kind = url[:64].lower().removeprefix("data:").partition("/")[0] if name == "file_data" else "image"
-    if kind not in ("image", "audio", "video"):
+    if kind not in MEDIA_KINDS:
         raise fields.refuse(name, "must be data:image/...;base64, or of audio or video: no other files can be read")
     return read_url(fields, name, kind, url, media)
 
