@@ -26,6 +26,8 @@ class EncoderConfig(HealthSettings, MetricsSettings, LogSettings, Config):
     vllm_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs by name. Give those that workers have and that concern media, such as
     max_model_len, limit_mm_per_prompt and mm_processor_kwargs."""
+    vllm_args: str = ""
+    """The same as flags of `vllm serve`, as the workers' setting of this name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of tensors, as the workers' setting of this name."""
 
@@ -46,5 +48,5 @@ class EncoderConfig(HealthSettings, MetricsSettings, LogSettings, Config):
 
         Raises StartError.
         """
-        same = ("engine", "dtype", "vllm_python", "vllm_options", "log_level", "log_format")
+        same = ("engine", "dtype", "vllm_python", "vllm_options", "vllm_args", "log_level", "log_format")
         return WorkerConfig.parse({"model": directory} | {name: getattr(self, name) for name in same})

@@ -60,6 +60,16 @@ _PASSED = {
 PASSED = frozenset(" ".join(_PASSED.values()).split())
 """Arguments that take effect within vLLM's EngineCore, and so under Tandem. Tandem's loop reads dp_sync_interval."""
 
+OF_PREPROCESSORS = frozenset(
+    (
+        *("max_model_len", "limit_mm_per_prompt", "mm_processor_kwargs", "tokenizer_mode", "trust_remote_code"),
+        *("hf_overrides", "model_class_overrides", "model_impl", "config_format", "code_revision"),
+    )
+)
+"""Passed arguments that decide what pictures, sounds and videos become before the encoder reads them."""
+OF_ENCODERS = OF_PREPROCESSORS | {"quantization", "quantization_config", "load_format", "mm_encoder_attn_backend"}
+"""Passed arguments that decide what a model's encoder computes, and how it is loaded."""
+
 MAPPED = {
     "model": "model",
     "tensor_parallel_size": "tensor_parallel",
@@ -355,6 +365,11 @@ def without_router_flags(text: str) -> tuple[str, dict[str, str]]:
         elif flag.name != "enable_auto_tool_choice" or flag.is_off:
             kept += flag.words
     return shlex.join(kept), settings
+
+
+def only(text: str, names: Iterable[str]) -> str:
+    """Return a command line with only the flags of these arguments. Raises EngineStartError."""
+    return shlex.join(word for flag in flags_of(text) if flag.name in names for word in flag.words)
 
 
 def value_of(text: str, name: str) -> str | None:

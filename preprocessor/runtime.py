@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from cluster.drain import Drain
@@ -30,14 +31,25 @@ class Preprocessor:
     """A started preprocessor."""
 
     def __init__(
-        self, config: PreprocessorConfig, addresses: Addresses, server: Server, requests: Drain, parts: AsyncExitStack
+        self,
+        config: PreprocessorConfig,
+        addresses: Addresses,
+        service: PreprocessService,
+        server: Server,
+        requests: Drain,
+        parts: AsyncExitStack,
     ) -> None:
         """Create it; `parts` holds what `stop` closes."""
         self.addresses = addresses
+        self._service = service
         self._config = config
         self._server = server
         self._requests = requests
         self._parts = parts
+
+    def set_encoders(self, addresses: Sequence[str]) -> None:
+        """Name other encode workers, for items of later requests."""
+        self._service.encoders = tuple(addresses)
 
     async def failed(self) -> TandemError:
         """Never return: children that end are started again."""
@@ -91,4 +103,4 @@ async def start_preprocessor(config: PreprocessorConfig, fetcher: Fetcher | None
         await server.mark_serving(lambda: all(children.are_there for children in models.values()))
         held = parts.pop_all()
     addresses = Addresses(f"{config.host}:{port}", metrics=metrics.address)
-    return Preprocessor(config, addresses, server, requests, held)
+    return Preprocessor(config, addresses, service, server, requests, held)

@@ -76,6 +76,8 @@ class PreprocessService:
         """Create it; `models` by name, and `drain` holds the streams in flight."""
         self.address = ""
         """Address at which workers fetch blobs."""
+        self.encoders = config.encoders
+        """Addresses of encode workers."""
         self._config = config
         self._models = models
         self._fetcher = fetcher
@@ -180,7 +182,7 @@ class PreprocessService:
                     details=item.details,
                     address=self.address,
                     blob_bytes=len(item.blob),
-                    encoder=encoder_of(identifier, self._config.encoders),
+                    encoder=encoder_of(identifier, self.encoders),
                 )
             )
         return reply

@@ -5,6 +5,8 @@ models:
   - {path: models/large, input_price: 1.0, output_price: 3.0, quality: 0.9, prefill: 2, worker: {kv_memory_mib: 768}}
 router: {default_model: auto, model_rules: [{max_prompt_tokens: 200, models: [small]}]}
 worker: {kv_memory_mib: 512}
+preprocessor: {}
+encoder: {replicas: 2}
 ray: {strategy: SPREAD, decode: {num_gpus: 1}}
 planner: {prefill: {max_workers: 4}, decode: {max_workers: 8}, switch: true}
 """
@@ -24,9 +26,12 @@ from router.batches.service import check_folder
 from router.config import RouterConfig
 from router.models.config import ModelsConfig
 from router.models.model_runtime import fetch_models, read_models
+from tandem.media_roles import plan_media
 from tandem.topology import ClusterModel, FindsCores, Topology, plan_models, plan_topology
 
-KEYS = ("models", "router", "worker", "ray", "planner")
+KEYS = ("models", "router", "worker", "preprocessor", "encoder", "ray", "planner")
+OPTIONAL = ("preprocessor", "encoder")
+"""Keys of roles that start only where the file has them."""
 HTTP_PORT = 8000
 """Default HTTP port of the first router."""
 
@@ -40,6 +45,8 @@ class Settings:
     models: list[dict[str, Any]]
     ray: dict[str, Any] = field(default_factory=dict)
     planner: dict[str, Any] = field(default_factory=dict)
+    preprocessor: dict[str, Any] | None = None
+    encoder: dict[str, Any] | None = None
 
 
 def read_settings(file: Path | None) -> Settings:
@@ -56,7 +63,9 @@ def read_settings(file: Path | None) -> Settings:
                 raise StartError(key, "must be a list of mappings, one at least")
         elif not isinstance(value, dict):
             raise StartError(key, "must be a mapping")
-    mappings = {key: values.get(key, {}) for key in KEYS if key != "models"}
+    mappings: dict[str, Any] = {
+        key: values.get(key, None if key in OPTIONAL else {}) for key in KEYS if key != "models"
+    }
     return Settings(models=values.get("models", []), **mappings)
 
 
@@ -81,11 +90,13 @@ class Cluster:
         """
         if self.settings.models:
             routers, workers = self.settings.router | router, self.settings.worker | worker
-            return plan_models(self.models, routers, workers, cores, num_routers, finds_cores)
+            topology = plan_models(self.models, routers, workers, cores, num_routers, finds_cores)
+            return plan_media(topology, self.settings.preprocessor, self.settings.encoder)
         (only,) = self.models
         one = {"model": only.path}
         routers, workers = self.settings.router | one | router, self.settings.worker | one | worker
-        return plan_topology(only.prefill, only.decode, routers, workers, cores, num_routers, finds_cores)
+        topology = plan_topology(only.prefill, only.decode, routers, workers, cores, num_routers, finds_cores)
+        return plan_media(topology, self.settings.preprocessor, self.settings.encoder)
 
     def http_settings(self, port: int | None, off: bool) -> dict[str, Any]:
         """Return the HTTP port setting of every router: the command line's, else the file's, else the default."""

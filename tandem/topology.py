@@ -11,10 +11,12 @@ from pydantic import Field, NonNegativeInt
 
 from cluster.errors import StartError
 from cluster.roles import ROLES, Role
+from encode_worker.config import EncoderConfig
 from engine.config import WorkerConfig
 from engine.host.core_sharing import CoreShare, share_cores
 from engine.model.hub import model_name
 from engine.vllm_flags import without_router_flags
+from preprocessor.config import PreprocessorConfig
 from router.config import RouterConfig
 from router.models.config import ModelEntry
 
@@ -27,11 +29,15 @@ MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Routers, and workers of both roles, on this machine."""
+    """Routers, workers of both roles, and the roles that make pictures ready, on this machine."""
 
     routers: tuple[RouterConfig, ...]
     prefill: tuple[WorkerConfig, ...]
     decode: tuple[WorkerConfig, ...]
+    preprocessor: PreprocessorConfig | None = None
+    """The preprocessor, which gets the encode workers' addresses when they are known."""
+    encoders: tuple[EncoderConfig, ...] = ()
+    """Encode workers."""
 
     @property
     def router(self) -> RouterConfig:

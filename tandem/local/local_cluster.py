@@ -6,16 +6,19 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from cluster.config import Config, secrets_of, to_overrides
 from cluster.errors import StartError
 from cluster.tls import member_of
+from encode_worker.config import EncoderConfig
 from engine.config import WorkerConfig
+from preprocessor.config import PreprocessorConfig
 from router.config import RouterConfig
+from tandem.media_roles import PREPROCESSOR, encoder_name, with_preprocessor
 from tandem.members import await_members
 from tandem.topology import Topology
 
@@ -114,7 +117,7 @@ async def stop_process(process: asyncio.subprocess.Process, grace_s: float = 8.0
 
 
 class LocalCluster:
-    """Routers with their workers; an async context manager that leaves no process behind."""
+    """Routers, workers and what makes pictures ready; an async context manager that leaves no process behind."""
 
     def __init__(self, topology: Topology, say: Say = lambda _: None) -> None:
         self._topology = topology
@@ -122,6 +125,8 @@ class LocalCluster:
         self.routers: list[RoleProcess] = []
         self.prefill: list[RoleProcess] = []
         self.decode: list[RoleProcess] = []
+        self.encoders: list[RoleProcess] = []
+        self.preprocessor: RoleProcess | None = None
 
     @property
     def router(self) -> RoleProcess:
@@ -181,29 +186,51 @@ class LocalCluster:
         return router
 
     async def stop(self) -> None:
-        roles = [*self.workers, *self.routers]
+        media = [] if self.preprocessor is None else [self.preprocessor]
+        roles = [*self.workers, *self.routers, *media, *self.encoders]
         await asyncio.gather(*(stop_process(role.process) for role in roles))
 
     async def _start(self) -> None:
+        routers = self._topology.routers
+        if (preprocessor := self._topology.preprocessor) is not None:
+            routers = with_preprocessor(routers, await self._start_media(preprocessor))
         self._say("starting the router")
-        for config in self._topology.routers:
+        for config in routers:
             await self.add_router(config)
         self._say(f"router at {', '.join(self.addresses)}; loading the model into {self._topology.num_workers} workers")
-        starts = [asyncio.ensure_future(self.add_worker(module, worker)) for module, worker in self._topology.workers()]
-        done, pending = await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
-        for start in pending:
-            start.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        for start in done:
-            start.result()
+        await _all(self.add_worker(module, worker) for module, worker in self._topology.workers())
         self._say("waiting until every worker has joined the router")
         for router, config in zip(self.routers, self._topology.routers, strict=True):
             await await_members(
                 router.joined_at, member_of(config), len(self.prefill), len(self.decode), START_TIMEOUT_S
             )
 
+    async def _start_media(self, config: PreprocessorConfig) -> str:
+        """Start encode workers, then the preprocessor that names them; return its address."""
+        if self._topology.encoders:
+            self._say(f"loading the model's encoder into {len(self._topology.encoders)} encode workers")
+            await _all(self._add_encoder(encoder_name(n), each) for n, each in enumerate(self._topology.encoders))
+            config = config.model_copy(update={"encoders": tuple(encoder.address for encoder in self.encoders)})
+        self._say("starting the preprocessor")
+        self.preprocessor = await start_role("preprocessor", PREPROCESSOR, _stops_at_once(config))
+        return self.preprocessor.address
 
-Settings = TypeVar("Settings", RouterConfig, WorkerConfig)
+    async def _add_encoder(self, name: str, config: EncoderConfig) -> None:
+        self.encoders.append(await start_role("encode_worker", name, _stops_at_once(config)))
+
+
+Settings = TypeVar("Settings", RouterConfig, WorkerConfig, PreprocessorConfig, EncoderConfig)
+
+
+async def _all(starts: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Start all at once; the first failure ends the other starts."""
+    tasks = [asyncio.ensure_future(start) for start in starts]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    for task in done:
+        task.result()
 
 
 def _stops_at_once(config: Settings) -> Settings:

@@ -83,11 +83,17 @@ async def _serve(
     work: Work | None,
 ) -> None:
     """Serve until every role was told to stop by itself, or the work is done."""
+    of_media: list[str] = []
+    if topology.preprocessor is not None:
+        say(
+            "starting the preprocessor" + (f" and {len(topology.encoders)} encode workers" if topology.encoders else "")
+        )
+        of_media = await supervisor.start_media()
     say("starting the router")
     started = await supervisor.start_routers()
     addresses = [where.grpc for where in started]
     say(f"loading the model into {topology.num_workers} workers")
-    of_workers = await supervisor.start_workers()
+    of_workers = of_media + await supervisor.start_workers()
     for where, config in zip(started, topology.routers, strict=True):
         workers = len(topology.prefill), len(topology.decode)
         await await_members(where.joined_at, member_of(config), *workers, JOIN_TIMEOUT_S)

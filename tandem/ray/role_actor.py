@@ -72,6 +72,11 @@ class RoleActor:
         """
         await self._role.switch(role)
 
+    async def set_encoders(self, addresses: tuple[str, ...]) -> None:
+        """Name other encode workers to a preprocessor; one that has not started gets them with its settings."""
+        if self._role is not None:
+            self._role.set_encoders(addresses)
+
     async def leave(self) -> None:
         """Stop with a drain: work in flight is finished or handed over."""
         if self._role is not None:
@@ -92,6 +97,16 @@ async def _start_role(module: str, config: Any) -> Any:
 
         set_up("router", config.id(), config)
         return await start_router(config)
+    if module == "preprocessor":
+        from preprocessor.runtime import start_preprocessor
+
+        set_up("preprocessor", config.id(), config)
+        return await start_preprocessor(config)
+    if module == "encode_worker":
+        from encode_worker.program import start_encode_worker
+
+        set_up("encoder", config.id(), config)
+        return await start_encode_worker(config)
     from decode_worker.program import add_services
     from engine.worker.runtime import start_worker
 
@@ -128,6 +143,11 @@ class Role:
     """Handles of the actors on further nodes."""
     _placed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once there is a handle."""
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether it is a prefill or decode worker."""
+        return self.module in MODULES.values()
 
     async def start(self) -> Addresses:
         """Start the actor; return its addresses.
@@ -216,6 +236,12 @@ class Role:
         except ray.exceptions.RayError as error:
             raise TandemError(f"{self.name}: {_first_line(error)}") from None
         self.module = MODULES[role]
+
+    async def set_encoders(self, addresses: tuple[str, ...]) -> None:
+        """Name encode workers to a preprocessor, now and for its next starts; one that ends gets them then."""
+        self.config = self.config.model_copy(update={"encoders": addresses})
+        with contextlib.suppress(ray.exceptions.RayError):
+            await self.handle.set_encoders.remote(addresses)
 
     async def leave(self) -> None:
         """Drain and stop."""

@@ -34,6 +34,8 @@ class RaySettings(Config):
     """Resources of each prefill worker."""
     decode: RoleResources = RoleResources()
     """Resources of each decode worker."""
+    encoder: RoleResources = RoleResources()
+    """Resources of each encode worker."""
 
     def check(self, autoscale: bool) -> None:
         """Check the settings.
@@ -62,4 +64,4 @@ class RaySettings(Config):
         return {name: amount for name, amount in bundle.items() if amount}
 
     def _resources(self, module: str) -> RoleResources:
-        return self.prefill if module == "prefill_worker" else self.decode
+        return {"prefill_worker": self.prefill, "encode_worker": self.encoder}.get(module, self.decode)

@@ -12,6 +12,7 @@ from cluster.errors import StartError, TandemError, Unavailable
 from cluster.process import Addresses
 from cluster.tls import TlsIdentity, member_of
 from engine.config import WorkerConfig
+from tandem.media_roles import PREPROCESSOR, encoder_name, with_preprocessor
 from tandem.members import workers_at
 from tandem.progress import ProgressSteps
 from tandem.ray.control import Order
@@ -67,10 +68,13 @@ class Supervisor:
         `autoscale`: place workers one by one, so that departing ones release their resources.
         """
         self._topology = topology
+        self._routers = topology.routers
+        """Settings of routers, with the preprocessor's address once that is known."""
         self._ground = ground or SupervisorBackend()
         workers = topology.workers()
         self._check(workers, autoscale)
         bundles = [module for module, config in workers for _ in range(config.nodes)]
+        bundles += ["encode_worker"] * len(topology.encoders)
         self._group = WorkerGroup(settings, [] if autoscale else bundles)
         self._say = say
         self._several_hosts = self._ground.several_hosts()
@@ -93,10 +97,39 @@ class Supervisor:
 
     # ------------------------------------------------------------------ starting
 
+    async def start_media(self) -> list[str]:
+        """Start encode workers, then the preprocessor on the driver's node; return like `start_workers`.
+
+        Routers know the preprocessor by its address, which stays. Encode workers may come back elsewhere.
+
+        Raises StartError.
+        """
+        if (config := self._topology.preprocessor) is None:
+            return []
+        await self._group.reserve(self._say)
+        of_node = {"host": ""} if self._several_hosts else {}
+        encoders = [
+            self._ground.role(encoder_name(number), "encode_worker", each, self._group.take("encode_worker"), of_node)
+            for number, each in enumerate(self._topology.encoders)
+        ]
+        self._roles |= {role.name: role for role in encoders}
+        started = await asyncio.gather(*(role.start() for role in encoders))
+        if encoders:
+            config = config.model_copy(update={"encoders": tuple(where.grpc for where in started)})
+        options = {"num_cpus": 0, "scheduling_strategy": self._ground.here()}
+        of_node = {"host": "", "advertise_host": ""} if self._several_hosts else {}
+        role = self._ground.role(PREPROCESSOR, "preprocessor", config, options, of_node)
+        self._roles[role.name] = role
+        where = await role.start()
+        role.config = config.model_copy(update=_ports_of(where))
+        self._routers = with_preprocessor(self._routers, where.grpc)
+        named = zip([*encoders, role], [*started, where], strict=True)
+        return [address for each, at in named if (address := _metrics_of(each, at))]
+
     async def start_routers(self) -> list[Addresses]:
         """Start routers on the driver's node, where clients know them; restarted ones keep their ports."""
         here, started = self._ground.here(), []
-        for config in self._topology.routers:
+        for config in self._routers:
             options = {"num_cpus": 0, "scheduling_strategy": here}
             of_node = {"host": ""} if self._several_hosts and config.host == "127.0.0.1" else {}
             role = self._ground.role(config.router_id or "router", "router", config, options, of_node)
@@ -112,7 +145,8 @@ class Supervisor:
 
         Raises StartError.
         """
-        await self._group.reserve(self._say)
+        if self._topology.preprocessor is None:
+            await self._group.reserve(self._say)
         roles: list[Role] = []
         for module, config in self._topology.workers():
             role = self._worker(module, config)
@@ -136,9 +170,17 @@ class Supervisor:
             if role.leaving:
                 return
             where = await self._start_in_place(role)
+        if role.module in ("encode_worker", "preprocessor"):
+            await self._name_encoders()
         if address := _metrics_of(role, where):
             self._say(f"metrics at {address}")
             self._say.done()
+
+    async def _name_encoders(self) -> None:
+        """Tell the preprocessor where encode workers are, after one of these roles has started again."""
+        encoders = [role.at for role in self._roles.values() if role.module == "encode_worker"]
+        if encoders and (preprocessor := self._roles.get(PREPROCESSOR)) is not None:
+            await preprocessor.set_encoders(tuple(encoders))
 
     async def _find_room(self, role: Role) -> None:
         """Wait for room for a role, or until its end is wanted."""
@@ -344,7 +386,7 @@ class Supervisor:
         The only worker of its role leaves when a successor has joined, where there are resources for two.
         """
         await self._look()
-        workers = [role for role in self._roles.values() if role.module != "router"]
+        workers = [role for role in self._roles.values() if role.is_worker]
         for role in workers:
             if role.leaving or self._roles.get(role.name) is not role:  # told to stop meanwhile
                 continue
@@ -433,7 +475,7 @@ class Supervisor:
                 await asyncio.sleep(LOOK_FOR_IT_EVERY_S)
 
     async def _look(self) -> None:
-        await asyncio.gather(*(role.look() for role in self._roles.values() if role.module != "router"))
+        await asyncio.gather(*(role.look() for role in self._roles.values() if role.is_worker))
 
     def _of_role(self, role: str, model: str) -> list[Role]:
         """Return the roles of a model by present role, in order of their numbers."""

@@ -9,6 +9,7 @@ import yaml
 from cluster.errors import StartError
 from support.sim_directories import write_sim_model
 from tandem.cluster_file import read_cluster, read_settings
+from tandem.media_roles import with_preprocessor
 from tandem.ray.settings import RaySettings
 from tandem.topology import Topology
 
@@ -76,6 +77,24 @@ def test_one_model_is_served_as_ever(folder: Path) -> None:
         ({"models": [{"path": "small", "decode": 0}]}, "models", "at least one decode worker"),
         ({"models": [{"path": "small"}], "router": {"models": []}}, "router", "those of the cluster"),
         ({"models": [{"path": "small"}, {"path": "small"}]}, "models.1.name", "have the same name, 'small'"),
+        ({"models": [{"path": "small"}], "preprocessor": None}, "preprocessor", "must be a mapping"),
+        ({"models": [{"path": "small"}], "preprocessor": {"model": "x"}}, "preprocessor.model", "leave it out"),
+        ({"models": [{"path": "small"}], "preprocessor": {"max_itmes": 1}}, "preprocessor.max_itmes", "unknown key"),
+        ({"models": [{"path": "small", "preprocessor": ""}], "preprocessor": {}}, "preprocessor", "no model is left"),
+        ({"models": [{"path": "small"}], "encoder": {}}, "encoder", "needs the key `preprocessor`"),
+        ({"models": [{"path": "small"}], "preprocessor": {}, "encoder": {"model": "x"}}, "encoder.model", "leave it"),
+        (
+            {"models": [{"path": "small"}], "preprocessor": {"encoders": ["a:1"]}, "encoder": {}},
+            *("preprocessor.encoders", "leave it out"),
+        ),
+        (
+            {"models": [{"path": "small"}], "preprocessor": {}, "encoder": {"replicas": 0}},
+            *("encoder.replicas", "must be a number from 1, not 0"),
+        ),
+        (
+            {"models": [{"path": "small"}, {"path": "large"}], "preprocessor": {}, "encoder": {}},
+            *("encoder", "encode workers are for one model, and the preprocessor has 2"),
+        ),
         ({"models": [{"path": "small"}], "router": {"default_model": "x"}}, "default_model", "'x' is not among small"),
     ],
 )
@@ -87,6 +106,54 @@ def test_what_cannot_be_started_is_named(
         planned(write(folder, **values))
     assert caught.value.field == field
     assert reason in caught.value.reason
+
+
+def media_of(file: Path) -> Topology:
+    return read_cluster(file, None, 1, 1).plan({"port": 7}, {}, [0, 1, 2], 1)
+
+
+def test_a_preprocessor_has_the_settings_of_the_workers(folder: Path) -> None:
+    options = {"max_model_len": 900, "max_num_seqs": 3, "limit_mm_per_prompt": {"image": 2}}
+    worker = {"engine": "vllm", "dtype": "float32", "vllm_python": "/v/python", "vllm_options": options}
+    worker |= {"vllm_args": "--quantization fp8 --mm-processor-kwargs.size=7 --seed 1", "log_format": "json"}
+    models = [{"path": str(folder / "small"), "name": "seeing"}]
+    file = write(
+        folder, models=models, worker=worker, preprocessor={"processes": 1}, encoder={"replicas": 2, "port": 9}
+    )
+    topology = media_of(file)
+    config = topology.preprocessor
+    assert config is not None
+    assert [(each.path, each.served_name) for each in config.entries] == [(folder / "small", "seeing")]
+    assert (config.engine, config.dtype, str(config.vllm_python), config.log_format, config.processes, config.port) == (
+        *("vllm", "float32", "/v/python", "json", 1, 0),
+    )
+    assert config.vllm_options == {"max_model_len": 900, "limit_mm_per_prompt": {"image": 2}}
+    assert config.vllm_args == "--mm-processor-kwargs.size=7"
+    first, second = topology.encoders
+    assert (first.model, first.port, second.port, first.vllm_options) == (folder / "small", 9, 10, config.vllm_options)
+    assert first.vllm_args == "--quantization fp8 --mm-processor-kwargs.size=7"
+
+
+def test_models_that_name_a_preprocessor_or_none_keep_that(folder: Path) -> None:
+    models = [{"path": str(folder / "small"), "preprocessor": "a:5"}, {"path": str(folder / "large")}]
+    topology = media_of(write(folder, models=models, worker={"engine": "sim"}, preprocessor={}))
+    assert topology.preprocessor is not None
+    assert [each.path.name for each in topology.preprocessor.entries] == ["large"]
+    (router,) = with_preprocessor(topology.routers, "b:6")
+    assert [entry.preprocessor for entry in router.entries] == ["a:5", "b:6"]
+    one = media_of(write(folder, models=models[1:], worker={"engine": "sim"}))
+    assert (one.preprocessor, one.encoders) == (None, ())
+
+
+def test_workers_that_differ_need_a_setting_of_their_preprocessor(folder: Path) -> None:
+    models = [{"path": str(folder / "small")}, {"path": str(folder / "large"), "worker": {"dtype": "float32"}}]
+    values: dict[str, Any] = {"models": models, "worker": {"engine": "sim"}}
+    with pytest.raises(StartError, match="workers of several models differ in it") as caught:
+        media_of(write(folder, **values, preprocessor={}))
+    assert caught.value.field == "preprocessor.dtype"
+    topology = media_of(write(folder, **values, preprocessor={"dtype": "float16"}))
+    assert topology.preprocessor is not None
+    assert topology.preprocessor.dtype == "float16"
 
 
 def test_a_model_is_named_once(folder: Path) -> None:

@@ -61,7 +61,7 @@ def open_vllm_encoder(config: VllmSettings) -> VllmEncoder:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
-    from engine.backends.vllm.arguments import check_version
+    from engine.backends.vllm.arguments import check_version, passed_arguments
     from engine.backends.vllm.embeddings import producer
 
     check_version(vllm.__version__)
@@ -70,6 +70,7 @@ def open_vllm_encoder(config: VllmSettings) -> VllmEncoder:
         **({"kv_cache_memory_bytes": UNUSED_KV_BYTES, "enforce_eager": True} if on_cpu else {}),
         "dtype": config.dtype,
         **config.vllm_options,
+        **passed_arguments(config),
         "model": str(config.model),
         "mm_processor_cache_gb": 0,
         "enable_prefix_caching": False,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from io import BytesIO
 from typing import Any, get_args
 
-from engine.backends.vllm.arguments import check_version
+from engine.backends.vllm.arguments import check_version, passed_arguments
 from engine.backends.vllm.settings import VllmSettings
 from engine.errors import EngineStartError, ModelRefused
 from engine.media_processor import MediaInput, MediaKind, MediaProcessor, MediaRefused, Modality, Processed
@@ -134,7 +134,7 @@ def open_vllm_media_processor(config: VllmSettings) -> VllmMediaProcessor:
     except ImportError as error:
         raise EngineStartError("vllm_python", f"its environment cannot import vLLM: {error}") from None
     check_version(vllm.__version__)
-    options = {"dtype": config.dtype, **config.vllm_options}
+    options = {"dtype": config.dtype, **config.vllm_options, **passed_arguments(config)}
     options |= {"model": str(config.model), "load_format": "dummy", "mm_processor_cache_gb": 0}
     try:
         model_config = AsyncEngineArgs(**options).create_model_config()
