@@ -15,8 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from cluster.errors import Unavailable
+from protos import inference_pb2 as pb
 from support.batch_site import begin, client_of, content_of, ended
 from support.hub import Hub, Served
+from support.media_files import picture
+from support.media_models import write_media_model
 from support.sim_directories import write_sim_model
 from tandem.client import Client
 from tandem.storyteller import STORYTELLER
@@ -241,6 +245,65 @@ def test_a_repository_of_the_hub_is_served(tmp_path: Path) -> None:
         assert output.splitlines()[-1] == "tandem: stopped"
         assert "tandem: story, 1 prefill + 1 decode" in output
         assert hub.bodies(".safetensors") == ["model.safetensors"]
+
+
+async def sees(address: str) -> bool:
+    """Whether a chat with a picture is answered."""
+    message = ("user", ["see", {"type": "image", "data": picture(1)}])
+    async with Client(address) as client:
+        try:
+            pieces = client.generate(messages=[message], sampling=pb.Sampling(max_tokens=2), timeout_s=20)
+            return [piece async for piece in pieces][-1].HasField("finish")
+        except Unavailable:
+            return False
+
+
+def seen_within(address: str, timeout_s: float = 120) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while not asyncio.run(sees(address)):
+        assert time.monotonic() < give_up_at, "a chat with a picture is not answered"
+        time.sleep(0.2)
+
+
+def preprocessors() -> dict[int, int]:
+    """The actor of each running child of a preprocessor that these tests have started."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            is_one = entry.name.isdigit() and b"preprocessor.child" in (entry / "cmdline").read_bytes()
+            if is_one and "=".join(MARK).encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    return found
+
+
+def test_a_cluster_has_its_own_preprocessor_which_starts_again(tmp_path: Path) -> None:
+    port = free_port()
+    model = write_media_model(tmp_path / "seeing")
+    worker = {"engine": "sim", "sim_step_ms": 1.0, "kv_memory_mib": 16}
+    values = {"models": [{"path": str(model)}], "worker": worker, "preprocessor": {"processes": 1}}
+    (tmp_path / "cluster.yaml").write_text(json.dumps(values))
+    command = [BIN / "tandem", "up", "--config", tmp_path / "cluster.yaml", "--port", str(port), "--no-http"]
+    up = subprocess.Popen(
+        command, env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        seen_within(f"127.0.0.1:{port}")
+        ((child, actor),) = preprocessors().items()
+        os.kill(actor, signal.SIGKILL)
+        seen_within(f"127.0.0.1:{port}")
+        ((again, _),) = preprocessors().items()
+        assert again != child
+        up.send_signal(signal.SIGINT)
+        output = up.communicate(timeout=60)[0]
+    finally:
+        up.kill()
+    assert output.splitlines()[-1] == "tandem: stopped"
+    assert "tandem: preprocessor: its actor died" in output
+    assert "tandem: preprocessor runs again" in output
+    wait_until_gone(model)
+    assert not preprocessors()
 
 
 @pytest.mark.parametrize("what", ["no such directory", "unsupported architecture", "port in use", "unknown key"])

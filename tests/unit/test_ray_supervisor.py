@@ -16,6 +16,7 @@ from cluster.tls import TlsIdentity
 from planner.executors.executor import ExecutorFailed
 from protos import inference_pb2 as pb
 from support.virtual_loop import run_virtually
+from tandem.media_roles import plan_media
 from tandem.progress import ProgressSteps
 from tandem.ray.control import Order
 from tandem.ray.placement_group import AT_ONCE_S, WorkerGroup
@@ -81,6 +82,10 @@ class Actor(Role):
     async def look(self) -> None:
         """Nobody tells it to switch but the supervisor."""
 
+    async def set_encoders(self, addresses: tuple[str, ...]) -> None:
+        self.config = self.config.model_copy(update={"encoders": addresses})
+        self._machine.tell("encoders", " ".join(addresses))
+
     async def switch(self, role: str) -> None:
         if self.name in self._machine.broken:
             raise TandemError(f"{self.name}: its streams do not end")
@@ -110,7 +115,7 @@ class Machine(SupervisorBackend):
 
     async def workers_at(self, router: str, trust: TlsIdentity | None) -> set[str]:
         assert router.startswith("router")
-        return {at for at, actor in self.serving.items() if actor.module != "router"}
+        return {at for at, actor in self.serving.items() if actor.is_worker}
 
     def tell(self, what: str, name: str) -> None:
         self.events.append((what, name))
@@ -127,7 +132,7 @@ class Machine(SupervisorBackend):
         return actor
 
     def workers(self) -> list[str]:
-        return sorted(actor.name for actor in self.serving.values() if actor.module != "router")
+        return sorted(actor.name for actor in self.serving.values() if actor.is_worker)
 
 
 class World:
@@ -145,6 +150,7 @@ class World:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
+        await self.supervisor.start_media()
         await self.supervisor.start_routers()
         self.metrics_at = await self.supervisor.start_workers()
         await asyncio.sleep(2 * JOIN_S)
@@ -480,6 +486,50 @@ def test_a_switch_waits_for_the_order_that_is_carried_out() -> None:
     virtually(world, scene)
 
 
+# ---------------------------------------------------------------------- preprocessor and encode workers
+
+
+def with_media(replicas: int) -> World:
+    worker = {"model": "m", "engine": "vllm"}
+    return World(plan_media(plan_topology(1, 1, {"model": "m"}, worker, [0]), {}, {"replicas": replicas}))
+
+
+def test_routers_know_the_preprocessor_and_that_the_encode_workers() -> None:
+    world = with_media(2)
+
+    async def scene() -> None:
+        roles = world.supervisor._roles
+        assert list(roles) == ["encoder-0", "encoder-1", "preprocessor", "router", "decode-0", "prefill-0"]
+        assert roles["preprocessor"].config.encoders == (roles["encoder-0"].at, roles["encoder-1"].at)
+        assert [entry.preprocessor for entry in roles["router"].config.entries] == [roles["preprocessor"].at]
+        await world.supervisor.perform(RESTART)
+        assert {name for _, name in world.machine.events} == {"decode-0", "decode-1", "prefill-0", "prefill-1"}
+
+    virtually(world, scene)
+
+
+def test_encode_workers_and_the_preprocessor_start_again() -> None:
+    """The preprocessor keeps its port, and learns where an encode worker is now."""
+    world = with_media(1)
+
+    async def scene() -> None:
+        encoder, preprocessor = (world.supervisor._roles[name] for name in ("encoder-0", "preprocessor"))
+        before = encoder.at, preprocessor.config.port
+        world.machine.named("encoder-0").end("its node died")
+        await asyncio.sleep(LOAD_S + 5)
+        assert encoder.at != before[0]
+        assert preprocessor.config.encoders == (encoder.at,)
+        assert world.machine.events[-2:] == [("encoders", encoder.at), ("serves", "encoder-0")]
+        world.machine.named("preprocessor").end("its actor died")
+        await asyncio.sleep(LOAD_S + 5)
+        assert world.machine.events[-3:] == [
+            *(("starts", "preprocessor"), ("encoders", encoder.at), ("serves", "preprocessor"))
+        ]
+        assert preprocessor.config.port == before[1]
+
+    virtually(world, scene)
+
+
 # ---------------------------------------------------------------------- groups and nodes
 
 
@@ -538,7 +588,7 @@ def test_a_worker_over_nodes_has_a_place_on_each() -> None:
     world = Fixed(grouped(2, tensor_parallel=4, nodes=2))
 
     async def scene() -> None:
-        roles = [role for role in world.supervisor._roles.values() if role.module != "router"]
+        roles = [role for role in world.supervisor._roles.values() if role.is_worker]
         assert [len(role.further_nodes) for role in roles] == [1, 1]
 
     virtually(world, scene)
