@@ -20,10 +20,9 @@ COLOURS: dict[str, tuple[Colour, ...]] = {
     "orange": ((255, 150, 0), (250, 130, 20)),
     "purple": ((128, 0, 128), (150, 40, 200)),
     "black": ((0, 0, 0),),
-    "white": ((255, 255, 255),),
 }
 """Names of colours, with some of each, of which a picture has one that is close to it."""
-BACKGROUNDS = ("white", "black")
+BACKGROUND = (255, 255, 255)
 NEAR = 15
 """Largest distance of a colour from the named one, in each channel."""
 
@@ -50,9 +49,8 @@ class Figure:
 
 @dataclass(frozen=True)
 class Scene:
-    """All that a picture shows."""
+    """All that a picture shows, on a white background."""
 
-    background: str
     figures: tuple[Figure, ...]
     """From left to right."""
 
@@ -76,33 +74,32 @@ def with_article(name: str) -> str:
 
 
 def scene(rng: random.Random) -> Scene:
-    """Return a random scene: one or two figures, never of the background's colour nor of the same shape or colour."""
-    background = "white" if rng.random() < 0.7 else "black"
-    colours = rng.sample([colour for colour in COLOURS if colour != background], 2)
+    """Return a random scene: one or two figures, of different shapes and colours."""
+    colours = rng.sample(list(COLOURS), 2)
     shapes = rng.sample(SHAPES, 2)
     if rng.random() < 0.5:
-        radius = rng.uniform(0.15, 0.45)
+        radius = rng.uniform(0.2, 0.45)
         spaces = [(radius, 1 - radius)]
     else:
-        radius = rng.uniform(0.15, 0.24)
+        radius = rng.uniform(0.18, 0.24)
         middle = rng.uniform(0.45, 0.55)
         spaces = [(radius, middle - radius), (middle + radius, 1 - radius)]
     figures = []
     for (left, right), shape, colour in zip(spaces, shapes, colours, strict=False):
         x = (left + right) / 2 if right <= left else rng.uniform(left, right)
         y = rng.uniform(radius, 1 - radius)
-        figures.append(Figure(shape, colour, x, y, radius, rng.uniform(-12, 12)))
-    return Scene(background, tuple(figures))
+        figures.append(Figure(shape, colour, x, y, radius, rng.uniform(-8, 8)))
+    return Scene(tuple(figures))
 
 
 def draw(scene: Scene, rng: random.Random, size: int | None = None) -> Image.Image:
     """Draw the scene, by default of a random size from 84 to 256 pixels."""
     size = size or rng.randint(84, 256)
-    picture = Image.new("RGB", (size, size), _near(scene.background, rng))
+    picture = Image.new("RGB", (size, size), _near(BACKGROUND, rng))
     pen = ImageDraw.Draw(picture)
     for figure in scene.figures:
         x, y, radius = figure.x * size, figure.y * size, figure.radius * size
-        fill = _near(figure.colour, rng)
+        fill = _near(rng.choice(COLOURS[figure.colour]), rng)
         if figure.shape == "circle":
             radius *= 0.92
             pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill)
@@ -146,7 +143,7 @@ def which_colour(scene: Scene, rng: random.Random) -> Question:
 def which_shape(scene: Scene, rng: random.Random) -> Question:
     """Ask for the shape of a colour, which is there or not."""
     figure = rng.choice(scene.figures)
-    colour = figure.colour if rng.random() < 0.85 else rng.choice([c for c in COLOURS if c != scene.background])
+    colour = figure.colour if rng.random() < 0.85 else rng.choice(list(COLOURS))
     found = next((each for each in scene.figures if each.colour == colour), None)
     answer = f"The {found.shape} is {colour}." if found else f"Nothing is {colour}."
     return Question(rng.choice(("Which shape is {}?", "What is {}?")).format(colour), answer)
@@ -158,24 +155,12 @@ def how_many(scene: Scene, rng: random.Random) -> Question:
     return Question(rng.choice(wordings), "One shape." if len(scene.figures) == 1 else "Two shapes.")
 
 
-def which_background(scene: Scene, rng: random.Random) -> Question:
-    """Ask for the background."""
-    wordings = ("Which colour is the background?", "What color is the background?", "What is the background?")
-    return Question(rng.choice(wordings), f"The background is {scene.background}.")
+OTHERS: tuple[Callable[[Scene, random.Random], Question], ...] = (which_colour, which_shape, how_many)
 
 
-OTHERS: tuple[Callable[[Scene, random.Random], Question], ...] = (
-    *(which_colour, which_shape, how_many, which_background),
-)
-
-
-def _near(name: str, rng: random.Random) -> Colour:
-    red, green, blue = rng.choice(COLOURS[name])
-    return _moved(red, rng), _moved(green, rng), _moved(blue, rng)
-
-
-def _moved(channel: int, rng: random.Random) -> int:
-    return min(255, max(0, channel + rng.randint(-NEAR, NEAR)))
+def _near(colour: Colour, rng: random.Random) -> Colour:
+    red, green, blue = (min(255, max(0, channel + rng.randint(-NEAR, NEAR))) for channel in colour)
+    return red, green, blue
 
 
 def _around(*points: tuple[float, float]) -> tuple[tuple[float, float], ...]:

@@ -37,7 +37,8 @@ async def test_prompts_are_those_of_its_training(first: pb.ContentPart) -> None:
 
 
 async def test_a_system_message_is_refused() -> None:
-    request = pb.GenerateRequest(messages=[pb.ChatMessage(role="system", content="Be brief."), *chat(QUESTION).messages])
+    system = pb.ChatMessage(role="system", content="Be brief.")
+    request = pb.GenerateRequest(messages=[system, *chat(QUESTION).messages])
     with pytest.raises(InvalidRequest, match="roles are user and assistant"):
         await PromptEncoder(ModelDir.open(MODEL)).encode(request)
 
