@@ -1,23 +1,25 @@
 """torchvision for vLLM's environment on a CPU, whose wheel is built for another torch: only its Python code is used.
 
-vLLM's processors of pictures import torchvision. `make vllm` unpacks the wheel here, in a folder of its own; the
-interpreters in `vllm_media/` have it. Its operators are declared and not there, and no processor of pictures calls one.
+vLLM's processors of pictures import torchvision. `make vllm` unpacks the wheel in a folder of its own, and writes
+`python-media`, the interpreter that has it. Its operators are declared and not there, and no processor of pictures
+calls one.
 """
 
 import fcntl
+import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
 VERSION = "0.28.0"
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / ".bench" / "torchvision"
-PYTHON = Path(__file__).parent / "vllm_media" / "python"
-"""Interpreter of `.venv-vllm` with torchvision."""
-V2 = PYTHON.with_name("python_v2")
+VENV = ROOT / os.environ.get("TANDEM_VLLM_VENV", ".venv-vllm")
+FOLDER = VENV / "torchvision"
+PYTHON = VENV / "bin" / "python-media"
+"""Interpreter of the environment with torchvision."""
+V2 = Path(__file__).parent / "vllm_media" / "python_v2"
 """The same with Model Runner V2, as `vllm_engines.V2`."""
 DECLARED = """import torch as _torch
 
@@ -30,26 +32,40 @@ _operators.define(
 )
 """
 """Operators that torchvision registers implementations for when it is imported."""
+SCRIPT = """#!/bin/sh
+# This environment's interpreter with torchvision, for `vllm_python` of models that read pictures, on a CPU.
+venv=$(cd "$(dirname "$0")/.." && pwd)
+export PYTHONPATH="$venv/torchvision${PYTHONPATH:+:$PYTHONPATH}"
+exec "$venv/bin/python" "$@"
+"""
 
 
 def install() -> None:
-    """Unpack the wheel, unless it is there."""
-    FOLDER.parent.mkdir(exist_ok=True)
-    with (FOLDER.parent / "torchvision.lock").open("w") as lock:
+    """Unpack the wheel and write the interpreter, unless they are there."""
+    with (VENV / "torchvision.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may want it at once
-        if (FOLDER / VERSION).exists():
-            return
-        shutil.rmtree(FOLDER, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=FOLDER.parent) as folder:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-            subprocess.run([*command, "--dest", folder, f"torchvision=={VERSION}"], check=True)
-            unpacked = Path(folder) / "unpacked"
-            with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-                wheel.extractall(unpacked)
-            first = unpacked / "torchvision" / "__init__.py"
-            first.write_text(DECLARED + first.read_text())
-            (unpacked / VERSION).touch()
-            unpacked.rename(FOLDER)
+        if not (FOLDER / VERSION).exists():
+            _unpack()
+        if not PYTHON.exists() or PYTHON.read_text() != SCRIPT:
+            written = PYTHON.with_name(f"{PYTHON.name}.new")
+            written.write_text(SCRIPT)
+            written.chmod(0o755)
+            written.rename(PYTHON)
+
+
+def _unpack() -> None:
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=VENV) as folder:
+        command = [str(VENV / "bin" / "python"), "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--only-binary", ":all:", "--dest", folder, f"torchvision=={VERSION}"]
+        subprocess.run(command, check=True)
+        unpacked = Path(folder) / "unpacked"
+        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+            wheel.extractall(unpacked)
+        first = unpacked / "torchvision" / "__init__.py"
+        first.write_text(DECLARED + first.read_text())
+        (unpacked / VERSION).touch()
+        unpacked.rename(FOLDER)
 
 
 if __name__ == "__main__":
