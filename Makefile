@@ -166,7 +166,7 @@ $(CLIENTS_VENV)/.installed: bench/clients/requirements.txt
 	  'instructor==1.17.*' 'llama-index-llms-openai==0.8.*' 'llama-index-llms-openai-like==0.8.*'
 	@touch $@
 
-bench-neighbours: $(INSTALLED)
+bench-neighbours: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.neighbours
 
 bench-kv: $(INSTALLED)

@@ -25,10 +25,11 @@ from rich.console import Console
 
 from bench.neighbours.attacks import ATTACKS
 from bench.report import Bar, conclude, percentile
+from preprocessor.config import PreprocessorConfig
 from protos import inference_pb2 as pb
 from router.security.api_keys import entry_for
 from tandem.client import Client
-from tandem.local.local_cluster import LocalCluster
+from tandem.local.local_cluster import LocalCluster, start_role, stop_process
 from tandem.storyteller import STORYTELLER
 from tandem.topology import plan_topology
 
@@ -38,6 +39,8 @@ STREAMS, STREAM_TOKENS, EVERY_S, SHORT_TOKENS = 8, 1500, 0.2, 4
 STORY = "Once upon a time there was a little fox who lived in the forest. "
 LIMITS = {"mallory": {"requests_per_s": 1, "max_running": 1, "tokens_per_minute": 5000, "quota_tokens": 20_000_000}}
 SETTLE_S = 30.0
+SHAPES = Path("examples/shapes/model").resolve()
+MEDIA_PYTHON = Path(".venv-vllm/bin/python-media").resolve()
 MIB = 1 << 20
 
 
@@ -108,11 +111,15 @@ class GoodTenant:
 class Site:
     """The cluster under attack, and a router that refuses the attacker's key, for the control."""
 
-    def __init__(self, folder: Path, cores: Sequence[int]) -> None:
+    def __init__(self, folder: Path, cores: Sequence[int], preprocessor: str) -> None:
+        """Create it; `preprocessor` is the address of one for pictures."""
         keys = folder / "keys.yaml"
         keys.write_text("".join(entry_for(f"tk-{name}", name, name, [], None) for name in ("alice", "mallory")))
         router: dict[str, Any] = {
-            "models": [{"path": STORYTELLER, "name": "model"}],
+            "models": [
+                {"path": STORYTELLER, "name": "model"},
+                {"path": SHAPES, "name": "seeing", "preprocessor": preprocessor},
+            ],
             "port": 0,
             "http_port": 0,
             "internal_port": 0,
@@ -244,7 +251,10 @@ async def main(attacks: Sequence[str]) -> None:
     failed: list[str] = []
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-neighbours-")))
-        site = Site(folder, cores)
+        settings = {"models": [{"path": SHAPES, "name": "seeing"}], "vllm_python": MEDIA_PYTHON, "port": 0}
+        made = await start_role("preprocessor", "preprocessor", PreprocessorConfig.parse(settings | {"processes": 1}))
+        stack.push_async_callback(stop_process, made.process)
+        site = Site(folder, cores, made.address)
         await stack.enter_async_context(site.cluster)
         await stack.enter_async_context(site.other)
         client = await stack.enter_async_context(Client(site.cluster.address, api_key="tk-alice"))

@@ -4,12 +4,15 @@ Each runs in a process of its own until it is killed: `python -m bench.neighbour
 """
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import json
 import os
 import socket
+import struct
 import sys
+import zlib
 from collections.abc import Awaitable, Callable
 
 import grpc
@@ -126,6 +129,13 @@ class Attacker:
         each = itertools.cycle((top, usual))
         await _always(64, lambda: self.generate(next(each)))
 
+    async def pictures(self) -> None:
+        """Files that announce or unpack to far more than they are, broken ones, and URLs of this host."""
+        urls = [f"http://{self._http}/metrics", *(f"data:image/png;base64,{_png(*each)}" for each in PICTURES)]
+        bodies = [_chat_with(url) for url in urls]
+        each = itertools.cycle(bodies)
+        await _always(4, lambda: self.post("/v1/chat/completions", next(each)))
+
     async def idle(self) -> None:
         """Health watches and connections that say nothing."""
         host, port = self._http.rsplit(":", 1)
@@ -155,6 +165,25 @@ class Attacker:
         await _always(32, ask)
 
 
+PICTURES = ((65_535, 65_535, 64), (64, 64, 200 << 20), (8_000, 8_000, 8_000 * 24_001), (64, 64, 8))
+"""Width and height of pictures that their files announce, and bytes that these unpack to."""
+
+
+def _png(width: int, height: int, num_bytes: int) -> str:
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    body = chunk(b"IDAT", zlib.compress(bytes(num_bytes), 9))
+    return base64.b64encode(b"\x89PNG\r\n\x1a\n" + head + body + chunk(b"IEND", b"")).decode()
+
+
+def _chat_with(url: str) -> bytes:
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
+    body = {"model": "seeing", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    return json.dumps(body).encode()
+
+
 ATTACKS = (
     "giant_prompts",
     "giant_chats",
@@ -164,6 +193,7 @@ ATTACKS = (
     "slow_bodies",
     "stop_ids",
     "penalties",
+    "pictures",
     "priorities",
     "idle",
     "floods",
