@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from cluster.errors import Overloaded
+from encode_worker.metrics import EncodeCollector
 from engine.messages.from_engine import KvUse, Load, TierUse
 from engine.worker.metrics import EngineCollector, GpuCollector
 from planner.runtime import PlannerMetrics
@@ -200,12 +201,15 @@ def test_every_metric_stands_in_the_manual(registry: CollectorRegistry, request_
     PlannerMetrics(registry, "m")
     media = SimpleNamespace(num_items=3, refusals={"INVALID_ARGUMENT": 2}), {"m": SimpleNamespace(num_restarts=1)}
     registry.register(PreprocessorCollector(*media, BlobStore(1 << 20)))  # type: ignore[arg-type]  # all that is read
+    encoded = SimpleNamespace(num_computed=1, num_found=2, num_bytes=3)
+    registry.register(EncodeCollector(encoded))  # type: ignore[arg-type]  # all that is read
     documented = set(re.findall(r"`(tandem_[a-z0-9_]+)`", MANUAL.read_text()))
     names = (
         "router/observability/metrics.py",
         "engine/worker/metrics.py",
         "planner/runtime.py",
         "preprocessor/metrics.py",
+        "encode_worker/metrics.py",
     )
     sources = [Path(__file__).parents[2] / name for name in names]
     families = {family.name for family in registry.collect()}
