@@ -47,7 +47,7 @@ async def site(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
     topology = plan_topology(1, 2, router, settings, [0, 1], 1)
     async with running(LocalCluster(topology)) as (cluster, client):
         # the interpreter of V2's kernels takes a tenth of a second for a step
-        yield Site(cluster, client, 400 if request.param == "V1" else 24)
+        yield Site(cluster, client, 700 if request.param == "V1" else 24)
 
 
 async def test_kv_moves_and_is_found_again(site: Site, ask, audit) -> None:  # type: ignore[no-untyped-def]

@@ -11,13 +11,14 @@ from urllib.request import urlopen
 import openai
 import pytest
 
+from engine.core_types import SamplingParams
 from engine.media.items import Item
 from engine.messages.to_engine import Generate
 from support.long_runs import mostly_long
 from support.media_files import picture
 from support.preprocessors import preprocessor
 from support.processes import LENDER_ALWAYS, kill_engine, report_of, running
-from support.real_engines import RealEngine, engines
+from support.real_engines import RealEngine, engines, greedy
 from support.tiny_media_models import KINDS
 from support.torchvision_shim import PYTHON, V2
 from support.vllm_engines import BLOCK, OPTIONS, ids, need_vllm, vllm_engine
@@ -160,3 +161,37 @@ async def test_a_chat_about_a_picture_survives_its_decode_worker(
             assert killed
             assert "".join(texts) == text, f"cut after {cut_at} of {len(texts)} parts"
         await audit([each.address for each in [*cluster.prefill, *living]])
+
+
+async def test_a_preempted_picture_without_its_tensors_goes_back_to_the_router(
+    tmp_path: Path, pictures: list[Path]
+) -> None:
+    """Its blocks were lent when it began, so nobody fetched its tensors; then others took its blocks."""
+    model = write_model("qwen25vl", tmp_path)
+    settings: dict[str, Any] = {"kv_memory_mib": 1, "reserve_output_tokens": 1, "vllm_python": PYTHON}
+    lender = vllm_engine("lender", "prefill", model, vllm_python=PYTHON)
+    engine = vllm_engine("worker", model=model, vllm_options={"max_model_len": 512}, **settings)
+    async with (
+        engines(lender, engine),
+        preprocessor(**MEDIA, model=model, processes=1) as (caller, _),
+    ):
+        prompts = Prompts("qwen25vl", model, caller)
+        async with prompts.request("victim", prompts.tokens(40, "picture", 40), pictures[0]) as request:
+            longer = SamplingParams(380, temperature=0, ignore_eos=True)
+            victim = request._replace(sampling=longer, priority=-1, borrow=True)
+            engine.lent["victim"] = lender, victim
+            engine.send(victim)
+            await engine.until(lambda: len(engine.tokens.get("victim", ())) > 3)
+            others = [
+                greedy(f"other-{step}", [20 + step * number % 250 for number in range(200)], 300, ignore_eos=True)
+                for step in (3, 7)
+            ]
+            engine.send(*others)
+            assert "tensors of an item" in await engine.rejected()
+            await engine.until(lambda: all(map(engine.over, others)))
+            emitted = tuple(ids(engine.tokens["victim"]))
+            rest = request._replace(request_id="again", emitted=emitted, sampling=longer)
+            whole = request._replace(request_id="whole", sampling=longer)
+            assert [*emitted, *ids(await engine.answer(rest))] == ids(await lender.answer(whole))
+        for each in (lender, engine):
+            assert (await each.audited()).reserved_blocks == 0

@@ -167,10 +167,13 @@ class VllmCore(LoanHost):
         most = budget.max_prefill_tokens + num_streams * per_stream
         wanted = max(budget.max_tokens, per_stream)
         self._scheduler.max_num_scheduled_tokens = min(self._own_budget, wanted, most)
+        num_running = len(self._scheduler.running)
         output = self._scheduler.schedule()
         self._submissions.after_schedule(output)
+        # A request that has preempted itself ends vLLM's look at the others, which the next one finds able to go on.
+        is_empty = not output.total_num_scheduled_tokens and not output.finished_req_ids
+        self._blocked = is_empty and len(self._scheduler.running) == num_running
         self._give_up_lost()
-        self._blocked = not output.total_num_scheduled_tokens and not output.finished_req_ids
         if self._blocked:
             self._reports.changed = True
         if not self._kv_cache.in_step:
