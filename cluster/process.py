@@ -52,6 +52,19 @@ class Running(Protocol):
         """Return the error when the role cannot go on."""
 
 
+class SignalledRole:
+    """Role that goes on, whatever its children do, until a signal ends it."""
+
+    async def failed(self) -> TandemError:
+        """Never return."""
+        never: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
+        return await never
+
+    async def stop_requested(self) -> None:
+        """Never return."""
+        await asyncio.get_running_loop().create_future()
+
+
 def run_role(start: Callable[[], Awaitable[Running]]) -> int:
     """Run one role to its end and return the exit code.
 

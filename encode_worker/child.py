@@ -13,7 +13,7 @@ from engine.config import WorkerConfig
 from engine.media.encoder import MediaEncoder
 from engine.media.items import Item
 from engine.process.start_up import become_child
-from preprocessor.frames import Frame, encoded, receive_frame
+from preprocessor.frames import Frame, receive_frame, send_frame
 
 
 def main() -> None:
@@ -28,11 +28,11 @@ def main() -> None:
             set_up("encoder", "child", config)
             encoder = config.kind.open_encoder(config)
         except StartError as error:
-            _send(link, Frame({"field": error.field, "reason": error.reason}))
+            send_frame(link, Frame({"field": error.field, "reason": error.reason}))
             return
-        _send(link, Frame({"fingerprint": encoder.fingerprint.hex()}))
+        send_frame(link, Frame({"fingerprint": encoder.fingerprint.hex()}))
         while (frame := receive_frame(frames)) is not None:
-            _send(link, answer(encoder, frame))
+            send_frame(link, answer(encoder, frame))
 
 
 def answer(encoder: MediaEncoder, frame: Frame) -> Frame:
@@ -43,8 +43,3 @@ def answer(encoder: MediaEncoder, frame: Frame) -> Frame:
     except ValueError as error:
         return Frame({"refused": str(error)})
     return Frame({"dtype": done.dtype, "shape": done.shape}, [done.data])
-
-
-def _send(link: socket.socket, frame: Frame) -> None:
-    for piece in encoded(frame):
-        link.sendall(piece)

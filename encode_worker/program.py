@@ -1,15 +1,14 @@
 """`python -m encode_worker --config FILE --set key=value`: one encode worker until SIGTERM."""
 
-import asyncio
 import logging
 import sys
 from contextlib import AsyncExitStack
 
 from cluster.drain import Drain
-from cluster.errors import StartError, TandemError
+from cluster.errors import StartError
 from cluster.logs import set_up
 from cluster.metrics import MetricsServer, new_registry
-from cluster.process import Addresses, run_role
+from cluster.process import Addresses, SignalledRole, run_role
 from cluster.rpc import Channels, Server
 from cluster.tls import member_of
 from encode_worker.child_encoder import ChildEncoder
@@ -26,7 +25,7 @@ GRACE_S = 0.5
 """Seconds for calls in flight when the server stops."""
 
 
-class EncodeWorker:
+class EncodeWorker(SignalledRole):
     """A started encode worker."""
 
     def __init__(
@@ -38,15 +37,6 @@ class EncodeWorker:
         self._server = server
         self._calls = calls
         self._parts = parts
-
-    async def failed(self) -> TandemError:
-        """Never return: a child that ends is started again."""
-        never: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
-        return await never
-
-    async def stop_requested(self) -> None:
-        """Never return; only signals stop an encode worker."""
-        await asyncio.get_running_loop().create_future()
 
     async def drain(self) -> None:
         """Refuse new calls, and end those in flight for `drain_s`; the workers encode themselves."""

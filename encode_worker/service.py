@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from cluster.drain import Drain
 from cluster.error_status import end_call
@@ -27,6 +27,13 @@ MAX_ITEMS = 4096
 """Most items of one call."""
 
 
+class _Known(NamedTuple):
+    """Embeddings of an item, and their fingerprint, which is computed once."""
+
+    embeddings: Embeddings
+    fingerprint: bytes
+
+
 class EncodeService(pb_grpc.EncodeServicer):
     """Service over one encoder, with the embeddings that it has computed."""
 
@@ -36,26 +43,22 @@ class EncodeService(pb_grpc.EncodeServicer):
         self._channels = channels
         self._memory_bytes = memory_bytes
         self._drain = drain
-        self._known: OrderedDict[bytes, Embeddings] = OrderedDict()
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
         """Embeddings by identifier, the least recently used first."""
         self.num_bytes = 0
         """Bytes of all known embeddings."""
         self.num_computed = self.num_found = 0
-        self._computing: dict[bytes, asyncio.Task[Embeddings]] = {}
+        self._computing: dict[bytes, asyncio.Task[_Known]] = {}
         """Items that are being encoded, so that several callers cost one computation."""
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> AsyncIterator[pb.EncodeChunk]:
-        over = asyncio.Event()
         try:
-            with self._drain.holding(over.set):
+            with self._drain.holding(lambda: None):  # an item ends soon by itself
                 if self._drain.draining:
                     raise Draining("this encode worker was told to stop")
                 request_id.set(request.request_id)
                 for item in self._checked(request):
-                    is_cached = item.identifier in self._known
-                    self.num_found += is_cached
-                    embeddings = await self._embeddings(item)
-                    for chunk in _chunks(item.identifier, embeddings, is_cached):
+                    for chunk in _chunks(item.identifier, await self._embeddings(item)):
                         yield chunk
         except ServiceError as error:
             end_call(context, error)
@@ -72,9 +75,10 @@ class EncodeService(pb_grpc.EncodeServicer):
                 raise InvalidRequest(f"items[{place}]", f"needs {IDENTIFIER_BYTES} bytes of identifier, and tokens")
         return items
 
-    async def _embeddings(self, item: Item) -> Embeddings:
+    async def _embeddings(self, item: Item) -> _Known:
         """Return the embeddings of an item, computed at most once. Raises ServiceError."""
         if (known := self._known.get(item.identifier)) is not None:
+            self.num_found += 1
             self._known.move_to_end(item.identifier)
             return known
         if (task := self._computing.get(item.identifier)) is None:
@@ -82,26 +86,26 @@ class EncodeService(pb_grpc.EncodeServicer):
             task.add_done_callback(lambda _: self._computing.pop(item.identifier))
         return await asyncio.shield(task)
 
-    async def _compute(self, item: Item) -> Embeddings:
+    async def _compute(self, item: Item) -> _Known:
         blobs = await fetch_blobs(self._channels, item.address, [item])
         embeddings = await self._encoder.encode(item, blobs[item.identifier])
         self.num_computed += 1
-        self._known[item.identifier] = embeddings
+        known = self._known[item.identifier] = _Known(embeddings, embeddings.fingerprint())
         self.num_bytes += len(embeddings.data)
         while self.num_bytes > self._memory_bytes and len(self._known) > 1:
             _, dropped = self._known.popitem(last=False)
-            self.num_bytes -= len(dropped.data)
-        return embeddings
+            self.num_bytes -= len(dropped.embeddings.data)
+        return known
 
 
-def _chunks(identifier: bytes, embeddings: Embeddings, is_cached: bool) -> list[pb.EncodeChunk]:
+def _chunks(identifier: bytes, known: _Known) -> list[pb.EncodeChunk]:
     """Return the messages with an item's embeddings."""
-    data = embeddings.data
+    embeddings, data = known.embeddings, known.embeddings.data
     chunks = [
         pb.EncodeChunk(identifier=identifier, data=data[start : start + CHUNK_BYTES])
         for start in range(0, max(1, len(data)), CHUNK_BYTES)
     ]
     last = chunks[-1]
-    last.dtype, last.fingerprint, last.cached = embeddings.dtype, embeddings.fingerprint(), is_cached
+    last.dtype, last.fingerprint = embeddings.dtype, known.fingerprint
     last.shape.extend(embeddings.shape)
     return chunks

@@ -18,7 +18,7 @@ from cluster.logs import set_up
 from engine.config import WorkerConfig
 from engine.media.processor import MediaInput, MediaProcessor, MediaRefused
 from engine.process.start_up import become_child
-from preprocessor.frames import Frame, encoded, receive_frame
+from preprocessor.frames import Frame, receive_frame, send_frame
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +41,12 @@ def main() -> None:
             set_up("preprocessor", f"child {os.getpid()}", config)
             processor = config.kind.open_media_processor(config)
         except StartError as error:
-            _send(link, Frame({"field": error.field, "reason": error.reason}))
+            send_frame(link, Frame({"field": error.field, "reason": error.reason}))
             return
         _limit_memory(first.values["memory_mib"])
-        _send(link, Frame({"modalities": {kind: list(each) for kind, each in processor.modalities.items()}}))
+        send_frame(link, Frame({"modalities": {kind: list(each) for kind, each in processor.modalities.items()}}))
         while (frame := receive_frame(frames)) is not None:
-            _send(link, answer(processor, frame, first.values["memory_mib"]))
+            send_frame(link, answer(processor, frame, first.values["memory_mib"]))
 
 
 def answer(processor: MediaProcessor, frame: Frame, memory_mib: int = 0) -> Frame:
@@ -66,11 +66,6 @@ def answer(processor: MediaProcessor, frame: Frame, memory_mib: int = 0) -> Fram
     values: dict[str, Any] = {"items": [[each.identifier, each.offset, each.length] for each in done.items]}
     contents = [content for each in done.items for content in (each.details, each.blob)]
     return Frame(values, [array.array("I", done.token_ids).tobytes(), *contents])
-
-
-def _send(link: socket.socket, frame: Frame) -> None:
-    for piece in encoded(frame):
-        link.sendall(piece)
 
 
 def _limit_memory(mib: int) -> None:

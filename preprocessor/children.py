@@ -49,7 +49,7 @@ class Child:
     ended: "asyncio.Future[None]"
     """Future that is done once the process has ended."""
     ready: Mapping[str, Any] = field(default_factory=dict)
-    """What it said when it was ready."""
+    """Values of its first frame, when it was ready."""
 
     @classmethod
     async def start(cls, config: WorkerConfig, memory_mib: int, module: str = "preprocessor.child") -> "Child":

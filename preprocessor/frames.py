@@ -4,6 +4,7 @@ No frame is pickled: a hostile file may take over a child, and must not reach fu
 """
 
 import json
+import socket
 import struct
 from collections.abc import Sequence
 from typing import IO, Any, NamedTuple
@@ -48,6 +49,12 @@ async def read_frame(reader: Any, max_bytes: int) -> Frame:
     if not isinstance(values, dict):
         raise NoFrame("no JSON object")
     return Frame(values, [await reader.readexactly(size) for size in sizes])
+
+
+def send_frame(link: socket.socket, frame: Frame) -> None:
+    """Send a frame, waiting until all of it has gone."""
+    for piece in encoded(frame):
+        link.sendall(piece)
 
 
 def receive_frame(file: IO[bytes]) -> Frame | None:

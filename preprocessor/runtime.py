@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from cluster.drain import Drain
-from cluster.errors import TandemError
 from cluster.metrics import MetricsServer, new_registry
-from cluster.process import Addresses
+from cluster.process import Addresses, SignalledRole
 from cluster.rpc import MAX_MESSAGE_BYTES, Server
 from cluster.tls import member_of
 from engine.model.hub import CONFIG_FILES, fetch_beside
@@ -27,7 +26,7 @@ GRACE_S = 0.5
 """Seconds for calls in flight when the server stops."""
 
 
-class Preprocessor:
+class Preprocessor(SignalledRole):
     """A started preprocessor."""
 
     def __init__(
@@ -50,15 +49,6 @@ class Preprocessor:
     def set_encoders(self, addresses: Sequence[str]) -> None:
         """Name other encode workers, for items of later requests."""
         self._service.encoders = tuple(addresses)
-
-    async def failed(self) -> TandemError:
-        """Never return: children that end are started again."""
-        never: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
-        return await never
-
-    async def stop_requested(self) -> None:
-        """Never return; only signals stop a preprocessor."""
-        await asyncio.get_running_loop().create_future()
 
     async def drain(self) -> None:
         """Refuse new requests, keep the blobs of running ones for `drain_s`, and end the rest."""

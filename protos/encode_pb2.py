@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import items_pb2 as protos_dot_items__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/encode.proto\x12\x12tandem.internal.v1\x1a\x12protos/items.proto\"g\n\rEncodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x05items\x18\x02 \x03(\x0b\x32\x18.tandem.internal.v1.Item\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\x0c\"r\n\x0b\x45ncodeChunk\x12\x12\n\nidentifier\x18\x01 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\r\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\x0c\x12\x0e\n\x06\x63\x61\x63hed\x18\x06 \x01(\x08\x32X\n\x06\x45ncode\x12N\n\x06\x45ncode\x12!.tandem.internal.v1.EncodeRequest\x1a\x1f.tandem.internal.v1.EncodeChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/encode.proto\x12\x12tandem.internal.v1\x1a\x12protos/items.proto\"g\n\rEncodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x05items\x18\x02 \x03(\x0b\x32\x18.tandem.internal.v1.Item\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\x0c\"b\n\x0b\x45ncodeChunk\x12\x12\n\nidentifier\x18\x01 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\r\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\x0c\x32X\n\x06\x45ncode\x12N\n\x06\x45ncode\x12!.tandem.internal.v1.EncodeRequest\x1a\x1f.tandem.internal.v1.EncodeChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,7 +35,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENCODEREQUEST']._serialized_start=63
   _globals['_ENCODEREQUEST']._serialized_end=166
   _globals['_ENCODECHUNK']._serialized_start=168
-  _globals['_ENCODECHUNK']._serialized_end=282
-  _globals['_ENCODE']._serialized_start=284
-  _globals['_ENCODE']._serialized_end=372
+  _globals['_ENCODECHUNK']._serialized_end=266
+  _globals['_ENCODE']._serialized_start=268
+  _globals['_ENCODE']._serialized_end=356
 # @@protoc_insertion_point(module_scope)

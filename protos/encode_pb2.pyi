@@ -55,14 +55,11 @@ class EncodeChunk(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
-    CACHED_FIELD_NUMBER: _builtins.int
     identifier: _builtins.bytes
     data: _builtins.bytes
     dtype: _builtins.str
     """Set in the last chunk of an item: type and shape of its tensor, and a fingerprint of its bytes, 16 bytes."""
     fingerprint: _builtins.bytes
-    cached: _builtins.bool
-    """Whether it was here already."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -73,11 +70,10 @@ class EncodeChunk(_message.Message):
         dtype: _builtins.str = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
         fingerprint: _builtins.bytes = ...,
-        cached: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "data", b"data", "dtype", b"dtype", "fingerprint", b"fingerprint", "identifier", b"identifier", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "fingerprint", b"fingerprint", "identifier", b"identifier", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,7 +18,7 @@ class MediaInput(NamedTuple):
 
 
 class Modality(NamedTuple):
-    """What a model reads of one kind."""
+    """Placeholder and limit of one kind of medium that a model reads."""
 
     placeholder: str
     """Text that stands for one item in a prompt."""
@@ -35,7 +35,7 @@ class ProcessedItem(NamedTuple):
     length: int
     """Its tokens are [offset, offset + length) of the prompt."""
     details: bytes
-    """What the model needs of it even where its tokens' KV is cached."""
+    """Small tensors that the model needs even where the KV of the item's tokens is cached."""
     blob: bytes
     """Tensors that the model's encoder reads."""
 
@@ -44,7 +44,7 @@ class Processed(NamedTuple):
     token_ids: list[int]
     """The prompt, with as many tokens for each item as the model takes."""
     items: list[ProcessedItem]
-    """In order of their places."""
+    """Items in order of their places."""
 
 
 class MediaRefused(Exception):

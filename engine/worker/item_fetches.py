@@ -117,7 +117,7 @@ class ItemFetches:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         except KeyError as error:
-            raise ServiceError("it sent an item that was not wanted") from error
+            raise ServiceError(f"{address} sent an item that was not wanted") from error
         return found
 
 

@@ -37,7 +37,7 @@ class Figure:
     """Its centre, as a share of the picture's width."""
     y: float
     radius: float
-    """From the centre to the furthest point, as a share of the picture's shorter side."""
+    """Distance from the centre to the furthest point, as a share of the picture's shorter side."""
     angle: float
     """Degrees by which it is turned."""
 
@@ -52,7 +52,7 @@ class Scene:
     """All that a picture shows, on a white background."""
 
     figures: tuple[Figure, ...]
-    """From left to right."""
+    """Figures from left to right."""
 
     @property
     def description(self) -> str:

@@ -42,7 +42,7 @@ class MediaSource(NamedTuple):
 
 
 class MediumFacts(NamedTuple):
-    """What is kept of a medium for samples."""
+    """Facts of a medium that samples keep."""
 
     kind: str
     num_bytes: int
@@ -51,7 +51,7 @@ class MediumFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadingContext:
-    """What a preprocessor must know of a request besides its prompt."""
+    """Facts of a request that a preprocessor needs besides its prompt."""
 
     request_id: str
     cache_salt: str
@@ -154,7 +154,7 @@ class MediaClient:
         self._addresses = addresses
         self._channels = Channels(trust, connect=media_channel)
         self._modalities: Mapping[str, preprocess_pb2.Modality] | None = None
-        """What the model reads, by kind; None: not known, or no longer."""
+        """Kinds of media that the model reads; None: not known, or no longer."""
         self._kept_bytes = 0
 
     async def placeholders(self, sources: Sequence[MediaSource], deadline: float) -> dict[str, str]:

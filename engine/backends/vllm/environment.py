@@ -1,4 +1,4 @@
-"""What vLLM reads from the environment when it is imported, and what it says about the platform."""
+"""Environment variables that vLLM reads when it is imported, its logs, and its platform."""
 
 import importlib.util
 import logging
