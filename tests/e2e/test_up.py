@@ -21,6 +21,7 @@ from support.batch_site import begin, client_of, content_of, ended
 from support.hub import Hub, Served
 from support.media_files import picture
 from support.media_models import write_media_model
+from support.ports import free_port
 from support.sim_directories import write_sim_model
 from tandem.client import Client
 from tandem.storyteller import STORYTELLER
@@ -39,13 +40,6 @@ ENVIRONMENT = os.environ | {
     "PYTHONUNBUFFERED": "1",
     "COLUMNS": "200",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def run(*arguments: str, timeout: float = 120, **options: object) -> "subprocess.CompletedProcess[str]":

@@ -8,6 +8,7 @@ from typing import Any
 
 from cluster.errors import DeadlineExceeded, Overloaded
 from engine.config import WorkerConfig
+from support.ports import free_port
 from support.processes import LENDER_ALWAYS, Stream, finished, running, until, workers_joined
 from tandem.client import Client
 
@@ -43,8 +44,8 @@ async def test_a_decode_worker_that_cannot_be_reached(model: Path, cluster_of: A
 
 async def test_a_decode_worker_that_is_silent_costs_few_requests_their_deadline(model: Path, cluster_of: Any) -> None:
     """Something listens there and says nothing: a connection is tried for longer than these requests have."""
-    with socket.create_server((NOBODY, 0)) as listens:
-        port = listens.getsockname()[1]
+    port = free_port(NOBODY, "127.0.0.1")
+    with socket.create_server((NOBODY, port)):
         async with running(cluster_of(model, prefill=0, router={"learn_rates": False}, **SIM)) as (cluster, client):
             config = WorkerConfig(model=model, worker_id="a-silent", advertise_host=NOBODY, port=port, **SIM)
             await cluster.add_worker("decode_worker", config)

@@ -9,7 +9,6 @@ import asyncio
 import os
 import random
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -26,6 +25,7 @@ from engine.model.model_dir import ModelDir
 from protos import decode_pb2, decode_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
+from support.ports import free_port
 from support.processes import (
     LENDER_ALWAYS,
     Stream,
@@ -284,9 +284,7 @@ async def test_a_deadline_in_mid_stream(model, cluster_of, audit) -> None:  # ty
 
 async def test_the_router_dies_and_comes_back(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
     """Workers drop what the dead one had asked for, and join its successor by themselves."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     async with running(cluster_of(model, decode=2, router={"port": port}, **SIM)) as (cluster, client):
         undisturbed = await finished([Stream(client, prompt_of(1, 300), 20, cache_salt="undisturbed")])
         streams = [Stream(client, prompt_of(seed, 300), 5000) for seed in range(4)]

@@ -8,8 +8,8 @@ from typing import Any
 from cluster.rpc import LIVENESS, READINESS
 from engine.config import WorkerConfig
 from planner.runtime import PlannerConfig
+from support.ports import free_port
 from support.processes import Stream, engine_of, finished, pause, says, until
-from support.redis_server import free_port
 from tandem.client import Client
 from tandem.local.local_cluster import start_role, stop_process
 

@@ -29,9 +29,9 @@ from support.certificates import Authority
 from support.media_files import picture
 from support.media_models import STRINGS_TEMPLATE, place_of, write_media_model
 from support.openai_http import call, http_cluster
+from support.ports import free_port
 from support.preprocessors import preprocessor
 from support.processes import Stream, assert_equal_answers, busiest_decoder, finished, until
-from support.redis_server import free_port
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster, RoleProcess, start_role, stop_process
 

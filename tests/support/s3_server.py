@@ -11,7 +11,7 @@ from typing import Any
 import boto3
 from botocore.exceptions import EndpointConnectionError
 
-from support.redis_server import free_port
+from support.ports import free_port
 
 BUCKET = "tandem-kv"
 PATIENCE_S = 60.0

@@ -29,17 +29,12 @@ from engine.process.nodes import (
     key_of,
     own_address,
 )
-
-
-def free_port() -> int:
-    """A port whose follower is free, too, so far."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1]) - 1
+from support.ports import free_port
 
 
 def settings(**others: Any) -> WorkerConfig:
     good = {"model": "m", "engine": "vllm", "tensor_parallel": 4, "nodes": 2, "master_addr": "127.0.0.1"}
-    return WorkerConfig.parse(good | {"master_port": free_port()} | others)
+    return WorkerConfig.parse(good | {"master_port": free_port(count=2)} | others)
 
 
 class Site:

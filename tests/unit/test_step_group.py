@@ -15,6 +15,7 @@ from engine.config import WorkerConfig
 from engine.messages.from_engine import FromEngine, GroupDrains
 from engine.messages.to_engine import DrainGroup, TakeSnapshot
 from engine.process.step_group import StepGroup
+from support.ports import free_port
 
 FACTS = {"model": "m", "vllm_args": "--enable-expert-parallel"}
 
@@ -40,11 +41,6 @@ class Rank:
 
     def hears(self, message: FromEngine) -> None:
         self.until(lambda: message in self.answers)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def met(ranks: list[Rank], facts: dict[str, str] = FACTS) -> list[int]:

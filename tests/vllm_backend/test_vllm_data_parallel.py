@@ -8,7 +8,6 @@ import asyncio
 import os
 import random
 import signal
-import socket
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -20,6 +19,7 @@ import pytest
 
 from cluster.errors import StartError
 from engine.config import WorkerConfig
+from support.ports import free_port
 from support.processes import (
     LENDER_ALWAYS,
     Stream,
@@ -49,11 +49,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prompt_of(num_tokens: int) -> list[int]:
     return random.Random(num_tokens).choices(range(3, VOCAB), k=num_tokens)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def group_of(size: int) -> list[dict[str, Any]]:

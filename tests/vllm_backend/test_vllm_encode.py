@@ -22,10 +22,10 @@ from engine.model.model_dir import ModelDir
 from protos import encode_pb2, encode_pb2_grpc
 from support.long_runs import mostly_long
 from support.media_files import picture
+from support.ports import free_port
 from support.preprocessors import preprocessor
 from support.processes import children_running, until
 from support.real_engines import engines
-from support.redis_server import free_port
 from support.tiny_media_models import KINDS, write_media_model
 from support.torchvision_shim import PYTHON, V2
 from support.vllm_engines import ids, need_vllm, vllm_engine

@@ -1,7 +1,6 @@
 """What peers say to each other inside a cluster: bad input is a typed error there too, and serving goes on."""
 
 import asyncio
-import socket
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,6 +18,7 @@ from cluster.protocol import PROTOCOL
 from protos import decode_pb2, decode_pb2_grpc, lend_pb2, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
 from support.observed_cluster import GOOD, POOL_TOKENS, VOCAB, Site, refusal
+from support.ports import free_port
 from tandem.client import Client
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -94,9 +94,7 @@ async def test_placed_requests_that_are_refused(
 async def test_a_lender_that_is_not_there_costs_a_recompute_only(site: Site, wrong: str) -> None:
     lender = lend_pb2.Holder(worker_id="prefill-0", address=site.prefill.address, incarnation=site.prefill.incarnation)
     if wrong == "address":
-        with socket.socket() as unused:
-            unused.bind(("127.0.0.1", 0))
-            lender.address = f"127.0.0.1:{unused.getsockname()[1]}"
+        lender.address = f"127.0.0.1:{free_port()}"
     elif wrong == "incarnation":
         lender.incarnation = b"x" * 16
     else:
