@@ -19,7 +19,7 @@ VENV = ROOT / os.environ.get("TANDEM_VLLM_VENV", ".venv-vllm")
 FOLDER = VENV / "torchvision"
 PYTHON = VENV / "bin" / "python-media"
 """Interpreter of the environment with torchvision."""
-V2 = Path(__file__).parent / "vllm_media" / "python_v2"
+V2 = PYTHON if "TANDEM_VLLM_ON_GPU" in os.environ else Path(__file__).parent / "vllm_media" / "python_v2"
 """The same with Model Runner V2, as `vllm_engines.V2`."""
 DECLARED = """import torch as _torch
 

@@ -14,6 +14,7 @@ from pathlib import Path
 def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     logging.getLogger("vllm").setLevel(logging.ERROR)
+    import torch
     from PIL import Image
     from vllm import LLM, SamplingParams
 
@@ -24,6 +25,7 @@ def main() -> None:
         max_model_len=1024,
         max_num_seqs=4,
         kv_cache_memory_bytes=64 << 20,
+        **({"gpu_memory_utilization": 0.01} if torch.cuda.is_available() else {}),
         block_size=32,
         enable_prefix_caching=False,
         skip_tokenizer_init=False,

@@ -17,9 +17,12 @@ from tandem.storyteller import STORYTELLER
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = ROOT / os.environ.get("TANDEM_VLLM_VENV", ".venv-vllm") / "bin" / "python"
-V2 = ROOT / "tests" / "support" / "vllm_v2" / "python"
+ON_GPU = "TANDEM_VLLM_ON_GPU" in os.environ
+"""Whether vLLM's environment is for a GPU, where Model Runner V2 needs no shim and engines share the cores."""
+_SHIMS = ROOT / "tests" / "support" / "vllm_v2"
+V2 = PYTHON if ON_GPU else _SHIMS / "python"
 """Interpreter with Model Runner V2 and asynchronous scheduling on the CPU, whose batches are launched as on a GPU."""
-V1 = V2.with_name("python_v1")
+V1 = PYTHON if ON_GPU else _SHIMS / "python_v1"
 """Interpreter with Model Runner V1, in which the CPU has what data-parallel ranks need."""
 BLOCK = 32
 need_vllm = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: `make vllm` sets it up")
@@ -32,6 +35,8 @@ def vllm_engine(name: str, role: Role = "decode", model: Path = STORYTELLER, **s
     With `vllm_python` V2 it runs Model Runner V2, asynchronously unless vllm_options say otherwise.
     """
     options = OPTIONS | settings.pop("vllm_options", {})
+    if ON_GPU:
+        settings["cores"] = ()
     common = {
         "engine": "vllm",
         "vllm_python": PYTHON,
