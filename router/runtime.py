@@ -30,7 +30,7 @@ from router.observability.decision_log import DecisionLog
 from router.observability.metrics import ClusterCollector, RouterMetrics
 from router.observability.samples import Samples
 from router.observability.tracing import Tracing
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
 from router.placement.terms import further_terms
 from router.request_path.accounting import Accounting
 from router.request_path.observation import Observer

@@ -12,7 +12,7 @@ from engine.messages.to_engine import SetBudget, TakeSnapshot
 from engine.worker.worker_events import cache_events, load_report
 from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
 from router.placement.rates import Priors
 from simulator.clock import VirtualClock
 from simulator.front_processes import FrontProcesses

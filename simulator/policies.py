@@ -14,11 +14,11 @@ import numpy as np
 from engine.block_keys import BlockKey
 from router.placement.costs import CostedPairs
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.worker_records import ActivePlacement
 from router.placement.pairs import DecodeWorkers, Inputs, Pairs
 from router.placement.place import Decision, decision_of, startable
 from router.placement.rates import Ints
-from router.placement.worker_records import ActivePlacement
 from router.placement.worker_table import Hits
 
 PREFIX_TOKENS = 1024

@@ -21,10 +21,10 @@ from router.admission.rate_limiter import RateLimiter
 from router.admission.request import QueuedRequest, RequestInfo
 from router.placement.affinity import session_of
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.worker_records import ActivePlacement, Worker
 from router.placement.place import Decision
 from router.placement.request_demand import demand_of
-from router.placement.worker_records import ActivePlacement, Worker
 from simulator.clock import ScheduledEvent, VirtualClock
 from simulator.front_processes import Attempt, FrontProcesses
 from simulator.latency_histogram import LatencyHistogram

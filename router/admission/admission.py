@@ -26,9 +26,9 @@ from router.admission.scheduling_round import AdmissionParts, RoundState, Schedu
 from router.admission.token_bucket import TokenBucket
 from router.admission.wait_forecast import WaitForecast
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.worker_records import ActivePlacement
 from router.placement.place import Decision
-from router.placement.worker_records import ActivePlacement
 from router.placement.worker_table import WorkerTable
 
 HOLDS_PER_S = 200

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.worker_records import Worker
 from router.placement.rates import Ints
-from router.placement.worker_records import Worker
 
 FADES_S = 0.1
 """Seconds without a report after which a refusal is forgotten."""

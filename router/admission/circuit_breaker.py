@@ -13,8 +13,8 @@ that leaves; the breaker handles one that stays: it sends reports, but cannot be
 import logging
 from dataclasses import dataclass
 
-from router.placement.fleet import Fleet
-from router.placement.worker_records import ActivePlacement, Worker
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.worker_records import ActivePlacement, Worker
 
 log = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ Pure.
 """
 
 from router.admission.config import AdmissionConfig
+from router.placement.fleet.worker_records import ActivePlacement
 from router.placement.place import Decision
 from router.placement.rates import Rates
-from router.placement.worker_records import ActivePlacement
 from router.placement.worker_table import WorkerTable
 
 

@@ -12,7 +12,7 @@ from router.admission.queues import ClassQueue, TenantQueue
 from router.admission.rate_limiter import RateLimiter
 from router.admission.request import QueuedRequest
 from router.admission.reservations import Queues, Reservations
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
 from router.placement.rates import Ints
 
 BATCH_LENDER_QUEUE_S = 0.5

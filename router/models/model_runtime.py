@@ -31,9 +31,9 @@ from router.models.grammar_checker import GrammarChecker
 from router.models.media import MediaClient, MediaSource, ReadyMedia, sources_of
 from router.models.prompts import PromptEncoder
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.worker_records import Worker
 from router.placement.request_demand import demand_of
-from router.placement.worker_records import Worker
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from router.admission.rate_limiter import RateLimiter
 from router.admission.refusals import Refusal
 from router.admission.request import QueuedRequest, RequestInfo
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.worker_records import ActivePlacement, Worker
 from router.placement.rates import Priors
-from router.placement.worker_records import ActivePlacement, Worker
 
 PRIORS = Priors(1000.0, 100.0, 1e9, 0.001, 0.001, 0.001)
 BLOCK = 4

@@ -20,18 +20,11 @@ from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from router.placement.affinity import NO_SESSION, Affinities, Served, SessionKey
 from router.placement.demand import Demand
-from router.placement.finished_streams import FinishedStreams
-from router.placement.in_flight import Transfer, TransfersInFlight
-from router.placement.index import PrefixIndex, shared_prefix
-from router.placement.output_lengths import OutputKey
-from router.placement.place import Decision, place, place_on, startable
-from router.placement.placement_snapshot import PlacementSnapshot
-from router.placement.prediction_error import LogRatios
-from router.placement.rates import Ints, Priors, Rates
-from router.placement.traffic_counters import TrafficCounters
-from router.placement.worker_records import ActivePlacement, Worker
-from router.placement.worker_table import Hits, WorkerTable, WorkerView
-from router.placement.worker_views import (
+from router.placement.fleet.finished_streams import FinishedStreams
+from router.placement.fleet.index import PrefixIndex, shared_prefix
+from router.placement.fleet.traffic_counters import TrafficCounters
+from router.placement.fleet.worker_records import ActivePlacement, Worker
+from router.placement.fleet.worker_views import (
     adapters_of,
     available_of,
     queued_of,
@@ -40,6 +33,13 @@ from router.placement.worker_views import (
     transfers_of,
     view_of,
 )
+from router.placement.in_flight import Transfer, TransfersInFlight
+from router.placement.learning.output_lengths import OutputKey
+from router.placement.learning.prediction_error import LogRatios
+from router.placement.place import Decision, place, place_on, startable
+from router.placement.rates import Ints, Priors, Rates
+from router.placement.snapshots.placement_snapshot import PlacementSnapshot
+from router.placement.worker_table import Hits, WorkerTable, WorkerView
 
 PART_KEYS = 16_384
 """Keys of a worker's cache applied at a time, which takes 7 ms; all those of a worker with tiers may take a second."""

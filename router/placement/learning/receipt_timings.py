@@ -5,7 +5,7 @@ Pure.
 
 from protos import inference_pb2 as pb
 from router.placement.in_flight import Transfer
-from router.placement.rate_learning import ReceiptTimings
+from router.placement.learning.rate_learning import ReceiptTimings
 
 
 def measured(

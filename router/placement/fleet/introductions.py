@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 from protos import lend_pb2
 from protos import membership_pb2 as pb
-from router.placement.worker_records import Worker
+from router.placement.fleet.worker_records import Worker
 
 MAX_PEERS = 16
 """Workers that one is told of. A full mesh of N workers would be N x N connections. With this many, a new worker is

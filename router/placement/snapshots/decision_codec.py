@@ -11,8 +11,8 @@ import numpy as np
 from router.placement.candidates import Alternative
 from router.placement.demand import Demand
 from router.placement.place import Decision, place
-from router.placement.placement_snapshot import PlacementSnapshot
 from router.placement.rates import Rates
+from router.placement.snapshots.placement_snapshot import PlacementSnapshot
 from router.placement.worker_table import Hits, WorkerTable
 
 T = TypeVar("T")

@@ -5,12 +5,12 @@ from dataclasses import replace
 from protos import inference_pb2 as public_pb
 from router.placement.affinity import SessionKey
 from router.placement.demand import Demand
-from router.placement.output_lengths import OutputKey, OutputLengths
-from router.placement.prediction_error import LogRatios
-from router.placement.rate_learning import RateLearner, ReceiptTimings
+from router.placement.fleet.worker_records import ActivePlacement
+from router.placement.learning.output_lengths import OutputKey, OutputLengths
+from router.placement.learning.prediction_error import LogRatios
+from router.placement.learning.rate_learning import RateLearner, ReceiptTimings
+from router.placement.learning.receipt_timings import measured
 from router.placement.rates import Priors
-from router.placement.receipt_timings import measured
-from router.placement.worker_records import ActivePlacement
 
 
 class FinishedStreams:

@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.block_keys import BlockKey
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
 from router.placement.place import place_on, startable
 
 

@@ -8,7 +8,7 @@ from engine.block_keys import BlockKey
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
 from router.placement.in_flight import Transfer
-from router.placement.placement_snapshot import PlacementSnapshot
+from router.placement.snapshots.placement_snapshot import PlacementSnapshot
 
 
 class UnreportedPlacements:

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from protos import membership_pb2 as pb
+from router.placement.fleet.worker_records import Worker
 from router.placement.in_flight import Flows, Transfer, TransfersInFlight
 from router.placement.place import Decision
-from router.placement.worker_records import Worker
 from router.placement.worker_table import WorkerView
 
 
