@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from router.batches.answer_log import LoggedAnswer, read_log
-from router.batches.batch_store import BatchFolder
-from router.batches.file_store import FileStore, NewFile
-from router.batches.input_check import lines_of
-from router.batches.layout import FILE_PREFIX, derived_id
-from router.batches.line import Parse, read_line, unanswered
+from router.batches.lines.input_check import lines_of
+from router.batches.lines.line import Parse, read_line, unanswered
 from router.batches.pace import paced
 from router.batches.records import Decided, Ended, Facts, FileInfo
+from router.batches.storage.answer_log import LoggedAnswer, read_log
+from router.batches.storage.batch_store import BatchFolder
+from router.batches.storage.file_store import FileStore, NewFile
+from router.batches.storage.layout import FILE_PREFIX, derived_id
 
 BUFFER_BYTES = 1 << 20
 

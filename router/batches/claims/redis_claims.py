@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from cluster.redis_link import RedisFailure, RedisLink
-from router.batches.batch_store import BatchFolder
-from router.batches.claims import Claim, Claims
+from router.batches.claims.claims import Claim, Claims
+from router.batches.storage.batch_store import BatchFolder
 
 log = logging.getLogger(__name__)
 

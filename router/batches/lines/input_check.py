@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from router.batches.line import MAX_CUSTOM_ID_CHARS, LineFault, Parse, read_line
+from router.batches.lines.line import MAX_CUSTOM_ID_CHARS, LineFault, Parse, read_line
 from router.batches.records import Fault
 
 MAX_LINES = 50_000

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from router.batches.disk import Disk
 from router.batches.records import Progress
+from router.batches.storage.disk import Disk
 from router.batches.threads import Threads
 
 

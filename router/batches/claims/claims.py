@@ -8,8 +8,8 @@ import fcntl
 import os
 from abc import ABC, abstractmethod
 
-from router.batches.batch_store import BatchFolder
-from router.batches.disk import FILE_MODE
+from router.batches.storage.batch_store import BatchFolder
+from router.batches.storage.disk import FILE_MODE
 from router.batches.threads import Threads
 
 

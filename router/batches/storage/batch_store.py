@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from cluster.errors import InvalidRequest, Overloaded
-from router.batches.disk import Disk
-from router.batches.file_store import STALE_S
-from router.batches.layout import BATCH_PREFIX, is_id, tenant_folder, tenant_folders
 from router.batches.records import Cancelled, Checked, Decided, Ended, Facts, Made, Progress, Record
+from router.batches.storage.disk import Disk
+from router.batches.storage.file_store import STALE_S
+from router.batches.storage.layout import BATCH_PREFIX, is_id, tenant_folder, tenant_folders
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 NAMES: dict[type[Record], str] = {
