@@ -17,7 +17,7 @@ from protos import decode_pb2, inference_pb2
 from protos import membership_pb2 as pb
 from router.admission.admission import Admission, Outcome, Started
 from router.admission.config import AdmissionConfig
-from router.admission.rate_limiter import RateLimiter
+from router.admission.limits.rate_limiter import RateLimiter
 from router.admission.request import QueuedRequest, RequestInfo
 from router.placement.affinity import session_of
 from router.placement.demand import Demand

@@ -22,8 +22,8 @@ from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from protos import membership_pb2
 from router.admission.dispatcher import Dispatcher
+from router.admission.limits.shares import Shares
 from router.admission.refusals import Refusal
-from router.admission.shares import Shares
 from router.decode_client.decode_streams import DecodeStreams
 from router.models.config import AUTO, ModelEntry, ModelsConfig
 from router.models.costs import Costs

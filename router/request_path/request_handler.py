@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from cluster.errors import Draining, Incompatible, Overloaded, ServiceError, Unavailable
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals
-from router.admission.tenant_limits import TenantLimits
+from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.decode_client.decode_stream import DecodeStream
 from router.models.model_runtime import ModelRuntime, ModelRuntimes

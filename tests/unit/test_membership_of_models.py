@@ -9,7 +9,7 @@ import pytest
 
 from cluster.protocol import PROTOCOL
 from protos import membership_pb2 as pb
-from router.admission.tenant_limits import TenantLimits
+from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.membership import membership_service
 from router.membership.membership_service import MembershipService

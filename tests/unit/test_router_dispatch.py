@@ -9,8 +9,8 @@ from cluster.errors import Overloaded, Unavailable
 from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig, TenantPolicy
 from router.admission.dispatcher import Dispatcher
+from router.admission.limits.tenant_limits import TenantLimits
 from router.admission.request import RequestInfo
-from router.admission.tenant_limits import TenantLimits
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
 from router.placement.fleet.worker_records import Worker

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.admission.config import AdmissionConfig
-from router.admission.quota import LocalLedger, QuotaLedger
-from router.admission.rate_limiter import RateLimiter
+from router.admission.limits.quota import LocalLedger, QuotaLedger
+from router.admission.limits.rate_limiter import RateLimiter
 from router.admission.refusals import Reason, Refusal, over_limit
 
 log = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ Pure.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from router.admission.capacity import first_to_free
 from router.admission.config import AdmissionConfig
 from router.admission.queues import ClassQueue, TenantQueue
 from router.admission.request import QueuedRequest
+from router.admission.workers.capacity import first_to_free
 from router.placement.worker_table import WorkerTable
 
 Queues = Mapping[int, ClassQueue]

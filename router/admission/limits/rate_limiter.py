@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from cluster.errors import Overloaded
 from router.admission.config import AdmissionConfig, TenantPolicy
+from router.admission.limits.token_bucket import TokenBucket
 from router.admission.refusals import DEFAULT_RETRY_AFTER_S, Reason, Refusal, over_limit
-from router.admission.token_bucket import TokenBucket
 
 MAX_TENANTS = 10_000
 """Tenants without settings of their own that are remembered: running, waiting, or with a rate not yet recovered."""

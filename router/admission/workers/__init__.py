@@ -1,0 +1,1 @@
+"""Which workers and lenders may take a request: capacity, load, reservations and failures."""
