@@ -27,9 +27,9 @@ from router.admission.refusals import Refusal
 from router.decode_client.decode_streams import DecodeStreams
 from router.models.config import AUTO, ModelEntry, ModelsConfig
 from router.models.costs import Costs
-from router.models.grammar_checker import GrammarChecker
+from router.models.grammars.grammar_checker import GrammarChecker
 from router.models.media import MediaClient, MediaSource, ReadyMedia, sources_of
-from router.models.prompts import PromptEncoder
+from router.models.prompts.prompts import PromptEncoder
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
 from router.placement.fleet.worker_records import Worker

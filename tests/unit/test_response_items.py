@@ -20,8 +20,8 @@ from router.frontend.openai.embeddings import EmbeddingsAnswer, read_embeddings
 from router.frontend.openai.response_store import MAX_REFERRED, MemoryResponses, ResponseHooks
 from router.frontend.openai.responses import ResponsesRequest, read_response
 from router.frontend.openai.responses_answer import ResponsesAnswer
-from router.models.output_format import OutputFormat
-from router.models.token_texts import TokenForm
+from router.models.output.output_format import OutputFormat
+from router.models.output.token_texts import TokenForm
 
 CALLER = Caller("tenant", "the client's/own")
 FORM = OutputFormat("hermes", "qwen3")

@@ -23,8 +23,8 @@ from router.frontend.openai.chat import read_chat
 from router.frontend.openai.response_store import MemoryResponses, ResponseHooks
 from router.frontend.openai.responses import read_response
 from router.frontend.openai.responses_answer import ResponsesAnswer
-from router.models.output_format import OutputFormat
-from router.models.token_texts import TokenForm
+from router.models.output.output_format import OutputFormat
+from router.models.output.token_texts import TokenForm
 
 CALLER = Caller("", "r")
 FORM = OutputFormat("hermes", "qwen3")

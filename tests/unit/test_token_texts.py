@@ -30,9 +30,9 @@ from router.frontend.openai.output_logprobs import OutputLogprobs
 from router.frontend.openai.request import ApiRequest
 from router.frontend.openai.responses import LOGPROBS, read_response
 from router.frontend.openai.responses_answer import ResponsesAnswer
-from router.models.output_format import OutputFormat
-from router.models.prompts import PromptEncoder
-from router.models.token_texts import TokenForm, TokensInText, pieces_by_offsets
+from router.models.output.output_format import OutputFormat
+from router.models.output.token_texts import TokenForm, TokensInText, pieces_by_offsets
+from router.models.prompts.prompts import PromptEncoder
 from support.small_tokenizers import byte_level, with_byte_fallback
 
 DRAWS = 1000

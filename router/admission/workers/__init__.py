@@ -1,1 +1,1 @@
-"""Which workers and lenders may take a request: capacity, load, reservations and failures."""
+"""Workers and lenders that may take a request: capacity, load, reservations and failures."""

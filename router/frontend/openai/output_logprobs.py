@@ -7,7 +7,7 @@ from typing import Any
 from protos import inference_pb2 as pb
 from router.frontend.http.generation import PromptInfo
 from router.frontend.openai.logprobs import LogprobForm
-from router.models.token_texts import TextToken, TokensInText
+from router.models.output.token_texts import TextToken, TokensInText
 
 
 class OutputLogprobs:

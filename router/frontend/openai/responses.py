@@ -17,7 +17,7 @@ from router.frontend.http.media import Given, read_document, read_file, read_url
 from router.frontend.openai.chat import read_input_audio
 from router.frontend.openai.request import retention_s
 from router.frontend.openai.tool_choice import read_tool_choice
-from router.models.output_plan import forces_call
+from router.models.output.output_plan import forces_call
 from router.validation import MAX_LOGPROBS, MAX_MESSAGES
 
 ROLES = ("developer", "system", "user", "assistant")

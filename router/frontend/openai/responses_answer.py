@@ -13,7 +13,7 @@ from router.frontend.http.blocks import CALL, REASONING, Block, BlockAnswer, eve
 from router.frontend.http.generation import PromptInfo
 from router.frontend.openai.output_logprobs import OutputLogprobs
 from router.frontend.openai.responses import ResponsesRequest
-from router.models.call_reading import ToolCall
+from router.models.output.call_reading import ToolCall
 
 ARGUMENTS = "function_call_arguments"
 """Name of events of a function call's arguments."""

@@ -1,1 +1,1 @@
-"""What receipts teach: speeds, lengths of outputs, and the quality of predictions."""
+"""Lessons from receipts: speeds, lengths of outputs, and the quality of predictions."""

@@ -10,7 +10,7 @@ from typing import Any
 from cluster.errors import InvalidRequest
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
-from router.models.client_texts import ClientTexts
+from router.models.prompts.client_texts import ClientTexts
 from router.validation import MEDIA_KINDS
 
 MAX_TOOLS = 128

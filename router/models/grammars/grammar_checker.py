@@ -254,5 +254,5 @@ def _fault_in(answer: dict[str, Any]) -> InvalidRequest | None:
 
 
 def _spawn(model_dir: ModelDir, answers_to: socket.socket) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "router.models.grammar_process", str(model_dir.path)]
+    command = [sys.executable, "-m", "router.models.grammars.grammar_process", str(model_dir.path)]
     return subprocess.Popen(command, stdin=answers_to.fileno(), stdout=answers_to.fileno())

@@ -14,11 +14,11 @@ from cluster.fair_turns import FairTurns
 from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
-from router.models.after_reasoning import ReasoningMarks
-from router.models.chat_template import NO_PLACEHOLDERS, ChatTemplate, chars_of, check_chat_fields
-from router.models.client_texts import ClientTexts, ControlTokens
-from router.models.output_format import AUTO, OutputFormat
-from router.models.token_texts import TokenForm, TokenForms, TokensInText, pieces_by_offsets
+from router.models.grammars.after_reasoning import ReasoningMarks
+from router.models.output.output_format import AUTO, OutputFormat
+from router.models.output.token_texts import TokenForm, TokenForms, TokensInText, pieces_by_offsets
+from router.models.prompts.chat_template import NO_PLACEHOLDERS, ChatTemplate, chars_of, check_chat_fields
+from router.models.prompts.client_texts import ClientTexts, ControlTokens
 
 INLINE_CHARS = 4096
 """Length from which texts are rendered and tokenised on a thread, so that other streams do not wait."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from cluster.errors import InvalidRequest
 from engine.sampling.structured_output import FIELD
 from protos import inference_pb2 as pb
-from router.models.forced_calls import mark
+from router.models.grammars.forced_calls import mark
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Process that compiles requests' grammars and may die of it: `python -m router.models.grammar_process MODEL`.
+"""Process that compiles requests' grammars and may die of it: `python -m router.models.grammars.grammar_process MODEL`.
 
 Each grammar is one line of JSON in and one out: the `texts` to be compiled when it compiles, else its `field` and
 `message`. One line comes before all others; if it has a `message`, this model cannot have structured output. See
