@@ -43,7 +43,7 @@ from router.usage.ledger import FileLedger, MemoryLedger, UsageLedger
 
 if TYPE_CHECKING:
     from router.admission.limits.redis_quota import RedisLedger
-    from router.frontend.http.server import OpenAiServer
+    from router.frontend.http.server.server import OpenAiServer
 
 log = logging.getLogger(__name__)
 

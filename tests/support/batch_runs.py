@@ -23,7 +23,7 @@ from router.batches.storage.disk import Disk
 from router.batches.storage.file_store import FileStore
 from router.batches.storage.layout import BATCH_PREFIX, FILE_PREFIX, new_id
 from router.batches.threads import Threads
-from router.frontend.http.fields import parse_object
+from router.frontend.http.body.fields import parse_object
 
 ENDPOINT = "/v1/completions"
 TENANT = "somebody"

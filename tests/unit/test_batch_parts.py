@@ -26,7 +26,7 @@ from router.batches.storage.disk import Disk
 from router.batches.storage.file_store import STALE_S, FileStore
 from router.batches.storage.layout import BATCH_PREFIX, FILE_PREFIX, derived_id, is_id, new_id, tenant_folder
 from router.batches.storage.space import TenantSpace
-from router.frontend.http.fields import parse_object
+from router.frontend.http.body.fields import parse_object
 from support.batch_runs import ENDPOINT, NoThreads, World, line
 
 MADE = Made(

@@ -11,8 +11,8 @@ from cluster.errors import InvalidRequest
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.messages import read_prompt
+from router.frontend.http.body.fields import Fields
 from router.frontend.http.caller import Caller
-from router.frontend.http.fields import Fields
 from router.frontend.openai.chat import read_chat
 from router.models.grammars.after_reasoning import ReasoningMarks
 from router.models.output.output_format import OutputFormat

@@ -22,8 +22,8 @@ from engine.messages.from_engine import KvAccount, Token
 from engine.model.model_dir import ModelDir
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
+from router.frontend.http.body.fields import Fields, IgnoredFields
 from router.frontend.http.caller import Caller
-from router.frontend.http.fields import Fields, IgnoredFields
 from router.frontend.http.generation import PromptInfo
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer, OpenAiAnswer
 from router.frontend.openai.output_logprobs import OutputLogprobs

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from protos import inference_pb2 as pb
-from router.frontend.http.media import GivenMedium
+from router.frontend.http.body.media import GivenMedium
 from router.models.output.output_format import OutputParser
 from router.models.output.token_texts import FormOf
 

@@ -8,6 +8,6 @@
 | `responses.py`, `responses_answer.py`, `response_store.py`, `response_routes.py` | the Responses API |
 | `embeddings.py` | embeddings and scores |
 
-Fields that OpenAI's clients send and that change no answer are accepted (`http/fields.py`: HARMLESS). Any other
+Fields that OpenAI's clients send and that change no answer are accepted (`http/body/fields.py`: HARMLESS). Any other
 unsupported field is refused by name, unless its value asks for the default (NEUTRAL). The manual: docs/openai.md.
 """

@@ -10,10 +10,10 @@ from typing import Any
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
+from router.frontend.http.body.fields import INT32, Fields, one_of, shown
+from router.frontend.http.body.media import Given, read_document, read_file, read_url, set_content
 from router.frontend.http.caller import Caller
-from router.frontend.http.fields import INT32, Fields, one_of, shown
 from router.frontend.http.generation import Generation
-from router.frontend.http.media import Given, read_document, read_file, read_url, set_content
 from router.frontend.openai.chat import read_input_audio
 from router.frontend.openai.request import retention_s
 from router.frontend.openai.tool_choice import read_tool_choice

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from protos import inference_pb2 as pb
-from router.frontend.http.fields import Fields, one_of, shown
+from router.frontend.http.body.fields import Fields, one_of, shown
 from router.models.output.output_plan import ANY_CALL, AUTO_CHOICES, NO_CALLS, forces_call
 
 ALLOWED = "allowed_tools"

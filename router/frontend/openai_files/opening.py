@@ -9,8 +9,8 @@ from router.batches.lines.line import FRAME_BYTES, Handle
 from router.batches.service import Batches
 from router.batches.threads import Threads
 from router.config import RouterConfig
+from router.frontend.http.body.fields import parse_object
 from router.frontend.http.endpoint import BodyLimits
-from router.frontend.http.fields import parse_object
 
 
 def open_batches(

@@ -10,8 +10,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.http_server import HttpServer
 from cluster.tls import Credentials
-from router.frontend.http.connection import CONNECTION, ClientConnection, CoalescingTransport, UnchunkedTransport
 from router.frontend.http.errors import error_of
+from router.frontend.http.server.connection import CONNECTION, ClientConnection, CoalescingTransport, UnchunkedTransport
 
 MAX_HEAD_BYTES = 64 << 10
 """Largest head of a request: the path and all headers."""
