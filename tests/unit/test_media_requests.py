@@ -16,7 +16,7 @@ from router.frontend.http.caller import Caller
 from router.frontend.http.generation import Generation
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
-from router.frontend.openai.responses import read_response, refer
+from router.frontend.openai.responses.responses import read_response, refer
 from router.models.config import ModelEntry
 from router.models.media import drop_data, sources_of
 from router.validation import MAX_MEDIA, check_media, check_names

@@ -14,7 +14,7 @@ from router.frontend.http.caller import Caller, caller_of
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
 from router.frontend.openai.request import ApiRequest
-from router.frontend.openai.responses import read_response
+from router.frontend.openai.responses.responses import read_response
 from router.security.api_keys import ApiKeys
 
 CALLER = Caller("somebody", "r-1")

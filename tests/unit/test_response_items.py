@@ -17,9 +17,9 @@ from router.frontend.openai.answers import ChatAnswer, CompletionAnswer
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
 from router.frontend.openai.embeddings import EmbeddingsAnswer, read_embeddings
-from router.frontend.openai.response_store import MAX_REFERRED, MemoryResponses, ResponseHooks
-from router.frontend.openai.responses import ResponsesRequest, read_response
-from router.frontend.openai.responses_answer import ResponsesAnswer
+from router.frontend.openai.responses.response_store import MAX_REFERRED, MemoryResponses, ResponseHooks
+from router.frontend.openai.responses.responses import ResponsesRequest, read_response
+from router.frontend.openai.responses.responses_answer import ResponsesAnswer
 from router.models.output.output_format import OutputFormat
 from router.models.output.token_texts import TokenForm
 

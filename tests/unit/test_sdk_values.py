@@ -20,9 +20,9 @@ from router.frontend.http.errors import error_answer
 from router.frontend.http.generation import PromptInfo
 from router.frontend.openai.answers import ChatAnswer
 from router.frontend.openai.chat import read_chat
-from router.frontend.openai.response_store import MemoryResponses, ResponseHooks
-from router.frontend.openai.responses import read_response
-from router.frontend.openai.responses_answer import ResponsesAnswer
+from router.frontend.openai.responses.response_store import MemoryResponses, ResponseHooks
+from router.frontend.openai.responses.responses import read_response
+from router.frontend.openai.responses.responses_answer import ResponsesAnswer
 from router.models.output.output_format import OutputFormat
 from router.models.output.token_texts import TokenForm
 

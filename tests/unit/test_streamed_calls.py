@@ -19,8 +19,8 @@ from router.frontend.http.caller import Caller
 from router.frontend.http.generation import Answer, PromptInfo
 from router.frontend.openai.answers import ChatAnswer
 from router.frontend.openai.chat import read_chat
-from router.frontend.openai.responses import read_response
-from router.frontend.openai.responses_answer import ResponsesAnswer
+from router.frontend.openai.responses.responses import read_response
+from router.frontend.openai.responses.responses_answer import ResponsesAnswer
 from router.models.grammars.after_reasoning import ReasoningMarks
 from router.models.output.output_format import OutputFormat
 from router.models.output.output_plan import OutputPlan, PromptEnd, plan_output

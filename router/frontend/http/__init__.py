@@ -4,7 +4,7 @@ The APIs' own packages read bodies and make answers.
 
 | file | what |
 | --- | --- |
-| `server/` | uvicorn in the router's event loop, limits of a request's head, keys, pages of other origins |
+| `server/` | uvicorn in the router's event loop, limits of a request's head, keys, CORS |
 | `exchange.py`, `endpoint.py`, `merging.py` | one request: body, generation, answer, disconnects |
 | `generation.py` | a request as it was read, and the maker of its answer. Pure |
 | `body/` | compressed bodies, reading of JSON field by field, media |

@@ -1,1 +1,1 @@
-"""The HTTP server: connections, keys, and pages of other origins."""
+"""The HTTP server: connections, keys, and CORS."""

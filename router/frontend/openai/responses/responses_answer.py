@@ -11,8 +11,8 @@ from pydantic_core import from_json
 from protos import inference_pb2 as pb
 from router.frontend.http.blocks import CALL, REASONING, Block, BlockAnswer, event
 from router.frontend.http.generation import PromptInfo
-from router.frontend.openai.output_logprobs import OutputLogprobs
-from router.frontend.openai.responses import ResponsesRequest
+from router.frontend.openai.responses.output_logprobs import OutputLogprobs
+from router.frontend.openai.responses.responses import ResponsesRequest
 from router.models.output.call_reading import ToolCall
 
 ARGUMENTS = "function_call_arguments"

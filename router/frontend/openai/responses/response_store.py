@@ -18,8 +18,8 @@ from protos import inference_pb2 as pb
 from router.frontend.http.caller import Caller
 from router.frontend.http.endpoint import Hooks
 from router.frontend.http.errors import HttpRefusal
-from router.frontend.openai.responses import ResponsesRequest, complete, refer
-from router.frontend.openai.responses_answer import RESPONSE, ResponsesAnswer, item_id, response_of_item
+from router.frontend.openai.responses.responses import ResponsesRequest, complete, refer
+from router.frontend.openai.responses.responses_answer import RESPONSE, ResponsesAnswer, item_id, response_of_item
 
 log = logging.getLogger(__name__)
 KEPT_S = 86_400

@@ -6,7 +6,7 @@ from fastapi.responses import JSONResponse, Response
 from cluster.errors import UnknownRequest
 from router.admission.arrivals import Arrivals
 from router.frontend.http.caller import caller_of
-from router.frontend.openai.response_store import ResponseStore, StoredResponse
+from router.frontend.openai.responses.response_store import ResponseStore, StoredResponse
 from router.security.api_keys import ApiKeys
 
 
