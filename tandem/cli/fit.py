@@ -16,8 +16,8 @@ from simulator.errors import BadSetup, shown
 from simulator.fit.memory import gb
 from simulator.fit.values import merged
 from simulator.fit.verdict import Shapes, Verdict, verdicts
-from simulator.known_models import known_shape
-from simulator.model_shape import ModelShape, open_config, shape_in
+from simulator.models.known_models import known_shape
+from simulator.models.model_shape import ModelShape, open_config, shape_in
 from tandem.cli.tables import NamesTable, uncut
 
 NAMES = ("pool", "verdict")

@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from simulator.advice import MARGIN
+from simulator.comparison.advice import MARGIN
+from simulator.comparison.replay import Setup, roofline_of
+from simulator.comparison.report import finite
 from simulator.errors import BadSetup
 from simulator.plan.arithmetic import PlanFigure, sections
 from simulator.plan.check import check
 from simulator.plan.load import Load
 from simulator.plan.search import GOAL, MODEL_ERROR, Option, Plan, plan
-from simulator.replay import Setup, roofline_of
-from simulator.report import finite
 from tandem.progress import ShareProgress
 
 

@@ -9,15 +9,15 @@ from typing import TypeVar
 from rich.console import Console
 
 from cluster.garbage_collection import spare_the_started
-from simulator.advice import Comparison, Sample, check_seeds, sample, settle
-from simulator.cluster import Failure, FleetMaker
+from simulator.cluster.cluster import Failure, FleetMaker
+from simulator.cluster.store import StoreSpec
+from simulator.comparison.advice import Comparison, Sample, check_seeds, sample, settle
+from simulator.comparison.plot import open_figures, write_plot
+from simulator.comparison.replay import MODES, POLICIES, Mode, Policy, Scenario, Setup
+from simulator.comparison.report import advice, tables_of, write_json
 from simulator.decision_log import LoggedFleet
 from simulator.errors import BadSetup, check_above_0, shown
-from simulator.plot import open_figures, write_plot
-from simulator.replay import MODES, POLICIES, Mode, Policy, Scenario, Setup
-from simulator.report import advice, tables_of, write_json
 from simulator.request import TraceRequest
-from simulator.store import StoreSpec
 from tandem.progress import ShareProgress
 
 _Word = TypeVar("_Word", bound=str)

@@ -66,11 +66,11 @@ def plan_cluster(
     replay`. With --values it says instead whether each pool of a chart's values fits its device, and exits with 1 where
     one does not.
     """
+    from simulator.comparison.replay import Setup
+    from simulator.comparison.results import Slo
     from simulator.gpus import gpu_named
-    from simulator.known_models import named_shape
+    from simulator.models.known_models import named_shape
     from simulator.plan.load import Load
-    from simulator.replay import Setup
-    from simulator.results import Slo
     from tandem.cli.fit import parse_shapes, read_values, refuse_beside_values, show_fit
     from tandem.cli.plan import make_plan, needed
 
@@ -192,11 +192,11 @@ def replay_trace(
     real code.
     """
     from simulator.calibration import Calibration
+    from simulator.comparison.planned import autoscaled
+    from simulator.comparison.replay import Setup, scenarios
+    from simulator.comparison.results import Slo
     from simulator.gpus import gpu_named
-    from simulator.known_models import named_shape
-    from simulator.planned import autoscaled
-    from simulator.replay import Setup, scenarios
-    from simulator.results import Slo
+    from simulator.models.known_models import named_shape
     from simulator.traces.reading import Trace, Window
     from simulator.traces.swing import RateSwing
     from tandem.cli.replay import (
@@ -299,8 +299,8 @@ def bench(
     With --rate, latency counts from the planned send time, even if the request was sent later. Sampling is greedy, and
     outputs are as long as the profile or the trace says (`ignore_eos`).
     """
+    from simulator.comparison.results import Slo
     from simulator.errors import check_above_0
-    from simulator.results import Slo
     from simulator.traces.reading import Trace, Window
     from simulator.workloads import profile_named
     from tandem.loadgen.command import OfferedLoad, OutputOptions, run_bench
@@ -375,7 +375,7 @@ def calibrate(
     from simulator.calibrate import AssumedRates
     from simulator.calibrate import calibrate as fit
     from simulator.gpus import SEQUENCE_TOKENS, gpu_named
-    from simulator.known_models import named_shape
+    from simulator.models.known_models import named_shape
     from simulator.traces.reading import served_of
     from tandem.cli.calibrate import show_calibration
 

@@ -15,7 +15,7 @@ from router.placement.fleet.fleet import Fleet
 from router.placement.learning.output_lengths import BINS_PER_DOUBLING, EVERY, MEMORY, SHARE, OutputLengths
 from router.placement.place import Decision
 from router.placement.rates import Priors
-from simulator.cluster import ClusterSpec
+from simulator.cluster.cluster import ClusterSpec
 from simulator.request import EndState, TraceRequest
 from tests.support.virtual_cluster import PRIORS, Observed, worker_spec
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simulator.errors import BadSetup
-from simulator.model_layers import Attention, LayerKind, delta_widths, mamba_widths, number
+from simulator.models.model_layers import Attention, LayerKind, delta_widths, mamba_widths, number
 
 _TWO_MATRICES = frozenset(
     ("opt", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "codegen", "bloom", "falcon", "phi", "starcoder2", "nemotron")

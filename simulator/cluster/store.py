@@ -17,9 +17,9 @@ from engine.kv.block_pool import CacheEvent, Removed, Stored
 from engine.kv.layout import KvLayout
 from engine.kv.store.block_store import FETCH_BYTES, FETCHES_AT_ONCE, WRITE_BYTES
 from engine.kv.store.shared_store import Fetched, SharedStore
-from simulator.clock import VirtualClock
-from simulator.links import Links
-from simulator.runner import NO_BYTES
+from simulator.cluster.clock import VirtualClock
+from simulator.cluster.links import Links
+from simulator.cluster.runner import NO_BYTES
 
 NAME = "shared-store"
 

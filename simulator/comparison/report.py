@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from rich import box
 from rich.table import Table
 
-from simulator.advice import Comparison, Verdict
-from simulator.replay import MODES, Run, Setup
+from simulator.comparison.advice import Comparison, Verdict
+from simulator.comparison.replay import MODES, Run, Setup
 
 SHOWN = ("p50", "p95", "p99")
 MOMENTS = 24

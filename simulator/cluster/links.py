@@ -8,7 +8,7 @@ consider all transfers whenever one begins or ends.
 
 from collections.abc import Callable, Hashable
 
-from simulator.clock import ScheduledEvent, VirtualClock
+from simulator.cluster.clock import ScheduledEvent, VirtualClock
 
 
 class Flow:

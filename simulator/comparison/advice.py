@@ -24,9 +24,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from simulator.cluster import FleetMaker
+from simulator.cluster.cluster import FleetMaker
+from simulator.comparison.replay import Run, Scenario, Setup, replay
 from simulator.errors import BadSetup
-from simulator.replay import Run, Scenario, Setup, replay
 from simulator.request import EndState, Outcome, TraceRequest
 
 Verdict = Literal["disaggregate", "aggregate", "even"]

@@ -22,9 +22,9 @@ from engine.core_types import Sequence as Chain
 from engine.kv.layout import KvLayout
 from engine.kv.store.shared_store import SharedStore
 from engine.messages.from_engine import FromEngine, Ready
-from simulator.clock import ScheduledEvent, VirtualClock
-from simulator.runner import UNLIMITED_CONTEXT, BytelessRunner, token_of
-from simulator.transport import VirtualTransport
+from simulator.cluster.clock import ScheduledEvent, VirtualClock
+from simulator.cluster.runner import UNLIMITED_CONTEXT, BytelessRunner, token_of
+from simulator.cluster.transport import VirtualTransport
 
 IDLE_TURN_S = 0.151
 """Longest pause of the loop, slightly late like a real one, so that its report is due by then."""

@@ -13,8 +13,8 @@ from engine.kv.layout import DTYPE_BYTES
 from engine.model.hub import CONFIG_FILES, fetch
 from engine.model.model_dir import ModelDir
 from simulator.errors import BadSetup, shown
-from simulator.model_layers import LayerGroup, attention_of, groups_of, kinds_of, number
-from simulator.model_weights import weights_of
+from simulator.models.model_layers import LayerGroup, attention_of, groups_of, kinds_of, number
+from simulator.models.model_weights import weights_of
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 DEFAULT_CONFIG: dict[str, Any] = {

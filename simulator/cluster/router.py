@@ -25,13 +25,13 @@ from router.placement.fleet.fleet import Fleet
 from router.placement.fleet.worker_records import ActivePlacement, Worker
 from router.placement.place import Decision
 from router.placement.request_demand import demand_of
-from simulator.clock import ScheduledEvent, VirtualClock
-from simulator.front_processes import Attempt, FrontProcesses
+from simulator.cluster.clock import ScheduledEvent, VirtualClock
+from simulator.cluster.front_processes import Attempt, FrontProcesses
+from simulator.cluster.runner import output_token
+from simulator.cluster.worker import SimWorker
 from simulator.latency_histogram import LatencyHistogram
 from simulator.request import EndState, TraceRequest
 from simulator.request import Outcome as Result
-from simulator.runner import output_token
-from simulator.worker import SimWorker
 
 SETTLE_S = 0.2
 """Seconds after a worker's death until its membership has ended, as `RequestHandler` waits."""

@@ -8,7 +8,7 @@ that the layers are saved in float8.
 from pathlib import Path
 from typing import Any
 
-from simulator.model_shape import DEFAULT_CONFIG, ModelShape, open_shape, shape_of
+from simulator.models.model_shape import DEFAULT_CONFIG, ModelShape, open_shape, shape_of
 
 _LLAMA = DEFAULT_CONFIG | {"max_position_embeddings": 131072}
 _LLAMA_70B = _LLAMA | {

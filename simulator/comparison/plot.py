@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from cluster.install import needing
+from simulator.comparison.replay import MODES, Run, Setup
+from simulator.comparison.results import LatencySummary, Results
 from simulator.errors import BadSetup
-from simulator.replay import MODES, Run, Setup
-from simulator.results import LatencySummary, Results
 
 COLOURS = dict(zip(MODES, ("#5b6b7b", "#d08a2c", "#1f77b4"), strict=True))
 PANELS_WIDTH = 13.2

@@ -15,18 +15,18 @@ from engine.settings import BATCH_TOKENS_ON_CPU
 from router.admission.config import AdmissionConfig
 from router.config import RouterConfig
 from router.placement.rates import Priors
-from simulator.autoscale import Autoscale, Autoscaler, Sizes
 from simulator.calibration import Calibration
-from simulator.cluster import START_S, ClusterSpec, Failure, FleetMaker, SimCluster, plain_fleet
+from simulator.cluster.autoscale import Autoscale, Autoscaler, Sizes
+from simulator.cluster.cluster import START_S, ClusterSpec, Failure, FleetMaker, SimCluster, plain_fleet
+from simulator.cluster.runner import UNLIMITED_CONTEXT
+from simulator.cluster.store import StoreSpec
+from simulator.cluster.worker import WorkerSpec
+from simulator.comparison.policies import AlwaysLend, LeastLoaded, PrefixHash, RoundRobin
+from simulator.comparison.results import ResultCounter, Results, Slo
 from simulator.errors import BadSetup, check_above_0, shown
 from simulator.gpus import SEQUENCE_TOKENS, Gpu, Roofline
-from simulator.model_shape import ModelShape
-from simulator.policies import AlwaysLend, LeastLoaded, PrefixHash, RoundRobin
+from simulator.models.model_shape import ModelShape
 from simulator.request import Outcome, TraceRequest
-from simulator.results import ResultCounter, Results, Slo
-from simulator.runner import UNLIMITED_CONTEXT
-from simulator.store import StoreSpec
-from simulator.worker import WorkerSpec
 
 Mode = Literal["aggregated", "disaggregated", "conditional"]
 Policy = Literal["ours", "round-robin", "least-loaded", "prefix-hash"]

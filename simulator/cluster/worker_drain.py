@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from simulator.clock import ScheduledEvent, VirtualClock
-from simulator.front_processes import FrontProcesses
-from simulator.worker import SimWorker
+from simulator.cluster.clock import ScheduledEvent, VirtualClock
+from simulator.cluster.front_processes import FrontProcesses
+from simulator.cluster.worker import SimWorker
 
 DRAIN_S = 30.0
 """Default drain time of a worker, in seconds."""

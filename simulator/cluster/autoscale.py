@@ -8,8 +8,8 @@ from planner.config import PolicyConfig
 from planner.observation import Tallies, counters_of, observe
 from planner.policy import DesiredSizes, PolicyState, decide
 from router.membership.status import load_status
-from simulator.cluster import START_S, SimCluster
-from simulator.worker import SimWorker, WorkerSpec
+from simulator.cluster.cluster import START_S, SimCluster
+from simulator.cluster.worker import SimWorker, WorkerSpec
 
 MODEL = "simulated"
 JOIN_S = 0.5

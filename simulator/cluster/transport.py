@@ -8,8 +8,8 @@ from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.fair_queue import FairQueue
 from kvtransfer.fingerprint import Folding
 from kvtransfer.transport import AnyPool, Peer, Read, Span, Transport
-from simulator.clock import VirtualClock
-from simulator.links import Links
+from simulator.cluster.clock import VirtualClock
+from simulator.cluster.links import Links
 
 PREFIX = b"tandem-virtual:"
 

@@ -34,9 +34,9 @@ from engine.messages.to_engine import (
     LoanStarted,
     PlacementMark,
 )
-from simulator.clock import VirtualClock
-from simulator.transport import PREFIX
-from simulator.worker import Listener, SimWorker
+from simulator.cluster.clock import VirtualClock
+from simulator.cluster.transport import PREFIX
+from simulator.cluster.worker import Listener, SimWorker
 
 TOLD = "this worker was told to stop"
 

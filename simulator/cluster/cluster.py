@@ -14,16 +14,16 @@ from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig
 from router.placement.fleet.fleet import Fleet
 from router.placement.rates import Priors
-from simulator.clock import VirtualClock
-from simulator.front_processes import FrontProcesses
+from simulator.cluster.clock import VirtualClock
+from simulator.cluster.front_processes import FrontProcesses
+from simulator.cluster.links import Links
+from simulator.cluster.router import SimRouter
+from simulator.cluster.store import NAME, StoreSpec, VirtualPlace, VirtualStore
+from simulator.cluster.transport import VirtualTransport
+from simulator.cluster.worker import SimWorker, WorkerSpec
+from simulator.cluster.worker_drain import DRAIN_S, WorkerDrain
 from simulator.latency_histogram import LatencyHistogram
-from simulator.links import Links
 from simulator.request import Outcome, TraceRequest
-from simulator.router import SimRouter
-from simulator.store import NAME, StoreSpec, VirtualPlace, VirtualStore
-from simulator.transport import VirtualTransport
-from simulator.worker import SimWorker, WorkerSpec
-from simulator.worker_drain import DRAIN_S, WorkerDrain
 
 START_S = 1.0
 """Seconds before a trace begins, within which every router learns every worker."""

@@ -4,9 +4,9 @@ import math
 
 from engine.backends.sim.timing import StepWork, Timing
 from planner.config import PolicyConfig, PoolConfig
-from simulator.autoscale import Autoscale
+from simulator.cluster.autoscale import Autoscale
+from simulator.comparison.replay import Scenario, Setup, priors_of, roofline_of
 from simulator.errors import BadSetup
-from simulator.replay import Scenario, Setup, priors_of, roofline_of
 
 
 def autoscaled(setup: Setup, most: int, start_s: float) -> Scenario:
