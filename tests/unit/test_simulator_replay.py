@@ -28,7 +28,7 @@ from simulator.models.model_shape import DEFAULT_CONFIG, open_shape
 from simulator.request import Outcome, TraceRequest
 from support.virtual_cluster import cluster_spec, random_requests
 from tandem.cli.main import app
-from tandem.cli.replay import seeds_that_differ
+from tandem.cli.sizing.replay import seeds_that_differ
 from tandem.progress import ShareProgress
 
 LLAMA = open_shape(None)

@@ -117,8 +117,8 @@ def generate(
     receipt: ShowReceipt = False,
 ) -> None:
     """Continue a text; tokens appear as they are sampled."""
-    from tandem.cli.chat import make_sampling, make_structured, parse_logit_bias
-    from tandem.cli.generate import stream_text
+    from tandem.cli.client.chat import make_sampling, make_structured, parse_logit_bias
+    from tandem.cli.client.generate import stream_text
     from tandem.client.parts import picture
 
     structured = make_structured(
@@ -183,8 +183,8 @@ def explain(
 
     Nothing is started. With --request: how a recent request was placed, the candidates then, and the outcome.
     """
-    from tandem.cli.chat import make_sampling
-    from tandem.cli.explain import show_decisions, show_explanation
+    from tandem.cli.client.chat import make_sampling
+    from tandem.cli.client.explain import show_decisions, show_explanation
 
     if (prompt is None) == (request_id is None):
         raise typer.BadParameter("give either a prompt or --request")
@@ -211,7 +211,7 @@ def chat(
     receipt: ShowReceipt = False,
 ) -> None:
     """Talk with the model; an empty line or Ctrl-D ends it."""
-    from tandem.cli.chat import chat_loop, make_sampling
+    from tandem.cli.client.chat import chat_loop, make_sampling
 
     sampling = make_sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     run(chat_loop(console, target, system, sampling, receipt, model, image or ()))
@@ -253,7 +253,7 @@ def batch(
 
     Exit code: 1 if prompts failed.
     """
-    from tandem.cli.batch import BatchOutcome, check_names, run_batch
+    from tandem.cli.client.batch import BatchOutcome, check_names, run_batch
 
     outcome: BatchOutcome | None = None
 
@@ -279,7 +279,7 @@ def status(
     target: "Target",
 ) -> None:
     """Show the workers, the queue and the KV transfers between workers as a router sees them now."""
-    from tandem.cli.status import show_status
+    from tandem.cli.client.status import show_status
 
     run(show_status(console, target))
 
@@ -291,6 +291,6 @@ def top(
     interval: Annotated[float, typer.Option(help="seconds between two updates", min=0.1)] = 1.0,
 ) -> None:
     """Watch the cluster; Ctrl-C ends it."""
-    from tandem.cli.status import follow
+    from tandem.cli.client.status import follow
 
     run(follow(console, target, interval))

@@ -159,7 +159,7 @@ def switch(
     """Switch a worker's role in place: its weights stay loaded and its cache stays; no stream is lost."""
     from cluster.settings import TlsSettings
     from cluster.tls import member_of
-    from tandem.cli.switch import switch_worker
+    from tandem.cli.cluster.switch import switch_worker
 
     member = member_of(TlsSettings(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key))
     run(switch_worker(console, address.split(",")[0], member, worker, to))
@@ -200,7 +200,7 @@ def fault(
     """
     from cluster.settings import TlsSettings
     from cluster.tls import member_of
-    from tandem.cli.fault import faults_of, inject_fault, run_drill
+    from tandem.cli.cluster.fault import faults_of, inject_fault, run_drill
     from tandem.drill.cluster import FaultOptions
     from tandem.drill.drill import DrillPlan
     from tandem.drill.load import LoadSize
@@ -252,7 +252,7 @@ def cache(
     """
     from cluster.settings import TlsSettings
     from cluster.tls import member_of
-    from tandem.cli.cache import ACTIONS, Prompt, drop_cached, drop_pins, list_caches, pin, read_prompt, warm
+    from tandem.cli.cluster.cache import ACTIONS, Prompt, drop_cached, drop_pins, list_caches, pin, read_prompt, warm
 
     if action not in ACTIONS:
         raise InvalidRequest("action", f"unknown action {action!r}; known are {', '.join(ACTIONS)}")
@@ -301,7 +301,7 @@ def demo(
     check_installed("torch", "tandem demo")
     console.print("tandem demo: a router, a prefill worker and a decode worker, each a process of its own")
     from engine.host.cpu_affinity import available_cores
-    from tandem.cli.demo import run_demo
+    from tandem.cli.cluster.demo import run_demo
 
     run(run_demo(console, requests, model, available_cores(), routers))
 

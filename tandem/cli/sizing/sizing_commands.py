@@ -71,8 +71,8 @@ def plan_cluster(
     from simulator.gpus import gpu_named
     from simulator.models.known_models import named_shape
     from simulator.plan.load import Load
-    from tandem.cli.fit import parse_shapes, read_values, refuse_beside_values, show_fit
-    from tandem.cli.plan import make_plan, needed
+    from tandem.cli.sizing.fit import parse_shapes, read_values, refuse_beside_values, show_fit
+    from tandem.cli.sizing.plan import make_plan, needed
 
     load = {"rate": rate, "prompt": prompt, "output": output}
     if values:
@@ -199,7 +199,7 @@ def replay_trace(
     from simulator.models.known_models import named_shape
     from simulator.traces.reading import Trace, Window
     from simulator.traces.swing import RateSwing
-    from tandem.cli.replay import (
+    from tandem.cli.sizing.replay import (
         compare,
         parse_failures,
         parse_modes,
@@ -377,7 +377,7 @@ def calibrate(
     from simulator.gpus import SEQUENCE_TOKENS, gpu_named
     from simulator.models.known_models import named_shape
     from simulator.traces.reading import served_of
-    from tandem.cli.calibrate import show_calibration
+    from tandem.cli.sizing.calibrate import show_calibration
 
     nic_bytes_per_s = None if nic_gbps is None else nic_gbps * 1e9 / 8
     if nic_bytes_per_s is None and gpu is not None:
