@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from bench.traces import CONVERSATION, TICK_S
 from engine.backends.sim.timing import StepTiming
 from simulator.calibration import Calibration
+from simulator.comparison.replay import Setup
+from simulator.comparison.results import Slo
 from simulator.gpus import GPUS
-from simulator.model_shape import DEFAULT_CONFIG, ModelShape, open_shape, shape_of
+from simulator.models.model_shape import DEFAULT_CONFIG, ModelShape, open_shape, shape_of
 from simulator.plan.check import requests_of
 from simulator.plan.load import Load
-from simulator.replay import Setup
 from simulator.request import TraceRequest
-from simulator.results import Slo
 from simulator.traces.reading import Trace, Window
 
 WHOLE = 8192

@@ -24,12 +24,12 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from bench.known_cases import CASES, Case, with_whole_prompts
 from bench.report import Bar, conclude
-from simulator.advice import MARGIN
+from simulator.comparison.advice import MARGIN
+from simulator.comparison.replay import Scenario, Setup, bill, replay
 from simulator.plan.aggregated import AggregatedPlan
 from simulator.plan.check import requests_of
 from simulator.plan.load import Load
 from simulator.plan.search import GOAL, MODEL_ERROR, apart_of
-from simulator.replay import Scenario, Setup, bill, replay
 
 RATIO = 1.1
 LEAST = 0.02

@@ -29,7 +29,7 @@ from bench.report import Bar, conclude, percentile
 from cluster.process_tree import children
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
-from tandem.cli.demo import LORE, SUBJECTS
+from tandem.cli.cluster.demo import LORE, SUBJECTS
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
 from tandem.storyteller import STORYTELLER

@@ -15,8 +15,8 @@ from engine.block_keys import pack_tokens
 from engine.config import WorkerConfig
 from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
-from router.placement.introductions import peers_of
-from router.placement.worker_records import Worker
+from router.placement.fleet.introductions import peers_of
+from router.placement.fleet.worker_records import Worker
 from tandem.local.local_cluster import RoleProcess, start_role, stop_process
 
 REQUEST_TIMEOUT_S = 900.0

@@ -10,7 +10,7 @@ from router.admission.request import RequestInfo
 from router.models.media import ReadyMedia
 from router.models.model_runtime import ModelRuntime
 from router.models.model_selection import Verdict
-from router.models.output_plan import OutputPlan
+from router.models.output.output_plan import OutputPlan
 from router.placement.place import Decision
 from router.placement.request_demand import num_outputs
 

@@ -20,8 +20,8 @@ from cluster.tls import Credentials, MemberIdentity
 from protos import membership_pb2_grpc as pb_grpc
 from router.admission.arrivals import Arrivals
 from router.admission.dispatcher import Dispatcher
-from router.admission.shares import Shares
-from router.admission.tenant_limits import TenantLimits
+from router.admission.limits.shares import Shares
+from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.frontend.grpc_service import NAME, InferenceService
 from router.membership.membership_service import MembershipService
@@ -30,7 +30,7 @@ from router.observability.decision_log import DecisionLog
 from router.observability.metrics import ClusterCollector, RouterMetrics
 from router.observability.samples import Samples
 from router.observability.tracing import Tracing
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
 from router.placement.terms import further_terms
 from router.request_path.accounting import Accounting
 from router.request_path.observation import Observer
@@ -42,8 +42,8 @@ from router.security.guard import KeyInterceptor
 from router.usage.ledger import FileLedger, MemoryLedger, UsageLedger
 
 if TYPE_CHECKING:
-    from router.admission.redis_quota import RedisLedger
-    from router.frontend.http.server import OpenAiServer
+    from router.admission.limits.redis_quota import RedisLedger
+    from router.frontend.http.server.server import OpenAiServer
 
 log = logging.getLogger(__name__)
 
@@ -268,7 +268,9 @@ async def _open_ledger(config: RouterConfig, parts: AsyncExitStack) -> "RedisLed
     """Open the shared quota ledger where there is a Redis."""
     if not config.redis_url:
         return None
-    from router.admission.redis_quota import RedisLedger  # imported late, because an unused import costs start time
+    from router.admission.limits.redis_quota import (
+        RedisLedger,  # imported late, because an unused import costs start time
+    )
 
     ledger = RedisLedger(config.redis_url, config.cluster_name)
     parts.push_async_callback(ledger.close)

@@ -340,7 +340,7 @@ def _check_bias(sampling: pb.Sampling, vocab_size: int) -> None:
 
 
 def _check_structured(sampling: pb.Sampling, model_dir: ModelDir) -> None:
-    """Check the form's fields; `router/models/grammar_checker.py` checks that the grammar compiles."""
+    """Check the form's fields; `router/models/grammars/grammar_checker.py` checks that the grammar compiles."""
     if read_structured(sampling) is not None and not model_dir.has_tokenizer:
         raise InvalidRequest(
             FIELD, "this model has no tokenizer, so its tokens have no text that a grammar could check"

@@ -8,18 +8,18 @@
 
 | part | how | where |
 | --- | --- | --- |
-| placement, admission, prefix index, learning from receipts | real | `router`, called by `router.py` |
-| scheduling, block pools, prefix caches, loans, preemption, load reports | real | `engine`, called by `worker.py` |
+| placement, admission, prefix index, learning from receipts | real | `router`, called by `cluster/router.py` |
+| scheduling, block pools, prefix caches, loans, preemption, reports | real | `engine`, called by `cluster/worker.py` |
 | receipts | real | `decode_worker.receipt` |
-| fronts, streams and futures between those | a stand-in that decides nothing | `front_processes.py`, `router.py` |
+| fronts, streams and futures between those | a stand-in that decides nothing | `cluster/front_processes.py` |
 | duration of a step | modelled: a roofline of a named GPU, or a line | `gpus.py`, `engine/backends/sim/timing.py` |
-| duration of a read | modelled: NICs shared among transfers | `links.py` |
-| the shared store | one more NIC, and a set of blocks in order of use | `store.py` |
+| duration of a read | modelled: NICs shared among transfers | `cluster/links.py` |
+| the shared store | one more NIC, and a set of blocks in order of use | `cluster/store.py` |
 | delay of a message | one constant between processes, another for workers' reports to routers | `ClusterSpec` |
-| workers that come, go and switch roles | as in reality; a start takes a given time | `cluster.py`, `worker_drain.py` |
-| sizes of the pools | the real planner's policy | `autoscale.py` |
+| workers that come, go and switch roles | as in reality; a start takes a given time | `cluster/worker_drain.py` |
+| sizes of the pools | the real planner's policy | `cluster/autoscale.py` |
 | deaths of workers | a machine without power, noticed one message later | `SimCluster.kill` |
-| bytes of KV | left out: blocks have no memory, and one fingerprint | `runner.py` |
+| bytes of KV | left out: blocks have no memory, and one fingerprint | `cluster/runner.py` |
 | tokens | prompts repeat one number per block of the trace's hashes; outputs their request's | `request.py` |
 
 Left out, so a real cluster may be slower: tokenisation, detokenisation, CPU time of routers and fronts, gRPC's queues;
@@ -30,11 +30,13 @@ exactly that); clients that give up; workers that hang without dying; routers th
 the same figures, to the bit. A seed draws arrivals within the trace's resolution, and the router of each request.
 
 **Fast**: by default uniform decode steps are not computed one by one: a decode worker whose next k steps only add a
-token to each stream makes them at once (`engine/core/uniform_decode.py`, `worker.py`). A test holds both ways to the
-same outcomes, reports and times, to the bit.
+token to each stream makes them at once (`engine/core/uniform_decode.py`, `cluster/worker.py`). A test holds both ways
+to the same outcomes, reports and times, to the bit.
 
-**Other policies** (`policies.py`) replace placement for comparison only; no real request is ever routed by them.
+**Other policies** (`comparison/policies.py`) replace placement for comparison only; no real request is ever routed by
+them.
 
-For another clock, other links or other clients, build on `cluster.py`. `tandem replay` is `replay.py` (what to
-compare), `results.py` (figures), `advice.py` (differences told from noise), `report.py` and `plot.py` (display).
+For another clock, other links or other clients, build on `cluster/cluster.py`. `tandem replay` is `comparison/`:
+`replay.py` (what to compare), `results.py` (figures), `advice.py` (differences told from noise), `report.py` and
+`plot.py` (display). `models/` has the shapes of models.
 """

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from engine.block_keys import BlockKey
-from router.placement.decision_codec import decided_again, read_recorded, recorded
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
 from router.placement.place import Decision
-from router.placement.placement_snapshot import PlacementSnapshot
 from router.placement.rates import Ints, Priors
+from router.placement.snapshots.decision_codec import decided_again, read_recorded, recorded
+from router.placement.snapshots.placement_snapshot import PlacementSnapshot
 
 
 class LoggedFleet(Fleet):

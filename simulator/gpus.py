@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 
 from engine.backends.sim.timing import StepWork
 from simulator.errors import BadSetup, shown
-from simulator.model_layers import LayerGroup
-from simulator.model_shape import STATES, ModelShape
+from simulator.models.model_layers import LayerGroup
+from simulator.models.model_shape import STATES, ModelShape
 
 COMPUTE = 0.5
 MEMORY = 0.75

@@ -21,8 +21,8 @@ from typing import Any
 from cluster.config import read_file, unknown_key
 from cluster.errors import StartError
 from engine.model.hub import absolute
-from router.batches.disk import Disk
 from router.batches.service import check_folder
+from router.batches.storage.disk import Disk
 from router.config import RouterConfig
 from router.models.config import ModelsConfig
 from router.models.model_runtime import fetch_models, read_models

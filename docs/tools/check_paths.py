@@ -1,6 +1,6 @@
 """Check that paths in backticks exist, in documents and in the code's docstrings and comments.
 
-A path is a name with a slash, or an ending of the repository's files: `router/placement/index.py`, `arrivals.py`.
+A path is a name with a slash, or an ending of the repository's files: `router/placement/fleet/index.py`, `arrivals.py`.
 A bare file name must be that of some file. `python docs/tools/check_paths.py` exits with 1 where any is missing.
 """
 

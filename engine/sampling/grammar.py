@@ -4,7 +4,7 @@ A grammar's state is derived from the sampled tokens only. A request that moves 
 continues unchanged: the state is rebuilt from its tokens.
 
 Needs no torch. llguidance is imported only here; work that a hostile request could cause in it is bounded here or in
-`router/models/grammar_checker.py`.
+`router/models/grammars/grammar_checker.py`.
 """
 
 import json

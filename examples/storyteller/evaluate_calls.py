@@ -24,7 +24,7 @@ from rich.console import Console
 from tales import pick_cast
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from router.models.forced_calls import Function, call_grammar
+from router.models.grammars.forced_calls import Function, call_grammar
 from tandem.storyteller import STORYTELLER
 
 MODEL = STORYTELLER

@@ -6,13 +6,11 @@ Pure: callers pass the time.
     request.py            requests and queued requests
     queues.py             order: priority class, tenant
     scheduling_round.py   one attempt to start requests of a class
-    capacity.py           workers on which a class may start; reservations.py: workers kept for overtaken requests
-    lender_load.py        lenders that are too busy
     wait_forecast.py      predicted waits
-    circuit_breaker.py    failing workers and pairs; capacity_backoff.py: workers that just refused
     refusals.py           errors and their reasons
-    tenant_limits.py      limits over all models; rate_limiter.py: rates and concurrency; token_bucket.py
-    quota.py              tokens per window, shared by several routers through redis_quota.py
+    arrivals.py           bounds before a request is read
+    workers/              workers on which a class may start; reserved, busy and failing ones
+    limits/               limits of tenants over all models; quotas may be shared by several routers
 
 Each distinct priority is a class. A request costs its prompt and the output for which it reserves blocks, in tokens.
 

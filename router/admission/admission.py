@@ -12,23 +12,23 @@ from dataclasses import dataclass
 
 from engine.block_keys import BlockKey
 from router.admission import refusals
-from router.admission.capacity import could_hold, largest_pool
-from router.admission.capacity_backoff import CapacityBackoff
-from router.admission.circuit_breaker import CircuitBreaker
 from router.admission.config import AdmissionConfig
-from router.admission.lender_load import LenderLoad
+from router.admission.limits.rate_limiter import RateLimiter
+from router.admission.limits.token_bucket import TokenBucket
 from router.admission.queues import ClassQueue
-from router.admission.rate_limiter import RateLimiter
 from router.admission.refusals import Refusal
 from router.admission.request import QueuedRequest, RequestInfo, cost_of
-from router.admission.reservations import Reservations, is_owed
 from router.admission.scheduling_round import AdmissionParts, RoundState, SchedulingRound
-from router.admission.token_bucket import TokenBucket
 from router.admission.wait_forecast import WaitForecast
+from router.admission.workers.capacity import could_hold, largest_pool
+from router.admission.workers.capacity_backoff import CapacityBackoff
+from router.admission.workers.circuit_breaker import CircuitBreaker
+from router.admission.workers.lender_load import LenderLoad
+from router.admission.workers.reservations import Reservations, is_owed
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.worker_records import ActivePlacement
 from router.placement.place import Decision
-from router.placement.worker_records import ActivePlacement
 from router.placement.worker_table import WorkerTable
 
 HOLDS_PER_S = 200

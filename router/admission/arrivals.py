@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from cluster.errors import Overloaded, ServiceError
 from cluster.memory_trim import MemoryTrim
 from router.admission.config import AdmissionConfig
+from router.admission.limits.shares import Shares
+from router.admission.limits.tenant_limits import TenantLimits
+from router.admission.limits.token_bucket import TokenBucket
 from router.admission.refusals import Refusal
-from router.admission.shares import Shares
-from router.admission.tenant_limits import TenantLimits
-from router.admission.token_bucket import TokenBucket
 
 PROMPT_REFUSALS_PER_S = 20
 """Refusals of a tenant per second that are sent at once."""

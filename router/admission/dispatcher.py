@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from engine.block_keys import BlockKey
 from router.admission.admission import Admission, Outcome, Started
 from router.admission.config import AdmissionConfig
-from router.admission.rate_limiter import RateLimiter
+from router.admission.limits.rate_limiter import RateLimiter
 from router.admission.request import QueuedRequest, RequestInfo
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.worker_records import ActivePlacement
 from router.placement.place import Decision
-from router.placement.worker_records import ActivePlacement
 
 Place = tuple[ActivePlacement, Decision]
 

@@ -5,14 +5,14 @@ Pure.
 
 from dataclasses import dataclass, field
 
-from router.admission.capacity import Capacity
 from router.admission.config import AdmissionConfig
-from router.admission.lender_load import LenderLoad
+from router.admission.limits.rate_limiter import RateLimiter
 from router.admission.queues import ClassQueue, TenantQueue
-from router.admission.rate_limiter import RateLimiter
 from router.admission.request import QueuedRequest
-from router.admission.reservations import Queues, Reservations
-from router.placement.fleet import Fleet
+from router.admission.workers.capacity import Capacity
+from router.admission.workers.lender_load import LenderLoad
+from router.admission.workers.reservations import Queues, Reservations
+from router.placement.fleet.fleet import Fleet
 from router.placement.rates import Ints
 
 BATCH_LENDER_QUEUE_S = 0.5

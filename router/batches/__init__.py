@@ -3,12 +3,10 @@
 | file | what |
 | --- | --- |
 | `records.py`, `state.py` | what is recorded of a batch; its status and next step by the records. Pure |
-| `line.py`, `input_check.py`, `retries.py` | a line and its answer; faults of an input; retries. Pure |
-| `disk.py`, `layout.py` | file system calls that survive a crash; where everything lies |
-| `file_store.py`, `batch_store.py` | files and batches of all tenants, on disk |
-| `space.py`, `pace.py`, `threads.py` | space of a tenant; long work beside other requests |
-| `answer_log.py`, `outputs.py` | answers, synced as they come; the output files, made of them at the end |
-| `claims.py`, `redis_claims.py` | which router runs a batch |
+| `lines/` | a line and its answer; faults of an input; retries; the output files, made of the answers at the end |
+| `storage/` | file system calls that survive a crash; files and batches of all tenants; answers, synced as they come |
+| `claims/` | which router runs a batch |
+| `pace.py`, `threads.py` | long work beside other requests |
 | `run.py`, `runner.py` | one batch from step to step; all batches of a router |
 | `service.py`, `config.py` | all of this together; settings |
 

@@ -15,18 +15,18 @@ from cluster import logs
 from cluster.drain import Drain
 from cluster.errors import ServiceError
 from cluster.fair_turns import FairTurns
-from router.batches.answer_log import AnswerLog, Tally, encoded, tally_of
-from router.batches.batch_store import BatchFolder
-from router.batches.claims import Claim
-from router.batches.disk import Disk
-from router.batches.file_store import FileStore
-from router.batches.input_check import InputLimits, check_input, lines_of
-from router.batches.line import Handle, LineRequest, Parse, answered, read_line
-from router.batches.outputs import make_outputs
+from router.batches.claims.claims import Claim
+from router.batches.lines.input_check import InputLimits, check_input, lines_of
+from router.batches.lines.line import Handle, LineRequest, Parse, answered, read_line
+from router.batches.lines.outputs import make_outputs
+from router.batches.lines.retries import wait_s
 from router.batches.pace import StartPace, paced
 from router.batches.records import Checked, Decided, Ended, Facts, Fault, Made, Outcome
-from router.batches.retries import wait_s
 from router.batches.state import Step, next_step
+from router.batches.storage.answer_log import AnswerLog, Tally, encoded, tally_of
+from router.batches.storage.batch_store import BatchFolder
+from router.batches.storage.disk import Disk
+from router.batches.storage.file_store import FileStore
 from router.batches.threads import Threads
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ import time
 from collections import Counter
 
 from cluster.errors import TandemError
-from router.batches.batch_store import BatchFolder, BatchStore
-from router.batches.claims import Claims
+from router.batches.claims.claims import Claims
 from router.batches.run import Run, Surroundings
+from router.batches.storage.batch_store import BatchFolder, BatchStore
 
 log = logging.getLogger(__name__)
 

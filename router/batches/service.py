@@ -7,17 +7,17 @@ from pathlib import Path
 from cluster.drain import Drain
 from cluster.errors import StartError
 from cluster.fair_turns import FairTurns
-from router.batches.batch_store import BatchStore
-from router.batches.claims import Claims, LockClaims
+from router.batches.claims.claims import Claims, LockClaims
 from router.batches.config import BatchesConfig
-from router.batches.disk import Disk
-from router.batches.file_store import FileStore
-from router.batches.input_check import InputLimits
-from router.batches.line import Handle, Parse
+from router.batches.lines.input_check import InputLimits
+from router.batches.lines.line import Handle, Parse
 from router.batches.pace import StartPace
 from router.batches.run import Surroundings
 from router.batches.runner import BatchRunner
-from router.batches.space import TenantSpace
+from router.batches.storage.batch_store import BatchStore
+from router.batches.storage.disk import Disk
+from router.batches.storage.file_store import FileStore
+from router.batches.storage.space import TenantSpace
 from router.batches.threads import Threads
 
 UPLOADS, UPLOADS_PER_TENANT = 256, 32

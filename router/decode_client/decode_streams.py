@@ -13,8 +13,8 @@ from protos import membership_pb2
 from router.decode_client.decode_stream import DecodeStream, GrpcDecodeStream
 from router.decode_client.frame_decode_stream import CONNECT_S, FrameDecodeStream
 from router.decode_client.inbox import Inbox
-from router.placement.fleet import Fleet
-from router.placement.worker_records import Worker
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.worker_records import Worker
 
 
 class DecodeStreams:

@@ -36,11 +36,16 @@ from router.frontend.openai.embeddings import (
     read_rerank,
     read_score,
 )
-from router.frontend.openai.response_routes import add_stored_responses
-from router.frontend.openai.response_store import MemoryResponses, RedisResponses, ResponseHooks, ResponseStore
-from router.frontend.openai.responses import read_response
-from router.frontend.openai.responses_answer import ResponsesAnswer
-from router.frontend.openai.responses_answer import error_form as responses_error_form
+from router.frontend.openai.responses.response_routes import add_stored_responses
+from router.frontend.openai.responses.response_store import (
+    MemoryResponses,
+    RedisResponses,
+    ResponseHooks,
+    ResponseStore,
+)
+from router.frontend.openai.responses.responses import read_response
+from router.frontend.openai.responses.responses_answer import ResponsesAnswer
+from router.frontend.openai.responses.responses_answer import error_form as responses_error_form
 from router.frontend.openai.tokens import detokenizer_endpoint, tokenizer_endpoint
 from router.frontend.openai_files.lines import line_handler
 from router.frontend.openai_files.media_files import UploadedMedia

@@ -14,11 +14,11 @@ from router.batches.service import Batches
 from router.config import RouterConfig
 from router.frontend.console.routes import add_console
 from router.frontend.grpc_service import InferenceService
-from router.frontend.http.cors import open_to_pages
-from router.frontend.http.guard import guarded
-from router.frontend.http.server import OpenAiServer
+from router.frontend.http.server.cors import open_to_pages
+from router.frontend.http.server.guard import guarded
+from router.frontend.http.server.server import OpenAiServer
 from router.frontend.http_app import make_app
-from router.frontend.openai.response_store import ResponseStore
+from router.frontend.openai.responses.response_store import ResponseStore
 from router.models.model_runtime import ModelRuntimes
 from router.request_path.queries import Queries
 from router.request_path.request_handler import RequestHandler

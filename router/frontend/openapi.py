@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
+from router.frontend.http.body.fields import INT64, Fields, IgnoredFields
 from router.frontend.http.caller import Caller
-from router.frontend.http.fields import INT64, Fields, IgnoredFields
 
 TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": (1 << 32) - 1}
 ERROR = {"description": "The error, with its type and the field at fault.", "content": {"application/json": {}}}

@@ -17,8 +17,8 @@ from router.decode_client.inbox import Inbox
 from router.membership.status import load_status
 from router.models.config import AUTO
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
-from router.placement.introductions import peers_of
-from router.placement.worker_records import Worker
+from router.placement.fleet.introductions import peers_of
+from router.placement.fleet.worker_records import Worker
 
 log = logging.getLogger(__name__)
 

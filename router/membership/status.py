@@ -9,8 +9,8 @@ import time
 from protos import inference_pb2 as pb
 from router.admission.admission import Admission
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
-from router.placement.fleet import Fleet
-from router.placement.worker_records import Worker
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.worker_records import Worker
 
 MAX_LINKS = 1024
 

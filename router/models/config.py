@@ -15,7 +15,7 @@ from pydantic import (
 
 from cluster.config import Config
 from engine.model.hub import ModelPath
-from router.models.output_format import AUTO as AUTO_FORMAT
+from router.models.output.output_format import AUTO as AUTO_FORMAT
 
 AUTO = "auto"
 """Model name of requests that leave the choice to the router."""

@@ -22,18 +22,18 @@ from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from protos import membership_pb2
 from router.admission.dispatcher import Dispatcher
+from router.admission.limits.shares import Shares
 from router.admission.refusals import Refusal
-from router.admission.shares import Shares
 from router.decode_client.decode_streams import DecodeStreams
 from router.models.config import AUTO, ModelEntry, ModelsConfig
 from router.models.costs import Costs
-from router.models.grammar_checker import GrammarChecker
+from router.models.grammars.grammar_checker import GrammarChecker
 from router.models.media import MediaClient, MediaSource, ReadyMedia, sources_of
-from router.models.prompts import PromptEncoder
+from router.models.prompts.prompts import PromptEncoder
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.worker_records import Worker
 from router.placement.request_demand import demand_of
-from router.placement.worker_records import Worker
 
 log = logging.getLogger(__name__)
 

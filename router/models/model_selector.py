@@ -25,7 +25,7 @@ from router.models.model_selection import (
     unfit,
 )
 from router.models.prompt_reading import PreparedPrompt, encode, read
-from router.models.prompts import prompt_kind
+from router.models.prompts.prompts import prompt_kind
 from router.placement.request_demand import chains_of
 from router.validation import DEFAULT_MAX_TOKENS
 

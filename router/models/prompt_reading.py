@@ -8,7 +8,7 @@ from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival
 from router.models.media import MediaSource, ReadingContext, ReadyMedia, sources_of
 from router.models.model_runtime import ModelRuntime
-from router.models.output_plan import OutputPlan, PromptEnd, plan_output
+from router.models.output.output_plan import OutputPlan, PromptEnd, plan_output
 from router.validation import check_embedding, check_prompt, prompt_field, resolve_sampling
 
 

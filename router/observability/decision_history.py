@@ -13,7 +13,7 @@ from cluster.errors import InvalidRequest, ServiceError
 from protos import inference_pb2 as pb
 from router.models.model_selection import Verdict
 from router.placement.place import Decision
-from router.placement.placement_snapshot import PlacementSnapshot
+from router.placement.snapshots.placement_snapshot import PlacementSnapshot
 
 MOST_PLACEMENTS = 16
 """Placements kept per request; refusals for lack of capacity have no other bound."""

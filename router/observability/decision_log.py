@@ -16,7 +16,7 @@ from protos import inference_pb2 as pb
 from router.config import RouterConfig
 from router.observability.decision_history import Entry, Placement, Refused
 from router.observability.json_lines import JsonLines
-from router.placement.decision_codec import read_recorded, recorded
+from router.placement.snapshots.decision_codec import read_recorded, recorded
 
 MAX_UNWRITTEN = 100
 """Lines that may wait to be written; one of a fleet of a hundred has half a megabyte."""

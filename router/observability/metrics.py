@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from cluster.errors import ServiceError
 from cluster.metrics import LATENCY_S, TOKENS
 from protos import inference_pb2 as pb
-from router.admission.tenant_limits import TenantLimits
+from router.admission.limits.tenant_limits import TenantLimits
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.observability.decision_history import hit_blocks_of
 from router.prepared_request import PreparedRequest

@@ -7,10 +7,8 @@ Pure.
     terms.py               the terms of a candidate's cost, by name; pairs.py: the quantities they read
     costs.py               the sums of all candidates at once; candidates.py: one candidate
     worker_table.py        the workers as arrays
-    fleet.py               all known about the workers, and recent placements; worker_records.py: the records
-    index.py               which worker holds which block
-    rates.py               speeds; rate_learning.py, receipt_timings.py: learned from receipts
-    placement_snapshot.py  inputs of a decision; decision_codec.py: as JSON
-    prediction_error.py    quality of predictions
-    traffic_counters.py    arrivals, for the planner
+    rates.py               speeds
+    fleet/                 all known about the workers: reports, index of cached blocks, recent placements, arrivals
+    learning/              what receipts teach: speeds, lengths of outputs, quality of predictions
+    snapshots/             inputs of a decision, also as JSON
 """

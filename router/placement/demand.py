@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 from engine.block_keys import BlockKey
 from router.placement.affinity import NO_SESSION, SessionKey
-from router.placement.output_lengths import SHARE, OutputKey
+from router.placement.learning.output_lengths import SHARE, OutputKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from engine.media.item_messages import item_messages
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 from protos import lend_pb2, membership_pb2
+from router.placement.fleet.worker_records import ActivePlacement
 from router.placement.place import Decision
-from router.placement.worker_records import ActivePlacement
 from router.prepared_request import PreparedRequest
 from router.request_path.stream_state import StreamState
 

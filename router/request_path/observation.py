@@ -15,8 +15,8 @@ from router.observability.metrics import RouterMetrics
 from router.observability.recent_requests import RecentRequests
 from router.observability.samples import Samples
 from router.observability.tracing import Tracing
+from router.placement.fleet.worker_records import ActivePlacement
 from router.placement.place import Decision
-from router.placement.worker_records import ActivePlacement
 from router.prepared_request import PreparedRequest
 from router.request_path.accounting import FINISH_TAG, Accounting
 from router.request_path.stream_state import StreamState

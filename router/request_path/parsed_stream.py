@@ -4,9 +4,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from protos import inference_pb2 as pb
-from router.models.call_reading import CallArguments, CallBegun
-from router.models.output_format import OutputParser, Piece, Reasoning
-from router.models.output_plan import OutputPlan
+from router.models.output.call_reading import CallArguments, CallBegun
+from router.models.output.output_format import OutputParser, Piece, Reasoning
+from router.models.output.output_plan import OutputPlan
 from router.prepared_request import PreparedRequest
 
 

@@ -9,13 +9,13 @@ from collections.abc import AsyncGenerator, Callable
 from cluster.errors import Draining, Incompatible, Overloaded, ServiceError, Unavailable
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals
-from router.admission.tenant_limits import TenantLimits
+from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.decode_client.decode_stream import DecodeStream
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
+from router.placement.fleet.worker_records import ActivePlacement, Worker
 from router.placement.place import Decision
 from router.placement.request_demand import num_outputs
-from router.placement.worker_records import ActivePlacement, Worker
 from router.prepared_request import PreparedRequest, WarmTarget
 from router.request_path.decode_request import decode_request
 from router.request_path.observation import Observer

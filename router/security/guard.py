@@ -1,6 +1,6 @@
 """Authentication of gRPC calls before any handler, so that a new method is closed until it is opened here.
 
-Handlers decide what a caller may do. HTTP has `router/frontend/http/guard.py`.
+Handlers decide what a caller may do. HTTP has `router/frontend/http/server/guard.py`.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable

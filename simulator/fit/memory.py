@@ -41,7 +41,7 @@ from engine.model.quantization import ONLY_ON_CPUS
 from engine.settings import BATCH_TOKENS_ON_CPU, DEFAULT_ENGINE, max_step_tokens
 from engine.speculation.speculator import NGRAM
 from simulator.errors import BadSetup, shown
-from simulator.model_shape import ModelShape
+from simulator.models.model_shape import ModelShape
 
 AUTO: Final = "auto"
 GPU_RESERVE = 2e9

@@ -8,8 +8,8 @@ from simulator.errors import BadSetup
 from simulator.fit.memory import Fit, Unchecked, Worker, check
 from simulator.fit.nearest import Proposal, nearest
 from simulator.fit.values import ValuesPool, pools_of
-from simulator.known_models import NAMES, known_shape
-from simulator.model_shape import ModelShape
+from simulator.models.known_models import NAMES, known_shape
+from simulator.models.model_shape import ModelShape
 
 Said = Literal["fits", "does not fit", "unchecked"]
 

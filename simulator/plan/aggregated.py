@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from simulator.comparison.replay import Setup, roofline_of
 from simulator.plan.load import NORMAL, Load
 from simulator.plan.prompts import PromptQueue, PromptSteps, line_of
 from simulator.plan.queueing import QueueWait, waiting
 from simulator.plan.streams import Streams, crossing, poisson_share
-from simulator.replay import Setup, roofline_of
 
 NUM_MESSAGES = 4
 """Messages before a client has its first token: to the router, to the worker, and two to the client."""

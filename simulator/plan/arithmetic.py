@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from simulator.comparison.replay import Setup
 from simulator.gpus import COMPUTE, MEMORY, USABLE_MEMORY, Roofline
-from simulator.model_shape import STATES, ModelShape
+from simulator.models.model_shape import STATES, ModelShape
 from simulator.plan.aggregated import NUM_MESSAGES as TOGETHER_MESSAGES
 from simulator.plan.aggregated import AggregatedPlan
 from simulator.plan.disaggregated import NUM_MESSAGES, TAIL_STEPS, DisaggregatedPlan
@@ -13,7 +14,6 @@ from simulator.plan.load import Load
 from simulator.plan.prompts import PromptQueue
 from simulator.plan.search import Option, Plan
 from simulator.plan.streams import Streams
-from simulator.replay import Setup
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ import math
 import random
 from collections.abc import Callable, Iterator
 
+from simulator.comparison.replay import Run, replay
 from simulator.plan.load import Lengths, Load
 from simulator.plan.search import Option
-from simulator.replay import Run, replay
 from simulator.request import TraceRequest
 
 

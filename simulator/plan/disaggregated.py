@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from simulator.comparison.replay import Setup, nic_bytes_per_s, roofline_of
 from simulator.plan.load import Load
 from simulator.plan.prompts import PromptQueue, PromptSteps, line_of
 from simulator.plan.streams import Streams, crossing, share_within
-from simulator.replay import Setup, nic_bytes_per_s, roofline_of
 
 NUM_MESSAGES = 6
 """Messages before a client has its first token: to the router, to the decode worker, to the lender and back, two to the

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from simulator.advice import MARGIN, Verdict
+from simulator.comparison.advice import MARGIN, Verdict
+from simulator.comparison.replay import Scenario, Setup, bill
 from simulator.errors import BadSetup
 from simulator.gpus import Gpu, Roofline
 from simulator.plan.aggregated import AggregatedPlan
@@ -12,7 +13,6 @@ from simulator.plan.disaggregated import DecodePool, DisaggregatedPlan, PrefillP
 from simulator.plan.load import MAX_RATE, Load
 from simulator.plan.prompts import PromptQueue
 from simulator.plan.streams import Streams
-from simulator.replay import Scenario, Setup, bill
 
 GOAL = 0.9
 """Share of requests that must keep TTFT and ITL."""

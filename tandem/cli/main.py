@@ -8,8 +8,10 @@ import typer
 from cluster.errors import InvalidRequest, StartError, TandemError
 from cluster.install import extra_of, how_to_install
 from tandem import __version__
-from tandem.cli import client_commands, cluster_commands, sizing_commands
+from tandem.cli.client import client_commands
+from tandem.cli.cluster import cluster_commands
 from tandem.cli.common import console
+from tandem.cli.sizing import sizing_commands
 
 FAILED, WRONG_USAGE = 1, 2
 

@@ -12,10 +12,10 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from simulator.comparison.plot import open_figures
+from simulator.comparison.results import LatencySummary, ResultCounter, Slo
 from simulator.errors import BadSetup, check_above_0
-from simulator.plot import open_figures
 from simulator.request import EndState, TraceRequest
-from simulator.results import LatencySummary, ResultCounter, Slo
 from simulator.traces.reading import Trace
 from simulator.traces.receipts import ServedRequest, write_served
 from simulator.workloads import Profile, evenly, poisson, requests_of

@@ -15,9 +15,9 @@ from rich import box
 from rich.table import Table
 
 from protos import inference_pb2 as pb
-from simulator.plot import open_figures
-from simulator.report import finite
-from simulator.results import SHARES, LatencySummary, Results, Slo
+from simulator.comparison.plot import open_figures
+from simulator.comparison.report import finite
+from simulator.comparison.results import SHARES, LatencySummary, Results, Slo
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ import yaml
 from engine.config import WorkerConfig
 from simulator.fit.values import DEFAULTS, MEMORY_LIMIT, PRODUCT, ValuesPool, pools_of
 from simulator.fit.verdict import Verdict, verdicts
-from simulator.known_models import known_shape
-from simulator.model_shape import DEFAULT_CONFIG
+from simulator.models.known_models import known_shape
+from simulator.models.model_shape import DEFAULT_CONFIG
 from support.chart import (
     CHART,
     EXAMPLES,

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from support.processes import Stream, running, until
-from tandem.cli.explain import candidate_table
+from tandem.cli.client.explain import candidate_table
 
 PROMPT = list(range(1, 13))
 """Shorter than a block, so no cache event says anything about it."""

@@ -13,10 +13,10 @@ from openai.types import Batch
 
 from cluster.errors import StartError
 from conftest import ModelFactory
-from router.batches.batch_store import BatchFolder
-from router.batches.claims import Claim, LockClaims
-from router.batches.disk import Disk
-from router.batches.redis_claims import RedisClaims
+from router.batches.claims.claims import Claim, LockClaims
+from router.batches.claims.redis_claims import RedisClaims
+from router.batches.storage.batch_store import BatchFolder
+from router.batches.storage.disk import Disk
 from support.batch_runs import NoThreads
 from support.batch_site import begin, client_of, completion, content_of, ended
 from support.processes import pause, until

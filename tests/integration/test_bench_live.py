@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from cluster.errors import StartError
 from simulator.calibrate import calibrate
 from simulator.calibration import Calibration
+from simulator.comparison.results import Slo
 from simulator.errors import BadSetup
-from simulator.results import Slo
 from simulator.traces.reading import Trace, Window, served_of
 from simulator.workloads import profile_named
 from support.long_runs import long

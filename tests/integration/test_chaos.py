@@ -22,7 +22,7 @@ from engine.config import WorkerConfig
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
 from router.config import RouterConfig
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
 from router.runtime import start_router
 from support.processes import until
 from support.sim_cluster_model import SimClusterModel

@@ -12,10 +12,10 @@ from cluster.errors import InvalidRequest, NotConfigured, ServiceError, UnknownR
 from protos import inference_pb2 as pb
 from router.observability.decision_log import read_decisions
 from router.observability.explanations import to_response
-from router.placement.decision_codec import decided_again, read_recorded
+from router.placement.snapshots.decision_codec import decided_again, read_recorded
 from router.security.api_keys import PREFIX, hash_of
 from support.processes import LENDER_ALWAYS, Stream, kill_worker, named, running, until
-from tandem.cli.explain import came_of, candidate_table, show_decisions
+from tandem.cli.client.explain import came_of, candidate_table, show_decisions
 from tandem.client import Client, Target
 
 BLOCK = 16

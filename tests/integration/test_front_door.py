@@ -14,8 +14,8 @@ from rich.console import Console
 from cluster.errors import InvalidRequest, NotConfigured, StartError
 from protos import inference_pb2 as pb
 from support.processes import Stream, finished, until
-from tandem.cli.batch import run_batch
-from tandem.cli.status import view
+from tandem.cli.client.batch import run_batch
+from tandem.cli.client.status import view
 from tandem.client import Client, Target, error_of
 from tandem.client.sync_client import SyncClient
 from tandem.storyteller import STORYTELLER

@@ -14,7 +14,7 @@ import uvloop
 from cluster.errors import InvalidRequest
 from engine.core_types import StructuredOutput
 from engine.model.model_dir import ModelDir
-from router.models.grammar_checker import MAX_REMEMBERED, MAX_TENANTS, GrammarChecker, GrammarResults
+from router.models.grammars.grammar_checker import MAX_REMEMBERED, MAX_TENANTS, GrammarChecker, GrammarResults
 from tandem.storyteller import STORYTELLER
 
 GOOD = StructuredOutput("regex", ("[a-z]+",))

@@ -24,7 +24,7 @@ from support.processes import (
     until,
 )
 from support.sim_directories import write_sim_model, write_tokenizer
-from tandem.cli.explain import model_table
+from tandem.cli.client.explain import model_table
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster, start_role
 from tandem.topology import ClusterModel, plan_models

@@ -23,7 +23,7 @@ from conftest import Ask
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
-from router.models.prompts import PromptEncoder
+from router.models.prompts.prompts import PromptEncoder
 from router.security.api_keys import entry_for
 from support.openai_http import RawConnection, http_cluster
 from tandem.client import Client

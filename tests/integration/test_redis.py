@@ -21,7 +21,7 @@ from redis.exceptions import ResponseError
 from cluster.discovery import RouterEntry
 from cluster.errors import StartError
 from cluster.redis_discovery import RedisDiscovery
-from router.admission.redis_quota import RedisLedger
+from router.admission.limits.redis_quota import RedisLedger
 from support.processes import until
 from support.redis_server import RedisServer
 

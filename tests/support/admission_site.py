@@ -10,13 +10,13 @@ from typing import Any
 from protos import membership_pb2 as pb
 from router.admission.admission import Admission, Outcome, Refused, Started
 from router.admission.config import AdmissionConfig
-from router.admission.rate_limiter import RateLimiter
+from router.admission.limits.rate_limiter import RateLimiter
 from router.admission.refusals import Refusal
 from router.admission.request import QueuedRequest, RequestInfo
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.worker_records import ActivePlacement, Worker
 from router.placement.rates import Priors
-from router.placement.worker_records import ActivePlacement, Worker
 
 PRIORS = Priors(1000.0, 100.0, 1e9, 0.001, 0.001, 0.001)
 BLOCK = 4

@@ -12,18 +12,18 @@ from typing import Any, ParamSpec, TypeVar
 from cluster.drain import Drain
 from cluster.errors import Overloaded, Unavailable
 from cluster.fair_turns import FairTurns
-from router.batches.batch_store import BatchFolder, BatchStore
-from router.batches.claims import Claim
-from router.batches.disk import Disk
-from router.batches.file_store import FileStore
-from router.batches.input_check import InputLimits
-from router.batches.layout import BATCH_PREFIX, FILE_PREFIX, new_id
-from router.batches.line import Handle, LineAnswer, LineRequest
+from router.batches.claims.claims import Claim
+from router.batches.lines.input_check import InputLimits
+from router.batches.lines.line import Handle, LineAnswer, LineRequest
 from router.batches.pace import StartPace
 from router.batches.records import FileInfo, Made
 from router.batches.run import Run, Surroundings
+from router.batches.storage.batch_store import BatchFolder, BatchStore
+from router.batches.storage.disk import Disk
+from router.batches.storage.file_store import FileStore
+from router.batches.storage.layout import BATCH_PREFIX, FILE_PREFIX, new_id
 from router.batches.threads import Threads
-from router.frontend.http.fields import parse_object
+from router.frontend.http.body.fields import parse_object
 
 ENDPOINT = "/v1/completions"
 TENANT = "somebody"

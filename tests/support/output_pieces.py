@@ -2,8 +2,8 @@
 
 import json
 
-from router.models.call_reading import CallArguments, CallBegun, ToolCall
-from router.models.output_format import OutputParser, Piece, Reasoning
+from router.models.output.call_reading import CallArguments, CallBegun, ToolCall
+from router.models.output.output_format import OutputParser, Piece, Reasoning
 
 WEATHER = json.dumps(
     {

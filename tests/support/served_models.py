@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from protos import membership_pb2
 from router.admission.arrivals import Arrival, Arrivals
-from router.admission.tenant_limits import TenantLimits
+from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.models.model_runtime import ModelRuntime, ModelRuntimes, read_models
 from router.runtime import serve_models

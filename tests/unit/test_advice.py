@@ -7,16 +7,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from simulator.advice import BLOCKS, LEAST_BLOCKS, LEVELS, Comparison, Sample, interval_of_best, sample, settle
+from simulator.comparison.advice import (
+    BLOCKS,
+    LEAST_BLOCKS,
+    LEVELS,
+    Comparison,
+    Sample,
+    interval_of_best,
+    sample,
+    settle,
+)
+from simulator.comparison.replay import Scenario, Setup, replay
+from simulator.comparison.report import advice, as_json, verdict
+from simulator.comparison.results import Slo
 from simulator.errors import BadSetup
 from simulator.gpus import gpu_named
-from simulator.model_shape import open_shape
+from simulator.models.model_shape import open_shape
 from simulator.plan.check import requests_of
 from simulator.plan.load import Load
-from simulator.replay import Scenario, Setup, replay
-from simulator.report import advice, as_json, verdict
 from simulator.request import TraceRequest
-from simulator.results import Slo
 from support.virtual_cluster import random_requests
 
 SETUP = Setup(open_shape(None), gpu_named("H100"), gpus=4)

@@ -12,7 +12,7 @@ from engine.block_keys import block_keys, root_key
 from protos import membership_pb2 as pb
 from router.placement.affinity import MOST_S, NO_SESSION, SHARE, Affinities, Served, SessionKey, session_of
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
 from router.placement.place import Decision, explain, place
 from router.placement.rates import Priors, Rates
 from router.placement.worker_table import Hits, WorkerTable, WorkerView

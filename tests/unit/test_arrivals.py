@@ -9,8 +9,8 @@ import pytest
 from cluster.errors import Overloaded
 from router.admission.arrivals import MAX_LATE_REFUSALS, PROMPT_REFUSALS_PER_S, Arrivals, RefusalPace
 from router.admission.config import AdmissionConfig, TenantPolicy
+from router.admission.limits.tenant_limits import TenantLimits
 from router.admission.refusals import Reason, Refusal
-from router.admission.tenant_limits import TenantLimits
 
 
 def arrivals_of(**settings: object) -> tuple[Arrivals, TenantLimits]:

@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 
 from cluster.errors import DeadlineExceeded, Draining, InvalidRequest, Overloaded, StartError, Unavailable
-from router.batches.answer_log import AnswerLog, encoded, read_log
-from router.batches.batch_store import BatchFolder, BatchStore
-from router.batches.claims import LockClaims
+from router.batches.claims.claims import LockClaims
 from router.batches.config import BatchesConfig
-from router.batches.disk import Disk
-from router.batches.file_store import STALE_S, FileStore
-from router.batches.input_check import MAX_FAULTS, InputLimits, check_input, lines_of
-from router.batches.layout import BATCH_PREFIX, FILE_PREFIX, derived_id, is_id, new_id, tenant_folder
-from router.batches.line import LineAnswer, LineFault, answered, read_line, unanswered
-from router.batches.outputs import make_outputs
+from router.batches.lines.input_check import MAX_FAULTS, InputLimits, check_input, lines_of
+from router.batches.lines.line import LineAnswer, LineFault, answered, read_line, unanswered
+from router.batches.lines.outputs import make_outputs
+from router.batches.lines.retries import is_retriable, wait_s
 from router.batches.pace import SHARE, SLICE_S, START_GAP_S, StartPace, paced
 from router.batches.records import Cancelled, Checked, Decided, Ended, Facts, Fault, FileInfo, Made, Progress
-from router.batches.retries import is_retriable, wait_s
 from router.batches.service import Batches
-from router.batches.space import TenantSpace
 from router.batches.state import Step, batch_object, next_step, status_of, window_s
-from router.frontend.http.fields import parse_object
+from router.batches.storage.answer_log import AnswerLog, encoded, read_log
+from router.batches.storage.batch_store import BatchFolder, BatchStore
+from router.batches.storage.disk import Disk
+from router.batches.storage.file_store import STALE_S, FileStore
+from router.batches.storage.layout import BATCH_PREFIX, FILE_PREFIX, derived_id, is_id, new_id, tenant_folder
+from router.batches.storage.space import TenantSpace
+from router.frontend.http.body.fields import parse_object
 from support.batch_runs import ENDPOINT, NoThreads, World, line
 
 MADE = Made(

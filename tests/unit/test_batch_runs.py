@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import Unavailable
-from router.batches.answer_log import encoded
-from router.batches.disk import Disk
-from router.batches.line import LineAnswer, LineRequest
+from router.batches.lines.line import LineAnswer, LineRequest
 from router.batches.records import Cancelled, Facts
 from router.batches.state import status_of
+from router.batches.storage.answer_log import encoded
+from router.batches.storage.disk import Disk
 from support.batch_runs import Crash, CrashingDisk, HeldClaim, World, line
 from support.virtual_loop import VirtualLoop
 

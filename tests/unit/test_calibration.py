@@ -11,7 +11,7 @@ import pytest
 from engine.backends.sim.timing import StepTiming, StepWork
 from simulator.calibrate import AssumedRates, calibrate
 from simulator.calibration import Calibration, Jittered
-from simulator.cluster import SimCluster
+from simulator.cluster.cluster import SimCluster
 from simulator.errors import BadSetup
 from simulator.request import Outcome, TraceRequest
 from simulator.traces.reading import served_of

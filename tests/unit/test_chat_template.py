@@ -9,7 +9,7 @@ import pytest
 from cluster.errors import InvalidRequest
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
-from router.models.chat_template import ChatTemplate, chars_of, check_chat_fields
+from router.models.prompts.chat_template import ChatTemplate, chars_of, check_chat_fields
 
 SHOWS = (
     "{{ messages | tojson }}|{{ tools | tojson }}|{{ mood }}{{ bos_token }}{% if add_generation_prompt %}>{% endif %}"

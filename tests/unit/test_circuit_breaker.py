@@ -1,8 +1,8 @@
 """Circuit breaker: workers and lender pairs that fail get no requests for a while, then one probe."""
 
 from protos import inference_pb2 as public_pb
-from router.admission.circuit_breaker import FIRST_S, MOST_S
 from router.admission.request import QueuedRequest, RequestInfo
+from router.admission.workers.circuit_breaker import FIRST_S, MOST_S
 from router.placement.demand import Demand
 from support.admission_site import BLOCK, Site
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from cluster.errors import InvalidRequest
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
-from router.models.client_texts import STAND_INS, ClientTexts, ControlTokens
-from router.models.prompts import PromptEncoder
+from router.models.prompts.client_texts import STAND_INS, ClientTexts, ControlTokens
+from router.models.prompts.prompts import PromptEncoder
 from support.openai_http import with_tools
 from tandem.storyteller import STORYTELLER
 

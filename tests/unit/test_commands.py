@@ -52,7 +52,7 @@ def test_where_no_router_is_it_says_how_to_start_one(
         last = "UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host: Connection refused"
         raise Unavailable(f"failed to connect to all addresses; last error: {last}")
 
-    monkeypatch.setattr("tandem.cli.explain.show_decisions", ask)
+    monkeypatch.setattr("tandem.cli.client.explain.show_decisions", ask)
     said = _said(["explain", "--request", "r", "--address", "127.0.0.1:1"], monkeypatch, capsys, 1)
     assert said.startswith("error: no router answers at 127.0.0.1:1: Connection refused. `tandem demo` or `tandem up` ")
 

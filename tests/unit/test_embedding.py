@@ -23,8 +23,8 @@ from engine.model.embedding import EmbeddingConfig, has_output_layer, read_embed
 from engine.model.model_dir import ModelDir
 from kvtransfer.local import LocalNetwork, LocalTransport
 from protos import decode_pb2 as pb
-from router.admission.capacity import Capacity, could_hold, first_to_free
 from router.admission.request import QueuedRequest, RequestInfo
+from router.admission.workers.capacity import Capacity, could_hold, first_to_free
 from router.placement.demand import Demand
 from router.placement.place import place
 from router.placement.rates import Priors, Rates

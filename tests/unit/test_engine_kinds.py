@@ -31,7 +31,7 @@ from protos.decode_pb2 import DecodeRequest
 from protos.inference_pb2 import Sampling
 from simulator.fit.memory import Device, Fit, Worker, check
 from simulator.fit.nearest import nearest
-from simulator.known_models import known_shape
+from simulator.models.known_models import known_shape
 from tandem.doctor.checks import check_packages
 from tandem.doctor.machine import read_machine
 

@@ -22,8 +22,8 @@ from simulator.fit.memory import (
 )
 from simulator.fit.nearest import Change, nearest
 from simulator.gpus import GPUS
-from simulator.known_models import NAMES, known_shape
-from simulator.model_shape import ModelShape
+from simulator.models.known_models import NAMES, known_shape
+from simulator.models.model_shape import ModelShape
 
 H100 = Device("H100", 80e9)
 

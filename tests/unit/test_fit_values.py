@@ -14,8 +14,8 @@ from simulator.errors import BadSetup
 from simulator.fit.memory import Device
 from simulator.fit.values import gpu_of_product, pools_of, quantity
 from simulator.fit.verdict import verdicts
-from simulator.known_models import known_shape
-from simulator.model_shape import DEFAULT_CONFIG
+from simulator.models.known_models import known_shape
+from simulator.models.model_shape import DEFAULT_CONFIG
 from tandem.cli.common import console
 from tandem.cli.main import app
 

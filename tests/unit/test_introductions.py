@@ -1,8 +1,8 @@
 """Which workers a router names to a new one."""
 
 from protos import membership_pb2 as pb
-from router.placement.introductions import MAX_PEERS, peers_of
-from router.placement.worker_records import Worker
+from router.placement.fleet.introductions import MAX_PEERS, peers_of
+from router.placement.fleet.worker_records import Worker
 
 
 def hello(worker_id: str, role: "pb.Role.ValueType", host: str = "10.0.0.1", **fields: object) -> pb.Hello:

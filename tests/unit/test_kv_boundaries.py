@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from engine.backends.vllm.boundaries import Boundaries
 from engine.block_keys import block_keys, resume_name, root_key
 from engine.kv.course import GroupBlock, name_of
-from router.placement.index import PrefixIndex
+from router.placement.fleet.index import PrefixIndex
 
 WINDOW, OTHER_WINDOW, STATE = 1, 2, 3
 TAILS = [([WINDOW, OTHER_WINDOW], 3), ([STATE], 1)]

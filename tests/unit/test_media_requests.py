@@ -10,13 +10,13 @@ import pytest
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.messages import read_messages
+from router.frontend.http.body.fields import Fields
+from router.frontend.http.body.media import PIECE_CHARS, media_names
 from router.frontend.http.caller import Caller
-from router.frontend.http.fields import Fields
 from router.frontend.http.generation import Generation
-from router.frontend.http.media import PIECE_CHARS, media_names
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
-from router.frontend.openai.responses import read_response, refer
+from router.frontend.openai.responses.responses import read_response, refer
 from router.models.config import ModelEntry
 from router.models.media import drop_data, sources_of
 from router.validation import MAX_MEDIA, check_media, check_names

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Tokenizer
 from cluster.errors import InvalidRequest
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
-from router.models.chat_template import ChatTemplate, chars_of
-from router.models.prompts import PromptEncoder
+from router.models.prompts.chat_template import ChatTemplate, chars_of
+from router.models.prompts.prompts import PromptEncoder
 from support.small_tokenizers import byte_level
 
 PLACES = {"image": "<image>", "video": "<video>"}

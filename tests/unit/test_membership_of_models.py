@@ -9,12 +9,12 @@ import pytest
 
 from cluster.protocol import PROTOCOL
 from protos import membership_pb2 as pb
-from router.admission.tenant_limits import TenantLimits
+from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.membership import membership_service
 from router.membership.membership_service import MembershipService
 from router.models.model_runtime import ModelRuntime, ModelRuntimes, read_models
-from router.placement.fleet import PART_KEYS
+from router.placement.fleet.fleet import PART_KEYS
 from router.runtime import serve_models
 from support.sim_directories import write_sim_model
 

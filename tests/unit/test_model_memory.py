@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backends.sim.timing import StepWork
+from simulator.comparison.replay import Setup, spec_of
+from simulator.comparison.results import Slo
 from simulator.errors import BadSetup
 from simulator.gpus import GPUS, Roofline
-from simulator.known_models import NAMES, known_shape, named_shape
-from simulator.model_layers import kinds_of
-from simulator.model_shape import DEFAULT_CONFIG, ModelShape, open_shape, shape_of
+from simulator.models.known_models import NAMES, known_shape, named_shape
+from simulator.models.model_layers import kinds_of
+from simulator.models.model_shape import DEFAULT_CONFIG, ModelShape, open_shape, shape_of
 from simulator.plan.arithmetic import sections
 from simulator.plan.check import check
 from simulator.plan.disaggregated import DisaggregatedPlan
 from simulator.plan.load import Load
 from simulator.plan.search import GOAL, plan
 from simulator.plan.streams import Streams
-from simulator.replay import Setup, spec_of
-from simulator.results import Slo
 
 
 def shape_named(name: str) -> ModelShape:

@@ -26,8 +26,8 @@ from router.frontend.http.generation import PromptInfo
 from router.frontend.http.merging import merged
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer, OpenAiAnswer
 from router.frontend.openai.request import ApiRequest
-from router.models.output_format import OutputFormat, OutputParser
-from router.models.token_texts import TokenForm
+from router.models.output.output_format import OutputFormat, OutputParser
+from router.models.output.token_texts import TokenForm
 
 STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'

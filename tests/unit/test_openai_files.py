@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cluster.drain import Drain
 from cluster.errors import Draining, Forbidden, InvalidRequest, Overloaded
 from protos import inference_pb2 as pb
-from router.batches.line import LineRequest
+from router.batches.lines.line import LineRequest
 from router.frontend.http.caller import Caller
 from router.frontend.http.errors import openai_form
 from router.frontend.http.generation import Generation

@@ -9,12 +9,12 @@ import pytest
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.messages import read_prompt
+from router.frontend.http.body.fields import MAX_IGNORED, REFUSED, Fields, IgnoredFields, parse_object
 from router.frontend.http.caller import Caller, caller_of
-from router.frontend.http.fields import MAX_IGNORED, REFUSED, Fields, IgnoredFields, parse_object
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
 from router.frontend.openai.request import ApiRequest
-from router.frontend.openai.responses import read_response
+from router.frontend.openai.responses.responses import read_response
 from router.security.api_keys import ApiKeys
 
 CALLER = Caller("somebody", "r-1")

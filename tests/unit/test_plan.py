@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from cluster.errors import StartError
+from simulator.comparison.replay import Setup, bill, roofline_of
+from simulator.comparison.results import Slo
 from simulator.errors import BadSetup
 from simulator.gpus import GPUS, gpu_named
-from simulator.model_shape import DEFAULT_CONFIG, open_shape, shape_of
+from simulator.models.model_shape import DEFAULT_CONFIG, open_shape, shape_of
 from simulator.plan.aggregated import AggregatedPlan
 from simulator.plan.arithmetic import sections
 from simulator.plan.check import check, requests_of
@@ -25,8 +27,6 @@ from simulator.plan.prompts import PromptSteps, line_of
 from simulator.plan.queueing import waiting
 from simulator.plan.search import GOAL, Option, apart_of, plan, smallest
 from simulator.plan.streams import crossing, poisson_share, share_within
-from simulator.replay import Setup, bill, roofline_of
-from simulator.results import Slo
 from tandem.cli.common import console
 from tandem.cli.main import app
 

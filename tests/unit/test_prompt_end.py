@@ -11,14 +11,14 @@ from cluster.errors import InvalidRequest
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.messages import read_prompt
+from router.frontend.http.body.fields import Fields
 from router.frontend.http.caller import Caller
-from router.frontend.http.fields import Fields
 from router.frontend.openai.chat import read_chat
-from router.models.after_reasoning import ReasoningMarks
-from router.models.chat_template import ChatTemplate, check_chat_fields
-from router.models.output_format import OutputFormat
-from router.models.output_plan import OutputPlan, PromptEnd, plan_output
-from router.models.prompts import PromptEncoder
+from router.models.grammars.after_reasoning import ReasoningMarks
+from router.models.output.output_format import OutputFormat
+from router.models.output.output_plan import OutputPlan, PromptEnd, plan_output
+from router.models.prompts.chat_template import ChatTemplate, check_chat_fields
+from router.models.prompts.prompts import PromptEncoder
 from tandem.storyteller import STORYTELLER
 
 CALLER = Caller("", "r")

@@ -9,19 +9,19 @@ from cluster.errors import InvalidRequest, ServiceError
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.answer import MessagesAnswer
 from router.frontend.anthropic.messages import read_messages
+from router.frontend.http.body.fields import Fields
 from router.frontend.http.caller import Caller
 from router.frontend.http.errors import HttpRefusal
-from router.frontend.http.fields import Fields
 from router.frontend.http.generation import PromptInfo
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
 from router.frontend.openai.embeddings import EmbeddingsAnswer, read_embeddings
-from router.frontend.openai.response_store import MAX_REFERRED, MemoryResponses, ResponseHooks
-from router.frontend.openai.responses import ResponsesRequest, read_response
-from router.frontend.openai.responses_answer import ResponsesAnswer
-from router.models.output_format import OutputFormat
-from router.models.token_texts import TokenForm
+from router.frontend.openai.responses.response_store import MAX_REFERRED, MemoryResponses, ResponseHooks
+from router.frontend.openai.responses.responses import ResponsesRequest, read_response
+from router.frontend.openai.responses.responses_answer import ResponsesAnswer
+from router.models.output.output_format import OutputFormat
+from router.models.output.token_texts import TokenForm
 
 CALLER = Caller("tenant", "the client's/own")
 FORM = OutputFormat("hermes", "qwen3")

@@ -7,8 +7,8 @@ import pytest
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.messages import read_messages
+from router.frontend.http.body.fields import Fields
 from router.frontend.http.caller import Caller
-from router.frontend.http.fields import Fields
 from router.validation import check_retention
 
 

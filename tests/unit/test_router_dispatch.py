@@ -9,12 +9,12 @@ from cluster.errors import Overloaded, Unavailable
 from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig, TenantPolicy
 from router.admission.dispatcher import Dispatcher
+from router.admission.limits.tenant_limits import TenantLimits
 from router.admission.request import RequestInfo
-from router.admission.tenant_limits import TenantLimits
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.worker_records import Worker
 from router.placement.rates import Priors
-from router.placement.worker_records import Worker
 from support.virtual_loop import settle
 
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.001, 0.001)

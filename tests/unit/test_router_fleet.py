@@ -3,10 +3,10 @@
 from engine.block_keys import block_keys, root_key
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.worker_records import Worker
 from router.placement.place import Decision
 from router.placement.rates import Floats, Priors
-from router.placement.worker_records import Worker
 
 DEMAND = Demand(num_tokens=20, num_usable_blocks=4, num_total_blocks=6, block_tokens=4, block_bytes=100)
 KEYS = block_keys(root_key(b"model", ""), list(range(16)), 4)

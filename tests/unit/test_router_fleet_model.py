@@ -6,11 +6,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.block_keys import block_keys, root_key
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.worker_records import ActivePlacement, Worker
 from router.placement.in_flight import Flows
 from router.placement.place import Decision, place
 from router.placement.rates import Priors
-from router.placement.worker_records import ActivePlacement, Worker
 from router.placement.worker_table import Hits, WorkerTable, WorkerView
 
 ROOT = root_key(b"model", "")

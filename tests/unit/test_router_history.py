@@ -6,10 +6,10 @@ from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from router.observability.decision_history import ENTRY_BYTES, DecisionHistory, Entry, Placement
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.worker_records import ActivePlacement
 from router.placement.place import explain
 from router.placement.rates import Priors
-from router.placement.worker_records import ActivePlacement
 
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.001, 0.001)
 DEMAND = Demand(num_tokens=41, num_usable_blocks=10, num_total_blocks=12, block_tokens=4, block_bytes=100)

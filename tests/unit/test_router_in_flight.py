@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from engine.block_keys import block_keys, root_key
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
 from router.placement.in_flight import IDLE, Flows, Transfer, TransfersInFlight
 from router.placement.place import Decision
 from router.placement.rates import Priors
-from simulator.cluster import ClusterSpec
+from simulator.cluster.cluster import ClusterSpec
 from simulator.request import EndState, TraceRequest
 from tests.support.virtual_cluster import PRIORS, Observed, worker_spec
 

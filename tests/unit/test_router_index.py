@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.placement.index import NUM_SHARDS, PrefixIndex
+from router.placement.fleet.index import NUM_SHARDS, PrefixIndex
 
 KEYS = [bytes([number]) * 16 for number in (0, 0, 1, 7, 254, 255)]
 KEYS[1] = bytes(15) + b"\1"  # of the same shard as the first

@@ -11,11 +11,11 @@ from engine.core_types import SamplingParams, Sequence
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
-from router.placement.output_lengths import BINS_PER_DOUBLING, EVERY, MEMORY, SHARE, OutputLengths
+from router.placement.fleet.fleet import Fleet
+from router.placement.learning.output_lengths import BINS_PER_DOUBLING, EVERY, MEMORY, SHARE, OutputLengths
 from router.placement.place import Decision
 from router.placement.rates import Priors
-from simulator.cluster import ClusterSpec
+from simulator.cluster.cluster import ClusterSpec
 from simulator.request import EndState, TraceRequest
 from tests.support.virtual_cluster import PRIORS, Observed, worker_spec
 

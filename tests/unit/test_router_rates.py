@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
-from router.placement.prediction_error import LogRatios
-from router.placement.rate_learning import LEAST_DELAY_SHARE, RateLearner, ReceiptTimings
+from router.placement.learning.prediction_error import LogRatios
+from router.placement.learning.rate_learning import LEAST_DELAY_SHARE, RateLearner, ReceiptTimings
+from router.placement.learning.receipt_timings import measured
 from router.placement.rates import LEAST, MAX_FACTOR, MOST, LinearFit, Priors
-from router.placement.receipt_timings import measured
 
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.002, 0.001)
 IDS = ["d0", "d1", "p0", "p1"]

@@ -9,9 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.worker_records import ActivePlacement, Worker
 from router.placement.rates import Priors
-from router.placement.worker_records import ActivePlacement, Worker
 
 ROUTERS = ["r0", "r1", "r2"]
 DECODES, PREFILLS = ["d0", "d1"], ["p0"]

@@ -10,7 +10,7 @@ from cluster.drain import Drain
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrivals
 from router.admission.config import AdmissionConfig
-from router.admission.tenant_limits import TenantLimits
+from router.admission.limits.tenant_limits import TenantLimits
 from router.frontend.grpc_service import InferenceService
 from router.security.api_keys import ANYBODY
 

@@ -14,17 +14,17 @@ from cluster.errors import UnknownRequest
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.answer import ERRORS, MessagesAnswer
 from router.frontend.anthropic.messages import read_messages
+from router.frontend.http.body.fields import Fields
 from router.frontend.http.caller import Caller
 from router.frontend.http.errors import error_answer
-from router.frontend.http.fields import Fields
 from router.frontend.http.generation import PromptInfo
 from router.frontend.openai.answers import ChatAnswer
 from router.frontend.openai.chat import read_chat
-from router.frontend.openai.response_store import MemoryResponses, ResponseHooks
-from router.frontend.openai.responses import read_response
-from router.frontend.openai.responses_answer import ResponsesAnswer
-from router.models.output_format import OutputFormat
-from router.models.token_texts import TokenForm
+from router.frontend.openai.responses.response_store import MemoryResponses, ResponseHooks
+from router.frontend.openai.responses.responses import read_response
+from router.frontend.openai.responses.responses_answer import ResponsesAnswer
+from router.models.output.output_format import OutputFormat
+from router.models.output.token_texts import TokenForm
 
 CALLER = Caller("", "r")
 FORM = OutputFormat("hermes", "qwen3")

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from cluster.errors import InvalidRequest
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
-from router.models.prompts import PromptEncoder
+from router.models.prompts.prompts import PromptEncoder
 
 MODEL = Path(__file__).parents[2] / "examples" / "shapes" / "model"
 PLACEHOLDERS = {"image": "<image>"}

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.admission.limits.shares import Shares
 from router.admission.refusals import Reason, Refusal
-from router.admission.shares import Shares
 
 
 def test_one_tenant_cannot_shut_out_another() -> None:

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from cluster.roles import ROLES, Role
 from planner.config import PolicyConfig, PoolConfig
-from simulator.autoscale import Autoscale
-from simulator.cluster import START_S, SimCluster, audit
+from simulator.cluster.autoscale import Autoscale
+from simulator.cluster.cluster import START_S, SimCluster, audit
+from simulator.comparison.planned import autoscaled
+from simulator.comparison.replay import Scenario, Setup, replay
+from simulator.comparison.results import Slo
 from simulator.errors import BadSetup
 from simulator.gpus import gpu_named
-from simulator.model_shape import open_shape
-from simulator.planned import autoscaled
-from simulator.replay import Scenario, Setup, replay
+from simulator.models.model_shape import open_shape
 from simulator.request import EndState, Outcome, TraceRequest
-from simulator.results import Slo
 from simulator.traces.swing import RateSwing
 from support.virtual_cluster import cluster_spec, random_requests, worker_spec
 

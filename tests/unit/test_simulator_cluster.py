@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.policies import AlwaysLend, LeastLoaded, PrefixHash, RoundRobin
+from simulator.comparison.policies import AlwaysLend, LeastLoaded, PrefixHash, RoundRobin
 from simulator.request import EndState, TraceRequest
 from support.virtual_cluster import Observed, cluster_spec, kills, random_requests
 

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from kvtransfer.errors import EndpointMismatch, PeerGone
 from kvtransfer.transport import Span
-from simulator.clock import VirtualClock
-from simulator.links import Links
-from simulator.transport import VirtualTransport
+from simulator.cluster.clock import VirtualClock
+from simulator.cluster.links import Links
+from simulator.cluster.transport import VirtualTransport
 from support.virtual_cluster import run_out
 
 

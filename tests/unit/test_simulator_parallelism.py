@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from engine.backends.sim.timing import StepWork
-from simulator.cluster import Failure
+from simulator.cluster.cluster import Failure
+from simulator.comparison.planned import autoscaled
+from simulator.comparison.replay import Setup, cluster_spec, scenarios
 from simulator.errors import BadSetup
 from simulator.gpus import GPUS, HOST_GPUS, Gpu, Roofline
-from simulator.known_models import known_shape
-from simulator.model_shape import ModelShape
+from simulator.models.known_models import known_shape
+from simulator.models.model_shape import ModelShape
 from simulator.plan.load import Load
 from simulator.plan.search import plan
-from simulator.planned import autoscaled
-from simulator.replay import Setup, cluster_spec, scenarios
 
 H100, H200 = GPUS["H100"], GPUS["H200"]
 

@@ -16,19 +16,19 @@ from typer.testing import CliRunner
 from cluster.errors import StartError
 from engine.backends.sim.timing import StepTiming
 from simulator.calibration import Calibration
-from simulator.cluster import SimCluster
+from simulator.cluster.cluster import SimCluster
+from simulator.comparison.planned import autoscaled
+from simulator.comparison.replay import Scenario, Setup, learnt_by, replay, scenarios
+from simulator.comparison.report import advice, as_json, tables_of
+from simulator.comparison.results import Slo
 from simulator.decision_log import LoggedFleet, decide_again
 from simulator.errors import BadSetup
 from simulator.gpus import gpu_named
-from simulator.model_shape import DEFAULT_CONFIG, open_shape
-from simulator.planned import autoscaled
-from simulator.replay import Scenario, Setup, learnt_by, replay, scenarios
-from simulator.report import advice, as_json, tables_of
+from simulator.models.model_shape import DEFAULT_CONFIG, open_shape
 from simulator.request import Outcome, TraceRequest
-from simulator.results import Slo
 from support.virtual_cluster import cluster_spec, random_requests
 from tandem.cli.main import app
-from tandem.cli.replay import seeds_that_differ
+from tandem.cli.sizing.replay import seeds_that_differ
 from tandem.progress import ShareProgress
 
 LLAMA = open_shape(None)
@@ -310,7 +310,7 @@ def test_prompts_longer_than_a_models_context_are_refused(tmp_path: Path) -> Non
 
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from simulator.plot import write_plot
+    from simulator.comparison.plot import write_plot
 
     trace = random_requests(5, 10, rate=20.0)
     setup = replace(SETUP, slo=Slo(0.05, 0.01))

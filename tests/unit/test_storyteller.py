@@ -11,7 +11,7 @@ import pytest
 
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
-from router.models.chat_template import ChatTemplate
+from router.models.prompts.chat_template import ChatTemplate
 from tandem.storyteller import STORYTELLER
 
 HOME = Path(__file__).parents[2] / "examples" / "storyteller"

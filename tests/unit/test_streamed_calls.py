@@ -14,18 +14,18 @@ from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.answer import MessagesAnswer
 from router.frontend.anthropic.messages import read_messages
+from router.frontend.http.body.fields import Fields
 from router.frontend.http.caller import Caller
-from router.frontend.http.fields import Fields
 from router.frontend.http.generation import Answer, PromptInfo
 from router.frontend.openai.answers import ChatAnswer
 from router.frontend.openai.chat import read_chat
-from router.frontend.openai.responses import read_response
-from router.frontend.openai.responses_answer import ResponsesAnswer
-from router.models.after_reasoning import ReasoningMarks
-from router.models.chat_template import check_chat_fields
-from router.models.output_format import OutputFormat
-from router.models.output_plan import OutputPlan, PromptEnd, plan_output
-from router.models.token_texts import TokenForm
+from router.frontend.openai.responses.responses import read_response
+from router.frontend.openai.responses.responses_answer import ResponsesAnswer
+from router.models.grammars.after_reasoning import ReasoningMarks
+from router.models.output.output_format import OutputFormat
+from router.models.output.output_plan import OutputPlan, PromptEnd, plan_output
+from router.models.output.token_texts import TokenForm
+from router.models.prompts.chat_template import check_chat_fields
 from router.request_path.parsed_stream import OutputParts
 
 CALLER = Caller("", "r")

@@ -14,7 +14,7 @@ from engine.sampling.structured_output import MAX_CHARS, MAX_CHOICES, read_struc
 from protos import decode_pb2
 from protos import inference_pb2 as pb
 from router.validation import resolve_sampling
-from tandem.cli.chat import make_structured, parse_logit_bias
+from tandem.cli.client.chat import make_structured, parse_logit_bias
 
 GOOD = {
     "json_schema": (pb.StructuredOutput(json_schema="{}"), StructuredOutput("json_schema", ("{}",))),

@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from protos import inference_pb2 as pb
-from tandem.cli.explain import candidate_table, model_table
-from tandem.cli.status import view
+from tandem.cli.client.explain import candidate_table, model_table
+from tandem.cli.client.status import view
 from tandem.cli.tables import uncut
 
 

@@ -22,17 +22,17 @@ from engine.messages.from_engine import KvAccount, Token
 from engine.model.model_dir import ModelDir
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
+from router.frontend.http.body.fields import Fields, IgnoredFields
 from router.frontend.http.caller import Caller
-from router.frontend.http.fields import Fields, IgnoredFields
 from router.frontend.http.generation import PromptInfo
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer, OpenAiAnswer
-from router.frontend.openai.output_logprobs import OutputLogprobs
 from router.frontend.openai.request import ApiRequest
-from router.frontend.openai.responses import LOGPROBS, read_response
-from router.frontend.openai.responses_answer import ResponsesAnswer
-from router.models.output_format import OutputFormat
-from router.models.prompts import PromptEncoder
-from router.models.token_texts import TokenForm, TokensInText, pieces_by_offsets
+from router.frontend.openai.responses.output_logprobs import OutputLogprobs
+from router.frontend.openai.responses.responses import LOGPROBS, read_response
+from router.frontend.openai.responses.responses_answer import ResponsesAnswer
+from router.models.output.output_format import OutputFormat
+from router.models.output.token_texts import TokenForm, TokensInText, pieces_by_offsets
+from router.models.prompts.prompts import PromptEncoder
 from support.small_tokenizers import byte_level, with_byte_fallback
 
 DRAWS = 1000

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from engine.block_keys import block_keys, root_key
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
-from router.admission.capacity import Capacity, could_hold
 from router.admission.request import QueuedRequest, RequestInfo
-from router.placement.fleet import Fleet
+from router.admission.workers.capacity import Capacity, could_hold
+from router.placement.fleet.fleet import Fleet
+from router.placement.fleet.warm_choice import by_cost
 from router.placement.place import place
 from router.placement.rates import Priors
 from router.placement.request_demand import demand_of
-from router.placement.warm_choice import by_cost
 
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.002, 0.001)
 PROMPT = list(range(40))

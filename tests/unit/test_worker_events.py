@@ -9,7 +9,7 @@ from engine.messages.from_engine import CacheChanged, Load
 from engine.worker import worker_events as news
 from engine.worker.worker_events import cache_events, messages_of, parts_of, summary
 from protos import membership_pb2 as pb
-from router.placement.fleet import Fleet
+from router.placement.fleet.fleet import Fleet
 from router.placement.rates import Priors
 
 KEYS = [bytes([number]) * 16 for number in range(6)]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from engine.model.model_dir import ModelDir
+from router.frontend.http.body.fields import Fields
 from router.frontend.http.caller import Caller
-from router.frontend.http.fields import Fields
 from router.frontend.openai.chat import read_chat
-from router.models.prompts import PromptEncoder
+from router.models.prompts.prompts import PromptEncoder
 from support.long_runs import mostly_long
 from support.media_files import picture
 from support.tiny_media_models import KINDS, PLACEHOLDERS, write_media_model

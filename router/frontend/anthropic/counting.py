@@ -5,11 +5,11 @@ from typing import Any
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.answer import error_form
 from router.frontend.anthropic.messages import read_prompt
+from router.frontend.http.body.fields import Fields
+from router.frontend.http.body.media import Given, named_media
 from router.frontend.http.caller import Caller
 from router.frontend.http.endpoint import EndpointContext
-from router.frontend.http.fields import Fields
 from router.frontend.http.json_endpoint import JsonEndpoint
-from router.frontend.http.media import Given, named_media
 
 
 def token_counter(context: EndpointContext) -> JsonEndpoint[tuple[pb.TokenizeRequest, Given]]:

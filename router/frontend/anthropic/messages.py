@@ -9,10 +9,10 @@ from typing import Any
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
+from router.frontend.http.body.fields import INT32, Fields, one_of, shown
+from router.frontend.http.body.media import Given, GivenMedium, read_data, read_file, read_url, set_content
 from router.frontend.http.caller import Caller
-from router.frontend.http.fields import INT32, Fields, one_of, shown
 from router.frontend.http.generation import Generation
-from router.frontend.http.media import Given, GivenMedium, read_data, read_file, read_url, set_content
 from router.validation import MAX_MESSAGES
 
 EFFORTS = {"disabled": "none", "enabled": "high", "adaptive": "medium"}

@@ -7,8 +7,8 @@ from typing import Any, Generic, TypeVar
 
 from protos import inference_pb2 as pb
 from router.frontend.http.generation import Answer, Generation, PromptInfo
-from router.models.call_reading import CallArguments, CallBegun, ToolCall
-from router.models.output_format import OutputParser, Piece, Reasoning
+from router.models.output.call_reading import CallArguments, CallBegun, ToolCall
+from router.models.output.output_format import OutputParser, Piece, Reasoning
 
 Asked = TypeVar("Asked", bound=Generation)
 

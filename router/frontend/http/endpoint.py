@@ -15,12 +15,12 @@ from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
 from cluster.trace_context import from_headers, traceparent
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals
+from router.frontend.http.body.fields import Fields, IgnoredFields, parse_object
+from router.frontend.http.body.media import MediaFiles, media_names
 from router.frontend.http.caller import Caller, caller_of
 from router.frontend.http.errors import Form, client_field, error_answer, openai_form
 from router.frontend.http.exchange import ClientGone, Exchange
-from router.frontend.http.fields import Fields, IgnoredFields, parse_object
 from router.frontend.http.generation import Answer, Generation, PromptInfo
-from router.frontend.http.media import MediaFiles, media_names
 from router.frontend.http.merging import merged
 from router.models.media import sources_of
 from router.prepared_request import PreparedRequest

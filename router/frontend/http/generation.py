@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from protos import inference_pb2 as pb
-from router.frontend.http.media import GivenMedium
-from router.models.output_format import OutputParser
-from router.models.token_texts import FormOf
+from router.frontend.http.body.media import GivenMedium
+from router.models.output.output_format import OutputParser
+from router.models.output.token_texts import FormOf
 
 
 @dataclass(frozen=True, slots=True)

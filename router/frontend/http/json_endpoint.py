@@ -9,11 +9,11 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import InvalidRequest, ServiceError
 from router.frontend.http.blocks import compact
+from router.frontend.http.body.fields import Fields, IgnoredFields, parse_object
 from router.frontend.http.caller import Caller, caller_of
 from router.frontend.http.endpoint import EndpointContext
 from router.frontend.http.errors import Form, error_answer, openai_form
 from router.frontend.http.exchange import ClientGone, Exchange
-from router.frontend.http.fields import Fields, IgnoredFields, parse_object
 
 log = logging.getLogger(__name__)
 Asked = TypeVar("Asked")

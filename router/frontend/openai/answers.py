@@ -17,10 +17,10 @@ from router.frontend.http.generation import Answer, PromptInfo
 from router.frontend.openai.choice import ChoiceAnswer, call_id_of, quoted
 from router.frontend.openai.logprobs import LogprobForm, joined, prompt_logprobs
 from router.frontend.openai.request import ApiRequest
-from router.models.call_reading import CallArguments, CallBegun, ToolCall
-from router.models.forced_calls import CLOSE
-from router.models.output_format import Piece, Reasoning
-from router.models.token_texts import TextToken, TokensInText
+from router.models.grammars.forced_calls import CLOSE
+from router.models.output.call_reading import CallArguments, CallBegun, ToolCall
+from router.models.output.output_format import Piece, Reasoning
+from router.models.output.token_texts import TextToken, TokensInText
 
 DONE = b"data: [DONE]\n\n"
 PLAIN = b',"logprobs":null,"finish_reason":null}]'

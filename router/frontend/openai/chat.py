@@ -7,13 +7,13 @@ import json
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
+from router.frontend.http.body.fields import INT32, Fields, one_of, shown
+from router.frontend.http.body.media import Given, read_data, read_document, read_url, set_content
 from router.frontend.http.caller import Caller
-from router.frontend.http.fields import INT32, Fields, one_of, shown
-from router.frontend.http.media import Given, read_data, read_document, read_url, set_content
 from router.frontend.openai.request import ApiRequest, check_choices, common
 from router.frontend.openai.sampling import GenerationOptions, read_sampling
 from router.frontend.openai.tool_choice import read_tool_choice
-from router.models.output_plan import forces_call
+from router.models.output.output_plan import forces_call
 from router.validation import MAX_MESSAGES
 
 URLS = {"image_url": "image", "audio_url": "audio", "video_url": "video"}

@@ -9,9 +9,9 @@ from protos import inference_pb2 as pb
 from router.frontend.http.blocks import in_one_line
 from router.frontend.http.generation import PromptInfo
 from router.frontend.openai.logprobs import LogprobForm
-from router.models.call_reading import ToolCall
-from router.models.output_format import OutputParser
-from router.models.token_texts import TextToken, TokensInText
+from router.models.output.call_reading import ToolCall
+from router.models.output.output_format import OutputParser
+from router.models.output.token_texts import TextToken, TokensInText
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
+from router.frontend.http.body.fields import INT32, Fields, are_token_ids
 from router.frontend.http.caller import Caller
-from router.frontend.http.fields import INT32, Fields, are_token_ids
 from router.frontend.openai.request import ApiRequest, check_choices, common
 from router.frontend.openai.sampling import read_sampling
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from protos import inference_pb2 as pb
 from router.frontend.http.blocks import compact
+from router.frontend.http.body.fields import INT32, Fields, are_token_ids, one_of
 from router.frontend.http.caller import Caller, check_name
-from router.frontend.http.fields import INT32, Fields, are_token_ids, one_of
 from router.frontend.http.generation import Answer, Generation, PromptInfo
 from router.frontend.openai.request import NAMES, read_deadline_s
 

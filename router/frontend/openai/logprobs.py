@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from protos import inference_pb2 as pb
-from router.models.token_texts import FormOf, TextToken
+from router.models.output.token_texts import FormOf, TextToken
 
 LEAST = -9999.0
 """Value in place of minus infinity, which JSON cannot express; vLLM's value."""

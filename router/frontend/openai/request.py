@@ -6,8 +6,8 @@ from typing import Any
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
+from router.frontend.http.body.fields import INT32, Fields, one_of
 from router.frontend.http.caller import Caller, check_name
-from router.frontend.http.fields import INT32, Fields, one_of
 from router.frontend.http.generation import Generation
 from router.frontend.openai.sampling import GenerationOptions
 

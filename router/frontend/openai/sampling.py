@@ -11,7 +11,7 @@ from typing import Any
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.frontend.http.fields import INT32, Fields, one_of, shown
+from router.frontend.http.body.fields import INT32, Fields, one_of, shown
 
 KINDS = {
     "json": "json_schema",

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos import inference_pb2 as pb
+from router.frontend.http.body.fields import Fields
+from router.frontend.http.body.media import Given, named_media
 from router.frontend.http.caller import Caller
 from router.frontend.http.endpoint import EndpointContext
-from router.frontend.http.fields import Fields
 from router.frontend.http.json_endpoint import JsonEndpoint
-from router.frontend.http.media import Given, named_media
 from router.frontend.openai.chat import read_messages, read_prompt_end, read_tools
 
 

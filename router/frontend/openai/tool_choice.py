@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from protos import inference_pb2 as pb
-from router.frontend.http.fields import Fields, one_of, shown
-from router.models.output_plan import ANY_CALL, AUTO_CHOICES, NO_CALLS, forces_call
+from router.frontend.http.body.fields import Fields, one_of, shown
+from router.models.output.output_plan import ANY_CALL, AUTO_CHOICES, NO_CALLS, forces_call
 
 ALLOWED = "allowed_tools"
 """Type of a choice that leaves some of the tools."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from cluster.drain import Drain
 from cluster.errors import Draining, InvalidRequest, ServiceError
-from router.batches.line import PRIORITY, Handle, LineAnswer, LineRequest
-from router.batches.retries import is_retriable
+from router.batches.lines.line import PRIORITY, Handle, LineAnswer, LineRequest
+from router.batches.lines.retries import is_retriable
 from router.frontend.http.caller import Caller
 from router.frontend.http.endpoint import Endpoint
 from router.frontend.http.errors import error_answer

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from cluster.errors import InvalidRequest, NotConfigured, Unavailable
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival
-from router.batches.file_store import StoredFile
 from router.batches.service import Batches
+from router.batches.storage.file_store import StoredFile
+from router.frontend.http.body.media import GivenMedium
 from router.frontend.http.caller import Caller
 from router.frontend.http.errors import HttpRefusal
-from router.frontend.http.media import GivenMedium
 from router.models.media import sources_of
 from router.validation import MEDIA_KINDS
 

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from functools import partial
 
 from cluster.drain import Drain
-from router.batches.claims import Claims, LockClaims
-from router.batches.line import FRAME_BYTES, Handle
+from router.batches.claims.claims import Claims, LockClaims
+from router.batches.lines.line import FRAME_BYTES, Handle
 from router.batches.service import Batches
 from router.batches.threads import Threads
 from router.config import RouterConfig
+from router.frontend.http.body.fields import parse_object
 from router.frontend.http.endpoint import BodyLimits
-from router.frontend.http.fields import parse_object
 
 
 def open_batches(
@@ -36,6 +36,8 @@ def open_batches(
 def _claims(config: RouterConfig, threads: Threads) -> Claims:
     if not config.redis_url:
         return LockClaims(threads)
-    from router.batches.redis_claims import RedisClaims  # imported late, because an unused import costs start time
+    from router.batches.claims.redis_claims import (
+        RedisClaims,  # imported late, because an unused import costs start time
+    )
 
     return RedisClaims(config.redis_url, config.cluster_name)

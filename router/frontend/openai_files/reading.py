@@ -6,7 +6,7 @@ from typing import Any
 
 from cluster.errors import InvalidRequest
 from router.batches.state import window_s
-from router.frontend.http.fields import Fields, IgnoredFields, shown
+from router.frontend.http.body.fields import Fields, IgnoredFields, shown
 
 PURPOSE = "batch"
 """Purpose of files that a batch reads."""

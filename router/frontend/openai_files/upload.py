@@ -10,10 +10,10 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
 from cluster.errors import InvalidRequest
-from router.batches.file_store import NewFile, StoredFile
 from router.batches.records import FileInfo
 from router.batches.service import Batches
-from router.frontend.http.content_encoding import refuse_encoding
+from router.batches.storage.file_store import NewFile, StoredFile
+from router.frontend.http.body.content_encoding import refuse_encoding
 from router.frontend.http.errors import HttpRefusal
 from router.frontend.openai_files.reading import read_upload_form
 

@@ -1,0 +1,1 @@
+"""Limits of tenants: rates, concurrency, quotas, and shares of one resource."""

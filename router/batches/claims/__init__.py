@@ -1,0 +1,1 @@
+"""Claims: which of several routers runs a batch."""

@@ -1,0 +1,72 @@
+"""Claims: which of several routers runs a batch.
+
+A claim saves work; that every line is answered once does not depend on it.
+"""
+
+import asyncio
+import fcntl
+import os
+from abc import ABC, abstractmethod
+
+from router.batches.storage.batch_store import BatchFolder
+from router.batches.storage.disk import FILE_MODE
+from router.batches.threads import Threads
+
+
+class Claim(ABC):
+    """Claim of a batch by this router."""
+
+    def __init__(self) -> None:
+        self.lost = asyncio.Event()
+        """Set when another router may have the batch."""
+
+    @abstractmethod
+    async def release(self) -> None:
+        """Let others claim the batch."""
+
+
+class Claims(ABC):
+    """Interface of claims."""
+
+    @abstractmethod
+    async def claim(self, batch: BatchFolder) -> Claim | None:
+        """Return a claim, or None while another router has the batch.
+
+        Raises OSError, TandemError.
+        """
+
+    async def close(self) -> None:  # noqa: B027 # some have nothing to close
+        """Release what all claims share."""
+
+
+class LockClaims(Claims):
+    """Claims by locks of the kernel, which end with the process; for routers of one host."""
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+
+    async def claim(self, batch: BatchFolder) -> Claim | None:
+        fd = await self._threads.quick(_lock, batch)
+        return None if fd is None else _Lock(fd)
+
+
+class _Lock(Claim):
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd = fd
+
+    async def release(self) -> None:
+        os.close(self._fd)
+
+
+def _lock(batch: BatchFolder) -> int | None:
+    fd = os.open(batch.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except OSError:
+        os.close(fd)
+        raise
+    return fd

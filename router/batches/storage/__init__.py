@@ -1,0 +1,1 @@
+"""Files, batches and logs of answers on disk."""

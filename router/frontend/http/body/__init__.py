@@ -1,0 +1,1 @@
+"""Reading of bodies: compression, fields, and media."""

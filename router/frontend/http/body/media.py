@@ -1,0 +1,155 @@
+"""Pictures, sounds and videos in bodies of HTTP APIs.
+
+A body's media become those of its request in order of appearance. So each is named by its place in this order.
+"""
+
+import base64
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cluster.errors import InvalidRequest
+from protos import inference_pb2 as pb
+from router.admission.arrivals import Arrival
+from router.frontend.http.body.fields import Fields, shown
+from router.frontend.http.caller import Caller
+from router.models.media import sources_in
+from router.validation import MEDIA_KINDS, check_url
+
+PIECE_CHARS = 256 << 10
+"""Characters of base64 that are decoded at a time; a multiple of 4."""
+EARLIER = "previous_response_id"
+"""Field that brings the media of earlier turns."""
+
+
+@dataclass(slots=True)
+class GivenMedium:
+    """One medium of a body."""
+
+    path: str
+    """Field of the body that names it."""
+    file_id: str = ""
+    """File of the files API that has its content, which is still to be read; empty: the content is there."""
+
+
+Given = list[GivenMedium]
+
+
+class MediaFiles(Protocol):
+    """Files that bodies may name instead of sending them."""
+
+    async def load(
+        self, request: pb.GenerateRequest, media: Sequence[GivenMedium], caller: Caller, arrival: Arrival
+    ) -> None:
+        """Read the files that the request's last media name.
+
+        Raises ServiceError naming the body's field.
+        """
+
+
+def read_url(fields: Fields, name: str, kind: str, url: Any, media: Given) -> pb.Media:
+    """Read a medium that is given as a URL; the content of a data: URL is decoded.
+
+    Raises InvalidRequest.
+    """
+    if not isinstance(url, str) or not url:
+        raise fields.refuse(name, f"must be a url, not {shown(url)}")
+    media.append(GivenMedium(fields.path(name)))
+    if url[:5].lower() != "data:":
+        check_url(url, fields.path(name))
+        return pb.Media(kind=kind, url=url)
+    head, comma, content = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise fields.refuse(name, f"must begin with data:TYPE;base64, not with {shown(head[:40])}")
+    return pb.Media(kind=kind, data=_decoded(fields, name, content))
+
+
+def read_data(fields: Fields, name: str, kind: str, media: Given) -> pb.Media:
+    """Read a medium that is given as a base64 text.
+
+    Raises InvalidRequest.
+    """
+    content = fields.text(name, required=True)
+    media.append(GivenMedium(fields.path(name)))
+    return pb.Media(kind=kind, data=_decoded(fields, name, content))
+
+
+def read_file(fields: Fields, name: str, kind: str, media: Given) -> pb.Media:
+    """Read a medium that is given as the id of a file; `kind` empty: the file's name tells it.
+
+    Raises InvalidRequest.
+    """
+    file_id = fields.text(name, required=True)
+    if not file_id:
+        raise fields.refuse(name, "is empty")
+    media.append(GivenMedium(fields.path(name), file_id))
+    return pb.Media(kind=kind)
+
+
+def read_document(fields: Fields, media: Given) -> pb.Media:
+    """Read a part that has a file as `file_id`, `file_url` or a data: URL in `file_data`.
+
+    Raises InvalidRequest, also for a type that is no picture, sound or video.
+    """
+    fields.take("filename")
+    if fields.given("file_id"):
+        return read_file(fields, "file_id", "", media)
+    name = "file_url" if fields.given("file_url") else "file_data"
+    url = fields.text(name, required=True)
+    kind = url[:64].lower().removeprefix("data:").partition("/")[0] if name == "file_data" else "image"
+    if kind not in MEDIA_KINDS:
+        raise fields.refuse(name, "must be data:image/...;base64, or of audio or video: no other files can be read")
+    return read_url(fields, name, kind, url, media)
+
+
+def set_content(message: pb.ChatMessage, parts: Sequence[str | pb.Media]) -> None:
+    """Set a message's parts; where all of them are texts they are its content."""
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        message.content = "".join(texts)
+        return
+    for part in parts:
+        if isinstance(part, str):
+            message.parts.add(text=part)
+        else:
+            message.parts.add(media=part)
+
+
+def media_names(messages: Sequence[pb.ChatMessage], media: Sequence[GivenMedium]) -> dict[str, str]:
+    """Return the body's fields of messages' media, by our fields; media of earlier turns come first."""
+    sources = list(sources_in(messages))
+    paths = [EARLIER] * (len(sources) - len(media)) + [each.path for each in media]
+    names = {source.field: path for source, path in zip(sources, paths, strict=True)}
+    return names | {"media": paths[0]} if paths else names
+
+
+@contextmanager
+def named_media(messages: Sequence[pb.ChatMessage], media: Sequence[GivenMedium]) -> Iterator[None]:
+    """Run a block whose InvalidRequest errors name the body's fields of media.
+
+    Raises InvalidRequest for a medium that is a file.
+    """
+    for each in media:
+        if each.file_id:
+            raise InvalidRequest(each.path, "files cannot be counted: send the content")
+    try:
+        yield
+    except InvalidRequest as error:
+        if (path := media_names(messages, media).get(error.field)) is None:
+            raise
+        raise InvalidRequest(path, error.message) from None
+
+
+def _decoded(fields: Fields, name: str, content: str) -> bytes:
+    """Decode base64 piece by piece: a whole file would keep all other threads waiting."""
+    if not content:
+        raise fields.refuse(name, "is empty")
+    padding = content.find("=")
+    if len(content) % 4 or 0 <= padding < len(content) - 2:
+        raise fields.refuse(name, "is not base64, or incomplete")
+    try:
+        starts = range(0, len(content), PIECE_CHARS)
+        return b"".join(base64.b64decode(content[start : start + PIECE_CHARS], validate=True) for start in starts)
+    except ValueError:
+        raise fields.refuse(name, "is not base64") from None

@@ -1,0 +1,1 @@
+"""The Responses API: bodies, answers, and stored conversations."""

@@ -1,0 +1,1 @@
+"""Grammars of structured output, and their check in a process that may die of it."""

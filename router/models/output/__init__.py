@@ -1,0 +1,1 @@
+"""A model's output: reasoning, tool calls, and texts of tokens."""

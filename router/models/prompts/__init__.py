@@ -1,0 +1,1 @@
+"""Prompts in a model's tokens: chat templates and tokenisation."""

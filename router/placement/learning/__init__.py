@@ -1,0 +1,1 @@
+"""Lessons from receipts: speeds, lengths of outputs, and the quality of predictions."""

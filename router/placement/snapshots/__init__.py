@@ -1,0 +1,1 @@
+"""Inputs of a decision as they were, in memory and as JSON."""

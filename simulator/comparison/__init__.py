@@ -1,0 +1,1 @@
+"""Comparison of clusters by one trace: replay, results, advice and display."""

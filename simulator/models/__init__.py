@@ -1,0 +1,1 @@
+"""Shapes of models: layers, weights, and the KV of a sequence."""

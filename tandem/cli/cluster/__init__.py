@@ -1,0 +1,1 @@
+"""Commands that start a cluster, and change a running one."""

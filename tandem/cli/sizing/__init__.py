@@ -1,0 +1,1 @@
+"""Commands that size a cluster, and that measure one."""
