@@ -15,7 +15,7 @@ from google.protobuf.text_format import MessageToString
 from cluster.errors import Forbidden, InvalidRequest, Unavailable
 from engine.config import WorkerConfig
 from engine.messages.to_engine import CorruptReads
-from engine.process.engine_client import EngineClient
+from engine.process.front.engine_client import EngineClient
 from engine.worker.lender_streams import LenderStreams
 from protos import membership_pb2 as pb
 

@@ -16,8 +16,8 @@ from cluster.rpc import Server
 from cluster.tls import member_of
 from engine.config import WorkerConfig
 from engine.messages.from_engine import FromEngine, NodeLinked, StartFailed
-from engine.process.child_engine import ChildEngine
-from engine.process.engine_client import EngineListener
+from engine.process.front.child_engine import ChildEngine
+from engine.process.front.engine_client import EngineListener
 from engine.process.spec import EngineSpec
 from engine.worker.model_files import with_local_files
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from cluster.loop_watch import loop_time
-from engine.process.engine_client import EngineClient
+from engine.process.front.engine_client import EngineClient
 
 HEARTBEAT_S = 0.12
 QUIET_AFTER_S = 0.3

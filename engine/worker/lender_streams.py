@@ -14,7 +14,7 @@ from engine.block_keys import pack_tokens
 from engine.media.item_messages import item_messages
 from engine.media.items import Item, begun_items
 from engine.messages.from_engine import CloseLoan, OpenLoan, ReleaseLoan
-from engine.process.engine_client import EngineClient
+from engine.process.front.engine_client import EngineClient
 from engine.worker.loan_stream import Loan, LoanStream
 from protos import lend_pb2 as pb
 

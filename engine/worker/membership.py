@@ -20,7 +20,7 @@ from cluster.rpc import channel
 from cluster.tls import TlsIdentity
 from engine.messages.from_engine import CacheChanged, Load
 from engine.messages.to_engine import TakeSnapshot
-from engine.process.engine_client import EngineClient
+from engine.process.front.engine_client import EngineClient
 from engine.worker.router_streams import RouterStreams, end_of
 from engine.worker.worker_events import cache_events, load_report, messages_of, parts_of, summary
 from protos import membership_pb2 as pb

@@ -15,7 +15,7 @@ from cluster.roles import ON_WIRE, Role
 from engine.config import WorkerConfig
 from engine.core_types import GpuDevice
 from engine.messages.to_engine import SetBudget
-from engine.process.engine_client import EngineClient
+from engine.process.front.engine_client import EngineClient
 from engine.settings import step_budget
 from engine.worker.membership import Memberships
 

@@ -25,8 +25,8 @@ from engine.config import WorkerConfig
 from engine.messages.from_engine import Ready
 from engine.messages.to_engine import DrainGroup
 from engine.model.model_dir import ModelDir
-from engine.process.child_engine import ChildEngine
-from engine.process.engine_client import EngineClient, EngineHost
+from engine.process.front.child_engine import ChildEngine
+from engine.process.front.engine_client import EngineClient, EngineHost
 from engine.process.spec import EngineSpec
 from engine.worker.faults import Faults
 from engine.worker.introductions import Introductions

@@ -14,8 +14,8 @@ from cluster.rpc import channel
 from engine.config import WorkerConfig
 from engine.messages.from_engine import CacheChanged, CacheInspected, Load
 from engine.messages.to_engine import InspectCache, TakeSnapshot
-from engine.process.engine_client import EngineClient
-from engine.process.local_engine import LocalEngine
+from engine.process.front.engine_client import EngineClient
+from engine.process.front.local_engine import LocalEngine
 from engine.process.spec import EngineSpec
 from engine.worker.introductions import MEET_S, Introductions
 from engine.worker.lender_streams import LenderStreams

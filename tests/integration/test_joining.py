@@ -12,7 +12,7 @@ import pytest
 from cluster.discovery import StaticDiscovery
 from cluster.error_status import to_status
 from cluster.errors import AlreadyExists
-from engine.process.engine_client import EngineClient
+from engine.process.front.engine_client import EngineClient
 from engine.worker import membership as joining
 from engine.worker.membership import Memberships
 from protos import membership_pb2 as pb

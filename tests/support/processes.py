@@ -150,14 +150,14 @@ def children_running(pid: int, module: str) -> list[int]:
 
 def engine_of(role: RoleProcess) -> int:
     """The engine process behind a worker's front."""
-    programs = ("engine.process.engine_process", "engine.process.vllm_process")
+    programs = ("engine.process.engine_process", "engine.process.vllm.process")
     (engine,) = [pid for program in programs for pid in children_running(role.pid, program)]
     return engine
 
 
 def ranks_of(engine: int) -> list[int]:
     """Processes of an engine's ranks besides the engine process itself: followers, or all of vLLM's workers."""
-    programs = ("engine.process.follower_process", "spawn_main", "VLLM::Worker")
+    programs = ("engine.process.ranks.follower_process", "spawn_main", "VLLM::Worker")
     return [pid for program in programs for pid in children_running(engine, program)]
 
 

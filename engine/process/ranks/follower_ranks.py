@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config import WorkerConfig
-from engine.process.ranks import PartLink, Ranks, shut_down
+from engine.process.ranks.ranks import PartLink, Ranks, shut_down
 from engine.process.spec import EngineSpec, RankSpec
 from engine.tensor_parallel.runner import FollowingRank
 from engine.tensor_parallel.shared_memory import SharedMemory
@@ -104,7 +104,7 @@ def _start_process(memory: int) -> tuple["subprocess.Popen[bytes]", Connection, 
     pairs = [socket.socketpair() for _ in range(2)]
     theirs = [*(other.fileno() for _, other in pairs), memory]
     process = subprocess.Popen(
-        [sys.executable, "-m", "cluster.launch", "engine.process.follower_process", *map(str, theirs)],
+        [sys.executable, "-m", "cluster.launch", "engine.process.ranks.follower_process", *map(str, theirs)],
         pass_fds=theirs,
         stdin=subprocess.DEVNULL,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},

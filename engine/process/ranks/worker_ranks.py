@@ -1,8 +1,8 @@
 """Ranks of a vLLM engine: the worker processes of vLLM's own executor, which have all of the engine's KV memory.
 
-Some of them may run on other nodes (`engine/process/nodes.py`). vLLM starts these processes and runs their steps. Each
+Some of them may run on other nodes (`nodes.py`). vLLM starts these processes and runs their steps. Each
 connects back to the engine process before it makes its worker, and is told its settings
-(`engine/process/vllm_worker.py`). Once its KV memory is allocated, a thread in it serves its part of every block.
+(`engine/process/vllm/worker.py`). Once its KV memory is allocated, a thread in it serves its part of every block.
 Reads, copies and fingerprints so wait for no step.
 """
 
@@ -21,8 +21,8 @@ from pathlib import Path
 
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError, RankLost
-from engine.process.nodes import SILENCE_S, Nodes
-from engine.process.ranks import DistantLink, PartLink, Ranks
+from engine.process.ranks.nodes import SILENCE_S, Nodes
+from engine.process.ranks.ranks import DistantLink, PartLink, Ranks
 from engine.process.spec import EngineSpec, RankSpec
 from engine.tensor_parallel.messages import Joined
 

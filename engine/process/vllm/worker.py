@@ -31,12 +31,12 @@ from engine.backends.vllm.stages import Stage, StagePool
 from engine.errors import EngineStartError
 from engine.host.cpu_affinity import stay_on
 from engine.lending.block_reads import LocalRank
-from engine.process.nodes import RankHello, address_of, connect_to, key_of
+from engine.process.ranks.nodes import RankHello, address_of, connect_to, key_of
+from engine.process.ranks.worker_ranks import ADDRESS
 from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import become_child, own_transport
-from engine.process.vllm_node import NODE_SPEC
-from engine.process.vllm_start import why_not_started
-from engine.process.worker_ranks import ADDRESS
+from engine.process.vllm.node import NODE_SPEC
+from engine.process.vllm.start import why_not_started
 from engine.tensor_parallel.messages import Joined, NotJoined
 from engine.tensor_parallel.part_copies import PartCopies
 from engine.tensor_parallel.part_service import EngineLink, serve_part

@@ -13,7 +13,7 @@ from typing import IO
 
 from cluster.process_tree import descendants
 from engine.messages.to_engine import ToEngine
-from engine.process.engine_client import EngineHost, EngineListener
+from engine.process.front.engine_client import EngineHost, EngineListener
 from engine.process.message_socket import MessageSocket
 from engine.process.spec import EngineSpec
 

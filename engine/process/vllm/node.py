@@ -1,7 +1,8 @@
-"""The engine process of a node above 0: `python -m cluster.launch engine.process.vllm_node FD`.
+"""The engine process of a node above 0: `python -m cluster.launch engine.process.vllm.node FD`.
 
-It runs vLLM's executor for the ranks of its host, which node 0's engine drives (`engine/process/nodes.py`). It waits
-for node 0, starts the ranks together with it, and ends with it or with any of them; its front then starts another one.
+It runs vLLM's executor for the ranks of its host, which node 0's engine drives (`engine/process/ranks/nodes.py`). It
+waits for node 0, starts the ranks together with it, and ends with it or with any of them; its front then starts another
+one.
 """
 
 import logging
@@ -20,9 +21,9 @@ from engine.errors import EngineStartError
 from engine.messages.from_engine import NodeLinked, StartFailed
 from engine.process.front_link import FrontLink, receive_spec
 from engine.process.message_socket import MessageSocket
-from engine.process.nodes import NodeLink, wait_for_name
+from engine.process.ranks.nodes import NodeLink, wait_for_name
 from engine.process.start_up import become_child, prepare
-from engine.process.vllm_start import configure_vllm, prepare_vllm
+from engine.process.vllm.start import configure_vllm, prepare_vllm
 
 log = logging.getLogger(__name__)
 

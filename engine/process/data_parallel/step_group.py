@@ -29,7 +29,7 @@ from engine.config import WorkerConfig
 from engine.errors import EngineStartError
 from engine.messages.from_engine import FromEngine, GroupDrains
 from engine.messages.to_engine import DrainGroup, ToEngine
-from engine.process.lockstep import Grants, Lockstep
+from engine.process.data_parallel.lockstep import Grants, Lockstep
 
 log = logging.getLogger(__name__)
 

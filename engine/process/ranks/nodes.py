@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
 from engine.kv.store.opening import secret_of
-from engine.process.ranks import shut_down
+from engine.process.ranks.ranks import shut_down
 from engine.tensor_parallel.messages import HEARTBEAT_S
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The engine process of a vLLM worker: `python -m cluster.launch engine.process.vllm_process FD`.
+"""The engine process of a vLLM worker: `python -m cluster.launch engine.process.vllm.process FD`.
 
 It runs in vLLM's own environment, where Tandem is installed without its dependencies.
 `engine/process/engine_loop.py` has its loop. vLLM's batches overlap as in its own `step_with_batch_queue`: the next one
@@ -27,15 +27,15 @@ from engine.messages.from_engine import FromEngine
 from engine.model.model_dir import ModelDir
 from engine.process.assembly import limits_of
 from engine.process.compute_thread import ComputeThread
+from engine.process.data_parallel.step_group import StepGroup
 from engine.process.engine_loop import OpenedEngine, Steps, run_engine
 from engine.process.fast_path_socket import open_fast_path_socket
 from engine.process.front_link import FrontLink
+from engine.process.ranks.worker_ranks import WorkerRanks
 from engine.process.spec import EngineSpec
 from engine.process.start_up import own_transport
-from engine.process.step_group import StepGroup
-from engine.process.vllm_start import StartedVllm, prepare_vllm, start_vllm, why_not_started
+from engine.process.vllm.start import StartedVllm, prepare_vllm, start_vllm, why_not_started
 from engine.process.warm_up import WarmUp, turn_of
-from engine.process.worker_ranks import WorkerRanks
 from engine.sampling.grammar_gate import GrammarGate
 
 if TYPE_CHECKING:

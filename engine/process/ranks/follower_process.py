@@ -1,4 +1,4 @@
-"""A torch follower: `python -m cluster.launch engine.process.follower_process READS_FD STEPS_FD MEMORY_FD`.
+"""A torch follower: `python -m cluster.launch engine.process.ranks.follower_process READS_FD STEPS_FD MEMORY_FD`.
 
 Two threads, as in rank 0. The main thread performs reads into this rank's part of the pool; the other loads this rank's
 shard of the model and computes the steps. The process ends with rank 0: by the closed sockets, or at once by the

@@ -12,7 +12,7 @@ from engine.core_types import Chunk
 from engine.messages.from_engine import FromEngine
 from engine.messages.to_engine import ToEngine
 from engine.process.assembly import IDLE_TURN_S, open_core
-from engine.process.engine_client import EngineHost, EngineListener
+from engine.process.front.engine_client import EngineHost, EngineListener
 from engine.process.spec import EngineSpec
 from kvtransfer.local import LocalNetwork, LocalTransport
 

@@ -19,10 +19,10 @@ from engine.media.encoder import encoder_fingerprint
 from engine.model.adapters import Adapter, read_adapters
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelInfo
-from engine.process.nodes import facts_of, interface_of, own_address
+from engine.process.data_parallel.step_group import StepGroup
+from engine.process.ranks.nodes import facts_of, interface_of, own_address
+from engine.process.ranks.worker_ranks import WorkerRanks
 from engine.process.spec import LOCAL_RANK
-from engine.process.step_group import StepGroup
-from engine.process.worker_ranks import WorkerRanks
 from engine.settings import max_step_tokens
 from kvtransfer.ranks import ALL, RankGrid
 
