@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from engine.backends.torch.block_bytes import BlockBytes
-from engine.backends.torch.fingerprint import TensorFingerprints
+from engine.backends.torch.kv.block_bytes import BlockBytes
+from engine.backends.torch.kv.fingerprint import TensorFingerprints
 from engine.backends.vllm.stages import HEADS, LAYERS, Stage
 from engine.errors import EngineStartError
 from engine.host.memory import pool_memory

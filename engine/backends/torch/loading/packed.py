@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from engine.backends.torch.quantised import QuantisedLinear
+from engine.backends.torch.loading.quantised import QuantisedLinear
 from engine.errors import ModelRefused
 
 log = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
-from engine.backends.torch.lora import merge_lora
-from engine.backends.torch.packed import PackedScheme, load_packed, packed_scheme
-from engine.backends.torch.probe import Call, layers_of
-from engine.backends.torch.quantised import quantise_linears
+from engine.backends.torch.loading.lora import merge_lora
+from engine.backends.torch.loading.packed import PackedScheme, load_packed, packed_scheme
+from engine.backends.torch.loading.probe import Call, layers_of
+from engine.backends.torch.loading.quantised import quantise_linears
+from engine.backends.torch.loading.sharding import load_shard
 from engine.backends.torch.ranks import RankGroup
-from engine.backends.torch.sharding import load_shard
 from engine.errors import EngineStartError, ModelRefused
 from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.model.embedding import is_embedding_model

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from engine.backends.torch.device import read_back, staged
-from engine.backends.torch.drawing import draw
-from engine.backends.torch.logit_edits import adjusted
+from engine.backends.torch.sampling.drawing import draw
+from engine.backends.torch.sampling.logit_edits import adjusted
 from engine.core_types import (
     AnyPlace,
     Chunk,
