@@ -27,8 +27,8 @@ from engine.settings import max_step_tokens
 from kvtransfer.ranks import ALL, RankGrid
 
 if TYPE_CHECKING:
-    from engine.backends.vllm.groups import KvGroups
-    from engine.backends.vllm.kv_memory import KvMemory
+    from engine.backends.vllm.kv.groups import KvGroups
+    from engine.backends.vllm.kv.memory import KvMemory
 
 log = logging.getLogger(__name__)
 
@@ -103,13 +103,13 @@ def start_vllm(
     from vllm.v1.executor import Executor
 
     from engine.backends.vllm.connector import offered, offered_memory
-    from engine.backends.vllm.speculation import draft_weights
+    from engine.backends.vllm.sampling.speculation import draft_weights
 
     sampling_class: Any
     if is_native:
-        from engine.backends.vllm.native_sampling import NativeSampling as sampling_class  # noqa: N813
+        from engine.backends.vllm.sampling.native_sampling import NativeSampling as sampling_class  # noqa: N813
     else:
-        from engine.backends.vllm.keyed_sampling import KeyedSampling as sampling_class  # noqa: N813
+        from engine.backends.vllm.sampling.keyed_sampling import KeyedSampling as sampling_class  # noqa: N813
     if ranks is not None:
         ranks.gather_nodes(configured.facts)
     if group is not None:
@@ -214,7 +214,7 @@ def configure_vllm(config: WorkerConfig, role: Role) -> ConfiguredVllm:
     if not on_cpu:
         arguments.setdefault("gpu_memory_utilization", _gpu_share(config))
     arguments["skip_tokenizer_init"] = not model_dir.has_tokenizer
-    from engine.backends.vllm.speculation import set_up_speculation
+    from engine.backends.vllm.sampling.speculation import set_up_speculation
 
     vllm_config = _engine_config(config, role, arguments, adapters)
     if config.pipeline_parallel > 1 and not vllm_config.use_v2_model_runner:
@@ -228,7 +228,7 @@ def configure_vllm(config: WorkerConfig, role: Role) -> ConfiguredVllm:
         vllm_config.ec_transfer_config = consumer()
     os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
     if not (is_native := bool(vllm_config.use_v2_model_runner)):
-        from engine.backends.vllm.keyed_sampling import TandemSampling
+        from engine.backends.vllm.sampling.keyed_sampling import TandemSampling
 
         vllm_config.model_config.logits_processors = [TandemSampling]
         vllm_config.scheduler_config.async_scheduling = False
@@ -242,8 +242,8 @@ def _memory_of(engine: Any, vllm_config: Any, ranks: WorkerRanks, groups: "KvGro
 
     Raises EngineStartError or RankLost.
     """
-    from engine.backends.vllm.kv_memory import RankedKvMemory, VllmLayout
-    from engine.backends.vllm.stages import Stage, stages_of
+    from engine.backends.vllm.kv.memory import RankedKvMemory, VllmLayout
+    from engine.backends.vllm.kv.stages import Stage, stages_of
 
     stages: list[Stage | None] = [None]
     attention: set[str] = set()
@@ -390,7 +390,7 @@ def _groups(engine: Any, config: WorkerConfig, parts: int) -> "KvGroups":
 
     Raises EngineStartError for another block size than the worker's, unless the model's recurrent states decide it.
     """
-    from engine.backends.vllm.groups import KvGroups
+    from engine.backends.vllm.kv.groups import KvGroups
 
     kv_config = engine.scheduler.kv_cache_config
     scheduler = engine.scheduler

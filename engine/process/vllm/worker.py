@@ -25,9 +25,9 @@ from cluster.garbage_collection import spare_the_started
 from cluster.logs import set_up
 from engine.backends.vllm.connector import offered, offered_memory, offered_pool
 from engine.backends.vllm.environment import quiet_vllm
-from engine.backends.vllm.kv_memory import VllmKvMemory
-from engine.backends.vllm.speculation import COUPLED
-from engine.backends.vllm.stages import Stage, StagePool
+from engine.backends.vllm.kv.memory import VllmKvMemory
+from engine.backends.vllm.kv.stages import Stage, StagePool
+from engine.backends.vllm.sampling.speculation import COUPLED
 from engine.errors import EngineStartError
 from engine.host.cpu_affinity import stay_on
 from engine.lending.block_reads import LocalRank
@@ -80,7 +80,7 @@ class _Part:
             os._exit(1)  # the engine process ended before this one was its child
         quiet_vllm()
         if COUPLED in os.environ:
-            from engine.backends.vllm.verification import couple_verification
+            from engine.backends.vllm.sampling.verification import couple_verification
 
             couple_verification()
         rank = re.fullmatch(r"VllmWorker-(\d+)", multiprocessing.current_process().name)

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from vllm.v1.core.block_pool import BlockPool as VllmPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
-from engine.backends.vllm.boundaries import Boundaries, announced, withdrawn
-from engine.backends.vllm.groups import KvGroups
+from engine.backends.vllm.kv.boundaries import Boundaries, announced, withdrawn
+from engine.backends.vllm.kv.groups import KvGroups
 from engine.block_keys import BlockKey
 from engine.kv.block_pool import BlockPool, CacheEvent, NamedPlace, Removed, Stored
 from engine.kv.course import GroupBlock

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.vllm.block_pool import GroupPlace, VllmBlockPool
-from engine.backends.vllm.boundaries import StoredBoundaries
-from engine.backends.vllm.groups import GroupCourse, KvGroups
-from engine.backends.vllm.kv_memory import KvMemory
+from engine.backends.vllm.kv.block_pool import GroupPlace, VllmBlockPool
+from engine.backends.vllm.kv.boundaries import StoredBoundaries
+from engine.backends.vllm.kv.groups import GroupCourse, KvGroups
+from engine.backends.vllm.kv.memory import KvMemory
 from engine.block_keys import BlockKey
 from engine.core_types import Sequence
 from engine.kv.block_pool import CacheEvent, NamedPlace

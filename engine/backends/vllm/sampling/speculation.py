@@ -36,7 +36,7 @@ def set_up_speculation(vllm_config: Any) -> None:
     # With it vLLM computes the last cached block again, because the KV of its last token in draft layers was made with
     # a guess of the next token. A lender's job knows that token, and coupled verification gives equal tokens anyway.
     wanted.disable_eagle_block_drop = True
-    from engine.backends.vllm.verification import couple_verification
+    from engine.backends.vllm.sampling.verification import couple_verification
 
     couple_verification()
     os.environ[COUPLED] = "1"

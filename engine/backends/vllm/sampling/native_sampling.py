@@ -21,7 +21,7 @@ from vllm.v1.request import Request
 from vllm.v1.worker.gpu.sample.logit_bias import MAX_NUM_LOGIT_BIAS_TOKENS, MAX_NUM_STOP_TOKEN_IDS
 
 from engine.backends.torch.sampling.sampler import NO_NUMBERS
-from engine.backends.vllm.sampling import FILLS, Sampling, ends_of, scores_wanted
+from engine.backends.vllm.sampling.sampling import FILLS, Sampling, ends_of, scores_wanted
 from engine.core_types import (
     RequestFailure,
     SampleResult,

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from engine.backends.torch.kv.block_bytes import BlockBytes
 from engine.backends.torch.kv.fingerprint import TensorFingerprints
-from engine.backends.vllm.stages import HEADS, LAYERS, Stage
+from engine.backends.vllm.kv.stages import HEADS, LAYERS, Stage
 from engine.errors import EngineStartError
 from engine.host.memory import pool_memory
 from engine.kv.layout import KV_FORMAT, KvLayout
@@ -25,7 +25,7 @@ from kvtransfer.ranks import ALL, MAX_PLANES, BlockPart, RankGrid, Share
 from kvtransfer.transport import AnyPool, DevicePool, Pool
 
 if TYPE_CHECKING:
-    from engine.backends.vllm.groups import KvGroups
+    from engine.backends.vllm.kv.groups import KvGroups
 
 
 class LayerPlace(NamedTuple):
