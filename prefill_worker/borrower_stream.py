@@ -8,7 +8,7 @@ from cluster.errors import InvalidRequest, ServiceError, Unavailable
 from cluster.logs import of
 from cluster.waker import Waker
 from engine.process.front.engine_client import EngineClient
-from engine.worker.heartbeat import Heartbeat
+from engine.worker.front.heartbeat import Heartbeat
 from prefill_worker.loan import Loan
 from protos import lend_pb2 as pb
 

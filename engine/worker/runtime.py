@@ -28,16 +28,16 @@ from engine.model.model_dir import ModelDir
 from engine.process.front.child_engine import ChildEngine
 from engine.process.front.engine_client import EngineClient, EngineHost
 from engine.process.spec import EngineSpec
-from engine.worker.faults import Faults
-from engine.worker.introductions import Introductions
-from engine.worker.item_fetches import ItemFetches
-from engine.worker.lender_streams import LenderStreams
-from engine.worker.membership import NAME_TAKEN_S, Memberships
+from engine.worker.front.faults import Faults
+from engine.worker.front.introductions import Introductions
+from engine.worker.front.item_fetches import ItemFetches
+from engine.worker.front.lender_streams import LenderStreams
+from engine.worker.front.membership import NAME_TAKEN_S, Memberships
+from engine.worker.front.role_switch import RoleSwitch
+from engine.worker.front.router_streams import RouterStreams
+from engine.worker.front.worker_service import WorkerService
 from engine.worker.metrics import register
 from engine.worker.model_files import weights_source, with_local_files
-from engine.worker.role_switch import RoleSwitch
-from engine.worker.router_streams import RouterStreams
-from engine.worker.worker_service import WorkerService
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from protos.lend_pb2 import Holder

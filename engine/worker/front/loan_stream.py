@@ -17,7 +17,7 @@ from cluster.rpc import MAX_MESSAGE_BYTES
 from cluster.waker import Waker
 from engine.messages.to_engine import LenderSilent, LoanBlocks, LoanFailed, LoanStarted, ToEngine
 from engine.process.front.engine_client import EngineClient
-from engine.worker.heartbeat import Heartbeat
+from engine.worker.front.heartbeat import Heartbeat
 from protos import lend_pb2 as pb
 from protos import lend_pb2_grpc as pb_grpc
 

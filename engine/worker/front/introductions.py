@@ -16,7 +16,7 @@ from cluster.error_status import from_rpc_error
 from cluster.errors import Incompatible, ServiceError
 from engine.messages.from_engine import Ready
 from engine.process.front.engine_client import EngineClient
-from engine.worker.lender_streams import LenderStreams
+from engine.worker.front.lender_streams import LenderStreams
 from protos import lend_pb2 as pb
 from protos import lend_pb2_grpc as pb_grpc
 

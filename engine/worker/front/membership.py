@@ -21,8 +21,8 @@ from cluster.tls import TlsIdentity
 from engine.messages.from_engine import CacheChanged, Load
 from engine.messages.to_engine import TakeSnapshot
 from engine.process.front.engine_client import EngineClient
-from engine.worker.router_streams import RouterStreams, end_of
-from engine.worker.worker_events import cache_events, load_report, messages_of, parts_of, summary
+from engine.worker.front.router_streams import RouterStreams, end_of
+from engine.worker.front.worker_events import cache_events, load_report, messages_of, parts_of, summary
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from protos.lend_pb2 import Holder

@@ -15,7 +15,7 @@ from engine.media.item_messages import item_messages
 from engine.media.items import Item, begun_items
 from engine.messages.from_engine import CloseLoan, OpenLoan, ReleaseLoan
 from engine.process.front.engine_client import EngineClient
-from engine.worker.loan_stream import Loan, LoanStream
+from engine.worker.front.loan_stream import Loan, LoanStream
 from protos import lend_pb2 as pb
 
 CUT_OFF = "the lender is cut off from this worker, in a drill"

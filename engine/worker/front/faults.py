@@ -16,7 +16,7 @@ from cluster.errors import Forbidden, InvalidRequest, Unavailable
 from engine.config import WorkerConfig
 from engine.messages.to_engine import CorruptReads
 from engine.process.front.engine_client import EngineClient
-from engine.worker.lender_streams import LenderStreams
+from engine.worker.front.lender_streams import LenderStreams
 from protos import membership_pb2 as pb
 
 log = logging.getLogger(__name__)
