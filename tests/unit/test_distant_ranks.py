@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.lending.block_reads import LocalRank
+from engine.lending.reads.block_reads import LocalRank
 from engine.process.ranks.ranks import DistantLink
 from engine.tensor_parallel.gathering import GatheredBlocks
 from engine.tensor_parallel.messages import Joined

@@ -26,9 +26,9 @@ from engine.backends.vllm.submitted import Full, Submissions, Submitted
 from engine.core.loan_host import EngineParts, Input, LoanHost
 from engine.core_types import Sequence
 from engine.kv.store.shared_store import SharedStore
-from engine.lending.block_reads import LocalRank
 from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.loan import BorrowRequest
+from engine.lending.reads.block_reads import LocalRank
 from engine.messages.to_engine import ItemsFetched
 from engine.model_runner import ModelInfo
 from kvtransfer.ranks import join_endpoints, with_planes, with_stages

@@ -20,7 +20,7 @@ from cluster.garbage_collection import spare_the_started
 from cluster.logs import set_up
 from engine.engine_kind import runner_kind_of
 from engine.errors import EngineStartError
-from engine.lending.block_reads import LocalRank
+from engine.lending.reads.block_reads import LocalRank
 from engine.process.spec import RankSpec
 from engine.process.start_up import become_child, own_transport, prepare
 from engine.tensor_parallel.messages import Joined, NotJoined

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError, RankLost
 from engine.kv.rows import Place
-from engine.lending.block_reads import MAX_PEERS, OnQuiet, RemoteRank
+from engine.lending.reads.block_reads import MAX_PEERS, OnQuiet, RemoteRank
 from engine.tensor_parallel.gathering import FingerprintingRank
 from engine.tensor_parallel.messages import (
     Answer,

@@ -30,7 +30,7 @@ from engine.backends.vllm.kv.stages import Stage, StagePool
 from engine.backends.vllm.sampling.speculation import COUPLED
 from engine.errors import EngineStartError
 from engine.host.cpu_affinity import stay_on
-from engine.lending.block_reads import LocalRank
+from engine.lending.reads.block_reads import LocalRank
 from engine.process.ranks.nodes import RankHello, address_of, connect_to, key_of
 from engine.process.ranks.worker_ranks import ADDRESS
 from engine.process.spec import EngineSpec, RankSpec

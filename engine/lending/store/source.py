@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from engine.block_keys import BlockKey
 from engine.kv.store.shared_store import Fetched, SharedStore
-from engine.lending.block_reads import LocalRank, RankRead, ReadProgress, RemoteRank
 from engine.lending.borrower import Announced
+from engine.lending.reads.block_reads import LocalRank, RankRead, ReadProgress, RemoteRank
 from engine.lending.sources import LoanSource, RankCopies, RankQuiet, WriteBlock
 
 FETCHES_AHEAD = 3

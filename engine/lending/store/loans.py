@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import STORE
 from engine.kv.store.shared_store import Fetched
-from engine.lending.block_reads import LocalRank, ReadProgress, RemoteRank
 from engine.lending.borrower import Event, Failed, Shortened, Started
 from engine.lending.loan import BorrowRequest, Loan, Posted, StoreFetched, StoreFound
+from engine.lending.reads.block_reads import LocalRank, ReadProgress, RemoteRank
 from engine.lending.sources import LoanSource
-from engine.lending.store_source import StoreSource
+from engine.lending.store.source import StoreSource
 
 STORE_SILENCE_S = 1.0
 """Shortest silence of the store, in seconds, after which a loan gives it up."""

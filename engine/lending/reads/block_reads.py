@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.kv.rows import Place
-from engine.lending.corruption import Corruption
-from engine.lending.verification import Arrival, BatchVerifier, Entries, entries_of
+from engine.lending.reads.corruption import Corruption
+from engine.lending.reads.verification import Arrival, BatchVerifier, Entries, entries_of
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.fingerprint import Folding
 from kvtransfer.ranks import BlockPart, part_spans, parts_of, split_endpoint, without_planes, without_stages
