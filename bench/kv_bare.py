@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from cluster.rpc import Server
 from engine.host.memory import huge_memory, pool_memory
-from kvtransfer.nixl_agent import make_agent
 from kvtransfer.registry import open_transport
 from kvtransfer.transport import MAX_POSTED_BYTES, READ_BYTES, Pool, Span
+from kvtransfer.ucx.nixl_agent import make_agent
 
 HOP = "/bare/Hop"
 

@@ -32,8 +32,8 @@ from engine.model.model_dir import ModelDir
 from kvtransfer.errors import EndpointMismatch, TransportUnavailable
 from kvtransfer.fingerprint import PlaneFingerprints, fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
-from kvtransfer.nixl_agent import FORMAT, Endpoint, Memory, parse_endpoint
 from kvtransfer.transport import DevicePool, Pool
+from kvtransfer.ucx.nixl_agent import FORMAT, Endpoint, Memory, parse_endpoint
 from support.fake_flashinfer import FakeFlashinfer
 
 CPU = torch.device("cpu")

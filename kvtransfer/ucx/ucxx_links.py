@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.fair_queue import FairQueue
-from kvtransfer.strict_lanes import StrictLanes
 from kvtransfer.transport import Peer, Read, Span
-from kvtransfer.ucx_lanes import LaneLog
-from kvtransfer.ucxx_control import Control, start_connecting
-from kvtransfer.ucxx_end import Memory, Ucx, UcxEnd
-from kvtransfer.ucxx_wire import (
+from kvtransfer.ucx.lanes import LaneLog
+from kvtransfer.ucx.strict_lanes import StrictLanes
+from kvtransfer.ucx.ucxx_control import Control, start_connecting
+from kvtransfer.ucx.ucxx_end import Memory, Ucx, UcxEnd
+from kvtransfer.ucx.ucxx_wire import (
     INDEX_BITS,
     MAX_BODY_BYTES,
     MAX_GREETING_BYTES,

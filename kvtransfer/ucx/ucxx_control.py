@@ -8,7 +8,7 @@ import contextlib
 import socket
 
 from kvtransfer.errors import PeerGone
-from kvtransfer.ucxx_wire import FrameReader, Kind, pack_frame
+from kvtransfer.ucx.ucxx_wire import FrameReader, Kind, pack_frame
 
 RECEIVE_BYTES = 1 << 16
 SILENCE_MS = 10_000

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import TypeVar
 
-from kvtransfer.topology import VARIABLE, Gpu, Host, Nic, Place, net_devices
+from kvtransfer.hardware.topology import VARIABLE, Gpu, Host, Nic, Place, net_devices
 
 T = TypeVar("T")
 SYS = Path("/sys")

@@ -10,9 +10,9 @@ from typing import Any
 from kvtransfer.cross_memory import Attached
 from kvtransfer.fair_queue import FairQueue
 from kvtransfer.fingerprint import Folding
-from kvtransfer.nixl_agent import Memory
 from kvtransfer.transport import Found, Peer, Read, Span
-from kvtransfer.ucx_lanes import LaneLog
+from kvtransfer.ucx.lanes import LaneLog
+from kvtransfer.ucx.nixl_agent import Memory
 
 
 class NixlPeer(Peer):
