@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import uvloop
 
-from cluster.rpc import Server, channel
+from cluster.network.rpc import Server, channel
 
 REQUEST_BYTES = 320
 WANT_BYTES = 400

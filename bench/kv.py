@@ -27,7 +27,7 @@ from bench.models import qwen2_half_b, sim_model
 from bench.namespaces import Namespace
 from bench.report import OUT, Bar, Parts, conclude
 from bench.workers import Workers
-from cluster.rpc import channel
+from cluster.network.rpc import channel
 from kvtransfer.transport import MAX_POSTED_BYTES
 from protos import inference_pb2 as pb
 

@@ -22,7 +22,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.rpc import Server
+from cluster.network.rpc import Server
 from engine.host.memory import huge_memory, pool_memory
 from kvtransfer.registry import open_transport
 from kvtransfer.transport import MAX_POSTED_BYTES, READ_BYTES, Pool, Span

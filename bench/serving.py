@@ -26,8 +26,8 @@ from rich.table import Table
 from bench.chain import NUM_TOKENS, REQUEST_BYTES, STEP_S, WAITED
 from bench.models import sim_model
 from bench.report import Bar, conclude, percentile
-from cluster.process_tree import children
-from cluster.rpc import channel
+from cluster.network.rpc import channel
+from cluster.process.tree import children
 from protos import inference_pb2 as pb
 from tandem.cli.demo import LORE, SUBJECTS
 from tandem.client import Client

@@ -10,7 +10,7 @@ from typing import Any, Self
 import grpc
 
 from bench.namespaces import Namespace
-from cluster.rpc import Server, channel
+from cluster.network.rpc import Server, channel
 from engine.block_keys import pack_tokens
 from engine.config import WorkerConfig
 from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc

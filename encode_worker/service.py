@@ -6,11 +6,11 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
-from cluster.drain import Drain
-from cluster.error_status import end_call
 from cluster.errors import Draining, Incompatible, InvalidRequest, ServiceError
 from cluster.logs import request_id
-from cluster.rpc import Channels
+from cluster.network.error_status import end_call
+from cluster.network.rpc import Channels
+from cluster.process.drain import Drain
 from encode_worker.child_encoder import ChildEncoder
 from engine.media.encoder import Embeddings
 from engine.media.item_messages import read_items

@@ -12,7 +12,7 @@ import grpc
 import uvloop
 
 from bench.chain import Ticks
-from cluster.rpc import Server, channel
+from cluster.network.rpc import Server, channel
 
 METHOD = "/bare/Generate"
 TOKEN = b"t" * 12

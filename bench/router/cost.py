@@ -24,7 +24,7 @@ from rich.progress import track
 from bench.compare.http_wire import HttpClient
 from bench.report import Bar, conclude
 from bench.router.site import cpu_seconds, first_line, process
-from cluster.rpc import channel
+from cluster.network.rpc import channel
 from protos import inference_pb2 as pb
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from bench.report import Bar
 from bench.router.bare_streams import METHOD, NUM_TOKENS, REQUEST, STEP_S
 from bench.router.site import Site, bare, cpu_seconds, sim_site
 from bench.serving import peak_memory_mib
-from cluster.rpc import channel
+from cluster.network.rpc import channel
 from protos import inference_pb2 as pb
 
 STREAMS = 5000

@@ -18,7 +18,7 @@ from bench.namespaces import Namespace
 from bench.serving import children
 from bench.vllm.pair import VllmPair
 from bench.workers import Workers
-from cluster.rpc import channel
+from cluster.network.rpc import channel
 from kvtransfer.memory_file import SECRET_BYTES
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc

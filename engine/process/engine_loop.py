@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from cluster.garbage_collection import spare_the_started
 from cluster.logs import set_up
+from cluster.process.garbage_collection import spare_the_started
 from engine.core.loan_host import LoanHost
 from engine.errors import EngineStartError, RankLost
 from engine.messages.from_engine import Ready, StartFailed

@@ -9,18 +9,18 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from cluster.discovery import Discovery
-from cluster.drain import Drain
+from cluster.discovery.discovery import Discovery
+from cluster.discovery.open_discovery import open_discovery
 from cluster.errors import Draining, TandemError
-from cluster.frame_stream import FrameServer
-from cluster.loop_watch import watch_loop
 from cluster.metrics import MetricsServer, new_registry
-from cluster.open_discovery import open_discovery
-from cluster.process import Addresses
-from cluster.protocol import PROTOCOL
+from cluster.network.frame_stream import FrameServer
+from cluster.network.protocol import PROTOCOL
+from cluster.network.rpc import Server
+from cluster.network.tls import MemberIdentity, member_of
+from cluster.process.drain import Drain
+from cluster.process.life import Addresses
+from cluster.process.loop_watch import watch_loop
 from cluster.roles import ON_WIRE, Role
-from cluster.rpc import Server
-from cluster.tls import MemberIdentity, member_of
 from engine.config import WorkerConfig
 from engine.messages.from_engine import Ready
 from engine.messages.to_engine import DrainGroup

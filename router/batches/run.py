@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster import logs
-from cluster.drain import Drain
 from cluster.errors import ServiceError
 from cluster.fair_turns import FairTurns
+from cluster.process.drain import Drain
 from router.batches.answer_log import AnswerLog, Tally, encoded, tally_of
 from router.batches.batch_store import BatchFolder
 from router.batches.claims import Claim

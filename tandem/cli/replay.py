@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from cluster.garbage_collection import spare_the_started
+from cluster.process.garbage_collection import spare_the_started
 from simulator.advice import Comparison, Sample, check_seeds, sample, settle
 from simulator.cluster import Failure, FleetMaker
 from simulator.decision_log import LoggedFleet

@@ -14,7 +14,7 @@ from pydantic import Field, NonNegativeInt
 from cluster.config import Config
 from cluster.errors import StartError, TandemError
 from cluster.logs import set_up
-from cluster.process import run_role
+from cluster.process.life import run_role
 from cluster.roles import Role
 from cluster.settings import LogSettings
 from decode_worker.program import add_services

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.rpc import channel
+from cluster.network.rpc import channel
 from engine.config import WorkerConfig
 from engine.messages.from_engine import CacheChanged, CacheInspected, Load
 from engine.messages.to_engine import InspectCache, TakeSnapshot

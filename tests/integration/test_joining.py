@@ -9,9 +9,9 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from cluster.discovery import StaticDiscovery
-from cluster.error_status import to_status
+from cluster.discovery.discovery import StaticDiscovery
 from cluster.errors import AlreadyExists
+from cluster.network.error_status import to_status
 from engine.process.front.engine_client import EngineClient
 from engine.worker.front import membership as joining
 from engine.worker.front.membership import Memberships

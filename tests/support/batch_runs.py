@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from cluster.drain import Drain
 from cluster.errors import Overloaded, Unavailable
 from cluster.fair_turns import FairTurns
+from cluster.process.drain import Drain
 from router.batches.batch_store import BatchFolder, BatchStore
 from router.batches.claims import Claim
 from router.batches.disk import Disk

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from bench.namespaces import Namespace, Namespaces
-from cluster.process_tree import children, descendants
+from cluster.process.tree import children, descendants
 
 ROOT = Path(__file__).parent.parent.parent
 BIN = Path(sys.executable).parent

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import Overloaded
-from cluster.rpc import MAX_MESSAGE_BYTES
+from cluster.network.rpc import MAX_MESSAGE_BYTES
 from engine.messages.from_engine import LendReady
 from engine.messages.to_engine import LenderSilent, LoanBlocks, LoanFailed, LoanStarted
 from engine.worker.front.heartbeat import QUIET_AFTER_S

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import IO
 
-from cluster.process_tree import descendants
+from cluster.process.tree import descendants
 from engine.messages.to_engine import ToEngine
 from engine.process.front.engine_client import EngineHost, EngineListener
 from engine.process.message_socket import MessageSocket

@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.garbage_collection import spare_the_started
 from cluster.logs import set_up
+from cluster.process.garbage_collection import spare_the_started
 from engine.engine_kind import runner_kind_of
 from engine.errors import EngineStartError
 from engine.lending.reads.block_reads import LocalRank

@@ -21,8 +21,8 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from cluster.garbage_collection import spare_the_started
 from cluster.logs import set_up
+from cluster.process.garbage_collection import spare_the_started
 from engine.backends.vllm.connector import offered, offered_memory, offered_pool
 from engine.backends.vllm.environment import quiet_vllm
 from engine.backends.vllm.kv.memory import VllmKvMemory

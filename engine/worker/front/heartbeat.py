@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from cluster.loop_watch import loop_time
+from cluster.process.loop_watch import loop_time
 from engine.process.front.engine_client import EngineClient
 
 HEARTBEAT_S = 0.12

@@ -12,8 +12,8 @@ from functools import partial
 
 import grpc
 
-from cluster.error_status import from_rpc_error
 from cluster.errors import Incompatible, ServiceError
+from cluster.network.error_status import from_rpc_error
 from engine.messages.from_engine import Ready
 from engine.process.front.engine_client import EngineClient
 from engine.worker.front.lender_streams import LenderStreams

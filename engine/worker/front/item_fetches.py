@@ -11,10 +11,10 @@ from typing import Protocol
 
 import grpc
 
-from cluster.error_status import from_rpc_error
 from cluster.errors import ServiceError
-from cluster.rpc import Channels
-from cluster.tls import TlsIdentity
+from cluster.network.error_status import from_rpc_error
+from cluster.network.rpc import Channels
+from cluster.network.tls import TlsIdentity
 from engine.media.encoder import Embeddings
 from engine.media.item_messages import item_messages
 from engine.media.items import Item

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from cluster.rpc import Channels
-from cluster.tls import TlsIdentity
+from cluster.network.rpc import Channels
+from cluster.network.tls import TlsIdentity
 from engine.block_keys import pack_tokens
 from engine.media.item_messages import item_messages
 from engine.media.items import Item, begun_items

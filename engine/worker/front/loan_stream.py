@@ -11,9 +11,9 @@ from typing import NamedTuple
 import grpc
 from google.rpc import status_pb2
 
-from cluster.error_status import from_proto, from_rpc_error
 from cluster.logs import of
-from cluster.rpc import MAX_MESSAGE_BYTES
+from cluster.network.error_status import from_proto, from_rpc_error
+from cluster.network.rpc import MAX_MESSAGE_BYTES
 from cluster.waker import Waker
 from engine.messages.to_engine import LenderSilent, LoanBlocks, LoanFailed, LoanStarted, ToEngine
 from engine.process.front.engine_client import EngineClient

@@ -11,13 +11,13 @@ from itertools import chain
 
 import grpc
 
-from cluster.discovery import Discovery, Roster
-from cluster.error_status import from_rpc_error
+from cluster.discovery.discovery import Discovery, Roster
 from cluster.errors import AlreadyExists, Incompatible, ServiceError, TandemError
-from cluster.frame_stream import FrameStream
-from cluster.protocol import WORKER_EVENTS
-from cluster.rpc import channel
-from cluster.tls import TlsIdentity
+from cluster.network.error_status import from_rpc_error
+from cluster.network.frame_stream import FrameStream
+from cluster.network.protocol import WORKER_EVENTS
+from cluster.network.rpc import channel
+from cluster.network.tls import TlsIdentity
 from engine.messages.from_engine import CacheChanged, Load
 from engine.messages.to_engine import TakeSnapshot
 from engine.process.front.engine_client import EngineClient

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable
 
 from cluster.errors import InvalidRequest, ServiceError, Unavailable
-from cluster.frame_stream import FrameStream
-from cluster.protocol import DECODE_FRAMES
+from cluster.network.frame_stream import FrameStream
+from cluster.network.protocol import DECODE_FRAMES
 from protos import membership_pb2 as pb
 
 OPENED_S = 3.5

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from cluster.error_status import to_status
 from cluster.errors import InvalidRequest, ServiceError
+from cluster.network.error_status import to_status
 from cluster.roles import ON_WIRE
 from engine.messages.from_engine import Ready
 from engine.messages.to_engine import CacheDrop

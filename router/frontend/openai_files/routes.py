@@ -14,8 +14,8 @@ from urllib.parse import quote
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from cluster.drain import Drain
 from cluster.errors import Draining, InvalidRequest, NotConfigured, ServiceError, Unavailable
+from cluster.process.drain import Drain
 from router.admission.arrivals import Arrivals
 from router.batches.batch_store import BatchFolder
 from router.batches.file_store import StoredFile

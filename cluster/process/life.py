@@ -12,8 +12,8 @@ from typing import Protocol
 import uvloop
 
 from cluster.errors import TandemError
-from cluster.garbage_collection import spare_the_started
-from cluster.loop_watch import excuse_standstill
+from cluster.process.garbage_collection import spare_the_started
+from cluster.process.loop_watch import excuse_standstill
 
 
 @dataclass(frozen=True, slots=True)

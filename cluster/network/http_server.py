@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 
 from cluster.errors import StartError, TandemError
-from cluster.tls import Credentials
+from cluster.network.tls import Credentials
 
 BACKLOG = 2048
 SEND_BUFFER = 256 << 10

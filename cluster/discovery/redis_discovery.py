@@ -12,9 +12,9 @@ import random
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 
-from cluster.discovery import Discovery, RouterEntry
+from cluster.discovery.discovery import Discovery, RouterEntry
 from cluster.errors import StartError
-from cluster.redis_link import RedisAway, RedisFailure, RedisLink, RedisRefused
+from cluster.network.redis_link import RedisAway, RedisFailure, RedisLink, RedisRefused
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from cluster.discovery import Discovery, StaticDiscovery
+from cluster.discovery.discovery import Discovery, StaticDiscovery
 
 
 def open_discovery(redis_url: str, cluster_name: str, addresses: Iterable[str] = ()) -> Discovery:
@@ -10,6 +10,6 @@ def open_discovery(redis_url: str, cluster_name: str, addresses: Iterable[str] =
     if not redis_url:
         return StaticDiscovery(addresses)
     # Imported here because the Redis client costs a fifth of a worker's start.
-    from cluster.redis_discovery import RedisDiscovery
+    from cluster.discovery.redis_discovery import RedisDiscovery
 
     return RedisDiscovery(redis_url, cluster_name)

@@ -13,11 +13,11 @@ from typing import Final, cast
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
-from cluster.error_status import from_proto, to_proto
 from cluster.errors import InvalidRequest, ServiceError, StartError, Unavailable
-from cluster.loop_watch import loop_time
-from cluster.rpc import MAX_MESSAGE_BYTES, bind_reason
-from cluster.tls import Credentials, MemberIdentity
+from cluster.network.error_status import from_proto, to_proto
+from cluster.network.rpc import MAX_MESSAGE_BYTES, bind_reason
+from cluster.network.tls import Credentials, MemberIdentity
+from cluster.process.loop_watch import loop_time
 
 BEAT, OPEN, END = 0, 1, 2
 FIRST_KIND: Final = 16

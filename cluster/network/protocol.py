@@ -5,6 +5,6 @@ PROTOCOL = 4
 their own version, and pair only workers that they accepted."""
 
 DECODE_FRAMES = 16
-"""Frames of a router's stream to a worker (cluster/frame_stream.py) with a RouterFrame there, or a DecodeFrame back."""
+"""Frames of a router's stream to a worker (`frame_stream.py`) with a RouterFrame there, or a DecodeFrame back."""
 WORKER_EVENTS = 17
 """Frames of the same stream with a WorkerMessage to the router."""
