@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import uvloop
 
-from bench.chain import Ticks
+from bench.bare.chain import Ticks
 from cluster.network.rpc import Server, channel
 
 METHOD = "/bare/Generate"

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from bench.namespaces import Namespace, Namespaces, missing
+from bench.support.namespaces import Namespace, Namespaces, missing
 from cluster.errors import StartError
 from cluster.process.tree import descendants
 from engine.config import WorkerConfig

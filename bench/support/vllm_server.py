@@ -13,7 +13,7 @@ from typing import Self
 
 import aiohttp
 
-from bench.namespaces import Namespace
+from bench.support.namespaces import Namespace
 
 PORT = 8797
 START_TIMEOUT_S = 600.0

@@ -6,8 +6,8 @@
                           ──▶ release, half-close
     ◀───────── ◀───────── one message per token
 
-Every hop is a process of its own: `python -m bench.chain ROLE [NEXT ADDRESS]` prints its address. The role `workers` is
-decode and lender in one process, at the decode worker's address.
+Every hop is a process of its own: `python -m bench.bare.chain ROLE [NEXT ADDRESS]` prints its address. The role
+`workers` is decode and lender in one process, at the decode worker's address.
 """
 
 import asyncio

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import grpc
 
-from bench.namespaces import Namespace
+from bench.support.namespaces import Namespace
 from cluster.network.rpc import Server, channel
 from engine.block_keys import pack_tokens
 from engine.config import WorkerConfig

@@ -1,6 +1,6 @@
 """References for the KV path: NIXL alone, memcpy alone, and one gRPC hop with no logic.
 
-`python -m bench.kv_bare ROLE CORE ...` is one process, pinned to a core, that answers lines of JSON on standard input:
+`python -m bench.bare.kv ROLE CORE ...` is one process, pinned to a core, that answers lines of JSON on standard input:
 
     lender NAME BYTES      memory to read from; prints {"metadata", "base"}
     reader NAME BYTES      {"metadata", "base"} once, then {"spans": [[local, remote, length], ...]} -> {"seconds"}
