@@ -26,10 +26,10 @@ from rich.console import Console
 
 from bench.models import qwen2_half_b, weight_bytes
 from bench.pool_waste import measure_waste
-from bench.report import OUT, Bar, conclude, percentile
 from bench.serving import peak_memory_mib
-from bench.vllm_server import VllmServer
-from cluster.process_tree import children
+from bench.support.report import OUT, Bar, conclude, percentile
+from bench.support.vllm_server import VllmServer
+from cluster.process.tree import children
 from protos import inference_pb2 as pb
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster

@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.report import OUT
+from bench.support.report import OUT
 from bench.vllm.sides import Setting, plain
 from bench.vllm.streams import Load
 from engine.backends.vllm.arguments import vllm_python

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bench import gpu_pair
 from bench.models import LLAMA_8B, llama_8b
-from bench.report import Bar, Parts, conclude
+from bench.support.report import Bar, Parts, conclude
 from engine.backends.torch.runner import TorchRunner
 from engine.core_types import Chunk, SamplingParams, Sequence
 from engine.model.quantization import QuantizationConfig

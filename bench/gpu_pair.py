@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.models import LLAMA_8B, SMALL_LLAMA, llama
-from bench.report import Bar
 from bench.serving import Sample, stream
+from bench.support.report import Bar
 from protos import inference_pb2 as pb
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster

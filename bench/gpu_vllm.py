@@ -30,7 +30,7 @@ from rich.console import Console
 
 from bench import gpu_pair
 from bench.models import LLAMAS, kv_bytes_per_token, weight_bytes
-from bench.report import OUT, Bar, Parts, conclude, save
+from bench.support.report import OUT, Bar, Parts, conclude, save
 from bench.vllm.sides import Limits, Loads, Setting, bars_of, compare, end_on_sigterm
 from bench.vllm.streams import Load
 from bench.vllm.transfer import timed_loans

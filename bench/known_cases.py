@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from bench.traces import CONVERSATION, TICK_S
+from bench.support.traces import CONVERSATION, TICK_S
 from engine.backends.sim.timing import StepTiming
 from simulator.calibration import Calibration
 from simulator.comparison.replay import Setup

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from bench.known_cases import CASES, Case, with_whole_prompts
-from bench.report import Bar, conclude
+from bench.support.report import Bar, conclude
 from simulator.comparison.advice import MARGIN
 from simulator.comparison.replay import Scenario, Setup, bill, replay
 from simulator.plan.aggregated import AggregatedPlan

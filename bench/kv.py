@@ -22,12 +22,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
-from bench.kv_bare import HOP
+from bench.bare.kv import HOP
 from bench.models import qwen2_half_b, sim_model
-from bench.namespaces import Namespace
-from bench.report import OUT, Bar, Parts, conclude
-from bench.workers import Workers
-from cluster.rpc import channel
+from bench.support.namespaces import Namespace
+from bench.support.report import OUT, Bar, Parts, conclude
+from bench.support.workers import Workers
+from cluster.network.rpc import channel
 from kvtransfer.transport import MAX_POSTED_BYTES
 from protos import inference_pb2 as pb
 
@@ -101,7 +101,7 @@ async def start_bare(
     entered: Callable[[list[str]], list[str]] = list,
 ) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
     process = await asyncio.create_subprocess_exec(
-        *entered([sys.executable, "-m", "bench.kv_bare", role, str(core), *arguments]),
+        *entered([sys.executable, "-m", "bench.bare.kv", role, str(core), *arguments]),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=1 << 20,

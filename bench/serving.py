@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn, track
 from rich.table import Table
 
-from bench.chain import NUM_TOKENS, REQUEST_BYTES, STEP_S, WAITED
+from bench.bare.chain import NUM_TOKENS, REQUEST_BYTES, STEP_S, WAITED
 from bench.models import sim_model
-from bench.report import Bar, conclude, percentile
-from cluster.process_tree import children
-from cluster.rpc import channel
+from bench.support.report import Bar, conclude, percentile
+from cluster.network.rpc import channel
+from cluster.process.tree import children
 from protos import inference_pb2 as pb
 from tandem.cli.cluster.demo import LORE, SUBJECTS
 from tandem.client import Client
@@ -212,7 +212,7 @@ async def bare_chain() -> AsyncIterator[Any]:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "bench.chain",
+                "bench.bare.chain",
                 role,
                 address,
                 stdin=asyncio.subprocess.PIPE,

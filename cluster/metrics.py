@@ -7,9 +7,9 @@ docs/metrics.md lists all.
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_asgi_app
 
 from cluster.errors import StartError
-from cluster.http_server import HttpServer
+from cluster.network.http_server import HttpServer
+from cluster.network.tls import Credentials, File
 from cluster.settings import MetricsSettings
-from cluster.tls import Credentials, File
 
 LATENCY_S = (
     *(

@@ -11,8 +11,8 @@ from decode_worker.output_stream import OutputStream
 from decode_worker.placed_request import check_request, engine_request, lead_tokens
 from engine.media.item_messages import read_items
 from engine.messages.to_engine import Cancel
-from engine.process.engine_client import EngineMessage
-from engine.worker.lender_streams import Borrowing, LoanChain
+from engine.process.front.engine_client import EngineMessage
+from engine.worker.front.lender_streams import Borrowing, LoanChain
 from engine.worker.runtime import WorkerContext
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb

@@ -5,7 +5,7 @@ from typing import Any
 
 from cluster.errors import StartError
 from cluster.logs import set_up
-from cluster.process import run_role
+from cluster.process.life import run_role
 from decode_worker.service import add_decode_service
 from engine.config import WorkerConfig
 from engine.worker.headless import start_headless

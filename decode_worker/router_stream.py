@@ -8,11 +8,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from cluster.error_status import to_proto
 from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
-from cluster.frame_stream import FrameStream
 from cluster.logs import of
-from cluster.protocol import DECODE_FRAMES
+from cluster.network.error_status import to_proto
+from cluster.network.frame_stream import FrameStream
+from cluster.network.protocol import DECODE_FRAMES
 from cluster.waker import Waker
 from decode_worker.decode_attempt import DecodeAttempt
 from protos import decode_pb2 as pb

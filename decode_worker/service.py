@@ -9,9 +9,9 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from tokenizers import Tokenizer
 
-from cluster.error_status import to_status
 from cluster.errors import InvalidRequest, ServiceError
-from cluster.frame_stream import FrameStream
+from cluster.network.error_status import to_status
+from cluster.network.frame_stream import FrameStream
 from decode_worker.decode_attempt import DecodeAttempt
 from decode_worker.router_stream import RouterStream, serve_router
 from engine.model.detokenizer import load_tokenizer

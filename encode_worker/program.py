@@ -4,13 +4,13 @@ import logging
 import sys
 from contextlib import AsyncExitStack
 
-from cluster.drain import Drain
 from cluster.errors import StartError
 from cluster.logs import set_up
 from cluster.metrics import MetricsServer, new_registry
-from cluster.process import Addresses, SignalledRole, run_role
-from cluster.rpc import Channels, Server
-from cluster.tls import member_of
+from cluster.network.rpc import Channels, Server
+from cluster.network.tls import member_of
+from cluster.process.drain import Drain
+from cluster.process.life import Addresses, SignalledRole, run_role
 from encode_worker.child_encoder import ChildEncoder
 from encode_worker.config import EncoderConfig
 from encode_worker.metrics import EncodeCollector

@@ -6,16 +6,16 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
-from cluster.drain import Drain
-from cluster.error_status import end_call
 from cluster.errors import Draining, Incompatible, InvalidRequest, ServiceError
 from cluster.logs import request_id
-from cluster.rpc import Channels
+from cluster.network.error_status import end_call
+from cluster.network.rpc import Channels
+from cluster.process.drain import Drain
 from encode_worker.child_encoder import ChildEncoder
 from engine.media.encoder import Embeddings
 from engine.media.item_messages import read_items
 from engine.media.items import IDENTIFIER_BYTES, Item
-from engine.worker.item_fetches import fetch_blobs
+from engine.worker.front.item_fetches import fetch_blobs
 from protos import encode_pb2 as pb
 from protos import encode_pb2_grpc as pb_grpc
 

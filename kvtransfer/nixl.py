@@ -20,9 +20,6 @@ from typing import Any
 from kvtransfer.cross_memory import Attached, FilePool, attach, own_address, prepare
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError, TransportUnavailable
 from kvtransfer.fingerprint import Folding
-from kvtransfer.nixl_agent import Endpoint, Memory, make_agent, module, parse_endpoint
-from kvtransfer.nixl_lane import Drop, Job, Lane, NixlPeer, Posted
-from kvtransfer.strict_lanes import StrictLanes
 from kvtransfer.transport import (
     AnyPool,
     DevicePool,
@@ -34,7 +31,10 @@ from kvtransfer.transport import (
     check_spans,
     max_blocks_per_read,
 )
-from kvtransfer.ucx_lanes import process_lane_log
+from kvtransfer.ucx.lanes import process_lane_log
+from kvtransfer.ucx.nixl_agent import Endpoint, Memory, make_agent, module, parse_endpoint
+from kvtransfer.ucx.nixl_lane import Drop, Job, Lane, NixlPeer, Posted
+from kvtransfer.ucx.strict_lanes import StrictLanes
 
 CLOSED = "the transport was closed"
 SPIN_S = 200e-6

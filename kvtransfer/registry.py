@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.plugins import load_plugin, plugin_names
-from kvtransfer.strict_lanes import StrictLanes
 from kvtransfer.transport import Transport
+from kvtransfer.ucx.strict_lanes import StrictLanes
 
 GROUP = "tandem.transports"
 NIXL = "nixl"

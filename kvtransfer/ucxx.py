@@ -21,13 +21,13 @@ from concurrent.futures import Future
 from kvtransfer.errors import PeerGone, TransferError, TransportUnavailable
 from kvtransfer.fingerprint import Folding
 from kvtransfer.registry import TransportOptions
-from kvtransfer.strict_lanes import StrictLanes
 from kvtransfer.transport import AnyPool, DevicePool, Peer, Read, Span, Transport, check_spans
-from kvtransfer.ucx_lanes import process_lane_log
-from kvtransfer.ucxx_control import Control, open_listener
-from kvtransfer.ucxx_end import Memory, Ucx
-from kvtransfer.ucxx_links import BorrowLink, Job, LendLink, Link, UcxxPeer
-from kvtransfer.ucxx_wire import ID_BYTES, MAC_BYTES, MAX_GREETING_BYTES, MAX_SPANS, UcxxEndpoint
+from kvtransfer.ucx.lanes import process_lane_log
+from kvtransfer.ucx.strict_lanes import StrictLanes
+from kvtransfer.ucx.ucxx_control import Control, open_listener
+from kvtransfer.ucx.ucxx_end import Memory, Ucx
+from kvtransfer.ucx.ucxx_links import BorrowLink, Job, LendLink, Link, UcxxPeer
+from kvtransfer.ucx.ucxx_wire import ID_BYTES, MAC_BYTES, MAX_GREETING_BYTES, MAX_SPANS, UcxxEndpoint
 
 CLOSED = "the transport was closed"
 LANES_OF = "ucp_tag_send"

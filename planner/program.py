@@ -4,7 +4,7 @@ import sys
 
 from cluster.errors import StartError
 from cluster.logs import set_up
-from cluster.process import run_role
+from cluster.process.life import run_role
 from planner.runtime import PlannerConfig, start_planner
 
 

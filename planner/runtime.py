@@ -12,16 +12,16 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from pydantic import Field, PositiveFloat
 
-from cluster.discovery import Discovery, Roster
-from cluster.error_status import from_rpc_error
+from cluster.discovery.discovery import Discovery, Roster
+from cluster.discovery.open_discovery import open_discovery
 from cluster.errors import ServiceError, StartError, TandemError, Unavailable
 from cluster.metrics import MetricsServer, new_registry
-from cluster.open_discovery import open_discovery
-from cluster.process import Addresses
+from cluster.network.error_status import from_rpc_error
+from cluster.network.rpc import Server, channel
+from cluster.network.tls import TlsIdentity, member_of
+from cluster.process.life import Addresses
 from cluster.roles import ROLES, Role
-from cluster.rpc import Server, channel
 from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings
-from cluster.tls import TlsIdentity, member_of
 from planner.config import PolicyConfig
 from planner.executors.executor import Executor, ExecutorFailed, NoExecutor
 from planner.executors.kubernetes import KubernetesConfig, KubernetesExecutor

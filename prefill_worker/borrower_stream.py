@@ -3,12 +3,12 @@
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from cluster.error_status import to_proto
 from cluster.errors import InvalidRequest, ServiceError, Unavailable
 from cluster.logs import of
+from cluster.network.error_status import to_proto
 from cluster.waker import Waker
-from engine.process.engine_client import EngineClient
-from engine.worker.heartbeat import Heartbeat
+from engine.process.front.engine_client import EngineClient
+from engine.worker.front.heartbeat import Heartbeat
 from prefill_worker.loan import Loan
 from protos import lend_pb2 as pb
 

@@ -14,8 +14,8 @@ from engine.media.items import items_fault
 from engine.messages.from_engine import LendReady, LendRefused, LendStarting
 from engine.messages.to_engine import Lend, LendClosed, LendReleased, PlacementMark
 from engine.model.detokenizer import check_token_ids
-from engine.process.engine_client import EngineMessage
-from engine.worker.lender_streams import Borrowing, LoanChain
+from engine.process.front.engine_client import EngineMessage
+from engine.worker.front.lender_streams import Borrowing, LoanChain
 from engine.worker.runtime import WorkerContext
 from protos import lend_pb2 as pb
 

@@ -4,7 +4,7 @@ import sys
 
 from cluster.errors import StartError
 from cluster.logs import set_up
-from cluster.process import run_role
+from cluster.process.life import run_role
 from decode_worker.program import add_services
 from engine.config import WorkerConfig
 from engine.worker.headless import start_headless

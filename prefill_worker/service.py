@@ -7,8 +7,8 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from cluster.error_status import to_status
 from cluster.errors import InvalidRequest, ServiceError
+from cluster.network.error_status import to_status
 from engine.worker.runtime import WorkerContext
 from prefill_worker.borrower_stream import BorrowerStream
 from prefill_worker.loan import Loan

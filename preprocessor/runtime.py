@@ -5,11 +5,11 @@ import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from cluster.drain import Drain
 from cluster.metrics import MetricsServer, new_registry
-from cluster.process import Addresses, SignalledRole
-from cluster.rpc import MAX_MESSAGE_BYTES, Server
-from cluster.tls import member_of
+from cluster.network.rpc import MAX_MESSAGE_BYTES, Server
+from cluster.network.tls import member_of
+from cluster.process.drain import Drain
+from cluster.process.life import Addresses, SignalledRole
 from engine.model.hub import CONFIG_FILES, fetch_beside
 from preprocessor.blobs import BlobStore
 from preprocessor.children import Children

@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc
 
-from cluster.drain import Drain
-from cluster.error_status import end_call
 from cluster.errors import Draining, InvalidRequest, ServiceError, UnknownModel
 from cluster.fair_turns import FairTurns
 from cluster.logs import request_id
+from cluster.network.error_status import end_call
+from cluster.process.drain import Drain
 from engine.media.items import IDENTIFIER_BYTES
 from engine.media.processor import MediaInput, MediaKind
 from preprocessor.blobs import BlobStore, Lease

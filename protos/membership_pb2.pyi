@@ -681,7 +681,7 @@ class Hello(_message.Message):
     reserve_output_tokens: _builtins.int
     """Largest number of output tokens that a new request reserves blocks for. 0: all of max_tokens."""
     protocol: _builtins.int
-    """Protocol version of cluster/protocol.py: must equal the router's."""
+    """Protocol version of cluster/network/protocol.py: must equal the router's."""
     traffic_share: _builtins.float
     """Share of its model's requests for the workers that state this share. 0: all requests that the other workers do not
     take.
@@ -704,8 +704,8 @@ class Hello(_message.Message):
     """
     group_rank: _builtins.int
     stream_address: _builtins.str
-    """host:port at which a router opens its stream of requests and events (cluster/frame_stream.py); empty: the worker takes
-    both over gRPC.
+    """host:port at which a router opens its stream of requests and events (cluster/network/frame_stream.py); empty: the worker
+    takes both over gRPC.
     """
     reads_media: _builtins.bool
     """Whether it serves requests with items (items.proto) and lends their blocks."""

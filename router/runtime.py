@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-from cluster.discovery import Discovery, RouterEntry
-from cluster.drain import Drain
+from cluster.discovery.discovery import Discovery, RouterEntry
+from cluster.discovery.open_discovery import open_discovery
 from cluster.errors import StartError, TandemError
-from cluster.loop_watch import watch_loop
 from cluster.metrics import MetricsServer, new_registry
-from cluster.open_discovery import open_discovery
-from cluster.process import Addresses
-from cluster.rpc import Server
-from cluster.tls import Credentials, MemberIdentity
+from cluster.network.rpc import Server
+from cluster.network.tls import Credentials, MemberIdentity
+from cluster.process.drain import Drain
+from cluster.process.life import Addresses
+from cluster.process.loop_watch import watch_loop
 from protos import membership_pb2_grpc as pb_grpc
 from router.admission.arrivals import Arrivals
 from router.admission.dispatcher import Dispatcher

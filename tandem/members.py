@@ -6,10 +6,10 @@ from typing import Any
 
 import grpc
 
-from cluster.error_status import from_rpc_error
 from cluster.errors import Unavailable
-from cluster.rpc import channel
-from cluster.tls import TlsIdentity
+from cluster.network.error_status import from_rpc_error
+from cluster.network.rpc import channel
+from cluster.network.tls import TlsIdentity
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 

@@ -14,7 +14,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two teams o
     os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported, by whomever; `make gpu` says 0
 
-from cluster.rpc import channel
+from cluster.network.rpc import channel
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
 from support.fork_server import ForkServer

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from bench.clients.browser import browser_cells, free_port
 from bench.clients.load_tools import load_cells
-from bench.report import Bar, conclude
+from bench.support.report import Bar, conclude
 from preprocessor.config import PreprocessorConfig
 from tandem.local.local_cluster import LocalCluster, RoleProcess, start_role, stop_process
 from tandem.storyteller import STORYTELLER

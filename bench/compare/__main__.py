@@ -15,7 +15,7 @@ from rich.console import Console
 from bench.compare import load, partition, routers
 from bench.compare.systems import MODEL_NAME, Machine
 from bench.models import SMALL_LLAMA, cpu_dtype, llama
-from bench.report import OUT, Bar, Parts, conclude
+from bench.support.report import OUT, Bar, Parts, conclude
 from bench.vllm.faults import fault_bars, measure_faults
 
 PARTS = ("faults", "partition", "load", "routers")

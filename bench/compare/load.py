@@ -12,7 +12,7 @@ from rich.console import Console
 from bench.clients.load_tools import LOAD_BIN, run_tool
 from bench.compare.systems import MODEL_NAME, CannotRun, Machine, System, systems
 from bench.compare.workload import PROFILES, write_rows
-from bench.report import Bar
+from bench.support.report import Bar
 
 SHARES = (0.3, 0.6, 0.9)
 RUN_S = 10.0

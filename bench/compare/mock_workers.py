@@ -11,9 +11,9 @@ from pathlib import Path
 
 import uvloop
 
-from cluster.frame_stream import FrameServer, FrameStream
-from cluster.protocol import DECODE_FRAMES, PROTOCOL, WORKER_EVENTS
-from cluster.rpc import channel
+from cluster.network.frame_stream import FrameServer, FrameStream
+from cluster.network.protocol import DECODE_FRAMES, PROTOCOL, WORKER_EVENTS
+from cluster.network.rpc import channel
 from cluster.waker import Waker
 from engine.model.model_dir import ModelDir
 from protos import decode_pb2, membership_pb2, membership_pb2_grpc

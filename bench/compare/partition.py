@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.compare.systems import VLLM, CannotRun
-from bench.namespaces import Namespace, Namespaces, missing
+from bench.support.namespaces import Namespace, Namespaces, missing
 from bench.vllm.faults import OUTPUT, STOPPED_S, Outcome, Rounds
 from bench.vllm.faulty import Vllm
 

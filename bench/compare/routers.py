@@ -18,10 +18,10 @@ from rich.console import Console
 
 from bench.compare.http_wire import Answer, HttpClient
 from bench.compare.systems import DYNAMO, MODEL_NAME, ROUTERS, CannotRun
-from bench.report import Bar, percentile
 from bench.router.site import cpu_seconds, first_line, free_port, process
 from bench.serving import peak_memory_mib
-from cluster.process_tree import descendants
+from bench.support.report import Bar, percentile
+from cluster.process.tree import descendants
 from router.config import RouterConfig
 from tandem.local.local_cluster import start_role, stop_process
 

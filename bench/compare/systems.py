@@ -19,7 +19,7 @@ import aiohttp
 from bench.compare.workload import BLOCK_TOKENS
 from bench.router.site import cpu_seconds, free_port
 from cluster.errors import TandemError
-from cluster.process_tree import children, descendants
+from cluster.process.tree import children, descendants
 from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from bench.models import SMALL_LLAMA
-from bench.traces import CONVERSATION, TICK_S
+from bench.support.traces import CONVERSATION, TICK_S
 from simulator.traces.reading import Trace, Window
 
 BLOCK_TOKENS = 32

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from bench.neighbours.attacks import ATTACKS
-from bench.report import Bar, conclude, percentile
+from bench.support.report import Bar, conclude, percentile
 from preprocessor.config import PreprocessorConfig
 from protos import inference_pb2 as pb
 from router.security.api_keys import entry_for

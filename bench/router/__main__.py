@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.report import Bar, conclude
 from bench.router import added, decisions, streams
+from bench.support.report import Bar, conclude
 
 PARTS: dict[str, Callable[[Console], tuple[list[Bar], dict[str, Any]]]] = {
     "decisions": decisions.measure,

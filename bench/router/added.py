@@ -18,13 +18,13 @@ import uvloop
 from rich.console import Console
 from rich.progress import track
 
-from bench.chain import NUM_TOKENS, STEP_S
+from bench.bare.chain import NUM_TOKENS, STEP_S
 from bench.models import SIM_VOCAB
-from bench.report import Bar, of_rounds, percentile
 from bench.router.site import bare, sim_site
 from bench.serving import PROMPT_TOKENS, chain_added, computed_s
-from cluster.garbage_collection import spare_the_started
-from cluster.rpc import channel
+from bench.support.report import Bar, of_rounds, percentile
+from cluster.network.rpc import channel
+from cluster.process.garbage_collection import spare_the_started
 from protos import inference_pb2 as pb
 
 RATE = 200.0

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import uvloop
 
-from bench.chain import Ticks
-from cluster.rpc import Server, channel
+from bench.bare.chain import Ticks
+from cluster.network.rpc import Server, channel
 
 METHOD = "/bare/Generate"
 TOKEN = b"t" * 12

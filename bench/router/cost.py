@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.progress import track
 
 from bench.compare.http_wire import HttpClient
-from bench.report import Bar, conclude
 from bench.router.site import cpu_seconds, first_line, process
-from cluster.rpc import channel
+from bench.support.report import Bar, conclude
+from cluster.network.rpc import channel
 from protos import inference_pb2 as pb
 
 ROOT = Path(__file__).parents[2]

@@ -53,7 +53,7 @@ class Bare:
 
 
 @contextlib.asynccontextmanager
-async def bare(role: str, *arguments: str, module: str = "bench.chain") -> AsyncIterator[Bare]:
+async def bare(role: str, *arguments: str, module: str = "bench.bare.chain") -> AsyncIterator[Bare]:
     async with process(sys.executable, "-m", module, role, *arguments) as started:
         yield Bare(await first_line(started), started.pid)
 

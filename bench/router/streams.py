@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.progress import Progress, TaskID, TimeElapsedColumn
 
 from bench.models import SIM_VOCAB
-from bench.report import Bar
 from bench.router.bare_streams import METHOD, NUM_TOKENS, REQUEST, STEP_S
 from bench.router.site import Site, bare, cpu_seconds, sim_site
 from bench.serving import peak_memory_mib
-from cluster.rpc import channel
+from bench.support.report import Bar
+from cluster.network.rpc import channel
 from protos import inference_pb2 as pb
 
 STREAMS = 5000

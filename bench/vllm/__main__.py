@@ -15,7 +15,7 @@ import uvloop
 from rich.console import Console
 
 from bench.models import cpu_dtype, qwen2_half_b
-from bench.report import OUT, Bar, Parts, conclude, save
+from bench.support.report import OUT, Bar, Parts, conclude, save
 from bench.vllm.aggregated import aggregated_bars, compare_aggregated, compare_ranks
 from bench.vllm.compared import VLLM, compare_alone, compare_beside, compare_pairs
 from bench.vllm.faults import fault_bars, measure_faults

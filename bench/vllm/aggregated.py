@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.models import LLAMA_170M, cpu_dtype, llama
-from bench.report import OUT, Bar
+from bench.support.report import OUT, Bar
 from bench.vllm.compared import VLLM
 from bench.vllm.sides import Limits, Loads, Setting, bars_of, compare
 from tandem.storyteller import STORYTELLER

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from bench.engine import Generate, Tandem, batch, interference, long_prompt, request
-from bench.report import percentile
+from bench.support.report import percentile
+from bench.support.vllm_server import VllmServer
 from bench.vllm.pair import VllmPair
-from bench.vllm_server import VllmServer
 
 VLLM = Path(".venv-vllm")
 BLOCK = 32

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.report import Bar
+from bench.support.report import Bar
 from bench.vllm.compared import VLLM
 from bench.vllm.faulty import Side, Tandem, Vllm, settled
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import aiohttp
 
-from bench.namespaces import Namespace
 from bench.serving import children
+from bench.support.namespaces import Namespace
+from bench.support.workers import Workers
 from bench.vllm.pair import VllmPair
-from bench.workers import Workers
-from cluster.rpc import channel
+from cluster.network.rpc import channel
 from kvtransfer.memory_file import SECRET_BYTES
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc

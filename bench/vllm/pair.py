@@ -16,8 +16,8 @@ from typing import Any, Self
 
 import aiohttp
 
-from bench.namespaces import Namespace
-from bench.vllm_server import VllmServer
+from bench.support.namespaces import Namespace
+from bench.support.vllm_server import VllmServer
 
 PORTS = {"prefill": 8798, "decode": 8799}
 SIDE_PORTS = {"prefill": 5600, "decode": 5700}

@@ -21,10 +21,10 @@ from typing import Any, Self
 
 from rich.console import Console
 
-from bench.report import Bar, percentile
+from bench.support.report import Bar, percentile
+from bench.support.vllm_server import cpu_variables
 from bench.vllm.compared import BLOCK, quiet
 from bench.vllm.streams import SAMPLINGS, Load, Offered
-from bench.vllm_server import cpu_variables
 from tandem.local.local_cluster import LocalCluster
 from tandem.topology import Topology, plan_topology
 

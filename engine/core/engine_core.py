@@ -18,8 +18,8 @@ from engine.core_types import Chunk, SampleResult, Sequence, StepBudget
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.store.shared_store import SharedStore
 from engine.kv.tiers.tiers import Tiers
-from engine.lending.block_reads import LocalRank, RemoteRank
 from engine.lending.fast_path import FastPathLink
+from engine.lending.reads.block_reads import LocalRank, RemoteRank
 from engine.messages.from_engine import FromEngine
 from engine.model_runner import ModelRunner
 from engine.speculation.speculator import Speculator

@@ -17,13 +17,13 @@ from engine.core.load_reports import DraftCounts, LoadReporter, ReportSchedule
 from engine.core.request_table import RequestTable, TableParts
 from engine.core_types import StepBudget
 from engine.kv.kv_cache_manager import BlockMemory, KVCacheManager
-from engine.lending.block_reads import LocalRank, Rank, RemoteRank
 from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.connections import Connections
-from engine.lending.corruption import Corruption
 from engine.lending.fast_path import FastPath, FastPathLink
 from engine.lending.lender_manager import LenderManager
 from engine.lending.loan import ConnectionRead, Posted, ReadCompletion, StoreFetched, StoreFound, StoreRemoved
+from engine.lending.reads.block_reads import LocalRank, Rank, RemoteRank
+from engine.lending.reads.corruption import Corruption
 from engine.messages.from_engine import Audited, FromEngine, Ready
 from engine.messages.to_engine import (
     Audit,

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from cluster.process_tree import descendants
+from cluster.process.tree import descendants
 
 CGROUP = Path("/sys/fs/cgroup")
 """Root of the cgroup that a container sees as its own."""

@@ -2,7 +2,7 @@
 
 A *boundary* is a number of leading blocks of a chain after which a request can go on. With one KV group a boundary
 needs every block before it, so a course is the chain itself. With several groups (sliding windows, recurrent states)
-it needs all blocks of full attention, the last ones of each window, and one state; `engine/backends/vllm/groups.py`
+it needs all blocks of full attention, the last ones of each window, and one state; `engine/backends/vllm/kv/groups.py`
 knows which.
 """
 

@@ -14,7 +14,6 @@ from functools import partial
 from engine.core_types import Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import DISK, HOST, REMOTE, STORE
-from engine.lending.block_reads import LocalRank, Rank, ReadProgress, RemoteRank
 from engine.lending.borrower import (
     NONE_HELD,
     Abandon,
@@ -35,9 +34,10 @@ from engine.lending.borrower import (
 )
 from engine.lending.fast_path import FastPath, Word
 from engine.lending.loan import BorrowRequest, Loan, Posted, Quarantined, ReadCompletion
+from engine.lending.reads.block_reads import LocalRank, Rank, ReadProgress, RemoteRank
 from engine.lending.sources import LenderSource, LoanSource, TierSource
-from engine.lending.store_loans import StoreLoans
-from engine.lending.store_source import StoreSource
+from engine.lending.store.loans import StoreLoans
+from engine.lending.store.source import StoreSource
 from engine.messages.from_engine import FromEngine
 from engine.messages.to_engine import LenderSilent, LoanBlocks, LoanFailed, LoanStarted
 from kvtransfer.errors import TransferError

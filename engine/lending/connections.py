@@ -11,8 +11,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.kv.block_pool import BlockPool
-from engine.lending.block_reads import Rank
 from engine.lending.loan import ConnectionRead, Posted
+from engine.lending.reads.block_reads import Rank
 from engine.messages.from_engine import Connected, FromEngine
 from engine.messages.to_engine import Connect
 

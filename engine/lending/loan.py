@@ -7,8 +7,8 @@ from engine.block_keys import BlockKey
 from engine.core_types import Sequence
 from engine.kv.course import Course
 from engine.kv.store.shared_store import Fetched
-from engine.lending.block_reads import RankRead
 from engine.lending.borrower import Borrower
+from engine.lending.reads.block_reads import RankRead
 from engine.lending.sources import LoanSource
 from engine.messages.from_engine import CacheInspected, KvAccount
 

@@ -17,8 +17,8 @@ from engine.block_keys import BlockKey
 from engine.kv.rows import Place
 from engine.kv.tiers.tier_jobs import Held
 from engine.kv.tiers.tiers import Tiers
-from engine.lending.block_reads import LocalRank, Rank, RankRead, ReadProgress, ReadRun, RemoteRank
 from engine.lending.fast_path import Word
+from engine.lending.reads.block_reads import LocalRank, Rank, RankRead, ReadProgress, ReadRun, RemoteRank
 from engine.messages.from_engine import CloseLoan, FromEngine, OpenLoan, ReleaseLoan
 
 RELEASE_BYTES = 32 << 20

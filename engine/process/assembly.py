@@ -14,7 +14,7 @@ from engine.kv.tiers.tiers import TierConfig, Tiers
 from engine.lending.fast_path import FastPathLink
 from engine.messages.from_engine import FromEngine
 from engine.model_runner import ModelRunner
-from engine.process.follower_ranks import FollowerRanks
+from engine.process.ranks.follower_ranks import FollowerRanks
 from engine.process.spec import EngineSpec
 from engine.settings import step_budget
 from engine.speculation.speculator import NGRAM, DraftModelProposer, NgramProposer, Speculator

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from engine.process.ranks import Ranks
+from engine.process.ranks.ranks import Ranks
 
 Made = TypeVar("Made")
 STOP_S = 5.0

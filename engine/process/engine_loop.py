@@ -3,7 +3,7 @@
 One loop on the main thread handles messages, collects results, starts the next steps and sends answers. It never waits
 for a slow front (see `message_socket.py`) and never for a step. The process ends with its front: by the closed socket,
 or at once by the kernel when the front is killed. With several tensor-parallel ranks the others are its children, see
-`engine/process/ranks.py`.
+`engine/process/ranks/ranks.py`.
 """
 
 import os
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from cluster.garbage_collection import spare_the_started
 from cluster.logs import set_up
+from cluster.process.garbage_collection import spare_the_started
 from engine.core.loan_host import LoanHost
 from engine.errors import EngineStartError, RankLost
 from engine.messages.from_engine import Ready, StartFailed
 from engine.process.assembly import IDLE_TURN_S
+from engine.process.data_parallel.step_group import StepGroup
 from engine.process.front_link import FrontLink, receive_spec
 from engine.process.message_socket import MessageSocket
-from engine.process.ranks import Ranks, leave, serve, start_failure
+from engine.process.ranks.ranks import Ranks, leave, serve, start_failure
 from engine.process.spec import EngineSpec
 from engine.process.start_up import become_child, prepare
-from engine.process.step_group import StepGroup
 from engine.sampling.grammar_gate import GrammarGate
 from kvtransfer.errors import TransportUnavailable
 

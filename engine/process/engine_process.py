@@ -15,8 +15,8 @@ from engine.process.assembly import open_bare_core, open_core
 from engine.process.compute_thread import ComputeThread
 from engine.process.engine_loop import OpenedEngine, Steps, run_engine
 from engine.process.fast_path_socket import open_fast_path_socket
-from engine.process.follower_ranks import FollowerRanks
 from engine.process.front_link import FrontLink
+from engine.process.ranks.follower_ranks import FollowerRanks
 from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import own_transport
 from engine.process.warm_up import WarmUp, turn_of

@@ -8,8 +8,8 @@ import sys
 
 from engine.config import WorkerConfig
 from engine.host.cpu_affinity import stay_on, step_back
+from kvtransfer.hardware.sysfs import use_nearest_nics
 from kvtransfer.registry import open_transport
-from kvtransfer.sysfs import use_nearest_nics
 from kvtransfer.transport import Transport
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from engine.messages.to_engine import Generate, Lend, LendClosed, ToEngine
 from engine.model_runner import ModelInfo
 from engine.process.engine_loop import Steps
 from engine.process.front_link import FrontLink
-from engine.process.ranks import Ranks
+from engine.process.ranks.ranks import Ranks
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.lending.block_reads import BlockRead, LocalRank, OnQuiet, ReadProgress
+from engine.lending.reads.block_reads import BlockRead, LocalRank, OnQuiet, ReadProgress
 from engine.tensor_parallel.shared_memory import MappedMemory, SharedPlace
 from kvtransfer.errors import TransferError
 from kvtransfer.ranks import BlockPart

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.lending.block_reads import BlockRead, LocalRank, OnQuiet
+from engine.lending.reads.block_reads import BlockRead, LocalRank, OnQuiet
 from engine.tensor_parallel.messages import (
     HEARTBEAT_S,
     Answer,

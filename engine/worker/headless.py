@@ -9,15 +9,15 @@ import logging
 from collections.abc import Sequence
 
 from cluster.errors import StartError, TandemError
-from cluster.loop_watch import watch_loop
-from cluster.process import Addresses
+from cluster.network.rpc import Server
+from cluster.network.tls import member_of
+from cluster.process.life import Addresses
+from cluster.process.loop_watch import watch_loop
 from cluster.roles import Role
-from cluster.rpc import Server
-from cluster.tls import member_of
 from engine.config import WorkerConfig
 from engine.messages.from_engine import FromEngine, NodeLinked, StartFailed
-from engine.process.child_engine import ChildEngine
-from engine.process.engine_client import EngineListener
+from engine.process.front.child_engine import ChildEngine
+from engine.process.front.engine_client import EngineListener
 from engine.process.spec import EngineSpec
 from engine.worker.model_files import with_local_files
 

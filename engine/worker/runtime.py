@@ -9,35 +9,35 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from cluster.discovery import Discovery
-from cluster.drain import Drain
+from cluster.discovery.discovery import Discovery
+from cluster.discovery.open_discovery import open_discovery
 from cluster.errors import Draining, TandemError
-from cluster.frame_stream import FrameServer
-from cluster.loop_watch import watch_loop
 from cluster.metrics import MetricsServer, new_registry
-from cluster.open_discovery import open_discovery
-from cluster.process import Addresses
-from cluster.protocol import PROTOCOL
+from cluster.network.frame_stream import FrameServer
+from cluster.network.protocol import PROTOCOL
+from cluster.network.rpc import Server
+from cluster.network.tls import MemberIdentity, member_of
+from cluster.process.drain import Drain
+from cluster.process.life import Addresses
+from cluster.process.loop_watch import watch_loop
 from cluster.roles import ON_WIRE, Role
-from cluster.rpc import Server
-from cluster.tls import MemberIdentity, member_of
 from engine.config import WorkerConfig
 from engine.messages.from_engine import Ready
 from engine.messages.to_engine import DrainGroup
 from engine.model.model_dir import ModelDir
-from engine.process.child_engine import ChildEngine
-from engine.process.engine_client import EngineClient, EngineHost
+from engine.process.front.child_engine import ChildEngine
+from engine.process.front.engine_client import EngineClient, EngineHost
 from engine.process.spec import EngineSpec
-from engine.worker.faults import Faults
-from engine.worker.introductions import Introductions
-from engine.worker.item_fetches import ItemFetches
-from engine.worker.lender_streams import LenderStreams
-from engine.worker.membership import NAME_TAKEN_S, Memberships
+from engine.worker.front.faults import Faults
+from engine.worker.front.introductions import Introductions
+from engine.worker.front.item_fetches import ItemFetches
+from engine.worker.front.lender_streams import LenderStreams
+from engine.worker.front.membership import NAME_TAKEN_S, Memberships
+from engine.worker.front.role_switch import RoleSwitch
+from engine.worker.front.router_streams import RouterStreams
+from engine.worker.front.worker_service import WorkerService
 from engine.worker.metrics import register
 from engine.worker.model_files import weights_source, with_local_files
-from engine.worker.role_switch import RoleSwitch
-from engine.worker.router_streams import RouterStreams
-from engine.worker.worker_service import WorkerService
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from protos.lend_pb2 import Holder

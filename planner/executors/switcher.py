@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 import grpc
 
-from cluster.error_status import from_rpc_error
+from cluster.network.error_status import from_rpc_error
+from cluster.network.rpc import channel
+from cluster.network.tls import TlsIdentity
 from cluster.roles import ON_WIRE, Role
-from cluster.rpc import channel
-from cluster.tls import TlsIdentity
 from planner.executors.executor import Executor, ExecutorFailed
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cluster.errors import Overloaded, ServiceError
-from cluster.memory_trim import MemoryTrim
+from cluster.process.memory_trim import MemoryTrim
 from router.admission.config import AdmissionConfig
 from router.admission.limits.shares import Shares
 from router.admission.limits.tenant_limits import TenantLimits

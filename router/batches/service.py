@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster.drain import Drain
 from cluster.errors import StartError
 from cluster.fair_turns import FairTurns
+from cluster.process.drain import Drain
 from router.batches.claims.claims import Claims, LockClaims
 from router.batches.config import BatchesConfig
 from router.batches.lines.input_check import InputLimits

@@ -13,9 +13,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 import grpc
 from google.rpc import status_pb2
 
-from cluster.error_status import from_proto, from_rpc_error
 from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError, Unavailable
-from cluster.rpc import MAX_MESSAGE_BYTES
+from cluster.network.error_status import from_proto, from_rpc_error
+from cluster.network.rpc import MAX_MESSAGE_BYTES
 from cluster.waker import Waker
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc as pb_grpc

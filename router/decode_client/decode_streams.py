@@ -7,8 +7,8 @@ from contextlib import ExitStack
 import grpc
 
 from cluster.errors import InvalidRequest, Unavailable
-from cluster.rpc import Channels
-from cluster.tls import MemberIdentity
+from cluster.network.rpc import Channels
+from cluster.network.tls import MemberIdentity
 from protos import membership_pb2
 from router.decode_client.decode_stream import DecodeStream, GrpcDecodeStream
 from router.decode_client.frame_decode_stream import CONNECT_S, FrameDecodeStream

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from cluster.errors import InvalidRequest, ServiceError, Unavailable
-from cluster.frame_stream import FrameStream, connect
-from cluster.protocol import DECODE_FRAMES, WORKER_EVENTS
-from cluster.tls import MemberIdentity
+from cluster.network.frame_stream import FrameStream, connect
+from cluster.network.protocol import DECODE_FRAMES, WORKER_EVENTS
+from cluster.network.tls import MemberIdentity
 from protos import decode_pb2 as pb
 from protos import membership_pb2
 from router.decode_client.decode_stream import DecodeStream

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from cluster.errors import Unavailable
-from cluster.loop_watch import loop_time
+from cluster.process.loop_watch import loop_time
 from cluster.waker import Waker
 from protos import membership_pb2 as pb
 

@@ -5,8 +5,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
-from cluster.error_status import to_proto
 from cluster.errors import InvalidRequest, ServiceError
+from cluster.network.error_status import to_proto
 from protos import inference_pb2 as pb
 from router.validation import check_whole_answer
 

@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from cluster.drain import Drain
-from cluster.error_status import end_call
 from cluster.errors import Draining, ServiceError, Unavailable
 from cluster.fair_turns import FairTurns
+from cluster.network.error_status import end_call
+from cluster.process.drain import Drain
 from cluster.trace_context import from_metadata, traceparent
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals, RefusalPace

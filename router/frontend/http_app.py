@@ -13,8 +13,8 @@ from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.drain import Drain
 from cluster.errors import InvalidRequest, ServiceError, UnknownModel
+from cluster.process.drain import Drain
 from router.admission.arrivals import Arrivals
 from router.config import RouterConfig
 from router.frontend.anthropic.answer import MessagesAnswer

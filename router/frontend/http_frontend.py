@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 
 from prometheus_client import CollectorRegistry
 
-from cluster.drain import Drain
-from cluster.tls import Credentials
+from cluster.network.tls import Credentials
+from cluster.process.drain import Drain
 from router.admission.arrivals import Arrivals
 from router.batches.service import Batches
 from router.config import RouterConfig

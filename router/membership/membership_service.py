@@ -7,9 +7,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
-from cluster.error_status import to_status
 from cluster.errors import AlreadyExists, Incompatible, InvalidRequest, ServiceError
-from cluster.protocol import PROTOCOL
+from cluster.network.error_status import to_status
+from cluster.network.protocol import PROTOCOL
 from engine.block_keys import ADAPTER_BYTES
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc

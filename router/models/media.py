@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import grpc
 
-from cluster.error_status import from_rpc_error
 from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServiceError, Unavailable
-from cluster.rpc import Channels, media_channel
-from cluster.tls import MemberIdentity
+from cluster.network.error_status import from_rpc_error
+from cluster.network.rpc import Channels, media_channel
+from cluster.network.tls import MemberIdentity
 from engine.media.item_messages import read_items
 from engine.media.items import Item, items_fault
 from protos import inference_pb2 as pb

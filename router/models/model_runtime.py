@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.errors import Forbidden, Incompatible, InvalidRequest, StartError, Unavailable, UnknownModel
-from cluster.tls import MemberIdentity
+from cluster.network.tls import MemberIdentity
 from engine.block_keys import BlockKey, block_keys, root_key
 from engine.errors import ModelRefused
 from engine.media.items import Item

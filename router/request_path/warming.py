@@ -11,8 +11,8 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.error_status import to_proto
 from cluster.errors import Incompatible, InvalidRequest, ServiceError, Unavailable
+from cluster.network.error_status import to_proto
 from engine.block_keys import BlockKey
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals

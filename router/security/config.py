@@ -8,8 +8,8 @@ from pydantic import AwareDatetime, Field
 
 from cluster.config import Config
 from cluster.errors import StartError
+from cluster.network.tls import Credentials, File, MemberIdentity, member_of
 from cluster.settings import TlsSettings
-from cluster.tls import Credentials, File, MemberIdentity, member_of
 
 
 class ApiKey(Config):

@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 
-from cluster.error_status import end_call
 from cluster.errors import ServiceError
-from cluster.rpc import OPEN_SERVICES
+from cluster.network.error_status import end_call
+from cluster.network.rpc import OPEN_SERVICES
 from router.security.api_keys import ApiKeys
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from datetime import date
 
 from cluster.errors import Unavailable
-from cluster.redis_link import RedisFailure, RedisLink
+from cluster.network.redis_link import RedisFailure, RedisLink
 from router.usage.ledger import UsageLedger, today
 from router.usage.totals import NUMBERS, UsageEntry, UsageTotal, first_day
 

@@ -9,7 +9,7 @@ from cluster.roles import ON_WIRE, Role
 from engine.core_types import StepBudget
 from engine.messages.from_engine import CacheChanged, Load, Ready
 from engine.messages.to_engine import SetBudget, TakeSnapshot
-from engine.worker.worker_events import cache_events, load_report
+from engine.worker.front.worker_events import cache_events, load_report
 from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig
 from router.placement.fleet.fleet import Fleet

@@ -1,7 +1,7 @@
 """Stand-in for gRPC and the fronts: carries messages between engines and to routers, late but in order.
 
 The few decisions of a front are made here as in reality: the lender of a loan (`decode_worker/decode_attempt.py`,
-`prefill_worker/service.py`), which stream ends with which (`engine/worker/loan_stream.py`), and the effect of a
+`prefill_worker/service.py`), which stream ends with which (`engine/worker/front/loan_stream.py`), and the effect of a
 worker's death on both.
 """
 

@@ -132,7 +132,7 @@ def asking(command: Callable[..., None]) -> Callable[..., None]:
         tls_key: Path | None,
         **rest: Any,
     ) -> None:
-        from cluster.tls import ClientIdentity
+        from cluster.network.tls import ClientIdentity
         from tandem.client import Target
 
         visitor = ClientIdentity(tls_ca, tls_cert, tls_key) if tls or tls_ca or tls_cert or tls_key else None

@@ -3,7 +3,7 @@
 Requests and answers are protobuf's messages, described in docs/grpc.md; errors are in `tandem.errors`.
 """
 
-from cluster.tls import ClientIdentity
+from cluster.network.tls import ClientIdentity
 from protos.inference_pb2 import (
     BatchResult,
     ChatMessage,

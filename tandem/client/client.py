@@ -17,10 +17,10 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 from google.rpc import status_pb2
 
-from cluster.error_status import from_proto, from_rpc_error
 from cluster.errors import InvalidRequest, ServiceError, Unavailable, UnknownRequest
-from cluster.rpc import media_channel
-from cluster.tls import ClientIdentity
+from cluster.network.error_status import from_proto, from_rpc_error
+from cluster.network.rpc import media_channel
+from cluster.network.tls import ClientIdentity
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from tandem.client.call_span import CallSpan, Metadata

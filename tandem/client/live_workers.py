@@ -5,10 +5,10 @@ from typing import Any, TypeVar
 
 import grpc
 
-from cluster.error_status import from_rpc_error
 from cluster.errors import InvalidRequest
-from cluster.rpc import channel
-from cluster.tls import TlsIdentity
+from cluster.network.error_status import from_rpc_error
+from cluster.network.rpc import channel
+from cluster.network.tls import TlsIdentity
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2_grpc as pb_grpc
 from tandem.client.client import Client

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
-from cluster.tls import ClientIdentity
+from cluster.network.tls import ClientIdentity
 from protos import inference_pb2 as pb
 from tandem.client.call_span import Metadata
 from tandem.client.client import Client

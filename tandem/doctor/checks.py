@@ -9,8 +9,8 @@ from cluster.install import EXTRAS, how_to_install
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
 from engine.host.memory import UNMEASURED_KV_BYTES
-from kvtransfer.strict_lanes import GROUPS
-from kvtransfer.topology import choices
+from kvtransfer.hardware.topology import choices
+from kvtransfer.ucx.strict_lanes import GROUPS
 from tandem.doctor.findings import Finding, Level
 from tandem.doctor.machine import Machine, uses_cpu_kernels
 

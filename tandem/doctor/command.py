@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from cluster.errors import StartError
-from cluster.tls import member_of
+from cluster.network.tls import member_of
 from engine.config import WorkerConfig
 from engine.model.hub import CONFIG_FILES, fetch
 from engine.model.model_dir import ModelDir

@@ -21,10 +21,10 @@ from typing import Any
 
 import grpc
 
-from cluster.error_status import from_rpc_error, to_status
 from cluster.errors import InvalidRequest, Overloaded, ServiceError
-from cluster.rpc import Server, channel
-from cluster.tls import MemberIdentity
+from cluster.network.error_status import from_rpc_error, to_status
+from cluster.network.rpc import Server, channel
+from cluster.network.tls import MemberIdentity
 from tandem.doctor.findings import Finding
 from tandem.doctor.links import PeerGone, PeerLink, ProcessLink
 from tandem.doctor.peer import PeerSpec

@@ -14,8 +14,8 @@ from pathlib import Path
 from engine.config import WorkerConfig
 from engine.engine_kind import Environment
 from engine.errors import EngineStartError
-from kvtransfer.sysfs import read_host
-from kvtransfer.topology import Host
+from kvtransfer.hardware.sysfs import read_host
+from kvtransfer.hardware.topology import Host
 
 PACKAGES = {
     "nixl": ("nixl-cu13", "nixl-cu12"),

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from engine.host.memory import pool_memory
 from kvtransfer.errors import TransferError
+from kvtransfer.hardware.sysfs import use_nearest_nics
 from kvtransfer.registry import open_transport
-from kvtransfer.sysfs import use_nearest_nics
 from kvtransfer.transport import MAX_POSTED_BYTES, DevicePool, Pool, Span, Transport
 
 PR_SET_PDEATHSIG = 1

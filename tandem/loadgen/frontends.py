@@ -12,7 +12,7 @@ from google.protobuf.json_format import ParseDict, ParseError
 
 from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServiceError, StartError, Unavailable
 from cluster.install import needing
-from cluster.tls import ClientIdentity
+from cluster.network.tls import ClientIdentity
 from protos import inference_pb2 as pb
 from simulator.errors import shown
 from simulator.request import TraceRequest

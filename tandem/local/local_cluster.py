@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 from cluster.config import Config, secrets_of, to_overrides
 from cluster.errors import StartError
-from cluster.tls import member_of
+from cluster.network.tls import member_of
 from encode_worker.config import EncoderConfig
 from engine.config import WorkerConfig
 from preprocessor.config import PreprocessorConfig

@@ -14,13 +14,13 @@ from pydantic import Field, NonNegativeInt
 from cluster.config import Config
 from cluster.errors import StartError, TandemError
 from cluster.logs import set_up
-from cluster.process import run_role
+from cluster.process.life import run_role
 from cluster.roles import Role
 from cluster.settings import LogSettings
 from decode_worker.program import add_services
 from engine.config import WorkerConfig
 from engine.model.hub import CONFIG_FILES, ModelPath, fetch_beside
-from engine.process.local_engine import LocalEngine
+from engine.process.front.local_engine import LocalEngine
 from engine.process.spec import EngineSpec
 from engine.worker.runtime import Worker, start_worker
 from kvtransfer.local import LocalNetwork

@@ -18,8 +18,8 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 import ray
 import ray.exceptions
 
-from cluster.process import Addresses
-from cluster.tls import member_of
+from cluster.network.tls import member_of
+from cluster.process.life import Addresses
 from planner.runtime import PlannerConfig
 from tandem.members import await_members
 from tandem.progress import ProgressSteps

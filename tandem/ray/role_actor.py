@@ -15,7 +15,7 @@ import ray.exceptions
 from cluster import roles
 from cluster.config import Config
 from cluster.errors import StartError, TandemError
-from cluster.process import Addresses
+from cluster.process.life import Addresses
 from tandem.topology import MODULES
 
 STOP_TIMEOUT_S = 10.0

@@ -9,8 +9,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.errors import StartError, TandemError, Unavailable
-from cluster.process import Addresses
-from cluster.tls import TlsIdentity, member_of
+from cluster.network.tls import TlsIdentity, member_of
+from cluster.process.life import Addresses
 from engine.config import WorkerConfig
 from tandem.media_roles import PREPROCESSOR, encoder_name, with_preprocessor
 from tandem.members import workers_at

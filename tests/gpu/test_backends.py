@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.backends.torch.backends import Backend
 from engine.backends.torch.device import Device
 from engine.backends.torch.runner import TorchRunner
-from engine.backends.torch.sampler import sample
+from engine.backends.torch.sampling.sampler import sample
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core_types import Chunk, SamplingParams, Sequence, StepBudget

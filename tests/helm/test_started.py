@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError
 
 from cluster.errors import Unauthenticated
-from cluster.tls import ClientIdentity
+from cluster.network.tls import ClientIdentity
 from protos import inference_pb2 as pb
 from router.security.api_keys import entry_for, new_key
 from support.certificates import Authority

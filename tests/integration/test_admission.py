@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from cluster.error_status import to_proto
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
-from cluster.protocol import PROTOCOL
-from cluster.rpc import Server, channel
+from cluster.network.error_status import to_proto
+from cluster.network.protocol import PROTOCOL
+from cluster.network.rpc import Server, channel
 from engine.model.model_dir import ModelDir
 from protos import decode_pb2, decode_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb

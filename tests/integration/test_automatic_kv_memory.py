@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.torch import kv_room
-from engine.backends.torch.kv_room import KvRoom, automatic_kv_bytes, measured_step
+from engine.backends.torch.kv import room as kv_room
+from engine.backends.torch.kv.room import KvRoom, automatic_kv_bytes, measured_step
 from engine.backends.torch.runner import TorchRunner
 from engine.core_types import SamplingParams, StepBudget
 from engine.errors import EngineStartError

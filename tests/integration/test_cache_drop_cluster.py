@@ -9,9 +9,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from cluster.error_status import from_rpc_error
 from cluster.errors import InvalidRequest
-from cluster.rpc import channel
+from cluster.network.error_status import from_rpc_error
+from cluster.network.rpc import channel
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc

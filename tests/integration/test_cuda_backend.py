@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from engine.backends.torch import fingerprint
 from engine.backends.torch.attention import use_attention
-from engine.backends.torch.block_bytes import BlockBytes
 from engine.backends.torch.cuda.flashinfer_attention import FlashInferPagedAttention
 from engine.backends.torch.cuda.graphs import Captured, DecodeGraphs
 from engine.backends.torch.cuda.library import load_flashinfer
 from engine.backends.torch.cuda.modules import FusedRotary, fuse, is_linear, join_layers
 from engine.backends.torch.cuda.tables import Sections, StepTables
 from engine.backends.torch.device import choose_device, read_back, staged
-from engine.backends.torch.fingerprint import TensorFingerprints
-from engine.backends.torch.loader import kv_layout, load_model
+from engine.backends.torch.kv import fingerprint
+from engine.backends.torch.kv.block_bytes import BlockBytes
+from engine.backends.torch.kv.fingerprint import TensorFingerprints
+from engine.backends.torch.loading.loader import kv_layout, load_model
 from engine.backends.torch.runner import BuiltModel, TorchRunner
 from engine.backends.torch.sdpa import SdpaPagedAttention
 from engine.core_types import Chunk, SamplingParams, Sequence
@@ -32,8 +32,8 @@ from engine.model.model_dir import ModelDir
 from kvtransfer.errors import EndpointMismatch, TransportUnavailable
 from kvtransfer.fingerprint import PlaneFingerprints, fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
-from kvtransfer.nixl_agent import FORMAT, Endpoint, Memory, parse_endpoint
 from kvtransfer.transport import DevicePool, Pool
+from kvtransfer.ucx.nixl_agent import FORMAT, Endpoint, Memory, parse_endpoint
 from support.fake_flashinfer import FakeFlashinfer
 
 CPU = torch.device("cpu")

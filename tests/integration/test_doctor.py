@@ -18,9 +18,9 @@ import grpc
 import pytest
 from rich.console import Console
 
-from cluster.error_status import from_rpc_error
 from cluster.errors import InvalidRequest, StartError
-from cluster.rpc import Server, channel
+from cluster.network.error_status import from_rpc_error
+from cluster.network.rpc import Server, channel
 from engine.config import WorkerConfig
 from support.certificates import Authority
 from support.long_runs import mostly_long

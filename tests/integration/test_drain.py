@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI
 
 from cluster.errors import Draining, ServiceError
-from cluster.rpc import channel
+from cluster.network.rpc import channel
 from protos import membership_pb2, membership_pb2_grpc
 from support.long_runs import long, mostly_long
 from support.processes import (

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.torch import drawing
-from engine.backends.torch.drawing import draw
+from engine.backends.torch.sampling import drawing
+from engine.backends.torch.sampling.drawing import draw
 from engine.core_types import SamplingParams
 
 CANDIDATES = 1024

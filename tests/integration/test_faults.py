@@ -19,8 +19,8 @@ import grpc
 import pytest
 
 from cluster.errors import DeadlineExceeded, ServiceError, Unavailable
-from cluster.protocol import PROTOCOL
-from cluster.rpc import Server, channel
+from cluster.network.protocol import PROTOCOL
+from cluster.network.rpc import Server, channel
 from engine.model.model_dir import ModelDir
 from protos import decode_pb2, decode_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb

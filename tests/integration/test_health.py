@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from cluster.rpc import LIVENESS, READINESS
+from cluster.network.rpc import LIVENESS, READINESS
 from engine.config import WorkerConfig
 from planner.runtime import PlannerConfig
 from support.ports import free_port

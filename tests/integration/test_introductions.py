@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from cluster.rpc import channel
+from cluster.network.rpc import channel
 from engine.config import WorkerConfig
 from engine.messages.from_engine import CacheChanged, CacheInspected, Load
 from engine.messages.to_engine import InspectCache, TakeSnapshot
-from engine.process.engine_client import EngineClient
-from engine.process.local_engine import LocalEngine
+from engine.process.front.engine_client import EngineClient
+from engine.process.front.local_engine import LocalEngine
 from engine.process.spec import EngineSpec
-from engine.worker.introductions import MEET_S, Introductions
-from engine.worker.lender_streams import LenderStreams
+from engine.worker.front.introductions import MEET_S, Introductions
+from engine.worker.front.lender_streams import LenderStreams
 from kvtransfer.local import LocalNetwork
 from protos import lend_pb2 as pb
 from protos import lend_pb2_grpc as pb_grpc

@@ -9,17 +9,17 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from cluster.discovery import StaticDiscovery
-from cluster.error_status import to_status
+from cluster.discovery.discovery import StaticDiscovery
 from cluster.errors import AlreadyExists
-from engine.process.engine_client import EngineClient
-from engine.worker import membership as joining
-from engine.worker.membership import Memberships
+from cluster.network.error_status import to_status
+from engine.process.front.engine_client import EngineClient
+from engine.worker.front import membership as joining
+from engine.worker.front.membership import Memberships
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from support.processes import until
 
-LOGGER = "engine.worker.membership"
+LOGGER = "engine.worker.front.membership"
 
 
 class Refusing(pb_grpc.MembershipServicer):

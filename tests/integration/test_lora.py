@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.backends.torch.loader import load_model
-from engine.backends.torch.quantised import QuantisedLinear, quantise
+from engine.backends.torch.loading.loader import load_model
+from engine.backends.torch.loading.quantised import QuantisedLinear, quantise
 from engine.errors import EngineStartError
 from engine.model.model_dir import ModelDir
 from engine.model.quantization import AS_SAVED, QuantizationConfig

@@ -12,7 +12,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from cluster.errors import InvalidRequest
-from cluster.rpc import channel
+from cluster.network.rpc import channel
 from conftest import ModelFactory
 from preprocessor.config import PreprocessorConfig
 from preprocessor.fetching import Fetcher, is_public

@@ -18,7 +18,7 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.errors import Forbidden, InvalidRequest, Overloaded
-from cluster.rpc import MAX_OPEN_CALLS
+from cluster.network.rpc import MAX_OPEN_CALLS
 from conftest import Ask
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb

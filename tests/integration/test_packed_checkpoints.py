@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.backends.torch import packed
-from engine.backends.torch.loader import load_model
-from engine.backends.torch.quantised import QuantisedLinear
-from engine.backends.torch.sharding import refuse_by_plan
+from engine.backends.torch.loading import packed
+from engine.backends.torch.loading.loader import load_model
+from engine.backends.torch.loading.quantised import QuantisedLinear
+from engine.backends.torch.loading.sharding import refuse_by_plan
 from engine.errors import EngineStartError, ModelRefused
 from engine.model.model_dir import ModelDir
 from engine.model.quantization import QuantizationConfig

@@ -20,8 +20,8 @@ import pytest
 import pytest_asyncio
 
 from cluster.errors import InvalidRequest, Unavailable
-from cluster.rpc import channel
-from cluster.tls import ClientIdentity
+from cluster.network.rpc import channel
+from cluster.network.tls import ClientIdentity
 from preprocessor.config import PreprocessorConfig
 from protos import inference_pb2 as pb
 from protos import preprocess_pb2, preprocess_pb2_grpc

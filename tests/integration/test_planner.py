@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import StartError
-from cluster.rpc import READINESS
+from cluster.network.rpc import READINESS
 from planner.executors.executor import ExecutorFailed
 from planner.executors.kubernetes import KubernetesConfig, KubernetesExecutor
 from planner.runtime import PlannerConfig, start_planner

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.backends.torch import scoring
+from engine.backends.torch.sampling import scoring
 from engine.core_types import SamplingParams, StepBudget, TokenLogprobs
 from engine.messages.from_engine import PromptScored, Token
 from engine.messages.to_engine import Generate

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.backends.torch.backends import Backend
 from engine.backends.torch.device import allocate
-from engine.backends.torch.kv_rows import LARGEST, QuantisedRows, quantise_vectors
+from engine.backends.torch.kv.rows import LARGEST, QuantisedRows, quantise_vectors
 from engine.backends.torch.native.attention import NativePagedAttention
 from engine.backends.torch.native.kernels import Kernels
 from engine.backends.torch.runner import TorchRunner

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from engine.backends.torch.loader import load_model
+from engine.backends.torch.loading.loader import load_model
+from engine.backends.torch.loading.quantised import GROUP, QuantisedLinear, quantise, quantise_groups
 from engine.backends.torch.native.kernels import QUANTISED, Kernels
 from engine.backends.torch.native.modules import PackedGatedMlp, PackedLinear
-from engine.backends.torch.quantised import GROUP, QuantisedLinear, quantise, quantise_groups
 from engine.backends.torch.runner import BuiltModel, TorchRunner
 from engine.core_types import Chunk
 from engine.errors import EngineStartError, ModelRefused

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import ServiceError
-from cluster.rpc import channel
+from cluster.network.rpc import channel
 from planner.executors.switcher import switch_role
 from protos import membership_pb2, membership_pb2_grpc
 from support.processes import (

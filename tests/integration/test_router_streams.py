@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.frame_stream import connect
+from cluster.network.frame_stream import connect
 from engine.config import WorkerConfig
 from protos import membership_pb2
 from router.config import RouterConfig

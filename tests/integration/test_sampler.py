@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine.backends.torch.sampler import LIKELIEST, sample, uniform
+from engine.backends.torch.sampling.sampler import LIKELIEST, sample, uniform
 from engine.core_types import SamplingParams, Sequence
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])

@@ -16,11 +16,11 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from cluster.error_status import from_rpc_error
 from cluster.errors import Forbidden, ServiceError, StartError, Unauthenticated, Unavailable
-from cluster.frame_stream import FrameServer, FrameStream, connect
-from cluster.rpc import MAX_METADATA_BYTES, channel
-from cluster.tls import ClientIdentity, Credentials, File, MemberIdentity
+from cluster.network.error_status import from_rpc_error
+from cluster.network.frame_stream import FrameServer, FrameStream, connect
+from cluster.network.rpc import MAX_METADATA_BYTES, channel
+from cluster.network.tls import ClientIdentity, Credentials, File, MemberIdentity
 from conftest import Ask, ModelFactory
 from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.backends.torch.sampler import sample
+from engine.backends.torch.sampling.sampler import sample
 from engine.core_types import FinishReason, SamplingParams, Sequence, StepBudget, StructuredOutput
 from engine.messages.from_engine import Failed, Token
 from engine.model.model_dir import ModelDir

@@ -264,7 +264,7 @@ def _config(kind: str, **changed: Any) -> Any:
     ],
 )
 def test_models_that_cannot_be_cut(config: tuple[str, dict[str, Any]], ranks: int, reason: str) -> None:
-    from engine.backends.torch.sharding import refuse_by_plan
+    from engine.backends.torch.loading.sharding import refuse_by_plan
 
     kind, changed = config
     with pytest.raises(ModelRefused, match=reason):
@@ -272,7 +272,7 @@ def test_models_that_cannot_be_cut(config: tuple[str, dict[str, Any]], ranks: in
 
 
 def test_models_that_can() -> None:
-    from engine.backends.torch.sharding import refuse_by_plan
+    from engine.backends.torch.loading.sharding import refuse_by_plan
 
     refuse_by_plan(_config("LlamaConfig", vocab_size=101), 2)
     refuse_by_plan(_config("MixtralConfig"), 2)

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from cluster.errors import InvalidRequest
-from cluster.rpc import channel
+from cluster.network.rpc import channel
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from support.processes import until

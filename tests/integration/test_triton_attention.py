@@ -12,8 +12,8 @@ from engine.backends.torch.cuda import attention_kernels
 from engine.backends.torch.cuda.graphs import Captured, DecodeGraphs
 from engine.backends.torch.cuda.triton_attention import TritonPagedAttention
 from engine.backends.torch.device import allocate
-from engine.backends.torch.kv_rows import kv_rows
-from engine.backends.torch.loader import kv_layout, load_model
+from engine.backends.torch.kv.rows import kv_rows
+from engine.backends.torch.loading.loader import kv_layout, load_model
 from engine.backends.torch.sdpa import SdpaPagedAttention
 from engine.core_types import Chunk, SamplingParams, Sequence
 from engine.kv.layout import KvDtype, KvLayout

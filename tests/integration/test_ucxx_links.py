@@ -14,9 +14,8 @@ import pytest
 
 from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.transport import MAX_POSTED_BYTES, MAX_POSTED_BYTES_ON_GPU, Pool, Span
-from kvtransfer.ucxx import UcxxTransport
-from kvtransfer.ucxx_end import Ucx, UcxEnd
-from kvtransfer.ucxx_wire import (
+from kvtransfer.ucx.ucxx_end import Ucx, UcxEnd
+from kvtransfer.ucx.ucxx_wire import (
     HEADER,
     MAX_BODY_BYTES,
     NUMBER,
@@ -27,6 +26,7 @@ from kvtransfer.ucxx_wire import (
     pack_frame,
     pack_greeting,
 )
+from kvtransfer.ucxx import UcxxTransport
 
 POOL_BYTES = 1 << 16
 TIMEOUT_S = 20.0
@@ -172,7 +172,7 @@ def test_a_pool_smaller_than_its_endpoint_says(lender: tuple[UcxxTransport, Ucxx
 
 
 def test_somebody_who_listens_and_never_greets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.ucxx_links.GREETING_S", 0.2)
+    monkeypatch.setattr("kvtransfer.ucx.ucxx_links.GREETING_S", 0.2)
     reader, _, _ = open_with_pool()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         try:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from bench.namespaces import Namespaces, missing
+from bench.support.namespaces import Namespaces, missing
 from protos import membership_pb2
 from support.chart import needs_helm
 from support.chart_pods import TOKEN, NamespacedPods, Pod, all_ready, started

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from bench.namespaces import Namespace, Namespaces, missing
+from bench.support.namespaces import Namespace, Namespaces, missing
 from cluster.errors import StartError
-from cluster.process_tree import descendants
+from cluster.process.tree import descendants
 from engine.config import WorkerConfig
 from router.config import RouterConfig
 from support.processes import Stream, until

@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.namespaces import missing
+from bench.support.namespaces import missing
 from cluster.errors import Unavailable
 from support.processes import LENDER_ALWAYS, Stream, finished, report_of, until
 from support.ray_nodes import DEAD_AFTER_S, RayNode, RayNodes

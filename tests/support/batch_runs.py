@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from cluster.drain import Drain
 from cluster.errors import Overloaded, Unavailable
 from cluster.fair_turns import FairTurns
+from cluster.process.drain import Drain
 from router.batches.claims.claims import Claim
 from router.batches.lines.input_check import InputLimits
 from router.batches.lines.line import Handle, LineAnswer, LineRequest

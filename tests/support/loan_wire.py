@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from cluster.errors import InvalidRequest, Overloaded, ServiceError
-from engine.worker.loan_stream import Loan, LoanStream
+from engine.worker.front.loan_stream import Loan, LoanStream
 from prefill_worker.borrower_stream import BorrowerStream
 from protos import lend_pb2 as pb
 

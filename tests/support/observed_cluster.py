@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc
 
-from cluster.error_status import from_rpc_error
 from cluster.errors import ServiceError
+from cluster.network.error_status import from_rpc_error
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from protos import membership_pb2, membership_pb2_grpc

@@ -6,8 +6,8 @@ from typing import Any
 
 import grpc
 
-from cluster.error_status import from_rpc_error
-from cluster.rpc import channel
+from cluster.network.error_status import from_rpc_error
+from cluster.network.rpc import channel
 from preprocessor.config import PreprocessorConfig
 from protos import inference_pb2, items_pb2
 from protos import preprocess_pb2 as pb

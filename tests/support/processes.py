@@ -13,8 +13,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.errors import ServiceError
-from cluster.process_tree import children
-from cluster.rpc import channel
+from cluster.network.rpc import channel
+from cluster.process.tree import children
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
 from tandem.client import Client
@@ -150,14 +150,14 @@ def children_running(pid: int, module: str) -> list[int]:
 
 def engine_of(role: RoleProcess) -> int:
     """The engine process behind a worker's front."""
-    programs = ("engine.process.engine_process", "engine.process.vllm_process")
+    programs = ("engine.process.engine_process", "engine.process.vllm.process")
     (engine,) = [pid for program in programs for pid in children_running(role.pid, program)]
     return engine
 
 
 def ranks_of(engine: int) -> list[int]:
     """Processes of an engine's ranks besides the engine process itself: followers, or all of vLLM's workers."""
-    programs = ("engine.process.follower_process", "spawn_main", "VLLM::Worker")
+    programs = ("engine.process.ranks.follower_process", "spawn_main", "VLLM::Worker")
     return [pid for program in programs for pid in children_running(engine, program)]
 
 

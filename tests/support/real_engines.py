@@ -40,10 +40,10 @@ from engine.messages.to_engine import (
     LoanStarted,
     ToEngine,
 )
-from engine.process.child_engine import ChildEngine
-from engine.process.engine_client import EngineListener
+from engine.process.front.child_engine import ChildEngine
+from engine.process.front.engine_client import EngineListener
 from engine.process.spec import EngineSpec
-from engine.worker.item_fetches import ItemFetches
+from engine.worker.front.item_fetches import ItemFetches
 from support.processes import gone, ranks_of
 
 PATIENCE_S, START_S = 30.0, 300.0

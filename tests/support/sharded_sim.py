@@ -21,7 +21,7 @@ from engine.kv.rows import Place
 from engine.kv.store.object_format import ObjectFormat
 from engine.kv.tiers.disk_format import DiskFormat
 from engine.kv.tiers.tiers import TierConfig, Tiers
-from engine.lending.block_reads import BlockRead, LocalRank, OnQuiet, RemoteRank
+from engine.lending.reads.block_reads import BlockRead, LocalRank, OnQuiet, RemoteRank
 from engine.model_runner import ModelRunner
 from engine.tensor_parallel.gathering import GatheredBlocks, GatheringRank
 from engine.tensor_parallel.part_copies import PartCopies

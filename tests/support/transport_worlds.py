@@ -18,8 +18,8 @@ from kvtransfer.contract.worlds import (
 )
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.nixl import NixlTransport
-from kvtransfer.nixl_lane import Job
 from kvtransfer.transport import Peer, Pool, Read, Span
+from kvtransfer.ucx.nixl_lane import Job
 from kvtransfer.ucxx import UcxxTransport
 
 

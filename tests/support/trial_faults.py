@@ -4,7 +4,7 @@ import math
 import random
 
 from engine.lending.sources import TierSource
-from engine.lending.store_source import StoreSource
+from engine.lending.store.source import StoreSource
 from engine.messages.to_engine import Cancel, LendClosed, LenderSilent, LoanFailed
 from support.memory_objects import MemoryObjects
 from support.sim_model import VOCAB, WIDTH

@@ -17,7 +17,7 @@ from engine.core_types import BeamParams, Chunk, SampleResult, SamplingParams, S
 from engine.kv.store.object_format import ObjectFormat
 from engine.kv.tiers.tiers import TierConfig, Tiers
 from engine.lending.fast_path import KEY_BYTES, NAME_BYTES, SECRET_BYTES, FastPathLink
-from engine.lending.verification import BatchVerifier
+from engine.lending.reads.verification import BatchVerifier
 from engine.messages.from_engine import FromEngine, Token
 from engine.messages.to_engine import Generate, ToEngine
 from kvtransfer.fingerprint import fingerprint_blocks

@@ -29,7 +29,7 @@ def run_trial(seed: int) -> Cluster:
         patch("kvtransfer.transport.READ_BYTES", read),
         patch("kvtransfer.transport.READ_BYTES_ON_GPU", read),
         patch("engine.lending.borrower_manager.BLOCK_READ_BYTES", block_read),
-        patch("engine.lending.store_loans.STORE_SILENCE_S", 25.0),
+        patch("engine.lending.store.loans.STORE_SILENCE_S", 25.0),
     ):
         cluster = Cluster(seed, num_nodes=2 + seed % 2, reserve=(256, 1, 4, 1)[seed % 4])
         try:

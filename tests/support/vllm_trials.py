@@ -36,9 +36,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from engine.backends.vllm.connector import TandemConnector
 from engine.backends.vllm.core import VllmCore
-from engine.backends.vllm.groups import KvGroups
-from engine.backends.vllm.kv_memory import LayerPlace, VllmKvMemory, pool_allocation
-from engine.backends.vllm.sampling import FILLS, Sampling
+from engine.backends.vllm.kv.groups import KvGroups
+from engine.backends.vllm.kv.memory import LayerPlace, VllmKvMemory, pool_allocation
+from engine.backends.vllm.sampling.sampling import FILLS, Sampling
 from engine.block_keys import block_keys, root_key
 from engine.core.loan_host import EngineLimits, EngineParts
 from engine.core_types import SampleResult, SamplingParams, StepBudget

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import torch
 from vllm.v1.worker.gpu import model_runner
 
-from engine.backends.vllm.speculation import set_up_speculation
-from engine.backends.vllm.verification import CoupledVerification, accepted, couple_verification, sums_of
+from engine.backends.vllm.sampling.speculation import set_up_speculation
+from engine.backends.vllm.sampling.verification import CoupledVerification, accepted, couple_verification, sums_of
 from engine.errors import EngineStartError
 
 

@@ -8,8 +8,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.error_status import from_rpc_error, to_status
 from cluster.errors import Forbidden, ServiceError, StartError, Unauthenticated
+from cluster.network.error_status import from_rpc_error, to_status
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
 from router.frontend.http.caller import caller_of

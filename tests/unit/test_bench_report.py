@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench.report import Bar, Parts, conclude
+from bench.support.report import Bar, Parts, conclude
 
 
 async def test_a_part_that_fails_takes_no_others_figures_with_it(

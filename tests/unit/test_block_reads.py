@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.lending import block_reads as block_read
-from engine.lending.block_reads import LocalRank
-from engine.lending.corruption import Corruption
+from engine.lending.reads import block_reads as block_read
+from engine.lending.reads.block_reads import LocalRank
+from engine.lending.reads.corruption import Corruption
 from kvtransfer.fingerprint import Folding, fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import BlockPart, join_endpoints

@@ -8,8 +8,8 @@ import pytest
 from google.rpc import status_pb2
 
 from cluster.config import parse_overrides, read_file, to_overrides
-from cluster.error_status import MAX_RETRY_AFTER_S, from_proto, from_rpc_error, to_proto, to_status
 from cluster.errors import InvalidRequest, Overloaded, StartError, Unavailable
+from cluster.network.error_status import MAX_RETRY_AFTER_S, from_proto, from_rpc_error, to_proto, to_status
 from cluster.roles import Role
 from engine.config import WorkerConfig
 from engine.core_types import GpuDevice, StepBudget

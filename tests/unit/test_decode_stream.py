@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServiceError, Unavailable
-from cluster.frame_stream import FrameStream
+from cluster.network.frame_stream import FrameStream
 from decode_worker.router_stream import RouterStream, serve_router
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb

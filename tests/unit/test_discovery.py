@@ -4,9 +4,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cluster.discovery import Roster, StaticDiscovery
+from cluster.discovery.discovery import Roster, StaticDiscovery
 from cluster.errors import StartError
-from cluster.redis_link import PASSWORD_VARIABLE, RedisLink
+from cluster.network.redis_link import PASSWORD_VARIABLE, RedisLink
 from engine.config import WorkerConfig
 from router.config import RouterConfig
 

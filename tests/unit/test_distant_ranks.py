@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.lending.block_reads import LocalRank
-from engine.process.ranks import DistantLink
+from engine.lending.reads.block_reads import LocalRank
+from engine.process.ranks.ranks import DistantLink
 from engine.tensor_parallel.gathering import GatheredBlocks
 from engine.tensor_parallel.messages import Joined
 from engine.tensor_parallel.part_copies import PartCopies

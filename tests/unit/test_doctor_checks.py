@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import WorkerConfig
-from kvtransfer.topology import Gpu, Host, Nic, Place
+from kvtransfer.hardware.topology import Gpu, Host, Nic, Place
 from tandem.doctor.checks import check_all
 from tandem.doctor.findings import Finding, Level, exit_code
 from tandem.doctor.machine import KernelSpeed, Machine, read_machine

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import InvalidRequest, Overloaded, ServiceError, Unavailable
-from cluster.frame_stream import (
+from cluster.network.frame_stream import (
     BEAT_S,
     END,
     FIRST_KIND,

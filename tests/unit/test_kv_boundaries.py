@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.vllm.boundaries import Boundaries
+from engine.backends.vllm.kv.boundaries import Boundaries
 from engine.block_keys import block_keys, resume_name, root_key
 from engine.kv.course import GroupBlock, name_of
 from router.placement.fleet.index import PrefixIndex

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import Overloaded
-from cluster.rpc import MAX_MESSAGE_BYTES
+from cluster.network.rpc import MAX_MESSAGE_BYTES
 from engine.messages.from_engine import LendReady
 from engine.messages.to_engine import LenderSilent, LoanBlocks, LoanFailed, LoanStarted
-from engine.worker.heartbeat import QUIET_AFTER_S
-from engine.worker.loan_stream import TOGETHER_S, Loan
+from engine.worker.front.heartbeat import QUIET_AFTER_S
+from engine.worker.front.loan_stream import TOGETHER_S, Loan
 from prefill_worker.borrower_stream import MAX_FRAME_BYTES
 from prefill_worker.loan import READY_BYTES, announcements
 from protos import lend_pb2 as pb

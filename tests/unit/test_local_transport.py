@@ -7,7 +7,6 @@ import pytest
 
 from kvtransfer.errors import EndpointMismatch, PeerGone
 from kvtransfer.local import LocalNetwork, LocalTransport
-from kvtransfer.nixl_lane import Job, Lane, NixlPeer
 from kvtransfer.transport import (
     MAX_POSTED_BYTES,
     MAX_POSTED_BYTES_ON_GPU,
@@ -19,6 +18,7 @@ from kvtransfer.transport import (
     check_spans,
     max_blocks_per_read,
 )
+from kvtransfer.ucx.nixl_lane import Job, Lane, NixlPeer
 
 
 def pool_of(fill: int, num_blocks: int = 8, block_bytes: int = 4) -> Pool:

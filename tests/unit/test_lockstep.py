@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.process.lockstep import Grants, Lockstep
-from engine.process.vllm_process import VllmSteps
+from engine.process.data_parallel.lockstep import Grants, Lockstep
+from engine.process.vllm.process import VllmSteps
 
 
 @dataclass(eq=False)

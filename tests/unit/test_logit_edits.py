@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.torch.logit_edits import DistinctTokens, adjusted
+from engine.backends.torch.sampling.logit_edits import DistinctTokens, adjusted
 from engine.core_types import SamplePosition, SamplingParams, Sequence
 
 VOCAB = 20

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.loop_watch import TICK_S, LoopWatch, excuse_standstill, watch_loop
+from cluster.process.loop_watch import TICK_S, LoopWatch, excuse_standstill, watch_loop
 
 
 class Clock:

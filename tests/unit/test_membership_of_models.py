@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.protocol import PROTOCOL
+from cluster.network.protocol import PROTOCOL
 from protos import membership_pb2 as pb
 from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig

@@ -13,7 +13,7 @@ import pytest
 
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
-from engine.process.nodes import (
+from engine.process.ranks.nodes import (
     Beat,
     Hello,
     NodeRefused,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.drain import Drain
 from cluster.errors import Draining, Forbidden, InvalidRequest, Overloaded
+from cluster.process.drain import Drain
 from protos import inference_pb2 as pb
 from router.batches.lines.line import LineRequest
 from router.frontend.http.caller import Caller

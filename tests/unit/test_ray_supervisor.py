@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from cluster.errors import StartError, TandemError
-from cluster.process import Addresses
-from cluster.tls import TlsIdentity
+from cluster.network.tls import TlsIdentity
+from cluster.process.life import Addresses
 from planner.executors.executor import ExecutorFailed
 from protos import inference_pb2 as pb
 from support.virtual_loop import run_virtually

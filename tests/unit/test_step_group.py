@@ -14,7 +14,7 @@ from cluster.errors import StartError
 from engine.config import WorkerConfig
 from engine.messages.from_engine import FromEngine, GroupDrains
 from engine.messages.to_engine import DrainGroup, TakeSnapshot
-from engine.process.step_group import StepGroup
+from engine.process.data_parallel.step_group import StepGroup
 from support.ports import free_port
 
 FACTS = {"model": "m", "vllm_args": "--enable-expert-parallel"}
@@ -147,7 +147,7 @@ def test_settings_that_make_no_group_are_refused() -> None:
 
 
 def test_a_port_that_somebody_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.process.step_group.FREED_S", 0.3)
+    monkeypatch.setattr("engine.process.data_parallel.step_group.FREED_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(StartError, match="cannot listen") as refused:
             Rank(0, 2, taken.getsockname()[1]).group.meet(FACTS, 4)

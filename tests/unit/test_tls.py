@@ -8,7 +8,7 @@ import pytest
 
 from cluster.config import secrets_of, to_overrides
 from cluster.errors import StartError
-from cluster.tls import ClientIdentity, Credentials, File, member_of
+from cluster.network.tls import ClientIdentity, Credentials, File, member_of
 from engine.config import WorkerConfig
 from router.config import RouterConfig
 from support.certificates import Authority, Issued

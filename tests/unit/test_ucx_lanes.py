@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from kvtransfer.ucx_lanes import LaneLog, read_lanes
+from kvtransfer.ucx.lanes import LaneLog, read_lanes
 
 PREFIX = "[1700000000.123456] [host:42   :0]   +---+  "
 

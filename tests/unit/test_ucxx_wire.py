@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.errors import EndpointMismatch
 from kvtransfer.transport import MAX_POSTED_BYTES_ON_GPU
-from kvtransfer.ucxx_wire import (
+from kvtransfer.ucx.ucxx_wire import (
     HEADER,
     MAX_ADDRESS_BYTES,
     NUMBER,

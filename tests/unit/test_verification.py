@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from engine.lending.block_reads import BlockRead, LocalRank
+from engine.lending.reads.block_reads import BlockRead, LocalRank
 from kvtransfer.errors import TransferError
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport

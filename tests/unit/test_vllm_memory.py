@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.vllm.kv_memory import LayerPlace, VllmKvMemory, pool_allocation
+from engine.backends.vllm.kv.memory import LayerPlace, VllmKvMemory, pool_allocation
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
 from kvtransfer.transport import Pool

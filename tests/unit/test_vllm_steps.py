@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.process.vllm_process import VllmSteps
+from engine.process.vllm.process import VllmSteps
 
 
 @dataclass(eq=False)

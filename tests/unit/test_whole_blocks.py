@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from engine.lending.block_reads import LocalRank
+from engine.lending.reads.block_reads import LocalRank
 from engine.tensor_parallel.gathering import GATHER_BYTES, GatheredBlocks, GatheringRank
 from engine.tensor_parallel.part_copies import PartCopies
 from engine.tensor_parallel.shared_memory import MappedMemory, SharedMemory, SharedPlace

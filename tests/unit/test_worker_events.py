@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from engine.kv.block_pool import CacheEvent, Removed, Stored
 from engine.messages.from_engine import CacheChanged, Load
-from engine.worker import worker_events as news
-from engine.worker.worker_events import cache_events, messages_of, parts_of, summary
+from engine.worker.front import worker_events as news
+from engine.worker.front.worker_events import cache_events, messages_of, parts_of, summary
 from protos import membership_pb2 as pb
 from router.placement.fleet.fleet import Fleet
 from router.placement.rates import Priors

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.rpc import channel
+from cluster.network.rpc import channel
 from engine.core_types import SamplingParams
 from engine.media.encoder import encoder_fingerprint
 from engine.media.item_messages import item_messages

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.torch.attention import PagedAttention
+from engine.backends.torch.loading.quantised import QuantisedLinear
 from engine.backends.torch.native.attention import NativePagedAttention
 from engine.backends.torch.native.decoder_layer import use_native_layers
 from engine.backends.torch.native.kernels import QUANTISED, TYPES, Kernels, attention_part
 from engine.backends.torch.native.modules import LastRows, use_kernels
-from engine.backends.torch.quantised import QuantisedLinear
-from engine.backends.torch.sampler import LIKELIEST
+from engine.backends.torch.sampling.sampler import LIKELIEST
 from engine.backends.torch.sdpa import SdpaPagedAttention
 from engine.errors import EngineStartError, KernelsUnavailable
 from engine.kv.layout import KvLayout

@@ -17,7 +17,7 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from engine.backends.torch.device import read_back
-from engine.backends.torch.loader import kv_layout, load_model
+from engine.backends.torch.loading.loader import kv_layout, load_model
 from engine.backends.torch.paged_model import PagedModel
 from engine.block_keys import BlockKey
 from engine.core_types import Chunk, SamplingParams, Sequence

@@ -131,7 +131,7 @@ class TorchKind(RunnerKind[TorchSettings]):
         """
         with needing("engine", EngineStartError):
             from engine.backends.torch.device import choose_device, gpu_of
-            from engine.backends.torch.kv_room import KvRoom
+            from engine.backends.torch.kv.room import KvRoom
             from engine.backends.torch.runner import TorchRunner, set_threads
 
         share = CoreShare(config.cores or (), config.shared_cores)

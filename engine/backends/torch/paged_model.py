@@ -12,7 +12,7 @@ from engine.backends.torch.backends import Backend, join
 from engine.backends.torch.cuda.graphs import decode_graphs
 from engine.backends.torch.device import KvMemory, allocate, staged
 from engine.backends.torch.memory import populate
-from engine.backends.torch.scoring import scored_rows
+from engine.backends.torch.sampling.scoring import scored_rows
 from engine.core_types import Chunk, SamplingParams, Sequence
 from engine.errors import EngineStartError
 from engine.kv.layout import KvLayout

@@ -11,16 +11,16 @@ import torch
 from numpy.typing import NDArray
 
 from engine.backends.torch.backends import Backend
-from engine.backends.torch.block_bytes import BlockBytes
 from engine.backends.torch.device import Device, choose_device, gpu_of
 from engine.backends.torch.draft import DraftModel
-from engine.backends.torch.fingerprint import TensorFingerprints
-from engine.backends.torch.kv_room import DEFAULT_ROOM, KvRoom, automatic_kv_bytes
-from engine.backends.torch.loader import kv_layout, load_model, whole_layout
+from engine.backends.torch.kv.block_bytes import BlockBytes
+from engine.backends.torch.kv.fingerprint import TensorFingerprints
+from engine.backends.torch.kv.room import DEFAULT_ROOM, KvRoom, automatic_kv_bytes
+from engine.backends.torch.loading.loader import kv_layout, load_model, whole_layout
 from engine.backends.torch.paged_model import PagedModel
 from engine.backends.torch.ranks import RankGroup
-from engine.backends.torch.sampler import sample_chunks
-from engine.backends.torch.scoring import PromptScorer, wants_scores
+from engine.backends.torch.sampling.sampler import sample_chunks
+from engine.backends.torch.sampling.scoring import PromptScorer, wants_scores
 from engine.core_types import Chunk, SampleResult
 from engine.errors import EngineStartError
 from engine.kv.layout import KvLayout

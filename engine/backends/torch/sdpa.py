@@ -4,7 +4,7 @@ The reference for the other backends.
 
 The pool [num_blocks, kv_heads, layers, 2, block_tokens, head_dim] is read as rows, one per (block, head, layer, K or
 V), each [block_tokens * head_dim]. Gathering whole rows gives keys in the order SDPA wants, and is eight times as fast
-as indexing the strided view of a layer. Only `kv_rows.py` knows the content of a row.
+as indexing the strided view of a layer. Only `kv/rows.py` knows the content of a row.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.backends.torch.attention import PagedAttention
-from engine.backends.torch.kv_rows import kv_rows
+from engine.backends.torch.kv.rows import kv_rows
 from engine.core_types import Chunk
 from engine.kv.layout import KvLayout
 

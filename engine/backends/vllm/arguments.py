@@ -18,7 +18,7 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of max_lora_rank that vLLM takes on every device."""
 SEVERAL_RANKS = {
     "distributed_executor_backend": "mp",
-    "worker_extension_cls": "engine.process.vllm_worker.TandemWorker",
+    "worker_extension_cls": "engine.process.vllm.worker.TandemWorker",
 }
 """Arguments of an engine with several ranks."""
 MAX_ACTIVE_ADAPTERS = 8

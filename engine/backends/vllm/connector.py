@@ -20,12 +20,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 
 from engine.backends.vllm.batch_runner import mark_launched
-from engine.backends.vllm.kv_memory import LayerPlace, VllmKvMemory, orders_of, pool_allocation
-from engine.backends.vllm.stages import Stage, StagePool
+from engine.backends.vllm.kv.memory import LayerPlace, VllmKvMemory, orders_of, pool_allocation
+from engine.backends.vllm.kv.stages import Stage, StagePool
 from kvtransfer.transport import Pool
 
 if TYPE_CHECKING:
-    from engine.backends.vllm.groups import KvGroups
+    from engine.backends.vllm.kv.groups import KvGroups
 
 IN_FILE = "in_file"
 """Key of the connector's own configuration: whether KV memory should be a memory file."""

@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.vllm.block_pool import GroupPlace
-from engine.backends.vllm.kv_cache import VllmKVCache
-from engine.backends.vllm.kv_memory import KvMemory, VllmKvMemory
+from engine.backends.vllm.kv.block_pool import GroupPlace
+from engine.backends.vllm.kv.cache import VllmKVCache
+from engine.backends.vllm.kv.memory import KvMemory, VllmKvMemory
 from engine.backends.vllm.media.features import Media
 from engine.backends.vllm.requests import VllmRequests
-from engine.backends.vllm.sampling import Sampling
+from engine.backends.vllm.sampling.sampling import Sampling
 from engine.backends.vllm.submitted import Full, Submissions, Submitted
 from engine.core.loan_host import EngineParts, Input, LoanHost
 from engine.core_types import Sequence
 from engine.kv.store.shared_store import SharedStore
-from engine.lending.block_reads import LocalRank
 from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.loan import BorrowRequest
+from engine.lending.reads.block_reads import LocalRank
 from engine.messages.to_engine import ItemsFetched
 from engine.model_runner import ModelInfo
 from kvtransfer.ranks import join_endpoints, with_planes, with_stages

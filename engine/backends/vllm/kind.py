@@ -97,7 +97,7 @@ class VllmKind(EngineKind[VllmSettings]):
 
         Raises EngineStartError where there is no interpreter for it.
         """
-        return self.launch_module(config, f"engine.process.{'vllm_node' if config.node_rank else 'vllm_process'}")
+        return self.launch_module(config, f"engine.process.vllm.{'node' if config.node_rank else 'process'}")
 
     def launch_module(self, config: VllmSettings, module: str) -> Launch:
         """Return how to start a program in vLLM's environment.

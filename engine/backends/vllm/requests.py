@@ -10,9 +10,9 @@ others are submitted with its first token and find the prompt cached.
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.backends.vllm.kv_cache import VllmKVCache
+from engine.backends.vllm.kv.cache import VllmKVCache
 from engine.backends.vllm.media.features import Media
-from engine.backends.vllm.sampling import Sampling
+from engine.backends.vllm.sampling.sampling import Sampling
 from engine.backends.vllm.submitted import Submissions, Submitted
 from engine.block_keys import BlockKey
 from engine.core.request_table import Request, RequestTable, TableParts

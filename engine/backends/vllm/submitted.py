@@ -15,10 +15,10 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
-from engine.backends.vllm.block_pool import GroupPlace
-from engine.backends.vllm.kv_cache import VllmKVCache
+from engine.backends.vllm.kv.block_pool import GroupPlace
+from engine.backends.vllm.kv.cache import VllmKVCache
 from engine.backends.vllm.media.features import Media
-from engine.backends.vllm.sampling import Sampling
+from engine.backends.vllm.sampling.sampling import Sampling
 from engine.block_keys import block_keys
 from engine.core_types import Sequence
 

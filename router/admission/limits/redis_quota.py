@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.errors import StartError
-from cluster.redis_link import RedisAway, RedisFailure, RedisLink, RedisRefused
+from cluster.network.redis_link import RedisAway, RedisFailure, RedisLink, RedisRefused
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable
 
-from cluster.redis_link import RedisFailure, RedisLink
+from cluster.network.redis_link import RedisFailure, RedisLink
 from router.batches.claims.claims import Claim, Claims
 from router.batches.storage.batch_store import BatchFolder
 

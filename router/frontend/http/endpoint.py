@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from cluster import logs
-from cluster.drain import Drain
 from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
+from cluster.process.drain import Drain
 from cluster.trace_context import from_headers, traceparent
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager, contextmanager
 
 from starlette.types import Receive, Scope, Send
 
-from cluster.drain import Drain
 from cluster.errors import Draining, InvalidRequest
+from cluster.process.drain import Drain
 from router.admission.arrivals import Arrival
 from router.frontend.http.body.content_encoding import encoding_of, inflated
 from router.frontend.http.errors import ErrorAnswer, HttpRefusal

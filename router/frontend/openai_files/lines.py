@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from cluster.drain import Drain
 from cluster.errors import Draining, InvalidRequest, ServiceError
+from cluster.process.drain import Drain
 from router.batches.lines.line import PRIORITY, Handle, LineAnswer, LineRequest
 from router.batches.lines.retries import is_retriable
 from router.frontend.http.caller import Caller

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from cluster.cache_salt import isolated_salt
 from cluster.errors import InvalidRequest
-from cluster.tls import TlsIdentity
+from cluster.network.tls import TlsIdentity
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from tandem.cli.tables import uncut

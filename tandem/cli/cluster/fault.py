@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from cluster.errors import InvalidRequest
-from cluster.tls import TlsIdentity
+from cluster.network.tls import TlsIdentity
 from protos import inference_pb2 as pb
 from tandem.cli.tables import uncut
 from tandem.client import Client, Target

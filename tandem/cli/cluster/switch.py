@@ -3,11 +3,11 @@
 import grpc
 from rich.console import Console
 
-from cluster.error_status import from_rpc_error
 from cluster.errors import InvalidRequest
+from cluster.network.error_status import from_rpc_error
+from cluster.network.rpc import channel
+from cluster.network.tls import TlsIdentity
 from cluster.roles import ROLES
-from cluster.rpc import channel
-from cluster.tls import TlsIdentity
 from planner.executors.switcher import switch_role
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from cluster.garbage_collection import spare_the_started
+from cluster.process.garbage_collection import spare_the_started
 from simulator.cluster.cluster import Failure, FleetMaker
 from simulator.cluster.store import StoreSpec
 from simulator.comparison.advice import Comparison, Sample, check_seeds, sample, settle

@@ -16,7 +16,7 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
-from cluster.rpc import MAX_METADATA_BYTES
+from cluster.network.rpc import MAX_METADATA_BYTES
 from protos import decode_pb2, lend_pb2, membership_pb2
 from protos import inference_pb2 as pb
 from support.fuzz_http import Malformed, malformed

@@ -14,7 +14,7 @@ from cluster.errors import (
     Overloaded,
     ServiceError,
 )
-from cluster.protocol import PROTOCOL
+from cluster.network.protocol import PROTOCOL
 from protos import decode_pb2, decode_pb2_grpc, lend_pb2, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
 from support.observed_cluster import GOOD, POOL_TOKENS, VOCAB, Site, refusal

@@ -17,7 +17,7 @@ from cluster.errors import (
     Overloaded,
     UnknownModel,
 )
-from cluster.rpc import channel
+from cluster.network.rpc import channel
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from support.observed_cluster import CONTEXT, GOOD, MALFORMED, POOL_TOKENS, VOCAB, Site, generate, refusal
@@ -235,7 +235,7 @@ async def test_reflection_of_every_process(site: Site) -> None:
 
 
 async def test_a_worker_that_answers_no_more_is_reported_by_its_channel(site: Site) -> None:
-    """`cluster.rpc.channel` itself refuses to send what no server would take."""
+    """`cluster.network.rpc.channel` itself refuses to send what no server would take."""
     async with channel(site.router.address) as link:
         call = pb_grpc.InferenceStub(link).Generate(pb.GenerateRequest(token_ids=[1], tenant="x" * (17 << 20)))
         assert isinstance(await refusal(call), Overloaded)

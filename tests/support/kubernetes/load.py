@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cluster.errors import ServiceError
-from cluster.tls import ClientIdentity
+from cluster.network.tls import ClientIdentity
 from protos import inference_pb2 as pb
 from tandem.client import Client
 

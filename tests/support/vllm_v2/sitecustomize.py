@@ -117,7 +117,7 @@ AFTER = {
     "vllm.v1.sample.ops.topk_topp_sampler": filter_by_torch,
     "vllm.v1.worker.gpu.metrics.logits": count_nans_by_torch,
     "vllm.platforms.cpu": keep_asynchronous,
-    "engine.process.vllm_process": launch_as_on_a_gpu,
+    "engine.process.vllm.process": launch_as_on_a_gpu,
 }
 if "TRITON_INTERPRET" not in os.environ:
     BEFORE, AFTER = {}, {COMMUNICATOR: gather_unlike_batches}

@@ -1,7 +1,7 @@
 """Triton kernels of paged attention: write new keys and values into their blocks, and attend over the blocks.
 
 The pool is a flat array of stored elements (numbers, or one byte each of a quantised vector). A quantised pool is also
-seen as a flat array of scales. A row, as in `engine/backends/torch/kv_rows.py`, is [block_tokens, head_dim], then its
+seen as a flat array of scales. A row, as in `engine/backends/torch/kv/rows.py`, is [block_tokens, head_dim], then its
 scales.
 
 This module imports Triton, so it is imported only where Triton is installed.

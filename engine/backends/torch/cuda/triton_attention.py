@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.backends.torch.cuda.step import GpuAttention
 from engine.backends.torch.cuda.tables import LAST_LENS, POSITIONS, ROWS, TABLE_STARTS, TABLES, StepTables
-from engine.backends.torch.kv_rows import LARGEST, TYPES
+from engine.backends.torch.kv.rows import LARGEST, TYPES
 from engine.errors import KernelsUnavailable
 from engine.kv.layout import KvLayout
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.backends.torch.loading.quantised import QuantisedLinear
 from engine.backends.torch.memory import forget_file_pages
 from engine.backends.torch.native.kernels import TYPES, Kernels, PackedMatrix
 from engine.backends.torch.native.packing import can_pack, is_packable, pack, pack_gated
-from engine.backends.torch.quantised import QuantisedLinear
 
 log = logging.getLogger(__name__)
 

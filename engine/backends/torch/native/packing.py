@@ -5,8 +5,8 @@ from typing import TypeGuard
 import torch
 from torch import nn
 
+from engine.backends.torch.loading.quantised import QuantisedLinear
 from engine.backends.torch.native.kernels import Kernels, PackedMatrix
-from engine.backends.torch.quantised import QuantisedLinear
 
 
 def is_packable(module: object) -> TypeGuard[nn.Linear | QuantisedLinear]:

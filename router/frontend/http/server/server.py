@@ -8,8 +8,8 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from cluster.http_server import HttpServer
-from cluster.tls import Credentials
+from cluster.network.http_server import HttpServer
+from cluster.network.tls import Credentials
 from router.frontend.http.errors import error_of
 from router.frontend.http.server.connection import CONNECTION, ClientConnection, CoalescingTransport, UnchunkedTransport
 

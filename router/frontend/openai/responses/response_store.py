@@ -13,7 +13,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict, ParseDict
 
 from cluster.errors import InvalidRequest, Unavailable
-from cluster.redis_link import RedisFailure, RedisLink
+from cluster.network.redis_link import RedisFailure, RedisLink
 from protos import inference_pb2 as pb
 from router.frontend.http.caller import Caller
 from router.frontend.http.endpoint import Hooks

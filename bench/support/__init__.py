@@ -1,0 +1,1 @@
+"""Shared parts of benchmarks: workers, namespaces, reports."""

@@ -1,0 +1,195 @@
+"""Workers without a router: the benchmark decides who lends to whom."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from bench.support.namespaces import Namespace
+from cluster.network.rpc import Server, channel
+from engine.block_keys import pack_tokens
+from engine.config import WorkerConfig
+from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
+from protos import inference_pb2 as pb
+from router.placement.fleet.introductions import peers_of
+from router.placement.fleet.worker_records import Worker
+from tandem.local.local_cluster import RoleProcess, start_role, stop_process
+
+REQUEST_TIMEOUT_S = 900.0
+"""Deadline of a request, in seconds: a CPU without bfloat16 products computes a long prompt for minutes."""
+
+
+class _Listener(membership_pb2_grpc.MembershipServicer):
+    """Membership service that names workers to each other as a router does, and places nothing."""
+
+    def __init__(self) -> None:
+        self.hellos: dict[str, membership_pb2.Hello] = {}
+        """Workers that have joined."""
+        self.reported: set[str] = set()
+        """Workers that have sent a load report, which makes them ready."""
+        self.changed = asyncio.Event()
+
+    async def Join(  # noqa: N802
+        self, request_iterator: AsyncIterator[membership_pb2.WorkerMessage], context: Any
+    ) -> AsyncIterator[membership_pb2.RouterMessage]:
+        async for message in request_iterator:
+            if message.HasField("hello"):
+                hello = message.hello
+                self.hellos[hello.worker_id] = hello
+                peers = peers_of(hello, map(Worker, self.hellos.values()))
+                welcome = membership_pb2.Welcome(router_id="bench", incarnation=b"bench", peers=peers)
+                yield membership_pb2.RouterMessage(welcome=welcome)
+            elif message.HasField("load"):
+                self.reported.add(hello.worker_id)
+                self.changed.set()
+
+
+class Workers:
+    """Async context manager of started workers by id."""
+
+    def __init__(self, *, namespaces: Mapping[str, Namespace] | None = None, **workers: dict[str, Any]) -> None:
+        """Take settings by worker id; ids begin with the role. `namespaces`: of each worker, where they have their own.
+
+        Workers of namespaces join under all addresses of this machine.
+        """
+        self._settings = workers
+        self._namespaces = namespaces or {}
+        self._roles: list[RoleProcess] = []
+        self._links: dict[str, grpc.aio.Channel] = {}
+        self._numbers = itertools.count()
+        self.lent_blocks: list[int] = []
+        """Blocks that the last `lend` announced."""
+
+    async def __aenter__(self) -> Self:
+        self._listener, self._server = _Listener(), Server()
+        membership_pb2_grpc.add_MembershipServicer_to_server(self._listener, self._server.grpc)
+        self._port = await self._server.start("0.0.0.0" if self._namespaces else "127.0.0.1", 0, [])
+        await asyncio.gather(*(self.start(name, settings) for name, settings in self._settings.items()))
+        return self
+
+    async def start(self, name: str, settings: dict[str, Any]) -> None:
+        """Start a worker, and wait until it is ready."""
+        self._roles.append(await self._start(name, settings))
+        while name not in self._listener.reported:
+            self._listener.changed.clear()
+            await asyncio.wait_for(self._listener.changed.wait(), 30)
+
+    async def stop(self, name: str) -> None:
+        """Stop a worker."""
+        role = self.role(name)
+        self._roles.remove(role)
+        await stop_process(role.process)
+        del self._listener.hellos[name]
+        self._listener.reported.discard(name)
+
+    async def _start(self, name: str, settings: dict[str, Any]) -> RoleProcess:
+        port = self._port
+        module, namespace = f"{name.split('_')[0]}_worker", self._namespaces.get(name)
+        if namespace is None:
+            config = WorkerConfig.parse({"worker_id": name, "routers": (f"127.0.0.1:{port}",)} | settings)
+            return await start_role(module, name, config)
+        own = {"worker_id": name, "routers": (f"{namespace.host_ip}:{port}",), "host": "0.0.0.0"}
+        config = WorkerConfig.parse(own | {"advertise_host": namespace.ip} | settings)
+        return await start_role(module, name, config, namespace.command)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for link in self._links.values():
+            await link.close()
+        await asyncio.gather(*(stop_process(role.process) for role in self._roles))
+        await self._server.stop(0.1)
+
+    def role(self, name: str) -> RoleProcess:
+        return next(role for role in self._roles if role.name == name)
+
+    def hello(self, name: str) -> membership_pb2.Hello:
+        return self._listener.hellos[name]
+
+    def holder(self, name: str) -> lend_pb2.Holder:
+        hello = self.hello(name)
+        return lend_pb2.Holder(worker_id=name, address=hello.address, incarnation=hello.incarnation)
+
+    async def text(self, name: str, prompt: Sequence[int], lender: str, num_tokens: int) -> tuple[pb.Receipt, str]:
+        """Decode on worker `name` with the blocks that `lender` holds; return the receipt and the text."""
+        request = self._request(name, prompt, lender, may_compute=False, max_tokens=num_tokens)
+        stub = decode_pb2_grpc.DecodeStub(self._link(name))
+        messages = [message async for message in stub.Generate(request, timeout=REQUEST_TIMEOUT_S)]
+        return messages[-1].finish.receipt, "".join(message.text for message in messages)
+
+    async def decode(
+        self, name: str, prompt: Sequence[int], lender: str | None, may_compute: bool = True
+    ) -> tuple[pb.Receipt, float]:
+        """Decode one token of `prompt` on worker `name`; return its receipt and the seconds to the token."""
+        request = self._request(name, prompt, lender, may_compute, max_tokens=1)
+        started_at = time.perf_counter()
+        stub = decode_pb2_grpc.DecodeStub(self._link(name))
+        messages = [message async for message in stub.Generate(request, timeout=REQUEST_TIMEOUT_S)]
+        return messages[-1].finish.receipt, time.perf_counter() - started_at
+
+    def _request(
+        self, name: str, prompt: Sequence[int], lender: str | None, may_compute: bool, max_tokens: int
+    ) -> decode_pb2.DecodeRequest:
+        request = decode_pb2.DecodeRequest(
+            request_id=f"bench-{next(self._numbers)}",
+            worker_incarnation=self.hello(name).incarnation,
+            prompt_token_ids=prompt,
+            sampling=pb.Sampling(max_tokens=max_tokens, temperature=0, top_p=1, ignore_eos=True),
+        )
+        if lender is not None:
+            request.lender.CopyFrom(decode_pb2.Lender(worker=self.holder(lender), may_compute=may_compute))
+        return request
+
+    async def lend(self, name: str, tokens: Sequence[int]) -> float:
+        """Borrow without reading, so that `name` computes missing blocks; return seconds from start to last block."""
+        hello = self.hello(name)
+        want = lend_pb2.Want(
+            request_id=f"bench-{next(self._numbers)}",
+            lender_incarnation=hello.incarnation,
+            model_fingerprint=hello.model_fingerprint,
+            token_ids=pack_tokens(tokens),
+            may_compute=True,
+        )
+        call = lend_pb2_grpc.LendStub(self._link(name)).Lend()
+        await call.write(lend_pb2.BorrowerFrame(requests=[lend_pb2.LoanRequest(number=1, want=want)]))
+        beating = asyncio.ensure_future(_send_heartbeat(call))
+        end, started_at = 1, 0.0
+        announced = 0
+        self.lent_blocks = []
+        while announced < end:
+            frame = await call.read()
+            assert isinstance(frame, lend_pb2.LenderFrame), "the stream ended early"
+            for response in frame.responses:
+                assert not response.refused, response.refused
+                if response.HasField("starting"):
+                    end, started_at = response.starting.end_block, time.perf_counter()
+                announced += len(response.blocks_ready.block_ids)
+                self.lent_blocks += response.blocks_ready.block_ids
+        seconds = time.perf_counter() - started_at
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        await call.done_writing()
+        while await call.read() is not grpc.aio.EOF:
+            pass  # a heartbeat may have been in flight
+        return seconds
+
+    async def reach(self, name: str) -> None:
+        """Connect to a worker, so that no measured request does."""
+        await self._link(name).channel_ready()
+
+    def _link(self, name: str) -> grpc.aio.Channel:
+        address = self.hello(name).address
+        if address not in self._links:
+            self._links[address] = channel(address)
+        return self._links[address]
+
+
+async def _send_heartbeat(call: Any) -> None:
+    """Send heartbeats: a lender gives up a silent borrower."""
+    while True:
+        await asyncio.sleep(1.0)
+        await call.write(lend_pb2.BorrowerFrame(engine_turned=True))

@@ -1,0 +1,1 @@
+"""Connections between processes: gRPC, frames over TCP, HTTP, Redis, TLS."""

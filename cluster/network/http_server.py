@@ -1,0 +1,89 @@
+"""uvicorn inside a process of the cluster: on its event loop, without uvicorn's signal handlers."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from cluster.errors import StartError, TandemError
+from cluster.network.tls import Credentials
+
+BACKLOG = 2048
+SEND_BUFFER = 256 << 10
+"""Send buffer of each connection, in bytes. A client that does not read costs the kernel megabytes without it."""
+STOP_S = 1
+"""Seconds that open connections get when the process stops."""
+
+
+class HttpServer:
+    """HTTP server that listens from construction, so a port in use is found before anything else starts."""
+
+    def __init__(
+        self, host: str, port: int, setting: str, credentials: Credentials | None = None, **options: Any
+    ) -> None:
+        """Bind the port; `port` 0 lets the system choose.
+
+        Errors name `setting`. Raises StartError.
+
+        With `credentials` the server accepts TLS only. `options` are further options of uvicorn.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._socket = socket.create_server((host.strip("[]"), port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            reason = f"cannot listen on {host}:{port}: {os.strerror(error.errno) if error.errno else error}"
+            raise StartError(setting, reason) from None
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        self._credentials = credentials
+        self._options = options
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self, app: Any) -> None:
+        """Serve this ASGI application; connections wait until then."""
+        config = uvicorn.Config(
+            app,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=STOP_S,
+            **self._options,
+        )
+        config.load()
+        if self._credentials is not None:
+            # uvicorn's own context would never read the certificate files again
+            config.ssl = self._credentials.for_http()
+        self._server = _Server(config)
+        self._serving = asyncio.ensure_future(self._server.serve([self._socket]))
+
+    async def failed(self) -> TandemError:
+        """Return when the server ended by itself."""
+        assert self._serving is not None, "it was started"
+        await asyncio.wait([self._serving])
+        if self._serving.cancelled() or (error := self._serving.exception()) is None:
+            await asyncio.get_running_loop().create_future()  # the server was closed
+        return TandemError(f"the HTTP server ended: {error!r}")
+
+    async def close(self) -> None:
+        """Stop the server; requests should be over by now."""
+        if self._server is None or self._serving is None:
+            self._socket.close()
+            return
+        self._server.should_exit = True
+        await self._serving
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the process."""
+        yield

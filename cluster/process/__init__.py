@@ -1,0 +1,1 @@
+"""Life of a process: readiness, drain, its event loop and its memory."""

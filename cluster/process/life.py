@@ -1,0 +1,124 @@
+"""Life of a role's process: announce readiness, run until told to stop, report the cause of a failure."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import uvloop
+
+from cluster.errors import TandemError
+from cluster.process.garbage_collection import spare_the_started
+from cluster.process.loop_watch import excuse_standstill
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Addresses where a role serves, as host:port; empty where it does not."""
+
+    grpc: str
+    http: str = ""
+    metrics: str = ""
+    internal: str = ""
+    """Address where workers join a router, when it differs from `grpc`."""
+    start: str = ""
+    """Account of a worker's start, for people: how long it took, and where the weights came from."""
+
+    @property
+    def joined_at(self) -> str:
+        """Address where workers join a router."""
+        return self.internal or self.grpc
+
+
+class Running(Protocol):
+    """Interface of a started role."""
+
+    addresses: Addresses
+
+    async def stop_requested(self) -> None:
+        """Return when a stop was requested by other means than a signal."""
+
+    async def drain(self) -> None:
+        """Refuse new work, and wait until work in flight is over or the drain time has passed."""
+
+    async def stop(self) -> None:
+        """Release everything."""
+
+    async def failed(self) -> TandemError:
+        """Return the error when the role cannot go on."""
+
+
+class SignalledRole:
+    """Role that goes on, whatever its children do, until a signal ends it."""
+
+    async def failed(self) -> TandemError:
+        """Never return."""
+        never: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
+        return await never
+
+    async def stop_requested(self) -> None:
+        """Never return."""
+        await asyncio.get_running_loop().create_future()
+
+
+def run_role(start: Callable[[], Awaitable[Running]]) -> int:
+    """Run one role to its end and return the exit code.
+
+    The first SIGINT or SIGTERM drains and stops it; a second one ends the process at once.
+
+    Standard output gets one line of JSON when the role serves: {"event": "ready", "address": ...}, with "http",
+    "metrics" and "internal" where it serves those. The last line on standard error of a failed process is the cause.
+    """
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_run(start))
+    except TandemError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+async def _run(start: Callable[[], Awaitable[Running]]) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def told() -> None:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(signum)
+            signal.signal(signum, signal.SIG_DFL)  # the kernel's default ends even a process whose loop hangs
+        stop.set()
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, told)
+    starting = asyncio.ensure_future(start())
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+        return 0
+    role = starting.result()
+    where = role.addresses
+    ready = {"event": "ready", "address": where.grpc, "http": where.http, "metrics": where.metrics}
+    ready["internal"] = where.internal
+    spare_the_started()
+    excuse_standstill()
+    print(json.dumps(ready), flush=True)
+    failing = asyncio.ensure_future(role.failed())
+    requested = asyncio.ensure_future(role.stop_requested())
+    await asyncio.wait([failing, stopping, requested], return_when=asyncio.FIRST_COMPLETED)
+    draining = asyncio.ensure_future(role.drain())
+    if not failing.done():
+        await asyncio.wait([failing, draining], return_when=asyncio.FIRST_COMPLETED)
+    failure = failing.result() if failing.done() else None
+    for task in (failing, stopping, requested, draining):
+        task.cancel()
+    await asyncio.gather(draining, return_exceptions=failure is not None)
+    await role.stop()
+    if failure is not None:
+        raise failure
+    return 0

@@ -1,0 +1,1 @@
+"""Loading of models: checkpoints, adapters, quantised layers and the shards of ranks."""

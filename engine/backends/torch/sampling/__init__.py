@@ -1,0 +1,1 @@
+"""Sampling and scoring of the logits of a batch."""

@@ -1,0 +1,201 @@
+"""Sampling: one uniform number per token, keyed by (seed, choice, position), and the inverse of the distribution.
+
+The same seed, choice, tokens and options give the same next token on any worker, whatever else is in the batch.
+Penalties and min_tokens are derived from the tokens themselves, so a request that moves to another worker continues
+identically.
+
+The order is: the grammar of a structured output; logit bias, penalties, min_tokens; then temperature, min-p, top-k,
+top-p. Log probabilities are the model's own, before all of these.
+
+A token that the grammar forbids stays at minus infinity under any bias or penalty. The grammar allows the model's end
+tokens only where the output is complete. min_tokens and ignore_eos hold an end back while another token may follow;
+where none may, the end is sampled and the request finishes.
+"""
+
+import struct
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from functools import partial
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from engine.backends.torch.device import read_back, staged
+from engine.backends.torch.sampling.drawing import draw
+from engine.backends.torch.sampling.logit_edits import adjusted
+from engine.core_types import (
+    AnyPlace,
+    Chunk,
+    RequestFailure,
+    SampleResult,
+    SamplingParams,
+    TokenLogprobs,
+    verified,
+)
+from engine.sampling.grammar import Grammars, TokenMasks
+
+LEAST_TEMPERATURE = 1e-5
+"""Temperature below which the likeliest token is taken: sampling would draw nothing else, and quotients would leave
+float32."""
+NO_NUMBERS = RequestFailure("model", "its logits are not finite numbers; the range of dtype float16 may be too small")
+_WORD = 32
+LIKELIEST: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1)
+
+
+def uniform(seed: int, position: int, choice: int = 0, purpose: bytes = b"token") -> float:
+    """Return a number in [0, 1) that depends only on the arguments."""
+    keyed = struct.pack("<QQ", seed, position) if choice == 0 else struct.pack("<QQQ", seed, position, choice)
+    digest = blake2b(keyed, key=purpose, digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def sample_chunks(
+    logits: Tensor,
+    chunks: Seq[Chunk],
+    eos_token_ids: frozenset[int],
+    grammars: Grammars | None = None,
+    argmax: Callable[[Tensor], Tensor] = LIKELIEST,
+) -> list[SampleResult]:
+    """Return the result of each chunk; all chunks sample.
+
+    A result has the token at the chunk's end, and the tokens after correct draft tokens. `logits` is [places, vocab],
+    all places of the chunks in order; the other arguments are as for `sample`.
+
+    The token after a draft token is sampled with the same number as after the token itself. So draft tokens change how
+    soon tokens come, and not which.
+    """
+    places = [place for chunk in chunks for place in chunk.places]
+    answers = iter(sample(logits, places, eos_token_ids, grammars, argmax))
+    return [
+        verified(chunk.draft_tokens, [next(answers) for _ in range(1 + len(chunk.draft_tokens))]) for chunk in chunks
+    ]
+
+
+def sample(
+    logits: Tensor,
+    places: Seq[AnyPlace],
+    eos_token_ids: frozenset[int],
+    grammars: Grammars | None = None,
+    argmax: Callable[[Tensor], Tensor] = LIKELIEST,
+) -> list[SampleResult | None]:
+    """Return the next token at each place, or the reason why there is none.
+
+    `logits` is [places, vocab] in any float dtype. `grammars` holds the states of structured outputs; without it no
+    sequence may ask for one. `argmax` gives the first largest of each contiguous row. The result is None at a place
+    after a draft token that the grammar did not allow.
+    """
+    params = [_params(place) for place in places]
+    plain = [_plain(place, sampling) for place, sampling in zip(places, params, strict=True)]
+    if all(plain):
+        return [_of_token(token) for token in read_back(_finite(argmax(logits), logits))]
+    if any(plain):  # requests with options cost the others nothing
+        sampled: list[SampleResult | None] = [None] * len(places)
+        for kind in (True, False):
+            part = [row for row, row_is_plain in enumerate(plain) if row_is_plain == kind]
+            own = logits[staged(part, torch.long, logits.device)]
+            drawn = sample(own, [places[row] for row in part], eos_token_ids, grammars, argmax)
+            for row, result in zip(part, drawn, strict=True):
+                sampled[row] = result
+        return sampled
+    masks = _masks(places, params, grammars)  # first: a GPU is still busy with the logits meanwhile
+    logits = logits.float()
+    allowed = logits if masks is None else _mask(logits, masks)
+    changed = adjusted(allowed, places, params, eos_token_ids)
+    likeliest = argmax(changed)
+    tokens = likeliest.clone()
+    drawing = [row for row, sampling in enumerate(params) if not _greedy(sampling)]
+    if drawing:
+        targets = [uniform(params[row].seed, places[row].num_tokens, places[row].choice) for row in drawing]
+        at = staged(drawing, torch.long, logits.device)
+        rows = changed if len(drawing) == len(params) else changed[at]
+        tokens[at] = draw(rows, [params[row] for row in drawing], targets)
+    chosen = read_back(torch.where(_finite(likeliest, changed) < 0, -1, tokens))
+    logprobs = _logprobs(logits, chosen, params)
+    results: list[SampleResult | None] = [
+        _of_token(token) if token < 0 else SampleResult(token, logprobs.get(row)) for row, token in enumerate(chosen)
+    ]
+    if masks is not None:
+        for row, failure in masks.failures.items():
+            results[row] = SampleResult(-1, failure=failure)
+        for row in masks.unknown:
+            results[row] = None
+    return results
+
+
+def _params(place: AnyPlace) -> SamplingParams:
+    assert place.sampling is not None
+    return place.sampling
+
+
+def _greedy(sampling: SamplingParams) -> bool:
+    return sampling.temperature < LEAST_TEMPERATURE
+
+
+def _finite(tokens: Tensor, logits: Tensor) -> Tensor:
+    """Return the likeliest token of each row, [rows]; -1 where its logit is not finite.
+
+    Every `argmax` gives the place of a NaN where a row has one.
+    """
+    return torch.where(logits.gather(-1, tokens[:, None])[:, 0].isfinite(), tokens, -1)
+
+
+def _of_token(token: int) -> SampleResult:
+    return SampleResult(token) if token >= 0 else SampleResult(-1, failure=NO_NUMBERS)
+
+
+def is_plain(place: AnyPlace) -> bool:
+    """Return whether the likeliest token is wanted and no option changes which one that is."""
+    return _plain(place, _params(place))
+
+
+def _plain(place: AnyPlace, sampling: SamplingParams) -> bool:
+    changed = sampling.logit_bias or sampling.repetition_penalty != 1 or sampling.structured is not None
+    penalised = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+    early = place.num_sampled < sampling.min_tokens
+    return _greedy(sampling) and sampling.logprobs is None and not (changed or penalised or early)
+
+
+def _masks(places: Seq[AnyPlace], params: Seq[SamplingParams], grammars: Grammars | None) -> TokenMasks | None:
+    if all(sampling.structured is None for sampling in params):
+        return None
+    assert grammars is not None
+    return grammars.masks(places)
+
+
+def _mask(logits: Tensor, masks: TokenMasks) -> Tensor:
+    """Return a copy in which tokens that a row's grammar forbids are impossible.
+
+    Rows without a grammar are unchanged.
+    """
+    packed = torch.from_numpy(masks.bits).to(logits.device)
+    bits = packed[:, :, None] >> torch.arange(_WORD, dtype=torch.int32, device=logits.device) & 1
+    width = logits.shape[-1]
+    allowed = torch.zeros(len(masks.rows), width, dtype=torch.bool, device=logits.device)
+    known = bits.flatten(1)[:, :width]  # logits beyond the vocabulary are padding
+    allowed[:, : known.shape[-1]] = known.bool()
+    masked = logits.clone()
+    masked[masks.rows] = logits[masks.rows].masked_fill(~allowed, -torch.inf)
+    return masked
+
+
+def _logprobs(logits: Tensor, tokens: Seq[int], params: Seq[SamplingParams]) -> dict[int, TokenLogprobs]:
+    """Return the log probabilities of the rows that ask for them and have a token.
+
+    Rows that ask for the same number of top tokens are computed together. So another row's number cannot change the
+    order of equal logits.
+    """
+    by_count: dict[int, list[int]] = {}
+    for row, (token, sampling) in enumerate(zip(tokens, params, strict=True)):
+        if sampling.logprobs is not None and token >= 0:
+            by_count.setdefault(sampling.logprobs, []).append(row)
+    by_row: dict[int, TokenLogprobs] = {}
+    for count, rows in by_count.items():
+        logprobs = logits[staged(rows, torch.long, logits.device)].log_softmax(-1)
+        wanted = staged([tokens[row] for row in rows], torch.long, logits.device)
+        chosen: list[float] = logprobs.gather(-1, wanted[:, None])[:, 0].tolist()
+        values, token_ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
+        likeliest = zip(token_ids.tolist(), values.tolist(), strict=True)
+        for row, logprob, (top_token_ids, top_logprobs) in zip(rows, chosen, likeliest, strict=True):
+            by_row[row] = TokenLogprobs(logprob, tuple(top_token_ids), tuple(top_logprobs))
+    return by_row

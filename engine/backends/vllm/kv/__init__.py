@@ -1,0 +1,1 @@
+"""vLLM's KV memory and block pool, as Tandem's loans use them."""

@@ -1,0 +1,209 @@
+"""KV cache manager over vLLM's block pool.
+
+A sequence is first Tandem's: it holds cached blocks and a reservation, and takes blocks for borrowed KV. When nothing
+is left to borrow it is *submitted*: vLLM schedules it, finds the same blocks in its prefix cache, and holds them.
+
+    admitted ──borrows──▶ hardened ──loan is over──▶ submitted ──▶ finished
+        └──────────nothing to borrow──────────────────┘
+
+A reservation is a count, and vLLM takes blocks beyond a request's reservation when its output is long. So a sequence
+that waits for a lender hardens its reservation: it takes the blocks, and vLLM cannot use them meanwhile.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backends.vllm.kv.block_pool import GroupPlace, VllmBlockPool
+from engine.backends.vllm.kv.boundaries import StoredBoundaries
+from engine.backends.vllm.kv.groups import GroupCourse, KvGroups
+from engine.backends.vllm.kv.memory import KvMemory
+from engine.block_keys import BlockKey
+from engine.core_types import Sequence
+from engine.kv.block_pool import CacheEvent, NamedPlace
+from engine.kv.course import Course, GroupBlock
+from engine.kv.kv_cache_manager import KVCacheManager
+from engine.kv.store.shared_store import SharedStore
+
+
+class VllmKVCache(KVCacheManager):
+    """Blocks of sequences before they are submitted, and reservations of all sequences."""
+
+    pool: VllmBlockPool
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        block_pool: Any,
+        groups: KvGroups,
+        clock: Callable[[], float],
+        on_finish: Callable[[Sequence], None],
+        store: SharedStore | None = None,
+    ) -> None:
+        """Create the manager over vLLM's BlockPool and its groups.
+
+        `on_finish` is called with each sequence that gives its blocks back.
+        """
+        pool = VllmBlockPool(block_pool, groups, None if store is None else self._demote)
+        self.groups = groups
+        self._stored = None if groups.is_chain else StoredBoundaries(groups.tails(), groups.widths)
+        self._courses: dict[Sequence, GroupCourse] = {}
+        """Courses of sequences that are not submitted, with several groups."""
+        super().__init__(pool.num_blocks, memory.layout, memory, clock=clock, pool=pool, store=store)
+        self._on_finish = on_finish
+        self._hardened: dict[Sequence, list[int]] = {}
+        """Blocks taken for a reservation and not used yet."""
+        self.num_steps = 0
+        """Number of steps in flight."""
+
+    @property
+    def resumes_at_boundaries(self) -> bool:
+        return not self.groups.is_chain
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step is writing into blocks."""
+        return self.num_steps > 0
+
+    @property
+    def hardened(self) -> list[list[int]]:
+        """Block lists of hardened reservations."""
+        return list(self._hardened.values())
+
+    def harden(self, sequence: Sequence) -> None:
+        """Take the blocks of a reservation that was made just now."""
+        count, sequence.num_reserved = sequence.num_reserved, 0
+        self._hardened[sequence] = self.pool.allocate(count)
+
+    def start(self, sequence: Sequence, keys: Seq[BlockKey], num_total_blocks: int) -> bool:
+        if self.groups.is_chain:
+            return super().start(sequence, keys, num_total_blocks)
+        first, held = self.pool.resumable(keys)
+        course = self.groups.course(keys, first, len(keys))
+        # a loan brings the tails of another boundary while those of the first one are held
+        num_new = max(num_total_blocks - len(held), len(course.names) - course.start)
+        if not self.pool.reserve_with([block for _, block in held], num_new):
+            return False
+        sequence.blocks = [block for _, block in held]
+        sequence.keys = [each.name for each, _ in held]
+        sequence.num_reserved = num_new
+        sequence.num_computed = first * self.groups.unit
+        self._courses[sequence] = course
+        return True
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        if self._stored is None or self.store is None:
+            return super().take_cache_events()
+        return self.pool.take_events() + self._stored.translated(self.store.take_events())
+
+    def stored_course(self, sequence: Sequence, course: Course) -> Course:
+        if self._stored is None or not isinstance(course, GroupCourse) or course.keys[course.end - 1] in self._stored:
+            return course
+        ends = range(course.end - 1, course.first, -1)
+        known = next((end for end in ends if course.keys[end - 1] in self._stored), None)
+        return course if known is None else self.cut(sequence, course, known)
+
+    def course(self, sequence: Sequence, keys: Seq[BlockKey]) -> Course:
+        return super().course(sequence, keys) if self.groups.is_chain else self._courses[sequence]
+
+    def course_between(self, keys: Seq[BlockKey], first: int, end: int) -> Course:
+        if self.groups.is_chain:
+            return super().course_between(keys, first, end)
+        return self.groups.course(keys, first, end)
+
+    def cut(self, sequence: Sequence, course: Course, end: int) -> Course:
+        shorter = super().cut(sequence, course, end)
+        if isinstance(shorter, GroupCourse):
+            self._courses[sequence] = shorter
+        return shorter
+
+    def num_cached(self, keys: Seq[BlockKey]) -> int:
+        return super().num_cached(keys) if self.groups.is_chain else self.pool.resumable(keys)[0]
+
+    def grow_to(self, sequence: Sequence, num_blocks: int) -> None:
+        missing = num_blocks - len(sequence.blocks)
+        if missing > 0:
+            taken = self._hardened[sequence]
+            assert missing <= len(taken), "a block is taken that was not promised"
+            sequence.blocks += taken[:missing]
+            del taken[:missing]
+
+    def soften(self, sequence: Sequence) -> None:
+        """Return the blocks that a sequence holds and vLLM will not find to the pool, as a reservation again.
+
+        vLLM computes the sequence next, and might wait for these very blocks.
+        """
+        kept = self._found_by_vllm(sequence)
+        taken = self._hardened.pop(sequence, []) + [block for block in sequence.blocks if block not in kept]
+        if taken:
+            self.pool.soften(taken)
+            sequence.num_reserved += len(taken)
+            sequence.blocks = [block for block in sequence.blocks if block in kept]
+
+    def _found_by_vllm(self, sequence: Sequence) -> set[int]:
+        """Return the blocks among a sequence's own that its boundary needs."""
+        bound = zip(sequence.keys, sequence.blocks, strict=False)
+        if (course := self._courses.get(sequence)) is None:
+            return {block for _, block in bound}
+        _, needed = self.groups.needs(course.keys[: sequence.num_computed // self.groups.unit])
+        names = {each.name for each in needed}
+        return {block for name, block in bound if name in names}
+
+    def hand_over(self, sequence: Sequence) -> None:
+        """Drop the sequence's references: vLLM holds the same blocks by now."""
+        self._courses.pop(sequence, None)
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+
+    def promise(self, sequence: Sequence, num_blocks: int) -> None:
+        """Lower the sequence's reservation to `num_blocks`."""
+        if sequence.num_reserved > num_blocks:
+            self.pool.unreserve(sequence.num_reserved - num_blocks)
+            sequence.num_reserved = num_blocks
+
+    def finish(self, sequence: Sequence) -> None:
+        self._courses.pop(sequence, None)
+        if taken := self._hardened.pop(sequence, None):
+            self.pool.release(taken)
+        super().finish(sequence)
+        self._on_finish(sequence)
+
+    def name(self, places: Seq[GroupPlace], fingerprints: NDArray[np.uint64]) -> None:
+        """Name held blocks that a step filled; the fingerprints are [places, KV heads]."""
+        new = []
+        for each, fingerprint in zip(places, fingerprints, strict=True):
+            if self.pool.filled(each):
+                self._fingerprints[each.block] = fingerprint
+                new.append(each)
+        if new and self.store is not None and self.store.writes_at_once:
+            self._store_blocks([NamedPlace(each.block, each.parent, each.key) for each in new])
+
+    def bind(self, sequence: Sequence, keys: Seq[BlockKey], fingerprints: Seq[bytes]) -> None:
+        first_computed = sequence.num_computed
+        super().bind(sequence, keys, fingerprints)
+        if (course := self._courses.get(sequence)) is not None:
+            is_whole = len(sequence.keys) == len(course.names)
+            sequence.num_computed = course.end * self.groups.unit if is_whole else first_computed
+
+    def _publish(self, sequence: Sequence, keys: Seq[BlockKey]) -> None:
+        first = len(sequence.keys)
+        blocks = sequence.blocks[first : first + len(keys)]
+        if (course := self._courses.get(sequence)) is not None:
+            new = course.blocks[first : first + len(keys)]
+        else:
+            parents = [self._last_key(sequence), *keys[:-1]]
+            new = [
+                GroupBlock(end, 0, key, key, parent)
+                for end, (key, parent) in enumerate(zip(keys, parents, strict=True), first + 1)
+            ]
+        self.pool.publish_at([self.place(sequence, each, block) for each, block in zip(new, blocks, strict=True)])
+        sequence.keys += keys
+
+    def place(self, sequence: Sequence, block: GroupBlock, number: int) -> GroupPlace:
+        """Return the place of a sequence's block in its chain."""
+        in_chain = block.group == self.groups.chain_group
+        parent = (block.before or sequence.root) if in_chain else block.key
+        return GroupPlace(number, parent, block.name, block)

@@ -1,0 +1,1 @@
+"""Sampling by vLLM or by Tandem, and the verification of draft tokens."""

@@ -1,0 +1,1 @@
+"""Reads of a loan's blocks, and their verification."""

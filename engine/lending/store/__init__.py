@@ -1,0 +1,1 @@
+"""Loans from the store that workers share."""

@@ -1,0 +1,1 @@
+"""Data-parallel groups: the steps that several engine processes make together."""

@@ -1,0 +1,1 @@
+"""Programs that run vLLM: the engine process, and those of its ranks and nodes."""

@@ -1,0 +1,353 @@
+"""A worker's side of Membership: one stream to every router, for as long as the worker lives."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain
+
+import grpc
+
+from cluster.discovery.discovery import Discovery, Roster
+from cluster.errors import AlreadyExists, Incompatible, ServiceError, TandemError
+from cluster.network.error_status import from_rpc_error
+from cluster.network.frame_stream import FrameStream
+from cluster.network.protocol import WORKER_EVENTS
+from cluster.network.rpc import channel
+from cluster.network.tls import TlsIdentity
+from engine.messages.from_engine import CacheChanged, Load
+from engine.messages.to_engine import TakeSnapshot
+from engine.process.front.engine_client import EngineClient
+from engine.worker.front.router_streams import RouterStreams, end_of
+from engine.worker.front.worker_events import cache_events, load_report, messages_of, parts_of, summary
+from protos import membership_pb2 as pb
+from protos import membership_pb2_grpc as pb_grpc
+from protos.lend_pb2 import Holder
+
+log = logging.getLogger(__name__)
+
+Meet = Callable[[Sequence[Holder]], Awaitable[None]]
+
+RETRY_S = 0.2
+REFUSED_RETRY_S = 5.0
+"""Seconds until the next attempt after a router found by discovery refused this worker, or this worker it."""
+NAME_TAKEN_S = 10.0
+"""Seconds that a worker waits for a predecessor of its name to leave."""
+WARN_AFTER_S, WARN_EVERY_S = 5.0, 60.0
+"""Seconds until the first and between further warnings about a router that cannot be reached."""
+TOGETHER_S = 0.02
+"""Seconds for which events are collected into one message to a router."""
+MAX_BACKLOG = 4096
+"""Messages by which a router may lag; then its stream is dropped, and the next one begins with a snapshot."""
+
+
+@dataclass(slots=True)
+class _Router:
+    """One router, by its address."""
+
+    address: str
+    backlog: "asyncio.Queue[CacheChanged | Load | None]" = field(default_factory=lambda: asyncio.Queue(MAX_BACKLOG))
+    """Messages to send; None ends the stream."""
+    task: "asyncio.Future[TandemError] | None" = None
+    router_id: str = ""
+    """Id of the router; empty while there is no stream to it."""
+    urgent: asyncio.Event = field(default_factory=asyncio.Event)
+    """Signal that the backlog should be sent at once."""
+    hello: pb.Hello | None = None
+    """The Hello that was sent last."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Signal that the stream should end and another one begin."""
+    said: str = ""
+    """Last logged reason why there is no stream; empty while there is one."""
+    apart_since: float = field(default_factory=time.monotonic)
+    warned_at: float = -math.inf
+
+
+class Memberships:
+    """All membership streams of a worker.
+
+    Routers named in the settings are tried for ever and must accept this worker. Routers found by discovery come and
+    go, and a refusal by one affects no other.
+    """
+
+    def __init__(
+        self,
+        hello: pb.Hello,
+        engine: EngineClient,
+        pinned: Collection[str],
+        discovery: Discovery,
+        draining: Callable[[], bool],
+        name_taken_s: float = NAME_TAKEN_S,
+        trust: TlsIdentity | None = None,
+        meet: Meet | None = None,
+        streams: RouterStreams | None = None,
+    ) -> None:
+        """Create them; `meet` connects to workers that a router names, before it gets the first report.
+
+        `streams` are those that routers open, where the Hello has a `stream_address`.
+        """
+        self._streams = streams
+        self._hello = hello
+        self._engine = engine
+        self._pinned = frozenset(pinned)
+        self._discovery = discovery
+        self._draining = draining
+        self._name_taken_s = name_taken_s
+        self._trust = trust
+        self._meet = meet
+        self._roster = Roster(pinned)
+        self._routers: dict[str, _Router] = {}
+        self._last_load: Load | None = None
+        self._failed: asyncio.Future[TandemError]
+        self._listening: asyncio.Task[None]
+
+    def start(self) -> None:
+        self._failed = asyncio.get_running_loop().create_future()
+        self._follow()
+        self._listening = asyncio.ensure_future(self._listen())
+        self._listening.add_done_callback(self._stopped_listening)
+
+    async def failed(self) -> TandemError:
+        """Return the error when a router named in the settings refuses this worker for good."""
+        return await asyncio.shield(self._failed)
+
+    @property
+    def num_joined(self) -> int:
+        """Number of routers with an open stream."""
+        return len(self._joined())
+
+    def report_draining(self) -> None:
+        """Report the drain at once, not with the engine's next report."""
+        self._hurry()
+
+    def _hurry(self) -> None:
+        for router in self._routers.values():
+            if self._last_load is not None and not router.backlog.full():
+                router.backlog.put_nowait(self._last_load)
+                router.urgent.set()
+
+    async def rejoin(self, role: "pb.Role.ValueType", timeout_s: float) -> None:
+        """End every stream and join again with `role`.
+
+        Returns when every router that had this worker knows the new role, or after `timeout_s`.
+        """
+        hello = pb.Hello()
+        hello.CopyFrom(self._hello)
+        hello.role = role
+        self._hello = hello  # a new object: its identity shows which routers have received it
+        known = [router for router in self._routers.values() if router.router_id]
+        for router in known:
+            router.over.set()
+        self._hurry()
+        give_up_at = time.monotonic() + timeout_s
+        while any(router.hello is not self._hello or not router.router_id for router in known):
+            if time.monotonic() > give_up_at:
+                log.warning("some routers do not know this worker as %s yet", pb.Role.Name(role))
+                return
+            await asyncio.sleep(RETRY_S / 10)
+
+    async def leave(self) -> None:
+        """End every stream, so that routers forget this worker."""
+        self._listening.cancel()
+        tasks = [router.task for router in self._routers.values() if router.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(self._listening, *tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------ who to be joined to
+
+    async def _listen(self) -> None:
+        async for addresses in self._discovery.listings():
+            self._roster.listed(addresses, self._joined())
+            self._follow()
+
+    def _joined(self) -> list[str]:
+        return [router.address for router in self._routers.values() if router.router_id]
+
+    def _follow(self) -> None:
+        for address in self._roster.wanted.difference(self._routers):
+            router = self._routers[address] = _Router(address)
+            router.task = asyncio.ensure_future(self._stay_joined(router))
+            router.task.add_done_callback(self._ended)
+        for address in set(self._routers).difference(self._roster.wanted):
+            log.warning("router %s has left and is not tried any more", address)
+            task = self._routers.pop(address).task
+            assert task is not None
+            task.cancel()
+
+    def _stopped_listening(self, task: "asyncio.Task[None]") -> None:
+        """Fail when discovery stops: a worker that cannot find routers must not continue silently."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+    def _ended(self, task: "asyncio.Future[TandemError]") -> None:
+        if not task.cancelled() and not self._failed.done():
+            if (error := task.exception()) is not None:
+                self._failed.set_exception(error)
+            else:
+                self._failed.set_result(task.result())
+
+    # ------------------------------------------------------------------ one of them
+
+    async def _stay_joined(self, router: _Router) -> TandemError:
+        """Keep joining a router.
+
+        Returns only an error with which this worker cannot continue.
+        """
+        name_taken_at: float | None = None
+        while True:
+            async with channel(router.address, self._trust) as link:  # a new channel may have new certificates
+                wait_s, failure = RETRY_S, await self._join_once(pb_grpc.MembershipStub(link), router)
+            name_taken_at = (name_taken_at or time.monotonic()) if isinstance(failure, AlreadyExists) else None
+            if name_taken_at is not None and time.monotonic() - name_taken_at > self._name_taken_s:
+                return failure
+            if isinstance(failure, Incompatible):
+                if router.address in self._pinned:
+                    return failure
+                wait_s = REFUSED_RETRY_S
+            self._log(router, failure)
+            await asyncio.sleep(wait_s)
+
+    def _log(self, router: _Router, failure: ServiceError) -> None:
+        """Log a refusal at once, an unreachable router (it may be starting) after a while and then every minute."""
+        now, reason = time.monotonic(), str(failure)
+        if isinstance(failure, AlreadyExists | Incompatible):
+            if reason != router.said:
+                log.error("router %s could not be joined: %s", router.address, reason)
+        elif now - router.apart_since >= WARN_AFTER_S and now - router.warned_at >= WARN_EVERY_S:
+            log.warning(
+                "router %s could not be joined for %.0f s: %s", router.address, now - router.apart_since, reason
+            )
+            router.warned_at = now
+        elif reason != router.said:
+            log.info("router %s could not be joined: %s", router.address, reason)
+        router.said = reason
+
+    async def _join_once(self, stub: pb_grpc.MembershipStub, router: _Router) -> ServiceError:
+        """Join once; return the error that ended the stream."""
+        try:
+            await self._join(stub, router)
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error)
+        except ServiceError as error:
+            return error
+        finally:
+            if router.router_id:
+                router.router_id, router.apart_since, router.warned_at = "", time.monotonic(), -math.inf
+        return ServiceError("the stream ended")
+
+    async def _join(self, stub: pb_grpc.MembershipStub, router: _Router) -> None:
+        backlog = router.backlog = asyncio.Queue(MAX_BACKLOG)
+        over = router.over = asyncio.Event()
+        welcomed, hello = asyncio.Event(), self._hello
+        router.hello = hello
+        stream: FrameStream | None = None
+        opening: asyncio.Future[FrameStream] | None = None
+
+        def watch(message: CacheChanged | Load) -> None:
+            if isinstance(message, Load):
+                self._last_load = message
+            try:
+                backlog.put_nowait(message)
+            except asyncio.QueueFull:
+                over.set()
+
+        def end() -> None:
+            over.set()
+            with suppress(asyncio.QueueFull):
+                backlog.put_nowait(None)
+
+        def opened(opening: "asyncio.Future[FrameStream]") -> None:
+            """Begin with the events, over the stream if there is one."""
+            nonlocal stream
+            if not opening.cancelled():
+                if (failure := opening.exception()) is not None:
+                    log.warning("router %s gets events over gRPC: %s", router.address, failure)
+                else:
+                    stream = opening.result()
+                    end_of(stream, end)
+            welcomed.set()
+
+        async def outgoing() -> AsyncIterator[pb.WorkerMessage]:
+            yield pb.WorkerMessage(hello=hello)
+            await welcomed.wait()
+            async for message in events():
+                if stream is None:
+                    yield message
+                else:
+                    stream.send(WORKER_EVENTS, message.SerializeToString())
+                    await stream.drained()
+
+        async def events() -> AsyncIterator[pb.WorkerMessage]:
+            if over.is_set():
+                return
+            self._engine.send(TakeSnapshot())
+            synchronised, spoke_at = False, 0.0
+            while not over.is_set():  # an engine sends messages several times a second
+                if (first := await backlog.get()) is None:
+                    return
+                news = [first]
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(spoke_at + TOGETHER_S - time.monotonic()):
+                        await router.urgent.wait()
+                router.urgent.clear()
+                while not backlog.empty():
+                    if (further := backlog.get_nowait()) is None:
+                        return
+                    news.append(further)
+                spoke_at = time.monotonic()
+                load: pb.LoadReport | None = None
+                caches: list[pb.CacheEvents] = []
+                for event in summary(news):
+                    if isinstance(event, Load):
+                        load = load_report(event, self._draining())
+                    elif synchronised or event.snapshot:
+                        synchronised = True
+                        caches.append(cache_events(event))
+                for message in messages_of(chain.from_iterable(map(parts_of, caches)), load):
+                    yield message
+
+        with self._engine.watching(watch):
+            call = stub.Join(outgoing())
+            try:
+                async for answer in call:
+                    if answer.HasField("welcome"):
+                        if self._meet is not None:
+                            await self._meet(answer.welcome.peers)
+                        self._welcome(router, answer.welcome)
+                        if not answer.welcome.stream_key or self._streams is None:
+                            welcomed.set()
+                            continue
+                        opening = asyncio.ensure_future(self._streams.of(answer.welcome.stream_key))
+                        opening.add_done_callback(opened)
+                    elif answer.HasField("no_stream") and opening is not None:
+                        log.warning("router %s gets events over gRPC: %s", router.address, answer.no_stream.reason)
+                        opening.cancel()
+                    elif answer.HasField("resync"):
+                        self._engine.send(TakeSnapshot())
+            finally:
+                call.cancel()
+                if opening is not None:
+                    opening.cancel()
+                end()  # whichever side ended it: `outgoing` would wait for a welcome or a message for ever
+                welcomed.set()
+
+    def _welcome(self, router: _Router, welcome: pb.Welcome) -> None:
+        """Check a router's identity.
+
+        Raises Incompatible when another router has the same id.
+
+        The same router at another address counts too: placements of each would be taken for the other's.
+        """
+        for other in self._routers.values():
+            if other is not router and other.router_id == welcome.router_id:
+                raise Incompatible(
+                    f"{other.address} and {router.address} both have the id {welcome.router_id!r}; "
+                    "each router needs its own router_id, and one address",
+                    "router_id",
+                )
+        router.router_id, router.said = welcome.router_id, ""
+        log.info("joined to router %s at %s", welcome.router_id, router.address)

@@ -1,0 +1,124 @@
+"""The Worker service, for operators: audit, cache, drain, role switch and faults."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from cluster.errors import InvalidRequest, ServiceError
+from cluster.network.error_status import to_status
+from cluster.roles import ON_WIRE
+from engine.messages.from_engine import Ready
+from engine.messages.to_engine import CacheDrop
+from engine.model.detokenizer import check_token_ids
+from engine.process.front.engine_client import EngineClient
+from engine.worker.front.faults import Faults
+from engine.worker.front.role_switch import RoleSwitch
+from protos import membership_pb2 as pb
+from protos import membership_pb2_grpc as pb_grpc
+
+
+class WorkerService(pb_grpc.WorkerServicer):
+    def __init__(
+        self,
+        worker_id: str,
+        engine: EngineClient,
+        drain: Callable[[], tuple[int, int]],
+        roles: RoleSwitch,
+        faults: Faults,
+        ready: Ready,
+    ) -> None:
+        """Create the service.
+
+        `drain` starts the drain and returns the requests and loans in flight.
+        """
+        self._worker_id = worker_id
+        self._engine = engine
+        self._drain = drain
+        self._roles = roles
+        self._faults = faults
+        self._ready = ready
+
+    async def Audit(self, request: pb.AuditRequest, context: Any) -> pb.AuditReport:
+        audited = await self._engine.audit()
+        return pb.AuditReport(
+            worker_id=self._worker_id,
+            fault=audited.fault,
+            held_blocks=audited.held_blocks,
+            reserved_blocks=audited.reserved_blocks,
+            quarantined_blocks=audited.quarantined_blocks,
+            requests=audited.sequences,
+            loans=audited.loans,
+        )
+
+    async def Cache(self, request: pb.CacheRequest, context: Any) -> pb.CacheReport:
+        try:
+            drop = self._drop_of(request.drop) if request.HasField("drop") else None
+            return await self._cache(request, drop)
+        except ServiceError as error:
+            await context.abort_with_status(to_status(error))
+            raise
+
+    async def _cache(self, request: pb.CacheRequest, drop: CacheDrop | None) -> pb.CacheReport:
+        tenant = request.tenant if request.HasField("tenant") else None
+        cache = await self._engine.inspect_cache(request.drop_pins, tenant, drop)
+        if cache.refused:
+            raise InvalidRequest("drop.store", cache.refused)
+        from_pool, from_tiers, pins = cache.dropped_in_pool, cache.dropped_in_tiers, cache.dropped
+        while not cache.is_whole:  # the engine drops some at a time, and computes in between
+            cache = await self._engine.inspect_cache(False, None, drop)
+            from_pool += cache.dropped_in_pool
+            from_tiers += cache.dropped_in_tiers
+        return pb.CacheReport(
+            worker_id=self._worker_id,
+            num_blocks=cache.num_blocks,
+            held_blocks=cache.held,
+            filled_blocks=cache.filled,
+            max_pinned_blocks=cache.max_pinned,
+            pins=[pb.TenantPins(tenant=tenant, blocks=blocks, ends_in_s=ends) for tenant, blocks, ends in cache.pins],
+            dropped_blocks=pins,
+            block_tokens=self._ready.block_tokens,
+            dropped_from_pool=from_pool,
+            dropped_from_tiers=from_tiers,
+            in_use=cache.in_use,
+            removed_objects=cache.removed_objects,
+            store_failure=cache.store_failure,
+        )
+
+    def _drop_of(self, drop: pb.CacheDrop) -> CacheDrop:
+        """Check which blocks are to be dropped.
+
+        Raises InvalidRequest.
+        """
+        if drop.all == bool(drop.token_ids):
+            raise InvalidRequest("drop.token_ids", "give either a prompt or all")
+        if drop.all and drop.store:
+            raise InvalidRequest("drop.store", "needs a prompt: the store cannot drop all objects")
+        check_token_ids(drop.token_ids, "drop.token_ids", self._ready.vocab_size)
+        adapters = dict(self._ready.adapters)
+        if drop.adapter and drop.adapter not in adapters:
+            raise InvalidRequest("drop.adapter", f"this worker has no adapter {drop.adapter!r}")
+        token_ids = None if drop.all else tuple(drop.token_ids)
+        return CacheDrop(token_ids, drop.cache_salt, adapters.get(drop.adapter, b""), drop.store)
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:
+        requests, loans = self._drain()
+        return pb.DrainReply(worker_id=self._worker_id, requests=requests, loans=loans)
+
+    async def SwitchRole(self, request: pb.SwitchRoleRequest, context: Any) -> pb.SwitchRoleReply:
+        """Switch the role; the switch completes even if the caller disconnects."""
+        try:
+            wanted = [role for role, number in ON_WIRE.items() if number == request.role]
+            if not wanted:
+                raise InvalidRequest("role", f"must be ROLE_PREFILL or ROLE_DECODE, not {request.role}")
+            switching = asyncio.ensure_future(self._roles.to(wanted[0]))
+            handed_over = await asyncio.shield(switching)
+        except ServiceError as error:
+            await context.abort_with_status(to_status(error))
+        return pb.SwitchRoleReply(worker_id=self._worker_id, role=request.role, handed_over=handed_over)
+
+    async def Inject(self, request: pb.InjectRequest, context: Any) -> pb.InjectReply:
+        try:
+            await self._faults.inject(request)
+        except ServiceError as error:
+            await context.abort_with_status(to_status(error))
+        return pb.InjectReply(worker_id=self._worker_id)

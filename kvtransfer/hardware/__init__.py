@@ -1,0 +1,1 @@
+"""NICs and GPUs of this host, and which NICs serve a GPU."""

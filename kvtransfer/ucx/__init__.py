@@ -1,0 +1,1 @@
+"""Parts of the two transports over UCX, `nixl` and `ucxx`: agents, links, and permitted lanes."""
