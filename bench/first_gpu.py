@@ -90,6 +90,7 @@ class Stages:
             ("one worker", lambda: asyncio.run(self.serve(0))),
             ("1 prefill + 1 decode", lambda: asyncio.run(self.serve(1))),
             ("1 prefill + 1 decode, engine: vllm", self.vllm),
+            ("kinds of models, engine: vllm", self.vllm_models),
             ("bench-gpu", self.bench),
         ]
 
@@ -154,7 +155,8 @@ class Stages:
             raise RuntimeError(f"KV moved over {lanes}, not over CUDA IPC")
         return f"{MAX_TOKENS} tokens equal {whose}; {kv.verified_blocks} blocks verified, over {lanes}"
 
-    def vllm(self) -> str:
+    def _vllm_python(self) -> Path:
+        """Return vLLM's interpreter, whose torch sees the GPU. Raises Skipped."""
         try:
             python = vllm_python(WorkerConfig(model=MODEL, engine="vllm"))
         except EngineStartError as error:
@@ -163,7 +165,15 @@ class Stages:
             sees = "import torch; print(torch.cuda.is_available())"
             if run(str(python), "-c", sees) != "True":
                 raise Skipped(f"the torch of {python} sees no GPU: install vLLM's CUDA build there")
-        return asyncio.run(self.serve_vllm(python))
+        return python
+
+    def vllm(self) -> str:
+        return asyncio.run(self.serve_vllm(self._vllm_python()))
+
+    def vllm_models(self) -> str:
+        self._need_gpu()
+        self._vllm_python()
+        return run(*PYTEST, "tests/gpu/test_vllm.py", TRITON_INTERPRET="0", TANDEM_VLLM_ON_GPU="1")
 
     def bench(self) -> str:
         self._need_gpu()

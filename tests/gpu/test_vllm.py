@@ -16,7 +16,7 @@ from support.tiny_media_models import KINDS as PICTURE_KINDS
 from support.torchvision_shim import PYTHON as MEDIA_PYTHON
 from support.vllm_engines import BLOCK, ids, need_vllm, vllm_engine
 from support.vllm_models import KINDS, VOCAB, write_model
-from support.vllm_pictures import Prompts
+from support.vllm_pictures import MEDIA, Prompts, encode_worker
 from support.vllm_pictures import write_model as write_picture_model
 
 pytestmark = need_vllm
@@ -89,3 +89,31 @@ async def test_lent_pictures_give_the_tokens_of_the_lenders_own_cache(kind: str,
                     answers.append(ids(borrowed))
         assert any(answers[at] != answers[at + 1] for at in range(0, len(answers), 2))
         await settled(lender, borrower)
+
+
+@pytest.mark.parametrize("kind", PICTURE_KINDS)
+async def test_embeddings_of_an_encode_worker_give_the_tokens_of_a_worker_that_encodes(
+    kind: str, tmp_path: Path
+) -> None:
+    """The second request's blob is nowhere, so that only known embeddings can answer it."""
+    model = write_picture_model(kind, tmp_path)
+    file = tmp_path / "picture.png"
+    file.write_bytes(picture(1, 112, 84))
+    bfloat16 = {"dtype": "bfloat16"}
+    engine = vllm_engine("worker", model=model, vllm_python=MEDIA_PYTHON, **BFLOAT16)
+    async with (
+        encode_worker(model, **bfloat16) as encoder,
+        preprocessor(**MEDIA | bfloat16, model=model, processes=1, encoders=[encoder.address]) as (caller, _),
+        engines(engine),
+    ):
+        prompts = Prompts(kind, model, caller)
+        async with prompts.request("encoded", prompts.tokens(40, "picture", 30), file) as request:
+            assert request.items[0].encoder == encoder.address
+            encoded = ids(await engine.answer(request))
+            here = tuple(item._replace(encoder="") for item in request.items)
+            own = request._replace(request_id="own", cache_salt="own", items=here)
+            assert ids(await engine.answer(own)) == encoded
+        nowhere = tuple(item._replace(address="127.0.0.1:1") for item in request.items)
+        known = request._replace(request_id="known", cache_salt="other", items=nowhere)
+        assert ids(await engine.answer(known)) == encoded
+        await settled(engine)

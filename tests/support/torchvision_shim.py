@@ -17,9 +17,12 @@ VERSION = "0.28.0"
 ROOT = Path(__file__).parents[2]
 VENV = ROOT / os.environ.get("TANDEM_VLLM_VENV", ".venv-vllm")
 FOLDER = VENV / "torchvision"
-PYTHON = VENV / "bin" / "python-media"
+ON_GPU = "TANDEM_VLLM_ON_GPU" in os.environ
+"""Whether vLLM's environment is for a GPU: its own torchvision fits then."""
+MEDIA_PYTHON = VENV / "bin" / "python-media"
+PYTHON = VENV / "bin" / "python" if ON_GPU else MEDIA_PYTHON
 """Interpreter of the environment with torchvision."""
-V2 = PYTHON if "TANDEM_VLLM_ON_GPU" in os.environ else Path(__file__).parent / "vllm_media" / "python_v2"
+V2 = PYTHON if ON_GPU else Path(__file__).parent / "vllm_media" / "python_v2"
 """The same with Model Runner V2, as `vllm_engines.V2`."""
 DECLARED = """import torch as _torch
 
@@ -41,16 +44,18 @@ exec "$venv/bin/python" "$@"
 
 
 def install() -> None:
-    """Unpack the wheel and write the interpreter, unless they are there."""
+    """Unpack the wheel and write the interpreter, unless they are there, or not needed."""
+    if ON_GPU:
+        return
     with (VENV / "torchvision.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may want it at once
         if not (FOLDER / VERSION).exists():
             _unpack()
-        if not PYTHON.exists() or PYTHON.read_text() != SCRIPT:
-            written = PYTHON.with_name(f"{PYTHON.name}.new")
+        if not MEDIA_PYTHON.exists() or MEDIA_PYTHON.read_text() != SCRIPT:
+            written = MEDIA_PYTHON.with_name(f"{MEDIA_PYTHON.name}.new")
             written.write_text(SCRIPT)
             written.chmod(0o755)
-            written.rename(PYTHON)
+            written.rename(MEDIA_PYTHON)
 
 
 def _unpack() -> None:

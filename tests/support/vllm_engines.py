@@ -13,12 +13,12 @@ from engine.messages.from_engine import Token
 from kvtransfer.ranks import without_planes, without_stages
 from support.processes import until
 from support.real_engines import RealEngine
+from support.torchvision_shim import ON_GPU
 from tandem.storyteller import STORYTELLER
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = ROOT / os.environ.get("TANDEM_VLLM_VENV", ".venv-vllm") / "bin" / "python"
-ON_GPU = "TANDEM_VLLM_ON_GPU" in os.environ
-"""Whether vLLM's environment is for a GPU, where Model Runner V2 needs no shim and engines share the cores."""
+# On a GPU Model Runner V2 needs no shim, and engines share the cores.
 _SHIMS = ROOT / "tests" / "support" / "vllm_v2"
 V2 = PYTHON if ON_GPU else _SHIMS / "python"
 """Interpreter with Model Runner V2 and asynchronous scheduling on the CPU, whose batches are launched as on a GPU."""

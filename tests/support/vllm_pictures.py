@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -67,9 +68,10 @@ class Prompts:
 
 
 @asynccontextmanager
-async def encode_worker(model: Path, port: int = 0) -> AsyncIterator[RoleProcess]:
+async def encode_worker(model: Path, port: int = 0, **settings: Any) -> AsyncIterator[RoleProcess]:
+    place = {"model": model, "port": port, "metrics_port": 0, "drain_s": 0.0}
     options = {"vllm_options": {"max_model_len": OPTIONS["max_model_len"]}}
-    config = EncoderConfig.parse({"model": model, "port": port, "metrics_port": 0, "drain_s": 0.0} | MEDIA | options)
+    config = EncoderConfig.parse(place | MEDIA | options | settings)
     role = await start_role("encode_worker", "encoder", config)
     try:
         yield role
