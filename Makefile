@@ -14,6 +14,8 @@ DYNAMO_VENV := .venv-dynamo
 HELM := .helm/helm
 # Each file runs in one process. Integration tests wait for processes of theirs, so more of them run at a time.
 FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
+# Real processes on a busy machine sometimes miss a moment: a test of them that fails runs once more, and is listed as RERUN.
+AGAIN := --reruns 1
 SEVERAL := tests/integration tests/helm tests/package tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
@@ -55,14 +57,14 @@ unit: $(INSTALLED)
 	$(BIN)/pytest -n 2 $(FILES) tests/unit
 
 integration: $(INSTALLED) $(HELM)
-	$(BIN)/pytest -n 3 $(FILES) $(SEVERAL)
+	$(BIN)/pytest -n 3 $(FILES) $(AGAIN) $(SEVERAL)
 
 e2e: $(INSTALLED) $(HELM)
-	$(BIN)/pytest -n 2 $(FILES) tests/e2e/test_up.py tests/e2e/test_by_hand.py tests/pods
+	$(BIN)/pytest -n 2 $(FILES) $(AGAIN) tests/e2e/test_up.py tests/e2e/test_by_hand.py tests/pods
 
 # A process of its own: Ray's test cluster leaves its traces in the one that it is made in.
 ray: $(INSTALLED)
-	$(BIN)/pytest -m "not long" tests/ray_cluster
+	$(BIN)/pytest -m "not long" $(AGAIN) tests/ray_cluster
 
 # Whole agents, from npm, in .agents: minutes, so no part of `test`.
 AGENTS := @openai/codex@0.169 opencode-ai@1.18 openai ai @ai-sdk/openai-compatible
@@ -75,7 +77,7 @@ test-agents: $(INSTALLED) agents
 
 # With vLLM's own environment; skipped where vLLM could not be installed.
 test-vllm: $(INSTALLED)
-	$(BIN)/pytest -m "not long" tests/vllm_backend
+	$(BIN)/pytest -m "not long" $(AGAIN) tests/vllm_backend
 
 # The vllm engine with vLLM 0.31, and the names that it uses in the wheel of 0.33, which has no build for CPUs.
 test-vllm-versions: $(INSTALLED)

@@ -30,6 +30,7 @@ from support.batch_site import (
     with_chats,
 )
 from support.openai_http import call, http_cluster
+from support.processes import until
 from tandem.local.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -161,7 +162,11 @@ async def test_a_deleted_input_stays_until_its_batch_has_ended(site: Site) -> No
     assert done.status == "completed"
     assert len(await content_of(site.openai, done.output_file_id)) == 40
     folder = next(site.folder.rglob(batch.id))
-    assert not [path for path in folder.iterdir() if path.suffix != ".json"], "nothing else is left"
+
+    async def only_facts_are_left() -> bool:
+        return all(path.suffix == ".json" for path in folder.iterdir())
+
+    await until(only_facts_are_left, "the input and the logs are gone")
 
 
 async def test_a_cancelled_batch_has_the_answers_that_were_given(site: Site) -> None:
