@@ -5,7 +5,7 @@ import re
 import socket
 from pathlib import Path
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings
 from router.admission.config import AdmissionConfig
@@ -40,6 +40,9 @@ class RouterConfig(
     """gRPC port; 0 lets the system choose."""
     http_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the OpenAI-compatible HTTP API, on `host` too; 0 lets the system choose. Unset: no HTTP API."""
+    http_port_shared: bool = False
+    """Whether several routers of one host listen at this `http_port`: the system gives each connection to one of them.
+    With `tandem up --routers 2` both then serve one port, else ports in a row."""
     cors_origins: tuple[str, ...] = ()
     """Origins of pages whose scripts may use the HTTP API from a browser, such as `https://chat.example.com`; `*`: all.
     Their requests need keys as others do. Set keys before `*`, since any page that a user opens could use the API."""
@@ -122,6 +125,13 @@ class RouterConfig(
     """OpenTelemetry collector for traces over gRPC: http://collector:4317. Unset: no traces."""
     trace_share: float = Field(default=1.0, gt=0, le=1)
     """Share of requests that are traced."""
+
+    @field_validator("http_port_shared")
+    @classmethod
+    def _has_a_port_to_share(cls, shared: bool, info: ValidationInfo) -> bool:
+        if shared and not info.data.get("http_port"):
+            raise ValueError("needs `http_port` above 0, which the routers share")
+        return shared
 
     @field_validator("cors_origins")
     @classmethod

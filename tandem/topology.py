@@ -217,11 +217,12 @@ def _routers(router: dict[str, Any], num_routers: int) -> tuple[RouterConfig, ..
     if num_routers == 1:
         return (first,)
     name = first.router_id or "router"
+    step = 0 if first.http_port_shared else 1
     return tuple(
         RouterConfig.parse(
             router
             | {"router_id": f"{name}-{number}", "port": first.port + number if first.port else 0}
-            | {"http_port": first.http_port + number if first.http_port else first.http_port}
+            | {"http_port": first.http_port + number * step if first.http_port else first.http_port}
             | {"internal_port": first.internal_port + number if first.internal_port else first.internal_port}
             | {"metrics_port": first.metrics_port + number if first.metrics_port else first.metrics_port}
         )

@@ -23,17 +23,25 @@ class HttpServer:
     """HTTP server that listens from construction, so a port in use is found before anything else starts."""
 
     def __init__(
-        self, host: str, port: int, setting: str, credentials: Credentials | None = None, **options: Any
+        self,
+        host: str,
+        port: int,
+        setting: str,
+        credentials: Credentials | None = None,
+        shared: bool = False,
+        **options: Any,
     ) -> None:
         """Bind the port; `port` 0 lets the system choose.
 
         Errors name `setting`. Raises StartError.
 
-        With `credentials` the server accepts TLS only. `options` are further options of uvicorn.
+        With `credentials` the server accepts TLS only. Other processes may listen at a `shared` port, too; the system
+        gives each connection to one of them. `options` are further options of uvicorn.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._socket = socket.create_server((host.strip("[]"), port), family=family, backlog=BACKLOG)
+            address = host.strip("[]"), port
+            self._socket = socket.create_server(address, family=family, backlog=BACKLOG, reuse_port=shared)
         except OSError as error:
             reason = f"cannot listen on {host}:{port}: {os.strerror(error.errno) if error.errno else error}"
             raise StartError(setting, reason) from None

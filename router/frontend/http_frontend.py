@@ -43,7 +43,7 @@ async def open_http(
 
     Raises StartError.
     """
-    http = OpenAiServer(config.host, port, credentials, config.max_connection_s)
+    http = OpenAiServer(config.host, port, credentials, config.max_connection_s, config.http_port_shared)
     app = make_app(handler, queries, models, requests, keys, config, arrivals, registry)
     add_console(app, keys, inference.status, queries.recent)
     batches: Batches | None = app.state.batches

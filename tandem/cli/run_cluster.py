@@ -44,7 +44,7 @@ def serve_cluster(
         steps("looking for a Ray cluster")
         with needing("ray"):
             from tandem.ray.driver import serve  # importing Ray takes a second: print something first
-            from tandem.ray.planner import planner_config
+            from tandem.ray.pool_executor import planner_config
             from tandem.ray.settings import RaySettings
         planner = planner_config(cluster.settings.planner, topology.router) if autoscale else None
         settings = RaySettings.parse(cluster.settings.ray)

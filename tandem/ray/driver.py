@@ -24,7 +24,7 @@ from planner.runtime import PlannerConfig
 from tandem.members import await_members
 from tandem.progress import ProgressSteps
 from tandem.ray.control import NAMESPACE, ControlActor, Order, name_of
-from tandem.ray.planner import start_ray_planner
+from tandem.ray.pool_executor import start_ray_planner
 from tandem.ray.settings import RaySettings
 from tandem.ray.supervisor import Supervisor, drivers_node
 from tandem.topology import Topology

@@ -20,7 +20,7 @@ from tandem.media_roles import plan_media
 from tandem.progress import ProgressSteps
 from tandem.ray.control import Order
 from tandem.ray.placement_group import AT_ONCE_S, WorkerGroup
-from tandem.ray.planner import RayExecutor, planner_config
+from tandem.ray.pool_executor import RayExecutor, planner_config
 from tandem.ray.role_actor import Role
 from tandem.ray.settings import RaySettings
 from tandem.ray.supervisor import JOIN_TIMEOUT_S, LONG_ENOUGH_S, LONGEST_WAIT_S, Supervisor, SupervisorBackend

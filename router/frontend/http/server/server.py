@@ -27,16 +27,22 @@ class OpenAiServer(HttpServer):
     """HTTP server of the public API."""
 
     def __init__(
-        self, host: str, port: int, credentials: Credentials | None = None, max_connection_s: float | None = None
+        self,
+        host: str,
+        port: int,
+        credentials: Credentials | None = None,
+        max_connection_s: float | None = None,
+        shared: bool = False,
     ) -> None:
         """Bind the port; 0 lets the system choose.
 
         Raises StartError.
 
-        A connection older than `max_connection_s` ends with its next answer.
+        A connection older than `max_connection_s` ends with its next answer. `shared` is as in HttpServer.
         """
         protocol = partial(_Protocol, max_connection_s)
-        super().__init__(host, port, "http_port", credentials, http=protocol, timeout_keep_alive=KEEP_ALIVE_S)
+        options = {"http": protocol, "timeout_keep_alive": KEEP_ALIVE_S}
+        super().__init__(host, port, "http_port", credentials, shared, **options)
 
     async def start(self, app: Any) -> None:
         await super().start(_told_gently(app))
