@@ -55,7 +55,7 @@ def answer(processor: MediaProcessor, frame: Frame, memory_mib: int = 0) -> Fram
     token_ids.frombytes(frame.parts[0])
     media = [MediaInput(kind, data) for kind, data in zip(frame.values["kinds"], frame.parts[1:], strict=True)]
     try:
-        done = processor.process(token_ids.tolist(), media, frame.values["max_pixels"])
+        done = processor.process(token_ids.tolist(), media, frame.values["max_pixels"], frame.values["thumbnails"])
     except MediaRefused as error:
         return Frame({"refused": error.reason, "place": error.place})
     except MemoryError:
@@ -65,7 +65,7 @@ def answer(processor: MediaProcessor, frame: Frame, memory_mib: int = 0) -> Fram
         return Frame({"refused": f"the file cannot be processed: {type(error).__name__}", "place": None})
     values: dict[str, Any] = {"items": [[each.identifier, each.offset, each.length] for each in done.items]}
     contents = [content for each in done.items for content in (each.details, each.blob)]
-    return Frame(values, [array.array("I", done.token_ids).tobytes(), *contents])
+    return Frame(values, [array.array("I", done.token_ids).tobytes(), *contents, *done.thumbnails])
 
 
 def _limit_memory(mib: int) -> None:

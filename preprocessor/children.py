@@ -17,7 +17,16 @@ from typing import Any
 from cluster.errors import InvalidRequest, ServiceError, StartError, Unavailable
 from cluster.fair_turns import FairTurns
 from engine.config import WorkerConfig
-from engine.media.processor import MediaInput, MediaKind, MediaRefused, Modality, Processed, ProcessedItem
+from engine.media.processor import (
+    MAX_THUMBNAIL_BYTES,
+    MAX_THUMBNAILS,
+    MediaInput,
+    MediaKind,
+    MediaRefused,
+    Modality,
+    Processed,
+    ProcessedItem,
+)
 from preprocessor.child import OFFLINE
 from preprocessor.config import PreprocessorConfig
 from preprocessor.frames import Frame, NoFrame, encoded, read_frame
@@ -148,13 +157,19 @@ class Children:
         self.modalities = {kind: Modality(*each) for kind, each in first.ready["modalities"].items()}
         await asyncio.gather(*(self._start_one() for _ in range(self._config.processes - 1)))
 
-    async def process(self, tenant: str, token_ids: Sequence[int], media: Sequence[MediaInput]) -> Processed:
-        """Expand the prompt and return its items. Raises InvalidRequest naming a place in `media`, or Unavailable."""
+    async def process(
+        self, tenant: str, token_ids: Sequence[int], media: Sequence[MediaInput], thumbnails: bool = False
+    ) -> Processed:
+        """Expand the prompt and return its items, and `thumbnails` if wanted.
+
+        Raises InvalidRequest naming a place in `media`, or Unavailable.
+        """
         if not self._all and self._fault is not None:
             raise Unavailable(f"no process that makes media ready starts: {self._fault}")
         kinds = [each.kind for each in media]
         prompt = array.array("I", token_ids).tobytes()
-        frame = Frame({"kinds": kinds, "max_pixels": self._config.max_pixels}, [prompt, *(each.data for each in media)])
+        values = {"kinds": kinds, "max_pixels": self._config.max_pixels, "thumbnails": thumbnails}
+        frame = Frame(values, [prompt, *(each.data for each in media)])
         begun = asyncio.Event()
         work = asyncio.ensure_future(self._work(tenant, frame, begun))
         self._keep(work)
@@ -264,4 +279,7 @@ def read_answer(answer: Frame) -> Processed | MediaRefused:
         ]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise NoFrame(f"no answer: {error}") from None
-    return Processed(token_ids.tolist(), items)
+    thumbnails = answer.parts[1 + 2 * len(items) :]
+    if len(thumbnails) > MAX_THUMBNAILS or any(len(each) > MAX_THUMBNAIL_BYTES for each in thumbnails):
+        raise NoFrame("too many or too large thumbnails")
+    return Processed(token_ids.tolist(), items, thumbnails)

@@ -168,9 +168,9 @@ class PreprocessService:
         with self._waiting.using(tenant, REQUEST_BYTES + min(sum(given), MAX_FILES_BYTES)):
             files = await self._files(tenant, request.media)
             media = [MediaInput(kind, data) for kind, data in zip(kinds, files, strict=True)]
-            done = await children.process(tenant, request.prompt_token_ids, media)
+            done = await children.process(tenant, request.prompt_token_ids, media, request.thumbnails)
         self.num_items += len(done.items)
-        reply = pb.ProcessReply(prompt_token_ids=done.token_ids)
+        reply = pb.ProcessReply(prompt_token_ids=done.token_ids, thumbnails=done.thumbnails)
         for item in done.items:
             identifier = item_identifier(item.identifier, request.cache_salt)
             lease.add(identifier, item.blob)

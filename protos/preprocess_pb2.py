@@ -26,7 +26,7 @@ from protos import inference_pb2 as protos_dot_inference__pb2
 from protos import items_pb2 as protos_dot_items__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/preprocess.proto\x12\x12tandem.internal.v1\x1a\x16protos/inference.proto\x1a\x12protos/items.proto\"\x92\x01\n\x0eProcessRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12\x1f\n\x05media\x18\x06 \x03(\x0b\x32\x10.tandem.v1.Media\"Q\n\x0cProcessReply\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\'\n\x05items\x18\x02 \x03(\x0b\x32\x18.tandem.internal.v1.Item\"#\n\x0c\x46\x65tchRequest\x12\x13\n\x0bidentifiers\x18\x01 \x03(\x0c\"<\n\nFetchChunk\x12\x12\n\nidentifier\x18\x01 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0c\n\x04last\x18\x03 \x01(\x08\" \n\x0f\x44\x65scribeRequest\x12\r\n\x05model\x18\x01 \x01(\t\"A\n\rDescribeReply\x12\x30\n\nmodalities\x18\x01 \x03(\x0b\x32\x1c.tandem.internal.v1.Modality\"@\n\x08Modality\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x13\n\x0bplaceholder\x18\x02 \x01(\t\x12\x11\n\tmax_items\x18\x03 \x01(\r2\x80\x02\n\nPreprocess\x12Q\n\x07Process\x12\".tandem.internal.v1.ProcessRequest\x1a .tandem.internal.v1.ProcessReply0\x01\x12K\n\x05\x46\x65tch\x12 .tandem.internal.v1.FetchRequest\x1a\x1e.tandem.internal.v1.FetchChunk0\x01\x12R\n\x08\x44\x65scribe\x12#.tandem.internal.v1.DescribeRequest\x1a!.tandem.internal.v1.DescribeReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/preprocess.proto\x12\x12tandem.internal.v1\x1a\x16protos/inference.proto\x1a\x12protos/items.proto\"\xa6\x01\n\x0eProcessRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12\x1f\n\x05media\x18\x06 \x03(\x0b\x32\x10.tandem.v1.Media\x12\x12\n\nthumbnails\x18\x07 \x01(\x08\"e\n\x0cProcessReply\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\'\n\x05items\x18\x02 \x03(\x0b\x32\x18.tandem.internal.v1.Item\x12\x12\n\nthumbnails\x18\x03 \x03(\x0c\"#\n\x0c\x46\x65tchRequest\x12\x13\n\x0bidentifiers\x18\x01 \x03(\x0c\"<\n\nFetchChunk\x12\x12\n\nidentifier\x18\x01 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0c\n\x04last\x18\x03 \x01(\x08\" \n\x0f\x44\x65scribeRequest\x12\r\n\x05model\x18\x01 \x01(\t\"A\n\rDescribeReply\x12\x30\n\nmodalities\x18\x01 \x03(\x0b\x32\x1c.tandem.internal.v1.Modality\"@\n\x08Modality\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x13\n\x0bplaceholder\x18\x02 \x01(\t\x12\x11\n\tmax_items\x18\x03 \x01(\r2\x80\x02\n\nPreprocess\x12Q\n\x07Process\x12\".tandem.internal.v1.ProcessRequest\x1a .tandem.internal.v1.ProcessReply0\x01\x12K\n\x05\x46\x65tch\x12 .tandem.internal.v1.FetchRequest\x1a\x1e.tandem.internal.v1.FetchChunk0\x01\x12R\n\x08\x44\x65scribe\x12#.tandem.internal.v1.DescribeRequest\x1a!.tandem.internal.v1.DescribeReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,19 +34,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.preprocess_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PROCESSREQUEST']._serialized_start=92
-  _globals['_PROCESSREQUEST']._serialized_end=238
-  _globals['_PROCESSREPLY']._serialized_start=240
-  _globals['_PROCESSREPLY']._serialized_end=321
-  _globals['_FETCHREQUEST']._serialized_start=323
-  _globals['_FETCHREQUEST']._serialized_end=358
-  _globals['_FETCHCHUNK']._serialized_start=360
-  _globals['_FETCHCHUNK']._serialized_end=420
-  _globals['_DESCRIBEREQUEST']._serialized_start=422
-  _globals['_DESCRIBEREQUEST']._serialized_end=454
-  _globals['_DESCRIBEREPLY']._serialized_start=456
-  _globals['_DESCRIBEREPLY']._serialized_end=521
-  _globals['_MODALITY']._serialized_start=523
-  _globals['_MODALITY']._serialized_end=587
-  _globals['_PREPROCESS']._serialized_start=590
-  _globals['_PREPROCESS']._serialized_end=846
+  _globals['_PROCESSREQUEST']._serialized_end=258
+  _globals['_PROCESSREPLY']._serialized_start=260
+  _globals['_PROCESSREPLY']._serialized_end=361
+  _globals['_FETCHREQUEST']._serialized_start=363
+  _globals['_FETCHREQUEST']._serialized_end=398
+  _globals['_FETCHCHUNK']._serialized_start=400
+  _globals['_FETCHCHUNK']._serialized_end=460
+  _globals['_DESCRIBEREQUEST']._serialized_start=462
+  _globals['_DESCRIBEREQUEST']._serialized_end=494
+  _globals['_DESCRIBEREPLY']._serialized_start=496
+  _globals['_DESCRIBEREPLY']._serialized_end=561
+  _globals['_MODALITY']._serialized_start=563
+  _globals['_MODALITY']._serialized_end=627
+  _globals['_PREPROCESS']._serialized_start=630
+  _globals['_PREPROCESS']._serialized_end=886
 # @@protoc_insertion_point(module_scope)

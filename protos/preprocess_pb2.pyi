@@ -30,11 +30,14 @@ class ProcessRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    THUMBNAILS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     tenant: _builtins.str
     cache_salt: _builtins.str
     """Items of different salts have different identifiers."""
+    thumbnails: _builtins.bool
+    """Whether the answer has thumbnails of pictures."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, with the model's placeholders as the chat template writes them."""
@@ -52,10 +55,11 @@ class ProcessRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         media: _abc.Iterable[_inference_pb2.Media] | None = ...,
+        thumbnails: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "media", b"media", "model", b"model", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "media", b"media", "model", b"model", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "tenant", b"tenant", "thumbnails", b"thumbnails"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -67,21 +71,27 @@ class ProcessReply(_message.Message):
 
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
+    THUMBNAILS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, with as many tokens for each item as the model takes."""
 
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[_items_pb2.Item]: ...
+    @_builtins.property
+    def thumbnails(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """WebP files of the first pictures, in order; an empty one where a picture has none."""
+
     def __init__(
         self,
         *,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         items: _abc.Iterable[_items_pb2.Item] | None = ...,
+        thumbnails: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "prompt_token_ids", b"prompt_token_ids", "thumbnails", b"thumbnails"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -119,7 +119,8 @@ class RouterConfig(
     sample_share: float = Field(default=1.0, gt=0, le=1)
     """Share of successful requests written to `samples_file`."""
     sample_texts: bool = False
-    """Whether samples contain prompt and output; otherwise only their lengths."""
+    """Whether samples contain prompt, output and thumbnails of pictures, which the console shows too; otherwise only
+    their lengths."""
 
     otlp_endpoint: str = ""
     """OpenTelemetry collector for traces over gRPC: http://collector:4317. Unset: no traces."""

@@ -9,6 +9,13 @@ from typing import Literal, NamedTuple
 
 MediaKind = Literal["image", "audio", "video"]
 
+MAX_THUMBNAILS = 8
+"""Most thumbnails of one request."""
+MAX_THUMBNAIL_BYTES = 6000
+"""Most bytes of a thumbnail, which as a data: URL has at most 8 KiB."""
+THUMBNAIL_PIXELS = 96
+"""Most width and height of a thumbnail."""
+
 
 class MediaInput(NamedTuple):
     """One encoded file, such as a PNG."""
@@ -45,6 +52,8 @@ class Processed(NamedTuple):
     """The prompt, with as many tokens for each item as the model takes."""
     items: list[ProcessedItem]
     """Items in order of their places."""
+    thumbnails: Sequence[bytes] = ()
+    """WebP files of the first pictures, in order; an empty one where a picture has none."""
 
 
 class MediaRefused(Exception):
@@ -63,9 +72,11 @@ class MediaProcessor(ABC):
     modalities: Mapping[MediaKind, Modality]
 
     @abstractmethod
-    def process(self, token_ids: Sequence[int], media: Sequence[MediaInput], max_pixels: int) -> Processed:
+    def process(
+        self, token_ids: Sequence[int], media: Sequence[MediaInput], max_pixels: int, thumbnails: bool = False
+    ) -> Processed:
         """Decode the files and expand the prompt's placeholders, of which each kind has as many as files.
 
-        `max_pixels`: most pixels of a picture, or of one frame, which are checked before it is decoded. Raises
-        MediaRefused.
+        `max_pixels`: most pixels of a picture, or of one frame, which are checked before it is decoded.
+        `thumbnails`: whether to make thumbnails of the first `MAX_THUMBNAILS` pictures. Raises MediaRefused.
         """

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import re
 import time
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from cluster.network.rpc import Channels, media_channel
 from cluster.network.tls import MemberIdentity
 from engine.media.item_messages import read_items
 from engine.media.items import Item, items_fault
+from engine.media.processor import MAX_THUMBNAIL_BYTES, MAX_THUMBNAILS
 from protos import inference_pb2 as pb
 from protos import preprocess_pb2, preprocess_pb2_grpc
 
@@ -57,6 +59,8 @@ class ReadingContext:
     cache_salt: str
     deadline: float
     """Deadline in seconds of the monotonic clock."""
+    thumbnails: bool = False
+    """Whether thumbnails of its pictures are wanted."""
 
 
 def sources_of(request: pb.GenerateRequest) -> list[MediaSource]:
@@ -98,6 +102,7 @@ class ReadyMedia:
         is_over: Callable[[], bool],
         held: contextlib.ExitStack,
         seconds: float,
+        thumbnails: tuple[str, ...] = (),
     ) -> None:
         """Create it; `is_over` tells whether the stream that holds the items has ended, and closing `held` ends it."""
         self.prompt = prompt
@@ -106,6 +111,8 @@ class ReadyMedia:
         self.asked = asked
         self.seconds = seconds
         """Time that the preprocessor took."""
+        self.thumbnails = thumbnails
+        """Thumbnails of the first pictures as data: URLs, in order; empty texts where a picture has none."""
         self._is_over = is_over
         self._held = held
 
@@ -194,6 +201,7 @@ class MediaClient:
             cache_salt=context.cache_salt,
             prompt_token_ids=prompt,
             media=[source.medium for source in sources],
+            thumbnails=context.thumbnails,
         )
         asked = Asked(wanted, [source.field for source in sources], prompt_field, context.deadline)
         return await self._process(asked, wanted)
@@ -247,8 +255,10 @@ class MediaClient:
             prompt = list(reply.prompt_token_ids)
             if fault := items_fault(items, len(prompt)):
                 raise Unavailable(f"preprocessor {address} made items that cannot be used: {fault}")
+            thumbnails = thumbnail_urls(reply.thumbnails) if wanted.thumbnails else ()
             self._keep(asked, held)
-            return ReadyMedia(prompt, items, asked, call.done, held.pop_all(), time.monotonic() - asked_at)
+            seconds = time.monotonic() - asked_at
+            return ReadyMedia(prompt, items, asked, call.done, held.pop_all(), seconds, thumbnails)
 
     def _keep(self, asked: Asked, held: contextlib.ExitStack) -> None:
         """Keep the files for another preprocessor while there is room."""
@@ -299,6 +309,14 @@ class MediaClient:
         if isinstance(error, Overloaded):
             return Overloaded(error.message, field, error.permanent, error.retry_after_s, error.limit)
         return DeadlineExceeded(error.message, field)
+
+
+def thumbnail_urls(files: Sequence[bytes]) -> tuple[str, ...]:
+    """Return thumbnails as data: URLs of at most 8 KiB; empty texts for those that are missing or too large."""
+    return tuple(
+        f"data:image/webp;base64,{b64encode(file).decode()}" if 0 < len(file) <= MAX_THUMBNAIL_BYTES else ""
+        for file in files[:MAX_THUMBNAILS]
+    )
 
 
 def _unavailable(error: ServiceError, address: str) -> Unavailable:

@@ -1,9 +1,10 @@
-"""Recently ended requests with their receipts, without prompts and outputs.
+"""Recently ended requests with their receipts, without texts of prompts and outputs.
 
 Pure.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,11 @@ from router.placement.candidates import Alternative
 from router.placement.place import Decision
 
 MOST = 256
+MOST_WITH_THUMBNAILS = 40
+"""Requests whose thumbnails are kept: as many as the console shows."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Ended:
     number: int
     at: float
@@ -25,6 +28,7 @@ class _Ended:
     num_output_tokens: int
     total_s: float
     ttft_s: float
+    thumbnails: Sequence[str]
 
 
 class RecentRequests:
@@ -42,14 +46,18 @@ class RecentRequests:
         num_output_tokens: int,
         ttft_s: float,
         total_s: float,
+        thumbnails: Sequence[str] = (),
     ) -> None:
         """Add a request that ended `at` seconds since the epoch.
 
-        `decision` is that of its last placement; `num_output_tokens` counts all choices.
+        `decision` is that of its last placement; `num_output_tokens` counts all choices; `thumbnails` are data: URLs.
         """
         if finish.HasField("receipt"):
-            self._ended.append(_Ended(self._count, at, finish, decision, num_output_tokens, total_s, ttft_s))
+            ended = _Ended(self._count, at, finish, decision, num_output_tokens, total_s, ttft_s, thumbnails)
+            self._ended.append(ended)
             self._count += 1
+            if len(self._ended) > MOST_WITH_THUMBNAILS:
+                self._ended[-1 - MOST_WITH_THUMBNAILS].thumbnails = ()
 
     def since(self, number: int) -> list[dict[str, Any]]:
         """Return the requests from `number` on as JSON values; numbers grow by one."""
@@ -67,6 +75,7 @@ def _as_json(ended: _Ended) -> dict[str, Any]:
         "completion_tokens": ended.num_output_tokens,
         "cached_tokens": usage.cached_tokens,
         "receipt": MessageToDict(receipt, preserving_proto_field_name=True),
+        "thumbnails": list(ended.thumbnails),
         "ways": [] if ended.decision is None else _ways(ended.decision),
     }
 

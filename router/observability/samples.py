@@ -2,7 +2,7 @@
 
 Off unless `samples_file` is set. One line of JSON each: `{"request": ...}` with the receipt, and `{"feedback": ...}`;
 both have the request's id, and the tenant that asked or rated (with keys, the key's name too). Texts are kept only
-where `sample_texts` is set; otherwise their lengths.
+where `sample_texts` is set, and with them thumbnails of pictures; otherwise their lengths.
 """
 
 import random
@@ -14,6 +14,7 @@ from google.protobuf.json_format import MessageToDict
 from cluster.errors import InvalidRequest, NotConfigured, Overloaded
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
+from router.models.media import ReadyMedia
 from router.observability.json_lines import JsonLines
 from router.prepared_request import PreparedRequest
 from router.security.api_keys import Principal
@@ -64,7 +65,7 @@ class Samples:
                 preserving_proto_field_name=True,
             )
             if prepared.media is not None:  # the request has their places and kinds only
-                line["media"] = [{"kind": facts.kind, "bytes": facts.num_bytes} for facts in prepared.media.asked.facts]
+                line["media"] = _media(prepared.media)
                 line["items"] = [
                     {"identifier": item.identifier.hex(), "tokens": item.length} for item in prepared.items
                 ]
@@ -102,3 +103,13 @@ class Samples:
     async def close(self) -> None:
         """Close the file when all is written."""
         await self._lines.close()
+
+
+def _media(media: ReadyMedia) -> list[dict[str, Any]]:
+    """Return the facts of each medium, and the thumbnails of pictures that have one."""
+    told: list[dict[str, Any]] = [{"kind": facts.kind, "bytes": facts.num_bytes} for facts in media.asked.facts]
+    pictures = (each for each in told if each["kind"] == "image")
+    for picture, thumbnail in zip(pictures, media.thumbnails, strict=False):
+        if thumbnail:
+            picture["thumbnail"] = thumbnail
+    return told

@@ -61,7 +61,8 @@ class Observation:
         self._principal = principal
         self._metrics = observer.metrics.watch()
         self._is_sampled = not is_warm and observer.samples.wanted()
-        self._keeps_texts = self._is_sampled and observer.samples.keeps_texts
+        self.keeps_texts = self._is_sampled and observer.samples.keeps_texts
+        """Whether the request's texts, and thumbnails of its pictures, are kept."""
         self._kept: list[bytes] = []
         self._prepared: PreparedRequest | None = None
         self._arrived_at = time.monotonic()
@@ -99,7 +100,7 @@ class Observation:
     def message(self, message: bytes) -> bool:
         """Record a message before its client has it; return whether `account` must follow."""
         self._metrics.message()
-        if self._keeps_texts:
+        if self.keeps_texts:
             self._kept.append(message)
         return FINISH_TAG in message  # asked here, since most messages are single tokens
 
@@ -159,7 +160,13 @@ class Observation:
         self._metrics.finished(prepared.finish)
         total_s = time.monotonic() - prepared.arrived_at
         self._observer.recent.add(
-            time.time(), prepared.finish, prepared.decision, prepared.num_output_tokens, ttft_s, total_s
+            time.time(),
+            prepared.finish,
+            prepared.decision,
+            prepared.num_output_tokens,
+            ttft_s,
+            total_s,
+            () if prepared.media is None or not self.keeps_texts else prepared.media.thumbnails,
         )
         self._observer.tracing.finished(prepared, ttft_s)
         if self._is_sampled:

@@ -50,12 +50,13 @@ class Preprocessor:
         principal: Principal,
         arrival: Arrival,
         explain: bool = False,
+        thumbnails: bool = False,
     ) -> PreparedRequest:
         """Check, tokenise and complete a request of the arrival's tenant, which the caller must close.
 
         Raises ServiceError.
 
-        `explain`: predict more than the choice of a model needs.
+        `explain`: predict more than the choice of a model needs. `thumbnails`: have thumbnails of pictures made.
         """
         arrived_at = time.monotonic()
         deadline = arrived_at + (self._config.default_deadline_s if deadline_s is None else deadline_s)
@@ -71,7 +72,7 @@ class Preprocessor:
         check_retention(request)
         check_quality(request)
         check_media(request)
-        context = ReadingContext(name, cache_salt, deadline)
+        context = ReadingContext(name, cache_salt, deadline, thumbnails)
         if model is None and request.HasField("embedding"):
             raise InvalidRequest("model", f"{AUTO!r} chooses only models that generate: name an embedding model")
         if model is None:

@@ -76,7 +76,9 @@ class RequestHandler:
             else contextlib.nullcontext(arrival) as counted,
         ):
             with self._arrivals.reading(counted):
-                prepared = await self._preprocessor.check(request, deadline_s, principal, counted)
+                prepared = await self._preprocessor.check(
+                    request, deadline_s, principal, counted, thumbnails=observation.keeps_texts
+                )
             held.callback(prepared.close)
             if warm is not None:
                 prepared.warm, prepared.sampling.max_tokens = warm, 0

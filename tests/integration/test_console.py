@@ -11,6 +11,9 @@ import aiohttp
 import pytest
 
 from protos import inference_pb2 as pb
+from support.media_files import picture
+from support.media_models import write_media_model
+from support.preprocessors import preprocessor
 from support.processes import Stream, finished
 from tandem.client import Client
 from tandem.storyteller import STORYTELLER
@@ -69,6 +72,28 @@ async def test_the_page_shows_workers_links_and_requests(model: Path, cluster_of
         assert chosen["cost_ms"] < other["cost_ms"]
         assert "decode-0 alone: cost" in page, "and what was not chosen"
         assert "% hits" in page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser: apt-get install chromium")
+async def test_thumbnails_of_pictures_where_texts_are_kept(cluster_of: Any, tmp_path: Path) -> None:
+    model = write_media_model(tmp_path / "seeing")
+    async with preprocessor(model=model, processes=1) as (_, role):
+        router = {
+            "http_port": 0,
+            "model": None,
+            "models": [{"path": model, "preprocessor": role.address}],
+            "samples_file": tmp_path / "samples.jsonl",
+            "sample_texts": True,
+        }
+        async with cluster_of(model, prefill=0, decode=1, router=router, engine="sim") as cluster:
+            message = ("user", [MARKER, *({"type": "image", "data": picture(seed)} for seed in range(2))])
+            async with Client(cluster.address) as client:
+                pieces = client.generate(messages=[message], sampling=pb.Sampling(max_tokens=2))
+                assert [piece async for piece in pieces]
+            page = await page_of(f"http://{cluster.router.http_address}/console", tmp_path / "profile")
+    shown = re.findall(r'<img src="data:image/webp;base64,[^"]+" alt="picture (\d) of the prompt">', page)
+    assert shown == ["1", "2"]
+    assert MARKER not in page
 
 
 async def test_each_is_told_once_and_nothing_of_what_was_said(cluster_of: Any) -> None:

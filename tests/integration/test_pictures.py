@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import grpc
 import openai
 import pytest
 import pytest_asyncio
+from PIL import Image
 
 from cluster.errors import InvalidRequest, Unavailable
 from cluster.network.rpc import channel
@@ -30,7 +32,7 @@ from support.media_files import picture
 from support.media_models import STRINGS_TEMPLATE, place_of, write_media_model
 from support.openai_http import call, http_cluster
 from support.ports import free_port
-from support.preprocessors import preprocessor
+from support.preprocessors import overheard, preprocessor
 from support.processes import Stream, assert_equal_answers, busiest_decoder, finished, until
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster, RoleProcess, start_role, stop_process
@@ -316,7 +318,7 @@ async def test_pictures_fit_into_the_context_as_tokens(site: Site) -> None:
     assert f"prompt of {await site.tokens('') + num_tokens(FIRST)} tokens" in said["error"]["message"]
 
 
-async def test_samples_keep_no_picture(site: Site) -> None:
+async def test_samples_keep_a_thumbnail_and_no_picture(site: Site) -> None:
     file = picture(99)
     async with Client(site.cluster.address) as client:
         message = ("user", ["sampled", {"type": "image", "data": file}])
@@ -339,9 +341,50 @@ async def test_samples_keep_no_picture(site: Site) -> None:
     sample = line()
     assert sample is not None
     assert sample["prompt"]["messages"][0]["parts"] == [{"text": "sampled"}, {"media": {"kind": "image"}}]
-    assert sample["media"] == [{"kind": "image", "bytes": len(file)}]
+    (medium,) = sample["media"]
+    thumbnail = medium.pop("thumbnail")
+    assert medium == {"kind": "image", "bytes": len(file)}
+    with Image.open(BytesIO(base64.b64decode(thumbnail.removeprefix("data:image/webp;base64,")))) as small:
+        assert small.size == (96, 96)
+    status, _, said = await asyncio.to_thread(call, site.http, "/console/data")
+    assert status == 200
+    assert said["requests"][-1]["thumbnails"] == [thumbnail]
     assert [item["tokens"] for item in sample["items"]] == [num_tokens(file)]
     assert len(sample["items"][0]["identifier"]) == 32
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted", "is_old"),
+    [
+        ({}, False, False),
+        ({"samples_file": "samples.jsonl"}, False, False),
+        ({"sample_texts": True}, False, False),
+        ({"samples_file": "samples.jsonl", "sample_texts": True, "sample_share": 1e-9}, False, False),
+        ({"samples_file": "samples.jsonl", "sample_texts": True}, True, False),
+        ({"samples_file": "samples.jsonl", "sample_texts": True}, True, True),
+    ],
+)
+async def test_thumbnails_are_made_only_where_texts_are_kept(
+    site: Site, tmp_path: Path, settings: dict[str, Any], wanted: bool, is_old: bool
+) -> None:
+    """A preprocessor of before knows no thumbnails, and makes none."""
+    asked: list[preprocess_pb2.ProcessRequest] = []
+    samples = tmp_path / "samples.jsonl"
+    if "samples_file" in settings:
+        settings = settings | {"samples_file": samples}
+    async with overheard(site.preprocessor.address, asked, is_old) as address:
+        router = {"model": None, "models": [{"path": site.model, "preprocessor": address}]} | settings
+        async with http_cluster(site.model, router=router, **SIM) as cluster:
+            content = [{"type": "image_url", "image_url": {"url": data_url(each)}} for each in (FIRST, SECOND)]
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+            http = cluster.router.http_address
+            assert (await asyncio.to_thread(call, http, "/v1/chat/completions", body))[0] == 200
+            told = (await asyncio.to_thread(call, http, "/console/data"))[2]["requests"]
+    assert [each.thumbnails for each in asked] == [wanted]
+    num = 2 if wanted and not is_old else 0
+    assert len(set(told[-1]["thumbnails"])) == num
+    kept = samples.read_text() if samples.exists() else ""
+    assert kept.count("thumbnail") == (json.dumps(told).count("data:image/webp")) == num
 
 
 async def test_nothing_is_held_when_all_is_over(site: Site) -> None:

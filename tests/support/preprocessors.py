@@ -1,5 +1,6 @@
 """Preprocessors for tests, as processes of their own, and callers of them."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -82,3 +83,50 @@ async def preprocessor(**settings: Any) -> AsyncIterator[tuple[Caller, RoleProce
             yield Caller(link), role
     finally:
         await stop_process(role.process)
+
+
+class _Between(pb_grpc.PreprocessServicer):
+    """One that passes on what a router asks a preprocessor."""
+
+    def __init__(self, caller: Caller, asked: list[pb.ProcessRequest], is_old: bool) -> None:
+        self._caller = caller
+        self._asked = asked
+        self._is_old = is_old
+
+    async def Process(  # noqa: N802
+        self, request: pb.ProcessRequest, context: Any
+    ) -> AsyncIterator[pb.ProcessReply]:
+        self._asked.append(pb.ProcessRequest.FromString(request.SerializeToString()))
+        if self._is_old:
+            request.ClearField("thumbnails")
+        async with self._caller.leased(request) as reply:
+            yield reply
+            await asyncio.Event().wait()
+
+    async def Fetch(  # noqa: N802
+        self, request: pb.FetchRequest, context: Any
+    ) -> AsyncIterator[pb.FetchChunk]:
+        async for chunk in self._caller.stub.Fetch(request):
+            yield chunk
+
+    async def Describe(  # noqa: N802
+        self, request: pb.DescribeRequest, context: Any
+    ) -> pb.DescribeReply:
+        return await self._caller.stub.Describe(request)
+
+
+@asynccontextmanager
+async def overheard(address: str, asked: list[pb.ProcessRequest], is_old: bool = False) -> AsyncIterator[str]:
+    """Yield an address that passes requests on to a preprocessor, and adds them to `asked`.
+
+    `is_old`: pass on no field that a preprocessor of before does not know.
+    """
+    server = grpc.aio.server()
+    async with channel(address) as link:
+        pb_grpc.add_PreprocessServicer_to_server(_Between(Caller(link), asked, is_old), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            await server.stop(0)

@@ -8,13 +8,16 @@ import subprocess
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest, StartError
+from engine.media.processor import MAX_THUMBNAIL_BYTES, MAX_THUMBNAILS
 from preprocessor.service import item_identifier
 from support.hostile_files import hostile_files
 from support.long_runs import mostly_long
@@ -92,6 +95,38 @@ async def test_tokens_and_tensors_are_those_of_vllm(kind: str, tmp_path: Path) -
             with pytest.raises(InvalidRequest) as refusal:
                 await caller.process(wrong)
             assert refusal.value.field == field
+
+
+async def test_thumbnails_show_the_pictures(tmp_path: Path) -> None:
+    """Upright and within their bounds; one picture is half red and half blue, the others are noise."""
+    model = write_media_model("llava", tmp_path)
+    halves = Image.new("RGB", (240, 480), "red")
+    halves.paste("blue", (0, 240, 240, 480))
+    exif, file = Image.Exif(), BytesIO()
+    exif[0x0112] = 6  # the camera was turned by 90 degrees
+    exif[0x010E] = "taken at home"
+    halves.save(file, "JPEG", exif=exif)
+    files = [file.getvalue(), *(picture(seed, 60 * seed, 150) for seed in range(1, MAX_THUMBNAILS + 1))]
+    prompt = token_ids_of(model, " ".join(["w20", *[PLACEHOLDERS["llava"]] * len(files)]))
+    async with preprocessor(engine="vllm", vllm_python=PYTHON, model=model, processes=1) as (caller, _):
+        reply = await caller.process(request_of(prompt, *files, thumbnails=True))
+        unasked = await caller.process(request_of(prompt, *files))
+    assert not unasked.thumbnails
+    assert unasked.items == reply.items
+    assert len(reply.thumbnails) == MAX_THUMBNAILS
+    for each in reply.thumbnails:
+        with Image.open(BytesIO(each)) as small:
+            assert small.format == "WEBP"
+            assert max(small.size) <= 96
+            assert not small.getexif()
+        assert len(each) <= MAX_THUMBNAIL_BYTES
+    with Image.open(BytesIO(reply.thumbnails[0])) as small:
+        assert small.size == (96, 48)
+        left, right = (small.convert("RGB").getpixel((x, 24)) for x in (20, 76))
+        assert isinstance(left, tuple)
+        assert isinstance(right, tuple)
+        assert left[2] > 200 > 60 > left[0]
+        assert right[0] > 200 > 60 > right[2]
 
 
 WRITE_VIDEO = """

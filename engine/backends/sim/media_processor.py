@@ -1,9 +1,12 @@
 """Media processor of the sim engine: no file is decoded, and each becomes as many tokens as its size says."""
 
+import struct
 from collections.abc import Sequence
 from hashlib import sha256
 
 from engine.media.processor import (
+    MAX_THUMBNAILS,
+    THUMBNAIL_PIXELS,
     MediaInput,
     MediaKind,
     MediaProcessor,
@@ -45,7 +48,9 @@ class SimMediaProcessor(MediaProcessor):
             known = () if tokenizer is None else tuple(tokenizer.encode(text, add_special_tokens=False).ids)
             self._places[kind] = known or (model_dir.vocab_size - number,)
 
-    def process(self, token_ids: Sequence[int], media: Sequence[MediaInput], max_pixels: int) -> Processed:
+    def process(
+        self, token_ids: Sequence[int], media: Sequence[MediaInput], max_pixels: int, thumbnails: bool = False
+    ) -> Processed:
         for place, each in enumerate(media):
             if not each.data.startswith(BEGINNINGS[each.kind]):
                 raise MediaRefused(f"the file is no {each.kind} of a known format", place)
@@ -68,8 +73,24 @@ class SimMediaProcessor(MediaProcessor):
             at += len(self._places[kind])
         if left := next((kind for kind, files in waiting.items() if files), None):
             raise MediaRefused(f"the prompt has fewer places for {left} than files")
-        return Processed(expanded, items)
+        pictures = [each.data for each in media if each.kind == "image"] if thumbnails else []
+        return Processed(expanded, items, [_one_colour(sha256(data).digest()) for data in pictures[:MAX_THUMBNAILS]])
 
 
 def _has(token_ids: Sequence[int], at: int, place: tuple[int, ...]) -> bool:
     return tuple(token_ids[at : at + len(place)]) == place
+
+
+def _one_colour(digest: bytes) -> bytes:
+    """Return a square in the colour of a digest, as lossless WebP: each of its five codes has one symbol."""
+    red, green, blue = digest[:3]
+    fields = [(0x2F, 8), (THUMBNAIL_PIXELS - 1, 14), (THUMBNAIL_PIXELS - 1, 14), (0, 7)]  # no alpha, transform or cache
+    for symbol in (green, red, blue, 255):
+        fields += [(0b101, 3), (symbol, 8)]
+    fields.append((0b0001, 4))  # the code of distances, whose symbol 0 has one bit
+    bits = at = 0
+    for value, width in fields:
+        bits |= value << at
+        at += width
+    data = bits.to_bytes(-(-at // 16) * 2, "little")
+    return struct.pack("<4sI4s4sI", b"RIFF", 12 + len(data), b"WEBP", b"VP8L", len(data)) + data

@@ -68,10 +68,13 @@ class VllmMediaProcessor(MediaProcessor):
         }
         """Tokens of each placeholder."""
 
-    def process(self, token_ids: Sequence[int], media: Sequence[MediaInput], max_pixels: int) -> Processed:
+    def process(
+        self, token_ids: Sequence[int], media: Sequence[MediaInput], max_pixels: int, thumbnails: bool = False
+    ) -> Processed:
         from vllm import SamplingParams
 
         from engine.backends.vllm.media.features import pack
+        from engine.backends.vllm.media.thumbnails import thumbnails_of
 
         self._check_places(token_ids, media)
         decoded: dict[str, list[Any]] = {}
@@ -91,7 +94,8 @@ class VllmMediaProcessor(MediaProcessor):
         features = request.mm_features or []
         if len(features) != len(media):
             raise MediaRefused(f"the prompt has places for {len(features)} files, not for {len(media)}")
-        return Processed(list(request.prompt_token_ids or ()), [pack(feature) for feature in features])
+        small = thumbnails_of(decoded.get("image", ())) if thumbnails else ()
+        return Processed(list(request.prompt_token_ids or ()), [pack(feature) for feature in features], small)
 
     def _check_places(self, token_ids: Sequence[int], media: Sequence[MediaInput]) -> None:
         """Raise MediaRefused for placeholders without a file, which vLLM would leave in the prompt."""
