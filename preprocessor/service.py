@@ -181,7 +181,6 @@ class PreprocessService:
                     length=item.length,
                     details=item.details,
                     address=self.address,
-                    blob_bytes=len(item.blob),
                     encoder=encoder_of(identifier, self.encoders),
                 )
             )

@@ -25,7 +25,6 @@ class Item(_message.Message):
     LENGTH_FIELD_NUMBER: _builtins.int
     DETAILS_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
-    BLOB_BYTES_FIELD_NUMBER: _builtins.int
     ENCODER_FIELD_NUMBER: _builtins.int
     identifier: _builtins.bytes
     """Name of its content, 16 bytes, different for tenants that share no caches. Block keys cover it."""
@@ -38,8 +37,6 @@ class Item(_message.Message):
     """
     address: _builtins.str
     """Address of the preprocessor that has its blob: the tensors that the model's encoder reads."""
-    blob_bytes: _builtins.int
-    """Size of that blob."""
     encoder: _builtins.str
     """Address of the encode worker that makes its embeddings; empty: the worker that computes its tokens does it."""
     def __init__(
@@ -50,12 +47,11 @@ class Item(_message.Message):
         length: _builtins.int = ...,
         details: _builtins.bytes = ...,
         address: _builtins.str = ...,
-        blob_bytes: _builtins.int = ...,
         encoder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blob_bytes", b"blob_bytes", "details", b"details", "encoder", b"encoder", "identifier", b"identifier", "length", b"length", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "details", b"details", "encoder", b"encoder", "identifier", b"identifier", "length", b"length", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,6 +13,5 @@ def item_messages(items: Iterable[Item]) -> list[pb.Item]:
 def read_items(messages: Iterable[pb.Item]) -> tuple[Item, ...]:
     """Undo `item_messages`."""
     return tuple(
-        Item(each.identifier, each.offset, each.length, each.details, each.address, each.blob_bytes, each.encoder)
-        for each in messages
+        Item(each.identifier, each.offset, each.length, each.details, each.address, each.encoder) for each in messages
     )

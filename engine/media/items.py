@@ -14,7 +14,6 @@ class Item(NamedTuple):
     length: int
     details: bytes = b""
     address: str = ""
-    blob_bytes: int = 0
     encoder: str = ""
 
     @property

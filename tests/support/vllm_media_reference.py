@@ -45,7 +45,7 @@ def check_same(feature: Any, details: bytes, blob: bytes) -> None:
     from engine.backends.vllm.media.features import unpack
     from engine.media.items import Item
 
-    item = Item(bytes(16), feature.mm_position.offset, feature.mm_position.length, details, "", len(blob))
+    item = Item(bytes(16), feature.mm_position.offset, feature.mm_position.length, details)
     again = unpack(item, blob)
     assert again.modality == feature.modality
     assert again.mm_position.offset == feature.mm_position.offset
