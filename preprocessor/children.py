@@ -17,7 +17,15 @@ from typing import Any
 from cluster.errors import InvalidRequest, ServiceError, StartError, Unavailable
 from cluster.fair_turns import FairTurns
 from engine.config import WorkerConfig
-from engine.media.processor import MediaInput, MediaKind, MediaRefused, Modality, Processed, ProcessedItem
+from engine.media.processor import (
+    MediaInput,
+    MediaKind,
+    MediaLimits,
+    MediaRefused,
+    Modality,
+    Processed,
+    ProcessedItem,
+)
 from preprocessor.child import OFFLINE
 from preprocessor.config import PreprocessorConfig
 from preprocessor.frames import Frame, NoFrame, encoded, read_frame
@@ -154,7 +162,8 @@ class Children:
             raise Unavailable(f"no process that makes media ready starts: {self._fault}")
         kinds = [each.kind for each in media]
         prompt = array.array("I", token_ids).tobytes()
-        frame = Frame({"kinds": kinds, "max_pixels": self._config.max_pixels}, [prompt, *(each.data for each in media)])
+        limits = MediaLimits(self._config.max_pixels, self._config.max_sound_s)
+        frame = Frame({"kinds": kinds, "limits": limits}, [prompt, *(each.data for each in media)])
         begun = asyncio.Event()
         work = asyncio.ensure_future(self._work(tenant, frame, begun))
         self._keep(work)

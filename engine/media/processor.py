@@ -10,6 +10,9 @@ from typing import Literal, NamedTuple
 MediaKind = Literal["image", "audio", "video"]
 
 
+NUMBER = "{number}"
+
+
 class MediaInput(NamedTuple):
     """One encoded file, such as a PNG."""
 
@@ -17,11 +20,20 @@ class MediaInput(NamedTuple):
     data: bytes
 
 
+class MediaLimits(NamedTuple):
+    """Limits of each file, which are checked before it is decoded."""
+
+    max_pixels: int
+    """Most pixels of a picture, or of one frame of a video."""
+    max_sound_s: int
+    """Longest sound in seconds."""
+
+
 class Modality(NamedTuple):
     """Placeholder and limit of one kind of medium that a model reads."""
 
     placeholder: str
-    """Text that stands for one item in a prompt."""
+    """Text that stands for one item in a prompt; `NUMBER` in it is the item's number of its kind, from 1."""
     max_items: int = 0
     """Most items of one request; 0: any number."""
 
@@ -63,9 +75,8 @@ class MediaProcessor(ABC):
     modalities: Mapping[MediaKind, Modality]
 
     @abstractmethod
-    def process(self, token_ids: Sequence[int], media: Sequence[MediaInput], max_pixels: int) -> Processed:
+    def process(self, token_ids: Sequence[int], media: Sequence[MediaInput], limits: MediaLimits) -> Processed:
         """Decode the files and expand the prompt's placeholders, of which each kind has as many as files.
 
-        `max_pixels`: most pixels of a picture, or of one frame, which are checked before it is decoded. Raises
-        MediaRefused.
+        Raises MediaRefused.
         """

@@ -6,6 +6,7 @@ from hashlib import sha256
 from engine.media.processor import (
     MediaInput,
     MediaKind,
+    MediaLimits,
     MediaProcessor,
     MediaRefused,
     Modality,
@@ -45,7 +46,7 @@ class SimMediaProcessor(MediaProcessor):
             known = () if tokenizer is None else tuple(tokenizer.encode(text, add_special_tokens=False).ids)
             self._places[kind] = known or (model_dir.vocab_size - number,)
 
-    def process(self, token_ids: Sequence[int], media: Sequence[MediaInput], max_pixels: int) -> Processed:
+    def process(self, token_ids: Sequence[int], media: Sequence[MediaInput], limits: MediaLimits) -> Processed:
         for place, each in enumerate(media):
             if not each.data.startswith(BEGINNINGS[each.kind]):
                 raise MediaRefused(f"the file is no {each.kind} of a known format", place)
