@@ -1,4 +1,4 @@
-"""torchvision and torchaudio for vLLM's environment on a CPU: their wheels are for another torch, their Python code fits.
+"""torchvision and torchaudio for vLLM's environment on a CPU: wheels for another torch, of which the Python code fits.
 
 vLLM's processors of pictures import torchvision, and those of sounds change sample rates with torchaudio. `make vllm`
 unpacks both wheels in a folder of its own, and writes `python-media`, the interpreter that has them. Operators of

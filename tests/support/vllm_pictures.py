@@ -42,21 +42,26 @@ def alone(model: Path, cases: list[tuple[list[int], list[Path]]]) -> list[list[i
     return answers
 
 
+def token_ids_of(model: Path, text: str) -> list[int]:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
+
+
 class Prompts:
     """Prompts with files of one kind, `medium`, of one model."""
 
     def __init__(self, kind: str, model: Path, caller: Caller, medium: str = "image") -> None:
         self._place = VIDEO_PLACEHOLDER if medium == "video" else PLACEHOLDERS[kind]
         self._medium = medium
-        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self._model = model
         self._caller = caller
 
     def tokens(self, *parts: int | str) -> list[int]:
         """Numbers of words, or any text for a file, in order."""
         words = [f"w{20 + number}" for number in range(250)]
         texts = [self._place if isinstance(part, str) else " ".join(words[:part]) for part in parts]
-        found: list[int] = self._tokenizer.encode(" ".join(texts), add_special_tokens=False).ids
-        return found
+        return token_ids_of(self._model, " ".join(texts))
 
     @asynccontextmanager
     async def request(

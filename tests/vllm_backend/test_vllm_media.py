@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest, StartError
 from preprocessor.service import item_identifier
@@ -23,6 +22,7 @@ from support.preprocessors import preprocessor, request_of
 from support.tiny_media_models import KINDS, PLACEHOLDERS, write_media_model
 from support.torchvision_shim import PYTHON, install
 from support.vllm_engines import need_vllm
+from support.vllm_pictures import token_ids_of
 
 pytestmark = need_vllm
 TRIALS = int(os.environ.get("TANDEM_TRIALS", "60"))
@@ -32,12 +32,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module", autouse=True)
 def _torchvision() -> None:
     install()
-
-
-def token_ids_of(model: Path, text: str) -> list[int]:
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return ids
 
 
 async def reference(model: Path, token_ids: Sequence[int], items: Path, files: Sequence[Path]) -> Any:

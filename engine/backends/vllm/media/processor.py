@@ -27,6 +27,8 @@ from engine.media.processor import (
     Processed,
 )
 
+log = logging.getLogger(__name__)
+
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats of pictures; of an animated one the first frame is taken."""
 ANY_NUMBER = 999
@@ -50,7 +52,7 @@ FFMPEG_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
 BY_FFMPEG = ("MP4", "WebM")
 """Formats of sounds that FFmpeg decodes; libsndfile decodes the others."""
 RATE_STEP, MAX_RATE = 25, 192_000
-"""Sample rates are multiples of one, up to the other: the filter from another rate to the model's would take gigabytes."""
+"""Sample rates are multiples of one, up to the other: the filter from other rates to the model's takes gigabytes."""
 MAX_REASON_CHARS = 300
 
 
@@ -150,7 +152,10 @@ def open_vllm_media_processor(config: VllmSettings) -> VllmMediaProcessor:
         raise ModelRefused(_reason(error)) from None
     if not model_config.is_multimodal_model:
         raise ModelRefused(f"{model_config.architecture} reads text only, so it needs no preprocessor")
-    return VllmMediaProcessor(model_config)
+    processor = VllmMediaProcessor(model_config)
+    if not processor.modalities:
+        raise EngineStartError("vllm_python", "its environment lacks the decoders of what the model reads")
+    return processor
 
 
 def decode_picture(data: bytes, max_pixels: int) -> Any:
@@ -176,25 +181,30 @@ def decode_picture(data: bytes, max_pixels: int) -> Any:
 
 
 def decode_sound(data: bytes, container: str, max_sound_s: int, options: dict[str, Any]) -> Any:
-    """Return a sound's samples and their rate. `options` are vLLM's. Raises MediaRefused, and what decoders raise."""
+    """Return a sound's samples and their rate; `options` are vLLM's. Raises MediaRefused, and what decoders raise."""
+    import av
+    import soundfile
     from vllm.multimodal.media import AudioMediaIO
 
-    if container in BY_FFMPEG:
-        import av
-
-        with av.open(BytesIO(data), options={"format_whitelist": FFMPEG_FORMATS}):
-            pass
+    backend = "pyav" if container in BY_FFMPEG else "soundfile"
     os.environ["VLLM_MAX_AUDIO_CLIP_FILESIZE_MB"] = str(len(data))  # the preprocessor has checked the size
     os.environ["VLLM_MAX_AUDIO_DECODE_DURATION_S"] = str(max_sound_s)
-    backend = "pyav" if container in BY_FFMPEG else "soundfile"
     try:
+        if backend == "pyav":
+            av.open(BytesIO(data), options={"format_whitelist": FFMPEG_FORMATS}).close()
         samples, rate = AudioMediaIO(**{"audio_backend": backend} | options).load_bytes(data)
+    except soundfile.LibsndfileError as error:
+        raise MediaRefused(f"the file cannot be read: {error.error_string}") from None
+    except av.error.FFmpegError as error:
+        raise MediaRefused(f"the file cannot be read: {error.strerror}") from None
     except ValueError as error:
         if "VLLM_MAX_AUDIO_DECODE_DURATION_S" in str(error):
             raise MediaRefused(f"the sound is longer than {max_sound_s} s (max_sound_s)") from None
         if "VLLM_MAX_AUDIO_DECODE_BYTES" in str(error):
-            raise MediaRefused("the samples of the sound's channels take more than 256 MiB") from None
+            raise MediaRefused("the samples of all channels of the sound take more than 256 MiB") from None
         raise
+    if not len(samples):
+        raise MediaRefused("the file has no sound")
     if rate % RATE_STEP or rate > MAX_RATE:
         raise MediaRefused(f"the sound has {rate} samples a second: no multiple of {RATE_STEP} up to {MAX_RATE}")
     return samples, rate
@@ -209,7 +219,10 @@ def _modalities(model_config: Any) -> Iterator[tuple[MediaKind, Modality]]:
     model_class: Any = get_model_cls(model_config)
     kind: MediaKind
     for kind in get_args(MediaKind):
-        if not (limit := int(limits.get(kind, 0))) or not all(map(importlib.util.find_spec, DECODERS[kind])):
+        if not (limit := int(limits.get(kind, 0))):
+            continue
+        if missing := [name for name in DECODERS[kind] if importlib.util.find_spec(name) is None]:
+            log.warning("media of kind %s are not read: vLLM's environment lacks %s", kind, " and ".join(missing))
             continue
         first, second = (model_class.get_placeholder_str(kind, number) or "" for number in (1, 2))
         numbered = first.replace("1", NUMBER, 1) if first != second else first
