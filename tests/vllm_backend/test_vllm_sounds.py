@@ -21,7 +21,7 @@ from support.real_engines import engines
 from support.tiny_media_models import PLACEHOLDERS, VIDEO_PLACEHOLDER, write_media_model
 from support.torchvision_shim import PYTHON, V2, install
 from support.vllm_engines import BLOCK, OPTIONS, ids, need_vllm, vllm_engine
-from support.vllm_pictures import MEDIA, Prompts, alone, token_ids_of, write_model
+from support.vllm_pictures import MEDIA, Prompts, alone, encode_worker, token_ids_of, write_model
 from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
 
@@ -174,6 +174,31 @@ async def test_sounds_of_each_format_are_read_and_hostile_ones_refused(tmp_path:
             assert refusal.value.field == "media[0]", name
             assert "0x" not in str(refusal.value), name
         assert await item_of(wav) == expected
+
+
+@long
+@pytest.mark.parametrize("kind", MEDIUM)
+async def test_embeddings_of_an_encode_worker_give_the_tokens_of_vllm_alone(kind: str, tmp_path: Path) -> None:
+    model, medium = await asyncio.to_thread(write_model, kind, tmp_path), MEDIUM[kind]
+    files = await asyncio.to_thread(files_of, medium, tmp_path)
+    engine = vllm_engine("worker", model=model, vllm_python=PYTHON)
+    async with AsyncExitStack() as opened:
+        encoder = await opened.enter_async_context(encode_worker(model))
+        making = preprocessor(**MEDIA, model=model, processes=1, encoders=[encoder.address])
+        caller, _ = await opened.enter_async_context(making)
+        prompts = Prompts(kind, model, caller, medium)
+        tokens = prompts.tokens(40, "file", 30)
+        expected = await asyncio.to_thread(alone, model, [(tokens, [file]) for file in files])
+        await opened.enter_async_context(engines(engine))
+        for number, file in enumerate(files):
+            async with prompts.request(f"first-{number}", tokens, file) as request:
+                assert ids(await engine.answer(request)) == expected[number]
+            assert not engine._fetches._avoided
+            if kind == "qwen3vl":
+                continue  # vLLM wants the tokens among the frames, so the worker encodes its videos itself
+            nowhere = tuple(item._replace(address="127.0.0.1:1") for item in request.items)
+            again = request._replace(request_id=f"again-{number}", cache_salt="other", items=nowhere)
+            assert ids(await engine.answer(again)) == expected[number], "its embeddings are known, its blob is nowhere"
 
 
 @long

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import grpc
 
-from cluster.errors import ServiceError
+from cluster.errors import InvalidRequest, ServiceError
 from cluster.network.error_status import from_rpc_error
 from cluster.network.rpc import Channels
 from cluster.network.tls import TlsIdentity
@@ -88,6 +88,8 @@ class ItemFetches:
             items = [item for item in wanted.items if item.encoder == address]
             try:
                 found |= await self._encoded(address, items, wanted)
+            except InvalidRequest as error:  # of these items: it may encode others
+                log.info("encode worker %s refuses items of %s: %s", address, wanted.request_id, error)
             except ServiceError as error:
                 self._avoided[address] = time.monotonic() + AVOID_S
                 log.warning("encode worker %s is not asked for %g s: %s", address, AVOID_S, error)
