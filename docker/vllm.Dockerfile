@@ -21,7 +21,7 @@ COPY router router
 COPY simulator simulator
 COPY tandem tandem
 RUN /opt/tandem/bin/pip install -c constraints.txt ".[preprocessor]" \
-    && python3 -m pip install --no-deps -c constraints.txt nixl-cu12 .
+    && python3 -m pip install --no-deps -c constraints.txt nixl-cu12 av soundfile .
 ENV PATH=/opt/tandem/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 RUN groupadd --gid 10001 tandem && useradd --uid 10001 --gid 10001 --no-create-home tandem
 USER 10001:10001

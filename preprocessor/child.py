@@ -16,7 +16,7 @@ from typing import Any
 from cluster.errors import StartError
 from cluster.logs import set_up
 from engine.config import WorkerConfig
-from engine.media.processor import MediaInput, MediaProcessor, MediaRefused
+from engine.media.processor import MediaInput, MediaLimits, MediaProcessor, MediaRefused
 from engine.process.start_up import become_child
 from preprocessor.frames import Frame, receive_frame, send_frame
 
@@ -55,7 +55,8 @@ def answer(processor: MediaProcessor, frame: Frame, memory_mib: int = 0) -> Fram
     token_ids.frombytes(frame.parts[0])
     media = [MediaInput(kind, data) for kind, data in zip(frame.values["kinds"], frame.parts[1:], strict=True)]
     try:
-        done = processor.process(token_ids.tolist(), media, frame.values["max_pixels"], frame.values["thumbnails"])
+        limits = MediaLimits(*frame.values["limits"])
+        done = processor.process(token_ids.tolist(), media, limits, frame.values["thumbnails"])
     except MediaRefused as error:
         return Frame({"refused": error.reason, "place": error.place})
     except MemoryError:

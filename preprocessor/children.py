@@ -22,6 +22,7 @@ from engine.media.processor import (
     MAX_THUMBNAILS,
     MediaInput,
     MediaKind,
+    MediaLimits,
     MediaRefused,
     Modality,
     Processed,
@@ -168,7 +169,8 @@ class Children:
             raise Unavailable(f"no process that makes media ready starts: {self._fault}")
         kinds = [each.kind for each in media]
         prompt = array.array("I", token_ids).tobytes()
-        values = {"kinds": kinds, "max_pixels": self._config.max_pixels, "thumbnails": thumbnails}
+        limits = MediaLimits(self._config.max_pixels, self._config.max_sound_s)
+        values = {"kinds": kinds, "limits": limits, "thumbnails": thumbnails}
         frame = Frame(values, [prompt, *(each.data for each in media)])
         begun = asyncio.Event()
         work = asyncio.ensure_future(self._work(tenant, frame, begun))

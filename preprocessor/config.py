@@ -68,6 +68,8 @@ class PreprocessorConfig(HealthSettings, MetricsSettings, LogSettings, Config):
     """Largest file in MiB. All files of a request together have 64 MiB at most."""
     max_pixels: PositiveInt = 64_000_000
     """Most pixels of a picture, or of one frame of a video. They are checked before anything is decoded."""
+    max_sound_s: PositiveInt = 600
+    """Longest sound in seconds, which is checked before it is decoded."""
     item_limit_s: PositiveFloat = 20.0
     """Seconds for each file of a request. A child that takes longer is ended, and the request fails."""
     child_memory_mib: PositiveInt = 4096

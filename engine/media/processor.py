@@ -17,6 +17,9 @@ THUMBNAIL_PIXELS = 96
 """Most width and height of a thumbnail."""
 
 
+NUMBER = "{number}"
+
+
 class MediaInput(NamedTuple):
     """One encoded file, such as a PNG."""
 
@@ -24,11 +27,20 @@ class MediaInput(NamedTuple):
     data: bytes
 
 
+class MediaLimits(NamedTuple):
+    """Limits of each file, which are checked before it is decoded."""
+
+    max_pixels: int
+    """Most pixels of a picture, or of one frame of a video."""
+    max_sound_s: int
+    """Longest sound in seconds."""
+
+
 class Modality(NamedTuple):
     """Placeholder and limit of one kind of medium that a model reads."""
 
     placeholder: str
-    """Text that stands for one item in a prompt."""
+    """Text that stands for one item in a prompt; `NUMBER` in it is the item's number of its kind, from 1."""
     max_items: int = 0
     """Most items of one request; 0: any number."""
 
@@ -73,10 +85,9 @@ class MediaProcessor(ABC):
 
     @abstractmethod
     def process(
-        self, token_ids: Sequence[int], media: Sequence[MediaInput], max_pixels: int, thumbnails: bool = False
+        self, token_ids: Sequence[int], media: Sequence[MediaInput], limits: MediaLimits, thumbnails: bool = False
     ) -> Processed:
         """Decode the files and expand the prompt's placeholders, of which each kind has as many as files.
 
-        `max_pixels`: most pixels of a picture, or of one frame, which are checked before it is decoded.
         `thumbnails`: whether to make thumbnails of the first `MAX_THUMBNAILS` pictures. Raises MediaRefused.
         """

@@ -1,4 +1,4 @@
-"""Tiny models that read pictures: configs, processors, word tokenizers, chat templates, and random weights.
+"""Tiny models that read pictures or sounds: configs, processors, word tokenizers, chat templates, and random weights.
 
 `python -m support.tiny_media_models KIND FOLDER [--weights]` writes one; weights need the environment with vLLM.
 """
@@ -24,6 +24,7 @@ TEXT: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
 }
+MEL_BINS = 32
 NORMAL = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 QWEN_TOKENS = (
     *("<|im_start|>", "<|im_end|>", "<unk>", "<|endoftext|>"),
@@ -35,6 +36,14 @@ QWEN_TEMPLATE = """{% for message in messages %}<|im_start|> {{ message.role }} 
 {% elif part.type == 'video' or 'video' in part %}<|vision_start|><|video_pad|><|vision_end|> \
 {% elif 'text' in part %}{{ part.text }} {% endif %}{% endfor %}{% endif %}<|im_end|> {% endfor %}\
 {% if add_generation_prompt %}<|im_start|> assistant {% endif %}"""
+AUDIO_TOKENS = (
+    *("<|im_start|>", "<|im_end|>", "<unk>", "<|endoftext|>"),
+    *("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
+)
+AUDIO_TEMPLATE = """{% for message in messages %}<|im_start|> {{ message.role }} \
+{% if message.content is string %}{{ message.content }} {% else %}{% for part in message.content %}\
+{% if part.type == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|> {% elif 'text' in part %}{{ part.text }} {% endif %}\
+{% endfor %}{% endif %}<|im_end|> {% endfor %}{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"""
 LLAVA_TEMPLATE = """{% for message in messages %}{{ message.role }} : {{ message.content + ' ' }}{% endfor %}\
 {% if add_generation_prompt %}assistant : {% endif %}"""
 """Template that reads strings only, so that a picture is its placeholder text."""
@@ -246,6 +255,39 @@ def _gemma3() -> dict[str, Any]:
     }
 
 
+def _qwen2_audio() -> dict[str, Any]:
+    sound = {
+        "model_type": "qwen2_audio_encoder",
+        "num_mel_bins": MEL_BINS,
+        "d_model": 64,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 128,
+        "max_source_positions": 1500,
+    }
+    text = {"model_type": "qwen2", "dtype": "float32", "rope_theta": 10000.0, "tie_word_embeddings": False, **TEXT}
+    return {
+        "config.json": {
+            "architectures": ["Qwen2AudioForConditionalGeneration"],
+            "model_type": "qwen2_audio",
+            "dtype": "float32",
+            "audio_token_index": 4,
+            "text_config": text,
+            "audio_config": sound,
+        },
+        "preprocessor_config.json": {
+            "feature_extractor_type": "WhisperFeatureExtractor",
+            "processor_class": "Qwen2AudioProcessor",
+            "feature_size": MEL_BINS,
+            "sampling_rate": 16_000,
+            "chunk_length": 30,
+            "hop_length": 160,
+            "n_fft": 400,
+            "return_attention_mask": True,
+        },
+    }
+
+
 def _qwen_tokens() -> dict[str, int]:
     names = ("bos_token_id", "eos_token_id", "", "", "vision_start_token_id", "vision_end_token_id")
     ids = {name: number for number, name in enumerate(names) if name}
@@ -262,18 +304,23 @@ KINDS: dict[str, tuple[Any, tuple[str, ...], str]] = {
     "qwen3vl": (_qwen3_vl, QWEN_TOKENS, QWEN_TEMPLATE),
     "gemma3": (_gemma3, GEMMA_TOKENS, GEMMA_TEMPLATE),
 }
-"""Files of each model, its special tokens in the order of their ids, and its chat template."""
+"""Files of each model that reads pictures, its special tokens in the order of their ids, and its chat template."""
+HEARING: dict[str, tuple[Any, tuple[str, ...], str]] = {"qwen2audio": (_qwen2_audio, AUDIO_TOKENS, AUDIO_TEMPLATE)}
+"""The same of each model that reads sounds."""
 PLACEHOLDERS = {
     "llava": "<image>",
     "qwen25vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": "<start_of_image>",
+    "qwen2audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
 }
+VIDEO_PLACEHOLDER = "<|vision_start|><|video_pad|><|vision_end|>"
+"""Placeholder of a video, of the Qwen models."""
 
 
 def write_media_model(kind: str, folder: Path) -> Path:
     """Write a model without weights; returns its directory."""
-    files, specials, template = KINDS[kind]
+    files, specials, template = (KINDS | HEARING)[kind]
     path = folder / kind
     path.mkdir(parents=True)
     for name, content in files().items():
@@ -319,7 +366,7 @@ def write_weights(path: Path, seed: int = 3) -> None:
 
     torch.manual_seed(seed)
     config = transformers.AutoConfig.from_pretrained(path)
-    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model = transformers.AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # the usual initialisation is so small that logits hardly differ
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -335,6 +382,7 @@ def write_weights(path: Path, seed: int = 3) -> None:
 
 def _published_name(name: str) -> str:
     """Return a weight's name as published models have it, which vLLM reads."""
+    name = name.replace("language_model.model.model.", "language_model.model.")  # Qwen2-Audio's
     prefix = "vision_tower."
     return f"{prefix}vision_model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
 

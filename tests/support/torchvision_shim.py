@@ -1,8 +1,8 @@
-"""torchvision for vLLM's environment on a CPU, whose wheel is built for another torch: only its Python code is used.
+"""torchvision and torchaudio for vLLM's environment on a CPU: wheels for another torch, of which the Python code fits.
 
-vLLM's processors of pictures import torchvision. `make vllm` unpacks the wheel in a folder of its own, and writes
-`python-media`, the interpreter that has it. Its operators are declared and not there, and no processor of pictures
-calls one.
+vLLM's processors of pictures import torchvision, and those of sounds change sample rates with torchaudio. `make vllm`
+unpacks both wheels in a folder of its own, and writes `python-media`, the interpreter that has them. Operators of
+torchvision are declared and not there, and no processor of pictures calls one. torchaudio looks for none.
 """
 
 import fcntl
@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-VERSION = "0.28.0"
+VERSIONS = {"torchvision": "0.28.0", "torchaudio": "2.11.0"}
 ROOT = Path(__file__).parents[2]
 VENV = ROOT / os.environ.get("TANDEM_VLLM_VENV", ".venv-vllm")
 FOLDER = VENV / "torchvision"
@@ -36,7 +36,7 @@ _operators.define(
 """
 """Operators that torchvision registers implementations for when it is imported."""
 SCRIPT = """#!/bin/sh
-# This environment's interpreter with torchvision, for `vllm_python` of models that read pictures, on a CPU.
+# This environment's interpreter with torchvision and torchaudio, for `vllm_python` of models that read media, on a CPU.
 venv=$(cd "$(dirname "$0")/.." && pwd)
 export PYTHONPATH="$venv/torchvision${PYTHONPATH:+:$PYTHONPATH}"
 exec "$venv/bin/python" "$@"
@@ -44,13 +44,14 @@ exec "$venv/bin/python" "$@"
 
 
 def install() -> None:
-    """Unpack the wheel and write the interpreter, unless they are there, or not needed."""
+    """Unpack the wheels and write the interpreter, unless they are there, or not needed."""
     if ON_GPU:
         return
     with (VENV / "torchvision.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may want it at once
-        if not (FOLDER / VERSION).exists():
-            _unpack()
+        for name, version in VERSIONS.items():
+            if not (FOLDER / f"{name}-{version}.dist-info").exists():
+                _unpack(name, version)
         if not MEDIA_PYTHON.exists() or MEDIA_PYTHON.read_text() != SCRIPT:
             written = MEDIA_PYTHON.with_name(f"{MEDIA_PYTHON.name}.new")
             written.write_text(SCRIPT)
@@ -58,19 +59,26 @@ def install() -> None:
             written.rename(MEDIA_PYTHON)
 
 
-def _unpack() -> None:
-    shutil.rmtree(FOLDER, ignore_errors=True)
+def _unpack(name: str, version: str) -> None:
+    for old in FOLDER.glob(f"{name}*"):
+        shutil.rmtree(old)
     with tempfile.TemporaryDirectory(dir=VENV) as folder:
         command = [str(VENV / "bin" / "python"), "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--only-binary", ":all:", "--dest", folder, f"torchvision=={VERSION}"]
+        command += ["--only-binary", ":all:", "--dest", folder, f"{name}=={version}"]
         subprocess.run(command, check=True)
         unpacked = Path(folder) / "unpacked"
         with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
             wheel.extractall(unpacked)
-        first = unpacked / "torchvision" / "__init__.py"
-        first.write_text(DECLARED + first.read_text())
-        (unpacked / VERSION).touch()
-        unpacked.rename(FOLDER)
+        if name == "torchvision":
+            first = unpacked / name / "__init__.py"
+            first.write_text(DECLARED + first.read_text())
+        else:
+            shutil.rmtree(unpacked / name / "lib")
+        FOLDER.mkdir(exist_ok=True)
+        for entry in sorted(
+            unpacked.iterdir(), key=lambda entry: entry.suffix == ".dist-info"
+        ):  # which tells that all is there
+            entry.rename(FOLDER / entry.name)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tiny models that read pictures on vLLM engines: prompts, and what vLLM alone answers."""
+"""Tiny models that read pictures, sounds or videos on vLLM engines: prompts, and what vLLM alone answers."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from engine.media.item_messages import read_items
 from engine.messages.to_engine import Generate
 from support.preprocessors import Caller, request_of
 from support.real_engines import greedy
-from support.tiny_media_models import PLACEHOLDERS
+from support.tiny_media_models import PLACEHOLDERS, VIDEO_PLACEHOLDER
 from support.torchvision_shim import PYTHON, install
 from support.vllm_engines import OPTIONS, ROOT
 from tandem.local.local_cluster import RoleProcess, start_role, stop_process
@@ -42,26 +42,33 @@ def alone(model: Path, cases: list[tuple[list[int], list[Path]]]) -> list[list[i
     return answers
 
 
-class Prompts:
-    """Prompts with pictures of one model."""
+def token_ids_of(model: Path, text: str) -> list[int]:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
 
-    def __init__(self, kind: str, model: Path, caller: Caller) -> None:
-        self._place = PLACEHOLDERS[kind]
-        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+class Prompts:
+    """Prompts with files of one kind, `medium`, of one model."""
+
+    def __init__(self, kind: str, model: Path, caller: Caller, medium: str = "image") -> None:
+        self._place = VIDEO_PLACEHOLDER if medium == "video" else PLACEHOLDERS[kind]
+        self._medium = medium
+        self._model = model
         self._caller = caller
 
     def tokens(self, *parts: int | str) -> list[int]:
-        """Numbers of words, or `picture`, in order."""
+        """Numbers of words, or any text for a file, in order."""
         words = [f"w{20 + number}" for number in range(250)]
         texts = [self._place if isinstance(part, str) else " ".join(words[:part]) for part in parts]
-        found: list[int] = self._tokenizer.encode(" ".join(texts), add_special_tokens=False).ids
-        return found
+        return token_ids_of(self._model, " ".join(texts))
 
     @asynccontextmanager
     async def request(
         self, name: str, tokens: list[int], *files: Path, cache_salt: str = ""
     ) -> AsyncIterator[Generate]:
-        wanted = request_of(tokens, *(file.read_bytes() for file in files), cache_salt=cache_salt)
+        contents = [file.read_bytes() for file in files]
+        wanted = request_of(tokens, *contents, kind=self._medium, cache_salt=cache_salt)
         async with self._caller.leased(wanted) as reply:
             request = greedy(name, reply.prompt_token_ids, MAX_TOKENS, ignore_eos=True)
             yield request._replace(items=read_items(reply.items))

@@ -8,13 +8,14 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from cluster.errors import InvalidRequest
+from engine.media.processor import NUMBER
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from router.models.prompts.chat_template import ChatTemplate, chars_of
 from router.models.prompts.prompts import PromptEncoder
 from support.small_tokenizers import byte_level
 
-PLACES = {"image": "<image>", "video": "<video>"}
+PLACES = {"image": "<image>", "video": "<video>", "audio": f"<audio {NUMBER}>"}
 STRINGS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
 """A template that reads texts only."""
 BOTH = (
@@ -66,6 +67,12 @@ def test_a_template_gets_the_form_that_it_reads(source: str, expected: str) -> N
 def test_a_kind_that_the_template_does_not_know_is_written_as_a_placeholder() -> None:
     assert rendered(BOTH, message(b"1", "see", kind="video")) == "<|user|><video>\nsee</s>"
     assert rendered(STRINGS, message(b"1")) == "<|user|><image>\n</s>"
+
+
+def test_numbered_placeholders_count_through_the_chat() -> None:
+    """A number that the client has written itself is not written again."""
+    chat = [message(b"1", "hear", kind="audio"), message(b"2", "<audio 2> and", b"3", kind="audio")]
+    assert rendered(STRINGS, *chat) == "<|user|><audio 1>\nhear</s><|user|><audio 3>\n<audio 2> and</s>"
 
 
 @pytest.mark.parametrize("role", ["system", "tool", "assistant"])

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from engine.backends.sim.media_processor import SimMediaProcessor
-from engine.media.processor import MediaInput, MediaKind, MediaRefused
+from engine.media.processor import MediaInput, MediaKind, MediaLimits, MediaRefused
 from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
 from support.sim_directories import write_sim_model, write_tokenizer
 
 VOCAB = 400
 IMAGE, AUDIO, VIDEO = VOCAB - 1, VOCAB - 2, VOCAB - 3
+LIMITS = MediaLimits(1000, 1)
 PNG = b"\x89PNG\r\n\x1a\n"
 FILES: dict[MediaKind, bytes] = {"image": PNG, "audio": b"OggS", "video": b"\x1aE\xdf\xa3"}
 
@@ -29,7 +30,7 @@ def files(*kinds: MediaKind) -> list[MediaInput]:
 def test_each_kind_has_its_places_in_order(model: ModelDir) -> None:
     processor = SimMediaProcessor(model)
     media = files("image", "video", "image", "audio")
-    done = processor.process([5, VIDEO, IMAGE, AUDIO, IMAGE, 6], media, 1000)
+    done = processor.process([5, VIDEO, IMAGE, AUDIO, IMAGE, 6], media, LIMITS)
     ordered = [media[1], media[0], media[3], media[2]]
     assert [item.blob for item in done.items] == [each.data for each in ordered]
     assert [item.identifier for item in done.items] == [sha256(each.data).hexdigest() for each in ordered]
@@ -49,7 +50,7 @@ def test_a_placeholder_is_what_the_tokenizer_makes_of_its_text(tmp_path: Path) -
     tokenizer = load_tokenizer(model)
     assert tokenizer is not None
     prompt = tokenizer.encode("a<image>b").ids
-    (item,) = (done := SimMediaProcessor(model).process(prompt, files("image"), 1000)).items
+    (item,) = (done := SimMediaProcessor(model).process(prompt, files("image"), LIMITS)).items
     assert len(done.token_ids) == 2 + item.length
     assert tokenizer.decode([done.token_ids[0], done.token_ids[-1]]) == "ab"
 
@@ -67,5 +68,5 @@ def test_a_placeholder_is_what_the_tokenizer_makes_of_its_text(tmp_path: Path) -
 )
 def test_refusals(model: ModelDir, prompt: list[int], media: list[MediaInput], place: int | None) -> None:
     with pytest.raises(MediaRefused) as refusal:
-        SimMediaProcessor(model).process(prompt, media, 1000)
+        SimMediaProcessor(model).process(prompt, media, LIMITS)
     assert refusal.value.place == place

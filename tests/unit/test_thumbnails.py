@@ -34,7 +34,7 @@ def processor(tmp_path: Path) -> MediaProcessor:
 def asked(num_pictures: int, thumbnails: bool) -> Frame:
     """A request for a child, with a sound before its pictures."""
     prompt = [AUDIO, *[IMAGE] * num_pictures]
-    values = {"kinds": ["audio", *["image"] * num_pictures], "max_pixels": 1000, "thumbnails": thumbnails}
+    values = {"kinds": ["audio", *["image"] * num_pictures], "limits": [1000, 10.0], "thumbnails": thumbnails}
     files = [PNG + bytes(number) for number in range(num_pictures)]
     return Frame(values, [b"".join(token.to_bytes(4, "little") for token in prompt), b"OggS", *files])
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest, StartError
 from engine.media.processor import MAX_THUMBNAIL_BYTES, MAX_THUMBNAILS
@@ -26,6 +25,7 @@ from support.preprocessors import preprocessor, request_of
 from support.tiny_media_models import KINDS, PLACEHOLDERS, write_media_model
 from support.torchvision_shim import PYTHON, install
 from support.vllm_engines import need_vllm
+from support.vllm_pictures import token_ids_of
 
 pytestmark = need_vllm
 TRIALS = int(os.environ.get("TANDEM_TRIALS", "60"))
@@ -35,12 +35,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module", autouse=True)
 def _torchvision() -> None:
     install()
-
-
-def token_ids_of(model: Path, text: str) -> list[int]:
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return ids
 
 
 async def reference(model: Path, token_ids: Sequence[int], items: Path, files: Sequence[Path]) -> Any:

@@ -9,6 +9,7 @@ from engine.media.processor import (
     THUMBNAIL_PIXELS,
     MediaInput,
     MediaKind,
+    MediaLimits,
     MediaProcessor,
     MediaRefused,
     Modality,
@@ -49,7 +50,7 @@ class SimMediaProcessor(MediaProcessor):
             self._places[kind] = known or (model_dir.vocab_size - number,)
 
     def process(
-        self, token_ids: Sequence[int], media: Sequence[MediaInput], max_pixels: int, thumbnails: bool = False
+        self, token_ids: Sequence[int], media: Sequence[MediaInput], limits: MediaLimits, thumbnails: bool = False
     ) -> Processed:
         for place, each in enumerate(media):
             if not each.data.startswith(BEGINNINGS[each.kind]):

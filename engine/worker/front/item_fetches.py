@@ -88,8 +88,8 @@ class ItemFetches:
             items = [item for item in wanted.items if item.encoder == address]
             try:
                 found |= await self._encoded(address, items, wanted)
-            except InvalidRequest as error:  # the item's fault: the next one may be good
-                log.warning("encode worker %s refused an item of %s: %s", address, wanted.request_id, error)
+            except InvalidRequest as error:  # of these items: it may encode others
+                log.info("encode worker %s refuses items of %s: %s", address, wanted.request_id, error)
             except ServiceError as error:
                 self._avoided[address] = time.monotonic() + AVOID_S
                 log.warning("encode worker %s is not asked for %g s: %s", address, AVOID_S, error)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cluster.errors import InvalidRequest
+from engine.media.processor import NUMBER
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from router.models.prompts.client_texts import ClientTexts
@@ -162,6 +163,7 @@ class ChatTemplate:
     def _shape(self, chat: list[dict[str, Any]], source: str, placeholders: Mapping[str, str]) -> None:
         """Give each message's content the form that the template reads: parts, or one text with placeholders."""
         reads_strings = self._reads_strings(source)
+        before: Counter[str] = Counter()
         for message in chat:
             content = message["content"]
             if isinstance(content, str):
@@ -170,7 +172,7 @@ class ChatTemplate:
                 continue
             role = message["role"]
             if not all(self._reads_parts(source, role, part["type"]) for part in content if part["type"] != "text"):
-                text = _with_placeholders(content, placeholders)
+                text = _with_placeholders(content, placeholders, before)
                 message["content"] = text if reads_strings else [_written_part("text", text)]
 
     def _reads_strings(self, source: str) -> bool:
@@ -375,14 +377,20 @@ _PART = "'type'"
 """Text of a part that a template writes as it is, because it reads no parts."""
 
 
-def _with_placeholders(parts: Sequence[Mapping[str, str]], placeholders: Mapping[str, str]) -> str:
-    """Return the parts as one text: a line for each placeholder that the texts do not have yet, then the texts."""
+def _with_placeholders(
+    parts: Sequence[Mapping[str, str]], placeholders: Mapping[str, str], before: Counter[str]
+) -> str:
+    """Return the parts as one text: a line for each placeholder that the texts do not have yet, then the texts.
+
+    `before` counts the media of earlier messages by kind, and then those of this one, too.
+    """
     text = "\n".join(part["text"] for part in parts if part["type"] == "text")
-    kinds = Counter(part["type"] for part in parts if part["type"] != "text")
-    missing = []
-    for kind, number in kinds.items():
-        placeholder = placeholders[kind]
-        missing += [placeholder] * max(0, number - text.count(placeholder))
+    wanted: Counter[str] = Counter()
+    for part in parts:
+        if (kind := part["type"]) != "text":
+            before[kind] += 1
+            wanted[placeholders[kind].replace(NUMBER, str(before[kind]))] += 1
+    missing = [place for place, number in wanted.items() for _ in range(number - text.count(place))]
     return "\n".join([*missing, text])
 
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest
 from cluster.fair_turns import FairTurns
+from engine.media.processor import NUMBER
 from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
@@ -216,7 +217,8 @@ class PromptEncoder:
             assert self._tokenizer is not None
             assert self._template is not None, "there are control tokens"
             known = self._placeholders.union(placeholders.values())
-            shown = "\n".join([self._template.shown(), *sorted(known)])
+            places = (place.replace(NUMBER, "1") for place in sorted(known))
+            shown = "\n".join([self._template.shown(), *places])
             self._control = ControlTokens(self._tokenizer, shown, self._template.text)
             self._placeholders = known
         return self._control

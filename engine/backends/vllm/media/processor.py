@@ -7,6 +7,7 @@ never a name within the file.
 import importlib.util
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from io import BytesIO
@@ -15,36 +16,43 @@ from typing import Any, get_args
 from engine.backends.vllm.arguments import check_version, passed_arguments
 from engine.backends.vllm.settings import VllmSettings
 from engine.errors import EngineStartError, ModelRefused
-from engine.media.processor import MediaInput, MediaKind, MediaProcessor, MediaRefused, Modality, Processed
+from engine.media.processor import (
+    NUMBER,
+    MediaInput,
+    MediaKind,
+    MediaLimits,
+    MediaProcessor,
+    MediaRefused,
+    Modality,
+    Processed,
+)
+
+log = logging.getLogger(__name__)
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats of pictures; of an animated one the first frame is taken."""
 ANY_NUMBER = 999
 """vLLM's limit of items where none is set."""
-DECODERS: dict[MediaKind, tuple[str, ...]] = {
-    "image": ("PIL",),
-    "audio": ("soundfile", "av", "torchcodec"),
-    "video": ("cv2", "torchcodec"),
-}
-"""Modules that decode each kind, of which one is enough."""
-CONTAINERS: dict[MediaKind, dict[str, tuple[tuple[int, bytes], ...]]] = {
+DECODERS: dict[MediaKind, tuple[str, ...]] = {"image": ("PIL",), "audio": ("soundfile", "av"), "video": ("cv2",)}
+"""Modules that decode each kind."""
+CONTAINERS: dict[MediaKind, dict[str, bytes]] = {
     "audio": {
-        "WAV": ((0, b"RIFF"), (8, b"WAVE")),
-        "FLAC": ((0, b"fLaC"),),
-        "Ogg": ((0, b"OggS"),),
-        "MP3": ((0, b"ID3"),),
-        "MP3 without a tag": ((0, b"\xff\xfb"),),
-        "MP4": ((4, b"ftyp"),),
-        "WebM": ((0, b"\x1aE\xdf\xa3"),),
+        "WAV": rb"RIFF....WAVE",
+        "FLAC": rb"fLaC",
+        "Ogg": rb"OggS",
+        "MP3": rb"ID3|\xff[\xf2\xf3\xfa\xfb]",
+        "MP4": rb"\0\0..ftyp",
+        "WebM": rb"\x1aE\xdf\xa3",
     },
-    "video": {
-        "MP4": ((4, b"ftyp"),),
-        "WebM": ((0, b"\x1aE\xdf\xa3"),),
-        "AVI": ((0, b"RIFF"), (8, b"AVI ")),
-    },
+    "video": {"MP4": rb"\0\0..ftyp", "WebM": rb"\x1aE\xdf\xa3", "AVI": rb"RIFF....AVI "},
 }
-"""Formats of sounds and videos, with bytes that they have at an offset. FFmpeg would also take playlists, and then read
-the files and URLs that they name."""
+"""Formats of sounds and videos, with a pattern of their first bytes."""
+FFMPEG_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
+"""What FFmpeg may take a file for. It would also take playlists, and then read the files and URLs that they name."""
+BY_FFMPEG = ("MP4", "WebM")
+"""Formats of sounds that FFmpeg decodes; libsndfile decodes the others."""
+RATE_STEP, MAX_RATE = 25, 192_000
+"""Sample rates are multiples of one, up to the other: the filter from other rates to the model's takes gigabytes."""
 MAX_REASON_CHARS = 300
 
 
@@ -60,16 +68,10 @@ class VllmMediaProcessor(MediaProcessor):
         self._inputs = InputProcessor(VllmConfig(model_config=model_config))
         self._options = model_config.multimodal_config.media_io_kwargs or {}
         self.modalities = dict(_modalities(model_config))
-        tokenizer = self._inputs.get_tokenizer()
-        self._places = {
-            kind: tuple(tokenizer.encode(each.placeholder, add_special_tokens=False))
-            for kind, each in self.modalities.items()
-            if each.placeholder
-        }
-        """Tokens of each placeholder."""
+        self._tokenizer = self._inputs.get_tokenizer()
 
     def process(
-        self, token_ids: Sequence[int], media: Sequence[MediaInput], max_pixels: int, thumbnails: bool = False
+        self, token_ids: Sequence[int], media: Sequence[MediaInput], limits: MediaLimits, thumbnails: bool = False
     ) -> Processed:
         from vllm import SamplingParams
 
@@ -80,10 +82,10 @@ class VllmMediaProcessor(MediaProcessor):
         decoded: dict[str, list[Any]] = {}
         for place, each in enumerate(media):
             try:
-                decoded.setdefault(each.kind, []).append(self._decode(each, max_pixels))
+                decoded.setdefault(each.kind, []).append(self._decode(each, limits))
             except MediaRefused as error:
                 raise MediaRefused(error.reason, place) from None
-            except (OSError, ValueError, SyntaxError, EOFError, OverflowError) as error:
+            except (OSError, RuntimeError, ValueError, SyntaxError, EOFError, OverflowError) as error:
                 raise MediaRefused(f"the file cannot be read: {_reason(error)}", place) from None
         prompt = {"prompt_token_ids": list(token_ids), "multi_modal_data": decoded}
         params = SamplingParams(max_tokens=1)
@@ -99,28 +101,33 @@ class VllmMediaProcessor(MediaProcessor):
 
     def _check_places(self, token_ids: Sequence[int], media: Sequence[MediaInput]) -> None:
         """Raise MediaRefused for placeholders without a file, which vLLM would leave in the prompt."""
-        for kind, place in self._places.items():
-            starts = [at for at, token in enumerate(token_ids) if token == place[0]]
-            num_places = sum(tuple(token_ids[at : at + len(place)]) == place for at in starts)
+        for kind, modality in self.modalities.items():
             num_files = sum(each.kind == kind for each in media)
+            texts = {modality.placeholder.replace(NUMBER, str(number + 1)) for number in range(num_files + 1)} - {""}
+            num_places = sum(self._num_places(token_ids, text) for text in texts)
             if num_places > num_files:
                 raise MediaRefused(f"the prompt has {num_places} places for {kind}, and there are {num_files} files")
 
-    def _decode(self, media: MediaInput, max_pixels: int) -> Any:
+    def _num_places(self, token_ids: Sequence[int], placeholder: str) -> int:
+        """Return how often a prompt has the tokens of a placeholder."""
+        place = self._tokenizer.encode(placeholder, add_special_tokens=False)
+        starts = [at for at, token in enumerate(token_ids) if token == place[0]]
+        return sum(list(token_ids[at : at + len(place)]) == place for at in starts)
+
+    def _decode(self, media: MediaInput, limits: MediaLimits) -> Any:
         """Return what vLLM takes for a file. Raises MediaRefused, and what decoders raise."""
         if media.kind == "image":
-            return decode_picture(media.data, max_pixels)
+            return decode_picture(media.data, limits.max_pixels)
         formats = CONTAINERS[media.kind]
-        if not any(all(media.data.startswith(has, at) for at, has in marks) for marks in formats.values()):
+        found = (name for name, begin in formats.items() if re.match(begin, media.data, re.DOTALL))
+        if (container := next(found, None)) is None:
             raise MediaRefused(f"the file is no {media.kind} of a known format ({', '.join(formats)})")
-        os.environ["VLLM_MAX_IMAGE_PIXELS"] = str(max_pixels)  # vLLM's decoders of videos check each frame's size
         options = dict(self._options.get(media.kind, {}))
         if media.kind == "audio":
-            from vllm.multimodal.media import AudioMediaIO
-
-            return AudioMediaIO(**options).load_bytes(media.data)
+            return decode_sound(media.data, container, limits.max_sound_s, options)
         from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
 
+        os.environ["VLLM_MAX_IMAGE_PIXELS"] = str(limits.max_pixels)  # vLLM checks the size of each frame
         return VideoMediaIO(ImageMediaIO(), **options).load_bytes(media.data).media
 
 
@@ -130,6 +137,7 @@ def open_vllm_media_processor(config: VllmSettings) -> VllmMediaProcessor:
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ |= {"OPENCV_LOG_LEVEL": "SILENT", "OPENCV_FFMPEG_LOGLEVEL": "-8"}
+    os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"] = f"format_whitelist;{FFMPEG_FORMATS}"
     logging.getLogger("vllm").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")  # Python's warnings about vLLM's code, and PIL's about files
     try:
@@ -148,7 +156,10 @@ def open_vllm_media_processor(config: VllmSettings) -> VllmMediaProcessor:
         raise ModelRefused(_reason(error)) from None
     if not model_config.is_multimodal_model:
         raise ModelRefused(f"{model_config.architecture} reads text only, so it needs no preprocessor")
-    return VllmMediaProcessor(model_config)
+    processor = VllmMediaProcessor(model_config)
+    if not processor.modalities:
+        raise EngineStartError("vllm_python", "its environment lacks the decoders of what the model reads")
+    return processor
 
 
 def decode_picture(data: bytes, max_pixels: int) -> Any:
@@ -173,6 +184,36 @@ def decode_picture(data: bytes, max_pixels: int) -> Any:
     return plain
 
 
+def decode_sound(data: bytes, container: str, max_sound_s: int, options: dict[str, Any]) -> Any:
+    """Return a sound's samples and their rate; `options` are vLLM's. Raises MediaRefused, and what decoders raise."""
+    import av
+    import soundfile
+    from vllm.multimodal.media import AudioMediaIO
+
+    backend = "pyav" if container in BY_FFMPEG else "soundfile"
+    os.environ["VLLM_MAX_AUDIO_CLIP_FILESIZE_MB"] = str(len(data))  # the preprocessor has checked the size
+    os.environ["VLLM_MAX_AUDIO_DECODE_DURATION_S"] = str(max_sound_s)
+    try:
+        if backend == "pyav":
+            av.open(BytesIO(data), options={"format_whitelist": FFMPEG_FORMATS}).close()
+        samples, rate = AudioMediaIO(**{"audio_backend": backend} | options).load_bytes(data)
+    except soundfile.LibsndfileError as error:
+        raise MediaRefused(f"the file cannot be read: {error.error_string}") from None
+    except av.error.FFmpegError as error:
+        raise MediaRefused(f"the file cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        if "VLLM_MAX_AUDIO_DECODE_DURATION_S" in str(error):
+            raise MediaRefused(f"the sound is longer than {max_sound_s} s (max_sound_s)") from None
+        if "VLLM_MAX_AUDIO_DECODE_BYTES" in str(error):
+            raise MediaRefused("the samples of all channels of the sound take more than 256 MiB") from None
+        raise
+    if not len(samples):
+        raise MediaRefused("the file has no sound")
+    if rate % RATE_STEP or rate > MAX_RATE:
+        raise MediaRefused(f"the sound has {rate} samples a second: no multiple of {RATE_STEP} up to {MAX_RATE}")
+    return samples, rate
+
+
 def _modalities(model_config: Any) -> Iterator[tuple[MediaKind, Modality]]:
     """Yield what a model reads, of the kinds that this environment can decode."""
     from vllm.model_executor.model_loader import get_model_cls
@@ -182,11 +223,16 @@ def _modalities(model_config: Any) -> Iterator[tuple[MediaKind, Modality]]:
     model_class: Any = get_model_cls(model_config)
     kind: MediaKind
     for kind in get_args(MediaKind):
-        if not (limit := int(limits.get(kind, 0))) or not any(map(importlib.util.find_spec, DECODERS[kind])):
+        if not (limit := int(limits.get(kind, 0))):
             continue
-        texts = [model_class.get_placeholder_str(kind, number) or "" for number in (1, 2)]
-        most = limit if texts[0] == texts[1] else 1  # a numbered placeholder stands for the first item only
-        yield kind, Modality(texts[0], 0 if most >= ANY_NUMBER else most)
+        if missing := [name for name in DECODERS[kind] if importlib.util.find_spec(name) is None]:
+            log.warning("media of kind %s are not read: vLLM's environment lacks %s", kind, " and ".join(missing))
+            continue
+        first, second = (model_class.get_placeholder_str(kind, number) or "" for number in (1, 2))
+        numbered = first.replace("1", NUMBER, 1) if first != second else first
+        if numbered.replace(NUMBER, "2") != second:
+            numbered, limit = first, 1  # it stands for the first item only
+        yield kind, Modality(numbered, 0 if limit >= ANY_NUMBER else limit)
 
 
 def _reason(error: Exception) -> str:
