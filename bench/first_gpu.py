@@ -173,7 +173,7 @@ class Stages:
     def vllm_models(self) -> str:
         self._need_gpu()
         self._vllm_python()
-        return run(*PYTEST, "tests/gpu/test_vllm.py", TRITON_INTERPRET="0", TANDEM_VLLM_ON_GPU="1")
+        return run(*PYTEST, "-n", "4", "tests/gpu/test_vllm.py", TRITON_INTERPRET="0", TANDEM_VLLM_ON_GPU="1")
 
     def bench(self) -> str:
         self._need_gpu()

@@ -17,8 +17,9 @@ from typing import Any
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from bench.clients.browser import browser_cells, free_port
+from bench.clients.browser import browser_cells
 from bench.clients.load_tools import load_cells
+from bench.router.site import free_port
 from bench.support.report import Bar, conclude
 from preprocessor.config import PreprocessorConfig
 from tandem.local.local_cluster import LocalCluster, RoleProcess, start_role, stop_process

@@ -6,11 +6,12 @@ sends the preflights and withholds what no answer allows.
 
 import asyncio
 import shutil
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+
+from bench.router.site import free_port
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 """Names of the browser."""
@@ -35,14 +36,6 @@ const ask = (body) => fetch("BASE/v1/chat/completions", {
 })().catch(String).then((failure) => fetch("/result", { method: "POST", body: failure }));
 </script>"""
 """Page that posts what its script failed with to where it came from."""
-
-
-def free_port() -> int:
-    """Return a port for the page, which the router's settings name before the page is served."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def browser_cells(base: str, allowed_port: int, folder: Path) -> list[dict[str, Any]]:

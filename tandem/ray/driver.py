@@ -128,7 +128,7 @@ def _say_where(started: Sequence[Addresses], of_workers: list[str], topology: To
     config = topology.router
     scheme = "https" if config.tls_cert or config.tls_public_cert else "http"
     if http := [f"{scheme}://{where.http}/v1" for where in started if where.http]:
-        say(f"OpenAI-compatible API at {', '.join(http)}")
+        say(f"OpenAI-compatible API at {', '.join(dict.fromkeys(http))}")
     if config.batches_folder is not None:
         say(f"files and batches in {config.batches_folder}")
     scheme = "https" if config.tls_cert else "http"

@@ -48,7 +48,7 @@ CONTAINERS: dict[MediaKind, dict[str, bytes]] = {
 }
 """Formats of sounds and videos, with a pattern of their first bytes."""
 FFMPEG_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
-"""What FFmpeg may take a file for. It would also take playlists, and then read the files and URLs that they name."""
+"""Formats that FFmpeg may find in a file. It also knows playlists, and would read the files and URLs that they name."""
 BY_FFMPEG = ("MP4", "WebM")
 """Formats of sounds that FFmpeg decodes; libsndfile decodes the others."""
 RATE_STEP, MAX_RATE = 25, 192_000
