@@ -77,7 +77,7 @@ test-agents: $(INSTALLED) agents
 
 # With vLLM's own environment; skipped where vLLM could not be installed.
 test-vllm: $(INSTALLED)
-	$(BIN)/pytest -m "not long" $(AGAIN) tests/vllm_backend
+	$(BIN)/pytest -n 2 $(FILES) $(AGAIN) tests/vllm_backend
 
 # The vllm engine with vLLM 0.31, and the names that it uses in the wheel of 0.33, which has no build for CPUs.
 test-vllm-versions: $(INSTALLED)

@@ -127,6 +127,13 @@ def forked_roles(fork_server: ForkServer) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def plain_start(fork_server: ForkServer) -> Iterator[None]:
+    """The test's processes start as a user's, with their own imports."""
+    with fork_server.unused():
+        yield
+
+
 ClusterFactory = Callable[..., Any]
 
 

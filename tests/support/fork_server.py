@@ -1,14 +1,17 @@
-"""Fork server for role processes: a cluster's start costs a quarter of the CPU time, which is imports.
+"""Fork server for the processes of tests: starting one costs a quarter of the CPU time or less, which is imports.
 
-Within `ForkServer.used()` `subprocess.Popen` forks `python -m ROLE` and two commands from one that imported them.
-The fork is a child of the caller, as a started process would be: same pid, pipes, environment, session and command
-line. A worker's engine process is forked too, and is a child of its worker. Other commands are started as ever.
+Within `ForkServer.used()` `subprocess.Popen` forks `python -m ROLE`, two commands, and programs of vLLM's environment
+from processes that imported them. The fork is a child of the caller, as a started process would be: same pid, pipes,
+environment, session and command line. What it starts in turn, a worker's engine and an engine's ranks, is forked, too.
+Other commands are started as ever. A worker on vLLM runs in vLLM's environment then, as where both share one.
 
-TANDEM_PLAIN_START=1 turns this off. Tests of the start itself do not use it: tests/helm, `tandem up`, roles by hand.
+TANDEM_PLAIN_START=1 turns this off. Tests of the start itself do not use it: tests/helm, `tandem up`, roles by hand,
+and those with the fixture `plain_start`.
 """
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import json
 import os
@@ -16,26 +19,54 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from multiprocessing import util
+from pathlib import Path
+from typing import Any, NoReturn
 
-ROLES = {name: f"{name}.program" for name in ("router", "decode_worker", "prefill_worker", "preprocessor")}
-COMMANDS = ROLES | {"tandem.cli": "tandem.cli.main", "tandem.doctor.peer": "tandem.doctor.peer"}
+WITH_ENGINES = {
+    name: f"{name}.program" for name in ("decode_worker", "prefill_worker", "encode_worker", "preprocessor")
+}
+COMMANDS = WITH_ENGINES | {
+    "router": "router.program",
+    "tandem.cli": "tandem.cli.main",
+    "tandem.doctor.peer": "tandem.doctor.peer",
+}
 """Modules that are run by `python -m`, and the module with the `main` of each."""
-WORKERS = (ROLES["prefill_worker"], ROLES["decode_worker"])
-SIM = 'engine="sim"'
-"""Setting of a worker that needs no torch."""
-TORCH = "engine.backends.torch.runner"
+WORKERS = ("decode_worker", "prefill_worker")
+LAUNCH = "cluster.launch"
+"""Module that runs another one by its name: engines, their ranks, media processors."""
+SIM, VLLM = 'engine="sim"', 'engine="vllm"'
+"""Settings of workers that need no torch, and of those that start vLLM."""
+VLLM_PYTHON = "vllm_python="
 ENGINE = "engine.process.engine_process"
+OF_KINDS = {
+    "roles": (ENGINE,),
+    "torch": (ENGINE, "engine.backends.torch.runner", "engine.process.ranks.follower_process"),
+    "vllm": (
+        "engine.process.vllm.process",
+        "engine.process.vllm.node",
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.executor.multiproc_executor",
+    ),
+}
+"""Modules besides the roles that a server of each kind imports."""
 SPACE = 1 << 15
 """Bytes of the fork server's command line, which the forks overwrite with their own."""
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 CLONE_PARENT = 0x8000
-MAX_REQUEST = 1 << 20
+MAX_REQUEST, MAX_FDS = 1 << 20, 64
+SPAWNED = "spawn_main"
+"""Program of a process that `multiprocessing` spawns."""
+GIVEN = "TANDEM_FORK_SERVER_GIVEN"
+"""Variable with the environment that an interpreter was started with; a script in its place may change it."""
+PACKAGES = sysconfig.get_path("purelib")
 
 Fork = Callable[[dict[str, Any], list[int]], int]
 """Fork a process for a request, with these standard streams or descriptors; returns its pid."""
@@ -45,26 +76,28 @@ Fork = Callable[[dict[str, Any], list[int]], int]
 
 
 class ForkServer:
-    """Processes that have imported the roles, one with torch and one without; each starts with its first use."""
+    """Processes that have imported what they fork, for each interpreter and kind; each starts with its first use."""
 
     def __init__(self) -> None:
-        self._servers: dict[bool, tuple[socket.socket, subprocess.Popen[bytes]]] = {}
+        self._servers: dict[tuple[str, str], tuple[socket.socket, subprocess.Popen[bytes]]] = {}
         self._lock = threading.Lock()
         supported = os.uname().machine in SYS_CLONE and sys.version_info < (3, 14)
         self._on = supported and not os.environ.get("TANDEM_PLAIN_START")
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Fork the role processes that are started within the block."""
+        """Fork the processes that are started within the block."""
         if not self._on:
             yield
             return
-        before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
-        subprocess.Popen._execute_child = _forking(before, _program_of, self._fork)  # type: ignore[attr-defined]
-        try:
+        with _executed_by(_forking(_EXECUTE_CHILD, _program_of, self._fork)):
             yield
-        finally:
-            subprocess.Popen._execute_child = before  # type: ignore[attr-defined]
+
+    @contextmanager
+    def unused(self) -> Iterator[None]:
+        """Start processes within the block as users do, although `used` surrounds it."""
+        with _executed_by(_EXECUTE_CHILD):
+            yield
 
     def close(self) -> None:
         for link, process in self._servers.values():
@@ -72,24 +105,59 @@ class ForkServer:
             process.wait()
 
     def _fork(self, request: dict[str, Any], fds: list[int]) -> int:
-        with_torch = request["program"] in WORKERS and SIM not in request["arguments"]
+        server = _server_for(request["arguments"])
         with self._lock:
-            if with_torch not in self._servers:
-                self._servers[with_torch] = self._start(with_torch)
-            return _ask(self._servers[with_torch][0], request, fds)
+            if server not in self._servers:
+                self._servers[server] = self._start(*server)
+            return _ask(self._servers[server][0], request, fds)
 
-    def _start(self, with_torch: bool) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
+    def _start(self, python: str, kind: str) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, __file__, str(other.fileno()), TORCH if with_torch else "", "x" * SPACE]
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
+        if kind == "vllm":
+            from engine.backends.vllm.kind import libraries_of
+
+            environment |= libraries_of(Path(python), environment)
+        given = json.dumps(environment)
+        command = [python, __file__, str(other.fileno()), python, kind, PACKAGES, "x" * SPACE]
+        environment[GIVEN] = given
         process = subprocess.Popen(command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, env=environment)
         other.close()
         return own, process
 
 
+_EXECUTE_CHILD: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _executed_by(execute_child: Any) -> Iterator[None]:
+    popen: Any = subprocess.Popen
+    before, popen._execute_child = popen._execute_child, execute_child
+    try:
+        yield
+    finally:
+        popen._execute_child = before
+
+
 def _program_of(args: Sequence[str]) -> str | None:
-    is_known = len(args) >= 3 and args[:2] == [sys.executable, "-m"] and args[2] in COMMANDS
-    return COMMANDS[args[2]] if is_known else None
+    """Return the module whose `main` the command runs, if it is forked."""
+    if len(args) < 3 or args[1] != "-m":
+        return None
+    if args[0] == sys.executable:
+        return COMMANDS.get(args[2])
+    return args[3] if args[2] == LAUNCH else None
+
+
+def _server_for(args: Sequence[str]) -> tuple[str, str]:
+    """Return the interpreter and the kind of the server that forks a command."""
+    if args[2] == LAUNCH:
+        return args[0], "vllm"
+    if args[2] not in WITH_ENGINES:
+        return sys.executable, "roles"
+    if VLLM in args:
+        pythons = [arg.removeprefix(VLLM_PYTHON) for arg in args if arg.startswith(VLLM_PYTHON)]
+        return (json.loads(pythons[0]), "vllm") if pythons else (sys.executable, "roles")
+    return sys.executable, "roles" if SIM in args or args[2] not in WORKERS else "torch"
 
 
 def _ask(link: socket.socket, request: dict[str, Any], fds: list[int]) -> int:
@@ -102,52 +170,150 @@ def _forking(otherwise: Any, program_of: Callable[[Sequence[str]], str | None], 
 
     def execute_child(self: Any, args: Any, *rest: Any) -> None:
         (_, _, _, pass_fds, cwd, env, _, _, shell, *pipes, _, _, _, _, _, session, _) = rest
-        program = None if shell or isinstance(args, str | bytes) else program_of([os.fsdecode(arg) for arg in args])
+        arguments = [] if shell or isinstance(args, str | bytes) else [os.fsdecode(arg) for arg in args]
+        program = program_of(arguments)
         if program is None:
             otherwise(self, args, *rest)
             return
         stdin, _, _, stdout, _, stderr = pipes
         streams = [own if given == -1 else given for own, given in enumerate((stdin, stdout, stderr))]
-        request = {
-            "program": program,
-            "arguments": [os.fsdecode(arg) for arg in args],
-            "environment": {os.fsdecode(k): os.fsdecode(v) for k, v in (os.environ if env is None else env).items()},
-            "directory": os.fsdecode(cwd or os.getcwd()),
-            "session": bool(session),
-            "passed": len(pass_fds),
-        }
-        self.pid = fork(request, [*streams, *pass_fds])
+        passed = sorted(pass_fds)
+        self.pid = fork(_request(program, arguments, passed, env, cwd, bool(session)), [*streams, *passed])
         self._child_created = True
         self._close_pipe_fds(*pipes)
 
     return execute_child
 
 
+def _request(
+    program: str,
+    arguments: list[str],
+    passed: Sequence[int],
+    environment: Any = None,
+    directory: Any = None,
+    session: bool = False,
+) -> dict[str, Any]:
+    environment = os.environ if environment is None else environment
+    return {
+        "program": program,
+        "arguments": arguments,
+        "environment": {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()},
+        "directory": os.fsdecode(directory or os.getcwd()),
+        "session": session,
+        "passed": list(passed),
+    }
+
+
 # -------------------------------------------------------------------------------------------------- server's side
 
 
-def serve(link: socket.socket, more: str) -> None:
-    """Import the roles and `more`, then fork one process for each request until the caller is gone."""
-    for program in (*COMMANDS.values(), ENGINE, more):
-        if program:
-            import_module(program)
-    gc.collect()
-    gc.freeze()
-    while True:
-        message, fds, _, _ = socket.recv_fds(link, MAX_REQUEST, 16)
-        if not message:
-            return
-        request = json.loads(message)
-        pid = _fork_sibling()
-        if pid == 0:
-            link.close()
-            _become(request, fds)
-            if request["program"] in WORKERS:
-                _prestart_engine()
-            _run(request["program"], request["arguments"][3:])
-        for fd in fds:
-            os.close(fd)
-        link.send(str(pid).encode())
+class Server:
+    """Server in a process that has imported what it forks."""
+
+    def __init__(self, python: str, kind: str, packages: str) -> None:
+        """Import the modules of a kind; `packages` is the folder of the tests' own packages."""
+        given = json.loads(os.environ.pop(GIVEN))
+        self._python = python
+        self._changed = {name: value for name, value in os.environ.items() if given.get(name) != value}
+        self._removed = given.keys() - os.environ.keys()
+        if kind == "vllm":
+            self._import_vllm(packages)
+        else:
+            for module in (*COMMANDS.values(), *OF_KINDS[kind]):
+                import_module(module)
+        gc.collect()
+        gc.freeze()
+
+    def _import_vllm(self, packages: str) -> None:
+        """Import vLLM, then the roles, which may need packages of the tests' environment."""
+        from engine.backends.vllm.environment import set_environment
+
+        set_environment()
+        for module in OF_KINDS["vllm"]:
+            import_module(module)
+        sys.path.append(packages)
+        for module in WITH_ENGINES.values():
+            import_module(module)
+        sys.path.remove(packages)
+
+    def serve(self, link: socket.socket) -> None:
+        """Fork one process for each request until the caller is gone."""
+        while True:
+            message, fds, _, _ = socket.recv_fds(link, MAX_REQUEST, MAX_FDS)
+            if not message:
+                return
+            request = json.loads(message)
+            pid = _fork_sibling()
+            if pid == 0:
+                link.close()
+                self._run(request, fds)
+            for fd in fds:
+                os.close(fd)
+            link.send(str(pid).encode())
+
+    def _run(self, request: dict[str, Any], fds: list[int]) -> NoReturn:
+        """Be the process that was asked for."""
+        program, arguments = request["program"], request["arguments"]
+        is_launched = arguments[2] == LAUNCH
+        if program != SPAWNED:
+            self._fork_for_this_process(fds)
+        _become(request, fds)
+        if is_launched:
+            os.environ.update(self._changed)
+            for name in self._removed:
+                os.environ.pop(name, None)
+        elif program != SPAWNED:
+            sys.executable = arguments[0]
+        code = 1
+        try:
+            if program == SPAWNED:
+                sys.argv = ["-c", "--multiprocessing-fork"]
+                exec(arguments[-2], {})
+            from cluster.launch import launch
+
+            sys.argv = [program, *arguments[4 if is_launched else 3 :]]
+            code = launch(program)
+        except SystemExit as ending:
+            code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _fork_for_this_process(self, fds: list[int]) -> None:
+        """Have the engine process, or the ranks, that this process starts forked by a child that stays as it is now."""
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            own.close()
+            for fd in fds:
+                os.close(fd)
+            self.serve(other)
+            os._exit(0)
+        other.close()
+        lock = threading.Lock()
+
+        def fork(request: dict[str, Any], fds: list[int]) -> int:
+            with lock:
+                return _ask(own, request, fds)
+
+        def program_of(args: Sequence[str]) -> str | None:
+            is_known = len(args) >= 4 and args[0] in (sys.executable, self._python)
+            return args[3] if is_known and args[1:3] == ["-m", LAUNCH] else None
+
+        popen: Any = subprocess.Popen
+        popen._execute_child = _forking(popen._execute_child, program_of, fork)
+        spawn_otherwise: Any = util.spawnv_passfds
+
+        def spawn(path: Any, args: Sequence[Any], passed: Sequence[int]) -> int:
+            arguments = [os.fsdecode(arg) for arg in args]
+            if "spawn_main(" not in arguments[-2]:
+                return int(spawn_otherwise(path, args, passed))
+            return fork(_request(SPAWNED, arguments, passed), [0, 1, 2, *passed])
+
+        util.spawnv_passfds = spawn  # type: ignore[assignment]
 
 
 def _fork_sibling() -> int:
@@ -166,14 +332,17 @@ def _fork_sibling() -> int:
 
 
 def _become(request: dict[str, Any], fds: list[int]) -> None:
-    """Take over the request's streams, environment, directory, session and command line."""
+    """Take over the request's streams, descriptors, environment, directory, session and command line."""
     if request["session"]:
         os.setsid()
-    for place, fd in enumerate(fds[:3]):
-        os.dup2(fd, place)
-    for fd in fds[:3]:
-        if fd > 2:
-            os.close(fd)
+    places = [0, 1, 2, *request["passed"]]
+    above = max(places) + len(fds)
+    copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for place, copy in zip(places, copies, strict=True):
+        os.dup2(copy, place)
+        os.close(copy)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
@@ -188,61 +357,8 @@ def _set_command_line(arguments: Sequence[str]) -> None:
     ctypes.memmove(start, line[: end - start].ljust(end - start, b"\0"), end - start)
 
 
-def _run(program: str, arguments: Sequence[str]) -> None:
-    """Run the program as `cluster.launch` does, and end the process without freeing every imported module."""
-    from cluster.launch import launch
-
-    sys.argv = [program, *arguments]
-    code = 1
-    try:
-        code = launch(program)
-    except SystemExit as ending:
-        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _prestart_engine() -> None:
-    """Fork a child that becomes this worker's engine process when the worker starts one."""
-    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    child = os.fork()
-    if child == 0:
-        own.close()
-        message, fds, _, _ = socket.recv_fds(other, MAX_REQUEST, 16)
-        if not message:
-            os._exit(0)
-        other.send(str(os.getpid()).encode())
-        other.close()
-        request = json.loads(message)
-        _become(request, fds)
-        _run(ENGINE, [str(fds[-1])])
-    other.close()
-    unused = [child]
-
-    def program_of(args: Sequence[str]) -> str | None:
-        is_engine = list(args[:4]) == [sys.executable, "-m", "cluster.launch", ENGINE]
-        return ENGINE if is_engine and unused else None
-
-    def fork(request: dict[str, Any], fds: list[int]) -> int:
-        unused.clear()
-        try:
-            return _ask(own, request, fds)
-        finally:
-            own.close()
-
-    subprocess.Popen._execute_child = _forking(  # type: ignore[attr-defined]
-        subprocess.Popen._execute_child,  # type: ignore[attr-defined]
-        program_of,
-        fork,
-    )
-
-
 if __name__ == "__main__":
     sys.path[0] = os.getcwd()
     with socket.socket(fileno=int(sys.argv[1])) as control:
-        serve(control, sys.argv[2])
+        Server(*sys.argv[2:5]).serve(control)
+    os._exit(0)  # modules of vLLM's environment print reports where an interpreter ends in order

@@ -5,6 +5,8 @@ import os
 import random
 from pathlib import Path
 
+import pytest
+
 from engine.core_types import SamplingParams
 from engine.messages.to_engine import Generate
 from kvtransfer.ranks import split_endpoint, without_planes
@@ -28,6 +30,7 @@ def requests(prefix: str) -> list[Generate]:
     return [*plain, *sampled]
 
 
+@pytest.mark.usefixtures("plain_start")
 async def test_two_ranks_answer_as_one_does_and_lend_both_ways(tmp_path: Path) -> None:
     model = write_model("llama", tmp_path)
     cores = tuple(sorted(os.sched_getaffinity(0)))

@@ -72,6 +72,7 @@ async def commanded(address: str, sample: Path) -> str:
     return output.decode()
 
 
+@pytest.mark.usefixtures("plain_start")
 async def test_the_example_reads_pictures(shapes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     install()
     monkeypatch.chdir(ROOT)

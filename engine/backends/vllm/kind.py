@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -106,14 +107,7 @@ class VllmKind(EngineKind[VllmSettings]):
         are slower. Raises EngineStartError where there is no interpreter for it.
         """
         python = vllm_python(config)
-        lib = python.parent.parent / "lib"
-        libraries = [*lib.glob("libiomp5.so"), *lib.glob("python3*/site-packages/vllm/libs/libtcmalloc*.so*")]
-        others = [path for path in [os.environ.get("LD_PRELOAD", "")] if path]
-        return Launch(
-            (str(python), "-m", "cluster.launch", module),
-            {"LD_PRELOAD": ":".join([*map(str, libraries), *others])} if libraries else {},
-            keeps_log=True,
-        )
+        return Launch((str(python), "-m", "cluster.launch", module), libraries_of(python, os.environ), keeps_log=True)
 
     def open_encoder(self, config: VllmSettings) -> "VllmEncoder":
         from engine.backends.vllm.media.encoder import open_vllm_encoder
@@ -127,6 +121,14 @@ class VllmKind(EngineKind[VllmSettings]):
 
 
 KIND = VllmKind()
+
+
+def libraries_of(python: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that has an interpreter load the libraries of its environment, if it has them."""
+    lib = python.parent.parent / "lib"
+    libraries = [*lib.glob("libiomp5.so"), *lib.glob("python3*/site-packages/vllm/libs/libtcmalloc*.so*")]
+    others = [path for path in [environment.get("LD_PRELOAD", "")] if path]
+    return {"LD_PRELOAD": ":".join([*map(str, libraries), *others])} if libraries else {}
 
 
 def _numbered(values: dict[str, Any]) -> dict[str, Any]:
