@@ -15,6 +15,7 @@ import fcntl
 import gc
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -40,7 +41,10 @@ COMMANDS = WITH_ENGINES | {
 """Modules that are run by `python -m`, and the module with the `main` of each."""
 WORKERS = ("decode_worker", "prefill_worker")
 LAUNCH = "cluster.launch"
-"""Module that runs another one by its name: engines, their ranks, media processors."""
+"""Module that runs another one by its name."""
+LAUNCHED = re.compile(r"engine\.process\..*|(preprocessor|encode_worker)\.child")
+"""Programs that it runs and that are forked: engines, their ranks and media processors."""
+VLLM_PYTHONS = re.compile(r".*/(\.venv-vllm[^/]*/bin|tests/support/[^/]+)/python[\w-]*")
 SIM, VLLM = 'engine="sim"', 'engine="vllm"'
 """Settings of workers that need no torch, and of those that start vLLM."""
 VLLM_PYTHON = "vllm_python="
@@ -144,14 +148,19 @@ def _program_of(args: Sequence[str]) -> str | None:
     if len(args) < 3 or args[1] != "-m":
         return None
     if args[0] == sys.executable:
-        return COMMANDS.get(args[2])
-    return args[3] if args[2] == LAUNCH else None
+        return COMMANDS.get(args[2]) or _launched(args)
+    return _launched(args) if VLLM_PYTHONS.fullmatch(args[0]) else None
+
+
+def _launched(args: Sequence[str]) -> str | None:
+    is_launched = len(args) >= 4 and args[1:3] == ["-m", LAUNCH] and LAUNCHED.fullmatch(args[3])
+    return args[3] if is_launched else None
 
 
 def _server_for(args: Sequence[str]) -> tuple[str, str]:
     """Return the interpreter and the kind of the server that forks a command."""
     if args[2] == LAUNCH:
-        return args[0], "vllm"
+        return args[0], "torch" if args[0] == sys.executable else "vllm"
     if args[2] not in WITH_ENGINES:
         return sys.executable, "roles"
     if VLLM in args:
@@ -213,7 +222,7 @@ class Server:
     def __init__(self, python: str, kind: str, packages: str) -> None:
         """Import the modules of a kind; `packages` is the folder of the tests' own packages."""
         given = json.loads(os.environ.pop(GIVEN))
-        self._python = python
+        self._python, self._kind = python, kind
         self._changed = {name: value for name, value in os.environ.items() if given.get(name) != value}
         self._removed = given.keys() - os.environ.keys()
         if kind == "vllm":
@@ -255,7 +264,7 @@ class Server:
         """Be the process that was asked for."""
         program, arguments = request["program"], request["arguments"]
         is_launched = arguments[2] == LAUNCH
-        if program != SPAWNED:
+        if program != SPAWNED and (is_launched or arguments[2] in WORKERS or self._kind == "vllm"):
             self._fork_for_this_process(fds)
         _become(request, fds)
         if is_launched:
@@ -300,8 +309,7 @@ class Server:
                 return _ask(own, request, fds)
 
         def program_of(args: Sequence[str]) -> str | None:
-            is_known = len(args) >= 4 and args[0] in (sys.executable, self._python)
-            return args[3] if is_known and args[1:3] == ["-m", LAUNCH] else None
+            return _launched(args) if args and args[0] in (sys.executable, self._python) else None
 
         popen: Any = subprocess.Popen
         popen._execute_child = _forking(popen._execute_child, program_of, fork)
