@@ -1,4 +1,4 @@
-"""The demo model that comes with the package: a few million parameters, trained by examples/storyteller."""
+"""The demo model that comes with the package: a few million parameters; examples/storyteller describes it."""
 
 from pathlib import Path
 

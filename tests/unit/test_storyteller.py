@@ -1,20 +1,17 @@
 """The demo model: its chat template stays stable from turn to turn, and calls that a client forces end soon."""
 
 import json
-import random
-import sys
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from router.models.prompts.chat_template import ChatTemplate
+from support.storyteller_writer import ADD, PERSON, STORIES, Writer, calls_in, said
+from support.storyteller_writer import WEATHER as ASKED_WEATHER
 from tandem.storyteller import STORYTELLER
 
-HOME = Path(__file__).parents[2] / "examples" / "storyteller"
 MODEL = STORYTELLER
 ASSISTANT = "<|assistant|>"
 WEATHER = {
@@ -48,19 +45,9 @@ CHAT = [
 ]
 
 
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import of a module of the example, whose modules find each other in their folder."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(HOME))
-
-    def import_of(name: str) -> ModuleType:
-        return __import__(name)
-
-    yield import_of
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(HOME)):
-            del sys.modules[name]
+@pytest.fixture(scope="module")
+def writer() -> Writer:
+    return Writer()
 
 
 @pytest.fixture(scope="module")
@@ -118,40 +105,27 @@ def test_schemas_of_all_kinds_have_a_line(template: ChatTemplate) -> None:
     assert listed == [f"f({types})", "g()"]
 
 
-def test_the_corpus_shows_tools_as_the_template_does(template: ChatTemplate, module: Any) -> None:
-    calls = module("calls")
-    rng = random.Random(0)
-    tools = [calls.pick_tool(rng) for _ in range(50)]
-    texts = [json.dumps({"type": "function", "function": calls.function_of(tool)}) for tool in tools]
-    prompt = template.render(pb.GenerateRequest(messages=[pb.ChatMessage(role="user", content="Hi")], tools=texts))
-    assert prompt == f"<|begin|><|system|>{calls.listing(tools)}<|end|><|user|>Hi<|end|><|assistant|>"
-
-
-def test_forced_calls_and_json_end_within_64_tokens(module: Any) -> None:
-    evaluation = module("evaluate_calls")
-    writer = evaluation.Writer(MODEL)
-    for tool, temperature in ((evaluation.WEATHER, 0.0), (evaluation.ADD, 0.0), (evaluation.STORIES, 0.7)):
-        prompt = writer.prompt(evaluation.said("Tell me a story about a fox."), [tool])
+def test_forced_calls_and_json_end_within_64_tokens(writer: Writer) -> None:
+    for tool, temperature in ((ASKED_WEATHER, 0.0), (ADD, 0.0), (STORIES, 0.7)):
+        prompt = writer.prompt(said("Tell me a story about a fox."), [tool])
         answer = writer.write(prompt, writer.grammar([tool]), temperature)
         assert answer.ended, answer.text
-        ((name, arguments),) = evaluation.calls_in(answer.text)
+        ((name, arguments),) = calls_in(answer.text)
         assert name == tool["function"]["name"]
         assert set(arguments) >= set(tool["function"]["parameters"]["required"])
-    schema = json.dumps(evaluation.PERSON)
-    grammar = evaluation.LLMatcher.grammar_from_json_schema(schema)
-    answer = writer.write(writer.prompt(evaluation.said("Give me a person as JSON.")), grammar)
+    schema = json.dumps(PERSON)
+    grammar = LLMatcher.grammar_from_json_schema(schema)
+    answer = writer.write(writer.prompt(said("Give me a person as JSON.")), grammar)
     assert answer.ended
     assert set(json.loads(answer.text)) >= {"name", "age"}
 
 
-def test_a_free_call_copies_the_prompt(module: Any) -> None:
-    evaluation = module("evaluate_calls")
-    writer = evaluation.Writer(MODEL)
-    answer = writer.write(writer.prompt(evaluation.said("What is the weather in Paris?"), [evaluation.WEATHER]))
-    assert evaluation.calls_in(answer.text) == [("get_weather", {"city": "Paris"})]
+def test_a_free_call_copies_the_prompt(writer: Writer) -> None:
+    answer = writer.write(writer.prompt(said("What is the weather in Paris?"), [ASKED_WEATHER]))
+    assert calls_in(answer.text) == [("get_weather", {"city": "Paris"})]
 
 
-def test_tags_of_calls_are_tokens_that_stay_in_the_text(module: Any) -> None:
+def test_tags_of_calls_are_tokens_that_stay_in_the_text() -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))

@@ -6,13 +6,14 @@ import random
 import sys
 from io import BytesIO
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from protos import inference_pb2 as pb
 from support.processes import LENDER_ALWAYS, running
+from support.shape_pictures import draw
+from support.shape_pictures import scene as scene_of
 from support.torchvision_shim import PYTHON, install
 from support.vllm_engines import ROOT, need_vllm
 from tandem.client import Client
@@ -26,21 +27,12 @@ UNSEEN = 20_260
 QUESTION = "What is in the picture?"
 
 
-@pytest.fixture
-def shapes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The example's drawings."""
-    monkeypatch.syspath_prepend(str(HOME))
-    monkeypatch.delitem(sys.modules, "pictures", raising=False)
-    yield __import__("pictures")
-    sys.modules.pop("pictures")
-
-
-def drawn(shapes: ModuleType, count: int) -> list[tuple[bytes, str]]:
+def drawn(count: int) -> list[tuple[bytes, str]]:
     """Pictures as files, and what they show."""
     rng, made = random.Random(UNSEEN), []
     for _ in range(count):
-        scene, file = shapes.scene(rng), BytesIO()
-        shapes.draw(scene, rng).save(file, "PNG")
+        scene, file = scene_of(rng), BytesIO()
+        draw(scene, rng).save(file, "PNG")
         made.append((file.getvalue(), f"{scene.description}.".capitalize()))
     return made
 
@@ -73,7 +65,7 @@ async def commanded(address: str, sample: Path) -> str:
 
 
 @pytest.mark.usefixtures("plain_start")
-async def test_the_example_reads_pictures(shapes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_example_reads_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     install()
     monkeypatch.chdir(ROOT)
     cluster_file = read_cluster(HOME / "cluster.yaml", None, 1, 1)
@@ -84,13 +76,13 @@ async def test_the_example_reads_pictures(shapes: ModuleType, monkeypatch: pytes
     assert topology.preprocessor is not None
     async with running(LocalCluster(topology)) as (cluster, client):
         right = 0
-        for file, shown in drawn(shapes, 20):
+        for file, shown in drawn(20):
             answer, receipt = await ask(client, file, QUESTION)
             right += answer == shown
             print(f"{shown} The model says: {answer}")
             assert receipt.kv.moved_blocks, "the prefill worker reads the picture"
         assert right >= 18
-        file, shown = next((file, shown) for file, shown in drawn(shapes, 20) if " and " not in shown)
+        file, shown = next((file, shown) for file, shown in drawn(20) if " and " not in shown)
         colour, shape = shown.removesuffix(".").split()[1:]
         answer, receipt = await ask(client, file, QUESTION, shown, f"Which colour is the {shape}?")
         assert answer == f"The {shape} is {colour}."

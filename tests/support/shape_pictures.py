@@ -1,10 +1,7 @@
-"""Pictures of one or two shapes, and what one may ask about them."""
-
-from __future__ import annotations
+"""Pictures of one or two shapes, as those that the example's model was trained on."""
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
@@ -60,14 +57,6 @@ class Scene:
         return " and ".join(with_article(figure.name) for figure in self.figures)
 
 
-@dataclass(frozen=True)
-class Question:
-    """A question about a scene, in one of several wordings, and its answer."""
-
-    text: str
-    answer: str
-
-
 def with_article(name: str) -> str:
     """Return the name with "a" or "an" before it."""
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
@@ -111,51 +100,6 @@ def draw(scene: Scene, rng: random.Random, size: int | None = None) -> Image.Ima
                 [(x + radius * (cos * a - sin * b), y + radius * (sin * a + cos * b)) for a, b in corners], fill
             )
     return picture
-
-
-def questions(scene: Scene, rng: random.Random, others: int) -> list[Question]:
-    """Return what_is_there and so many questions of other kinds, in random order."""
-    asked = [kind(scene, rng) for kind in (what_is_there, *rng.sample(OTHERS, others))]
-    rng.shuffle(asked)
-    return asked
-
-
-def what_is_there(scene: Scene, rng: random.Random) -> Question:
-    """Ask for the whole picture."""
-    wordings = (
-        *("What is in the picture?", "What is in this picture?", "What is this?", "What do you see?"),
-        *("What's in the picture?", "What's this?", "What does the picture show?", "What is in the image?"),
-        *("Describe the picture.", "Describe this picture.", "Describe the image.", "What is in this image?"),
-    )
-    return Question(rng.choice(wordings), f"{scene.description}.".capitalize())
-
-
-def which_colour(scene: Scene, rng: random.Random) -> Question:
-    """Ask for the colour of a shape, which is there or not."""
-    figure = rng.choice(scene.figures)
-    shape = figure.shape if rng.random() < 0.85 else rng.choice(SHAPES)
-    found = next((each for each in scene.figures if each.shape == shape), None)
-    wordings = ("Which colour is the {}?", "What colour is the {}?", "Which color is the {}?", "What color is the {}?")
-    answer = f"The {shape} is {found.colour}." if found else f"There is no {shape}."
-    return Question(rng.choice(wordings).format(shape), answer)
-
-
-def which_shape(scene: Scene, rng: random.Random) -> Question:
-    """Ask for the shape of a colour, which is there or not."""
-    figure = rng.choice(scene.figures)
-    colour = figure.colour if rng.random() < 0.85 else rng.choice(list(COLOURS))
-    found = next((each for each in scene.figures if each.colour == colour), None)
-    answer = f"The {found.shape} is {colour}." if found else f"Nothing is {colour}."
-    return Question(rng.choice(("Which shape is {}?", "What is {}?")).format(colour), answer)
-
-
-def how_many(scene: Scene, rng: random.Random) -> Question:
-    """Ask for the number of shapes."""
-    wordings = ("How many shapes are there?", "How many shapes are in the picture?", "How many shapes do you see?")
-    return Question(rng.choice(wordings), "One shape." if len(scene.figures) == 1 else "Two shapes.")
-
-
-OTHERS: tuple[Callable[[Scene, random.Random], Question], ...] = (which_colour, which_shape, how_many)
 
 
 def _near(colour: Colour, rng: random.Random) -> Colour:
