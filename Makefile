@@ -19,7 +19,7 @@ AGAIN := --reruns 1
 SEVERAL := tests/integration tests/helm tests/package tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-package agents test-agents vllm vllm-if-on-offer test-vllm test-vllm-versions docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-vllm bench-neighbours bench-clients bench-kv bench-router bench-gpu bench-known compare dynamo protos check-protos install clean
+.PHONY: demo test test-package agents test-agents vllm vllm-if-on-offer test-vllm test-vllm-versions docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-vllm bench-neighbours test-clients bench-kv bench-router bench-gpu compare dynamo protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -148,22 +148,22 @@ bench: $(INSTALLED)
 bench-engine: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.engine
 
-# Parts: `python -m bench.vllm alone aggregated ranks steps pair beside transfer faults`.
+# Parts: `python -m bench.vllm alone aggregated ranks pair beside transfer`.
 bench-vllm: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.vllm
 
-bench-clients: $(INSTALLED) $(CLIENTS_VENV)/.installed $(LOAD_VENV)/.installed agents vllm-if-on-offer
-	@$(BIN)/python -m bench.clients
+test-clients: $(INSTALLED) $(CLIENTS_VENV)/.installed $(LOAD_VENV)/.installed agents vllm-if-on-offer
+	@PYTHONPATH=tests $(BIN)/python -m clients
 
-$(LOAD_VENV)/.installed: bench/clients/load-requirements.txt
+$(LOAD_VENV)/.installed: tests/clients/load-requirements.txt
 	@$(PYTHON) -m venv $(LOAD_VENV)
-	@$(LOAD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r bench/clients/load-requirements.txt
+	@$(LOAD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/load-requirements.txt
 	@touch $@
 
 # Bounds of instructor and llama-index exclude today's openai, with which both work.
-$(CLIENTS_VENV)/.installed: bench/clients/requirements.txt
+$(CLIENTS_VENV)/.installed: tests/clients/requirements.txt
 	@$(PYTHON) -m venv $(CLIENTS_VENV)
-	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r bench/clients/requirements.txt
+	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
 	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  'instructor==1.17.*' 'llama-index-llms-openai==0.8.*' 'llama-index-llms-openai-like==0.8.*'
 	@touch $@
@@ -176,9 +176,6 @@ bench-kv: $(INSTALLED)
 
 bench-router: $(INSTALLED) $(ROUTERS_VENV)/.installed
 	@$(BIN)/python -m bench.router
-
-bench-known: $(INSTALLED)
-	@$(BIN)/python -m bench.known_results
 
 # vLLM's part needs vLLM's CUDA build: docs/first-gpu.md.
 bench-gpu: $(INSTALLED)
@@ -211,11 +208,11 @@ $(ROUTERS_VENV)/.installed:
 	@$(ROUTERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check sglang-router==0.3.2 vllm-router==0.1.14
 	@touch $@
 
-# Tandem beside other systems, each in an environment of its own: docs/compare.md. One that cannot be installed is named,
-# and left out. Parts: `python -m bench.compare faults partition load routers`.
+# Tandem's router beside others, each in an environment of its own: docs/compare.md. One that cannot be installed is named,
+# and left out.
 compare: $(INSTALLED)
 	@$(MAKE) --no-print-directory --keep-going --jobs=4 --output-sync \
-	  $(addsuffix /.installed,$(VLLM_VENV) $(ROUTERS_VENV) $(LOAD_VENV) $(DYNAMO_VENV)) \
+	  $(addsuffix /.installed,$(ROUTERS_VENV) $(DYNAMO_VENV)) \
 	  || echo "not all environments could be installed: systems without theirs are named and left out"
 	@$(BIN)/python -m bench.compare
 

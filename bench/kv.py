@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +24,6 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from bench.bare.kv import HOP
 from bench.models import qwen2_half_b, sim_model
-from bench.support.namespaces import Namespace
 from bench.support.report import OUT, Bar, Parts, conclude
 from bench.support.workers import Workers
 from cluster.network.rpc import channel
@@ -43,18 +42,16 @@ PREFIX, LONG = 4096, 2048
 class Bare:
     """Two processes that only use NIXL."""
 
-    def __init__(self, cores: Sequence[int], namespaces: Sequence[Namespace] = ()) -> None:
-        """Take the cores of both, and their namespaces where they have their own."""
+    def __init__(self, cores: Sequence[int]) -> None:
+        """Take the cores of both."""
         self._cores = cores
-        self._entered = [namespace.command for namespace in namespaces] or [list, list]
 
     async def __aenter__(self) -> "Bare":
         size = str(POOL_MIB << 20)
         self._at = 0
         tag = str(os.getpid())
-        names, (first, second) = (f"bare-lender-{tag}", f"bare-reader-{tag}"), self._entered
-        self._lender, lender = await start_bare("lender", self._cores[0], names[0], size, entered=first)
-        self._reader, _ = await start_bare("reader", self._cores[1], names[1], size, entered=second)
+        self._lender, lender = await start_bare("lender", self._cores[0], f"bare-lender-{tag}", size)
+        self._reader, _ = await start_bare("reader", self._cores[1], f"bare-reader-{tag}", size)
         tell(self._reader, lender)
         return self
 
@@ -98,10 +95,9 @@ async def start_bare(
     core: int,
     *arguments: str,
     env: dict[str, str] | None = None,
-    entered: Callable[[list[str]], list[str]] = list,
 ) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
     process = await asyncio.create_subprocess_exec(
-        *entered([sys.executable, "-m", "bench.bare.kv", role, str(core), *arguments]),
+        *(sys.executable, "-m", "bench.bare.kv", role, str(core), *arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=1 << 20,

@@ -17,7 +17,6 @@ import aiohttp
 from rich.console import Console
 
 from bench.compare.http_wire import Answer, HttpClient
-from bench.compare.systems import DYNAMO, MODEL_NAME, ROUTERS, CannotRun
 from bench.router.site import cpu_seconds, first_line, free_port, process
 from bench.serving import peak_memory_mib
 from bench.support.report import Bar, percentile
@@ -25,6 +24,9 @@ from cluster.process.tree import descendants
 from router.config import RouterConfig
 from tandem.local.local_cluster import start_role, stop_process
 
+DYNAMO, ROUTERS = (Path(__file__).parents[2] / f".venv-{name}" for name in ("dynamo", "routers"))
+MODEL_NAME = "m"
+"""Name of the model, which is that of its folder."""
 ENGINES = 4
 NUM_TOKENS, STEP_MS = 16, 20.0
 RATES = (100.0, 300.0, 600.0)
@@ -33,6 +35,10 @@ STREAMS, STREAM_TOKENS, STREAM_STEP_MS, OPEN_PER_S = 5000, 12, 4000.0, 200.0
 MIN_PER_CORE, MAX_P99_MS, MAX_TTFT_AT_600 = 0.5, 5.0, 1.5
 ANSWERED_S = 120.0
 """Seconds for all answers of one rate."""
+
+
+class CannotRun(Exception):
+    """Reason why a router does not run here."""
 
 
 @dataclass(frozen=True, slots=True)

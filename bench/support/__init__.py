@@ -1,1 +1,1 @@
-"""Shared parts of benchmarks: workers, namespaces, reports."""
+"""Shared parts of benchmarks: workers, servers, reports."""

@@ -13,8 +13,6 @@ from typing import Self
 
 import aiohttp
 
-from bench.support.namespaces import Namespace
-
 PORT = 8797
 START_TIMEOUT_S = 600.0
 KV_GIB = 4
@@ -48,7 +46,6 @@ class VllmServer:
         *options: str,
         port: int = PORT,
         variables: Mapping[str, str] | None = None,
-        namespace: Namespace | None = None,
     ) -> None:
         self._environment = environment
         self._port = port
@@ -57,12 +54,10 @@ class VllmServer:
         self._cores = cores
         self._cache = cache
         self._options = options
-        self._namespace = namespace
 
     @property
     def url(self) -> str:
-        host = "127.0.0.1" if self._namespace is None else self._namespace.ip
-        return f"http://{host}:{self._port}"
+        return f"http://127.0.0.1:{self._port}"
 
     @property
     def pid(self) -> int:
@@ -72,9 +67,7 @@ class VllmServer:
     async def __aenter__(self) -> Self:
         self._cache.mkdir(parents=True, exist_ok=True)
         self._log = (self._cache / "server.log").open("w")
-        inside = () if self._namespace is None else self._namespace.command(())
         self._process = await asyncio.create_subprocess_exec(
-            *inside,
             str(self._environment / "bin" / "vllm"),
             "serve",
             str(self._model),
@@ -101,10 +94,6 @@ class VllmServer:
     ) -> None:
         self.resume()
         await self._stop()
-
-    def signal(self, how: signal.Signals) -> None:
-        """Send a signal to all processes of the server."""
-        os.killpg(self._process.pid, how)
 
     def pause(self) -> None:
         os.killpg(self._process.pid, signal.SIGSTOP)

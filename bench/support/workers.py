@@ -3,13 +3,12 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
-from bench.support.namespaces import Namespace
 from cluster.network.rpc import Server, channel
 from engine.block_keys import pack_tokens
 from engine.config import WorkerConfig
@@ -51,23 +50,17 @@ class _Listener(membership_pb2_grpc.MembershipServicer):
 class Workers:
     """Async context manager of started workers by id."""
 
-    def __init__(self, *, namespaces: Mapping[str, Namespace] | None = None, **workers: dict[str, Any]) -> None:
-        """Take settings by worker id; ids begin with the role. `namespaces`: of each worker, where they have their own.
-
-        Workers of namespaces join under all addresses of this machine.
-        """
+    def __init__(self, **workers: dict[str, Any]) -> None:
+        """Take settings by worker id; ids begin with the role."""
         self._settings = workers
-        self._namespaces = namespaces or {}
         self._roles: list[RoleProcess] = []
         self._links: dict[str, grpc.aio.Channel] = {}
         self._numbers = itertools.count()
-        self.lent_blocks: list[int] = []
-        """Blocks that the last `lend` announced."""
 
     async def __aenter__(self) -> Self:
         self._listener, self._server = _Listener(), Server()
         membership_pb2_grpc.add_MembershipServicer_to_server(self._listener, self._server.grpc)
-        self._port = await self._server.start("0.0.0.0" if self._namespaces else "127.0.0.1", 0, [])
+        self._port = await self._server.start("127.0.0.1", 0, [])
         await asyncio.gather(*(self.start(name, settings) for name, settings in self._settings.items()))
         return self
 
@@ -87,14 +80,8 @@ class Workers:
         self._listener.reported.discard(name)
 
     async def _start(self, name: str, settings: dict[str, Any]) -> RoleProcess:
-        port = self._port
-        module, namespace = f"{name.split('_')[0]}_worker", self._namespaces.get(name)
-        if namespace is None:
-            config = WorkerConfig.parse({"worker_id": name, "routers": (f"127.0.0.1:{port}",)} | settings)
-            return await start_role(module, name, config)
-        own = {"worker_id": name, "routers": (f"{namespace.host_ip}:{port}",), "host": "0.0.0.0"}
-        config = WorkerConfig.parse(own | {"advertise_host": namespace.ip} | settings)
-        return await start_role(module, name, config, namespace.command)
+        config = WorkerConfig.parse({"worker_id": name, "routers": (f"127.0.0.1:{self._port}",)} | settings)
+        return await start_role(f"{name.split('_')[0]}_worker", name, config)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -114,31 +101,24 @@ class Workers:
         hello = self.hello(name)
         return lend_pb2.Holder(worker_id=name, address=hello.address, incarnation=hello.incarnation)
 
-    async def text(self, name: str, prompt: Sequence[int], lender: str, num_tokens: int) -> tuple[pb.Receipt, str]:
-        """Decode on worker `name` with the blocks that `lender` holds; return the receipt and the text."""
-        request = self._request(name, prompt, lender, may_compute=False, max_tokens=num_tokens)
-        stub = decode_pb2_grpc.DecodeStub(self._link(name))
-        messages = [message async for message in stub.Generate(request, timeout=REQUEST_TIMEOUT_S)]
-        return messages[-1].finish.receipt, "".join(message.text for message in messages)
-
     async def decode(
         self, name: str, prompt: Sequence[int], lender: str | None, may_compute: bool = True
     ) -> tuple[pb.Receipt, float]:
         """Decode one token of `prompt` on worker `name`; return its receipt and the seconds to the token."""
-        request = self._request(name, prompt, lender, may_compute, max_tokens=1)
+        request = self._request(name, prompt, lender, may_compute)
         started_at = time.perf_counter()
         stub = decode_pb2_grpc.DecodeStub(self._link(name))
         messages = [message async for message in stub.Generate(request, timeout=REQUEST_TIMEOUT_S)]
         return messages[-1].finish.receipt, time.perf_counter() - started_at
 
     def _request(
-        self, name: str, prompt: Sequence[int], lender: str | None, may_compute: bool, max_tokens: int
+        self, name: str, prompt: Sequence[int], lender: str | None, may_compute: bool
     ) -> decode_pb2.DecodeRequest:
         request = decode_pb2.DecodeRequest(
             request_id=f"bench-{next(self._numbers)}",
             worker_incarnation=self.hello(name).incarnation,
             prompt_token_ids=prompt,
-            sampling=pb.Sampling(max_tokens=max_tokens, temperature=0, top_p=1, ignore_eos=True),
+            sampling=pb.Sampling(max_tokens=1, temperature=0, top_p=1, ignore_eos=True),
         )
         if lender is not None:
             request.lender.CopyFrom(decode_pb2.Lender(worker=self.holder(lender), may_compute=may_compute))
@@ -159,7 +139,6 @@ class Workers:
         beating = asyncio.ensure_future(_send_heartbeat(call))
         end, started_at = 1, 0.0
         announced = 0
-        self.lent_blocks = []
         while announced < end:
             frame = await call.read()
             assert isinstance(frame, lend_pb2.LenderFrame), "the stream ended early"
@@ -168,7 +147,6 @@ class Workers:
                 if response.HasField("starting"):
                     end, started_at = response.starting.end_block, time.perf_counter()
                 announced += len(response.blocks_ready.block_ids)
-                self.lent_blocks += response.blocks_ready.block_ids
         seconds = time.perf_counter() - started_at
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)

@@ -1,6 +1,6 @@
 """`make bench-vllm`, or `python -m bench.vllm PART ...` for some parts.
 
-Parts: alone, aggregated, ranks, pair, beside, transfer, faults. .bench/vllm.json is written after each.
+Parts: alone, aggregated, ranks, pair, beside, transfer. .bench/vllm.json is written after each.
 """
 
 import os
@@ -18,11 +18,10 @@ from bench.models import cpu_dtype, qwen2_half_b
 from bench.support.report import OUT, Bar, Parts, conclude, save
 from bench.vllm.aggregated import aggregated_bars, compare_aggregated, compare_ranks
 from bench.vllm.compared import VLLM, compare_alone, compare_beside, compare_pairs
-from bench.vllm.faults import fault_bars, measure_faults
 from bench.vllm.sides import end_on_sigterm
 from bench.vllm.transfer import measure_transfer
 
-PARTS = ("alone", "aggregated", "ranks", "pair", "beside", "transfer", "faults")
+PARTS = ("alone", "aggregated", "ranks", "pair", "beside", "transfer")
 
 
 def bars_of(figures: dict[str, Any]) -> list[Bar]:
@@ -47,8 +46,6 @@ def bars_of(figures: dict[str, Any]) -> list[Bar]:
         bars.append(Bar("fingerprints on both sides / TTFT of 1,024 tokens", figures["transfer"]["fingerprints"], 0.03))
         what = "4 chunks: last chunk computed to last block bound / whole transfer"
         bars.append(Bar(what, figures["transfer"]["overlap"], 0.3))
-    if "faults" in figures:
-        bars += fault_bars(figures["faults"])
     return bars
 
 
@@ -77,7 +74,6 @@ async def main(parts: list[str]) -> None:
         "pair": lambda: compare_pairs(make_model(), cores, scratch, console),
         "beside": lambda: compare_beside(make_model(), cores, scratch, console),
         "transfer": lambda: measure_transfer(make_model(), cores, console),
-        "faults": lambda: measure_faults(cores, scratch, console),
     }
     try:
         for part in parts:

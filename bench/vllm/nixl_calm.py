@@ -2,17 +2,13 @@
 
 NIXL fixes that thread's delay at 0, which polls without a pause and takes half of the model's core; vLLM has no setting
 for it. Tandem's own agents have the same delay (`kvtransfer/ucx/nixl_agent.py`). On CPUs the connector moves the thread
-that computes to the machine's last core, where the other server's thread is; here it goes back to its own. The prefill
-server notes where its KV memory lies, so that a byte of it can be flipped.
+that computes to the machine's last core, where the other server's thread is; here it goes back to its own.
 """
 
-import json
 import os
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlConnector
 
 from kvtransfer.ucx.nixl_agent import PROGRESS_DELAY_US
@@ -38,16 +34,3 @@ class NixlCalm(NixlConnector):
         cores = os.sched_getaffinity(0)
         super().__init__(*given, **named)
         os.sched_setaffinity(0, cores)
-
-    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        if (file := os.environ.get("TANDEM_BENCH_WHERE")) is not None:
-            tensors = list(kv_caches.values())
-            item = tensors[0].element_size()
-            note = {
-                "pid": os.getpid(),
-                "base": tensors[0].untyped_storage().data_ptr(),
-                "offsets": [tensor.storage_offset() * item for tensor in tensors],
-                "block": tensors[0].stride(0) * item,
-            }
-            Path(file).write_text(json.dumps(note))
-        super().register_kv_caches(kv_caches)

@@ -6,9 +6,8 @@ sends the transfer parameters of the answer with the same prompt to the decode s
 
 import asyncio
 import json
-import signal
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +15,6 @@ from typing import Any, Self
 
 import aiohttp
 
-from bench.support.namespaces import Namespace
 from bench.support.vllm_server import VllmServer
 
 PORTS = {"prefill": 8798, "decode": 8799}
@@ -46,19 +44,7 @@ ASK_PREFILL = {
 class VllmPair:
     """Async context manager of the two servers; `pause` stops their processes while the other side is measured."""
 
-    def __init__(
-        self,
-        environment: Path,
-        model: Path,
-        cores: Sequence[int],
-        scratch: Path,
-        *options: str,
-        where: Path | None = None,
-        namespaces: Mapping[str, Namespace] | None = None,
-    ) -> None:
-        """Create it; the prefill server notes in the file `where` its KV memory lies. `namespaces`: by role."""
-        self._where = where
-        self._namespaces = namespaces or {}
+    def __init__(self, environment: Path, model: Path, cores: Sequence[int], scratch: Path, *options: str) -> None:
         self._environment = environment
         self._model = model
         self._cores = cores
@@ -74,28 +60,23 @@ class VllmPair:
                 timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0, force_close=True)
             )
         )
-        await asyncio.gather(*(self.start(role) for role in PORTS))
+        await asyncio.gather(*(self._start(role) for role in PORTS))
         return self
 
-    async def start(self, role: str) -> None:
-        """Start one of the two servers, also in the place of one that was killed."""
-        core, namespace = self._cores[0 if role == "prefill" else -1], self._namespaces.get(role)
+    async def _start(self, role: str) -> None:
         variables = {
             "PYTHONPATH": f"{self._scratch / 'links'}:{Path.cwd()}",
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1" if namespace is None else namespace.ip,
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_PORTS[role]),
         }
-        if self._where is not None and role == "prefill":
-            variables["TANDEM_BENCH_WHERE"] = str(self._where)
         server = VllmServer(
             self._environment,
             self._model,
-            [core],
+            [self._cores[0 if role == "prefill" else -1]],
             self._scratch / role,
             *("--kv-transfer-config", json.dumps(TRANSFER), "--block-size", "32", *self._options),
             port=PORTS[role],
             variables=variables | SETTINGS,
-            namespace=namespace,
         )
         self.servers[role] = server
         await server.__aenter__()
@@ -116,26 +97,12 @@ class VllmPair:
             server.resume()
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int) -> AsyncIterator[float]:
-        """Yield the moments at which tokens arrive, by the monotonic clock."""
-        async for moment, _ in self.stream(token_ids, max_tokens):
-            yield moment
-
-    async def stream(
-        self,
-        token_ids: Sequence[int],
-        max_tokens: int,
-        between: Callable[[dict[str, Any]], object] = lambda _: None,
-    ) -> AsyncIterator[tuple[float, str]]:
-        """Yield the moment and the text of each token.
-
-        `between` is called with the transfer parameters between prefill and decode. Raises aiohttp's errors.
-        """
+        """Yield the moments at which tokens arrive, by the monotonic clock. Raises aiohttp's errors."""
         common: dict[str, Any] = {"model": "m", "prompt": list(token_ids), "temperature": 0, "ignore_eos": True}
         first = common | {"max_tokens": 1, "kv_transfer_params": ASK_PREFILL}
         async with self._session.post(f"{self.servers['prefill'].url}/v1/completions", json=first) as answer:
             answer.raise_for_status()
             transfer = (await answer.json())["kv_transfer_params"]
-        between(transfer)
         then = common | {"max_tokens": max_tokens, "stream": True, "kv_transfer_params": transfer}
         async with self._session.post(f"{self.servers['decode'].url}/v1/completions", json=then) as answer:
             answer.raise_for_status()
@@ -145,11 +112,7 @@ class VllmPair:
                     if "error" in message:
                         raise aiohttp.ClientPayloadError(str(message["error"]))
                     if message["choices"]:
-                        yield time.monotonic(), message["choices"][0]["text"]
-
-    def kill(self, role: str, how: signal.Signals) -> None:
-        """Send a signal to all processes of one server."""
-        self.servers[role].signal(how)
+                        yield time.monotonic()
 
     def _links(self) -> None:
         """Offer the NIXL wheel under the name that vLLM imports."""

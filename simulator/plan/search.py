@@ -17,8 +17,8 @@ from simulator.plan.streams import Streams
 GOAL = 0.9
 """Share of requests that must keep TTFT and ITL."""
 MODEL_ERROR = 0.15
-"""Error of the formulas: disaggregated / aggregated goodput beside that of simulated clusters. `make bench-known`
-measures it, and finds no more in six of seven settings."""
+"""Error of the formulas: disaggregated / aggregated goodput beside that of simulated clusters. In six of
+seven settings of docs/published-results.md it is no more."""
 TPS = (1, 2, 4, 8)
 STAGES = (1, 2, 4, 8)
 """Numbers of pipeline stages, the fewest first: more than one for models that fit no host."""

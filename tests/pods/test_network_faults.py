@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from bench.support.namespaces import Namespaces, missing
 from protos import membership_pb2
 from support.chart import needs_helm
 from support.chart_pods import TOKEN, NamespacedPods, Pod, all_ready, started
+from support.namespaces import Namespaces, missing
 from support.processes import Stream, finished, report_of, until
 from support.scale_api import ScaleApi
 from tandem.client import Client

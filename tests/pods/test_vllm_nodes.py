@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from bench.support.namespaces import Namespace, Namespaces, missing
 from cluster.errors import StartError
 from cluster.process.tree import descendants
 from engine.config import WorkerConfig
 from router.config import RouterConfig
+from support.namespaces import Namespace, Namespaces, missing
 from support.processes import Stream, until
 from support.vllm_engines import OPTIONS, PYTHON, V2, need_vllm
 from tandem.client import Client

@@ -18,8 +18,8 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.support.namespaces import missing
 from cluster.errors import Unavailable
+from support.namespaces import missing
 from support.processes import LENDER_ALWAYS, Stream, finished, report_of, until
 from support.ray_nodes import DEAD_AFTER_S, RayNode, RayNodes
 from support.sim_directories import write_sim_model

