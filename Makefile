@@ -12,11 +12,12 @@ LOAD_VENV := .venv-load
 CHECKOV_VENV := .venv-checkov
 DYNAMO_VENV := .venv-dynamo
 HELM := .helm/helm
-# Each file runs in one process. Integration tests wait for processes of theirs, so more of them run at a time.
-FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
+# Each file runs in one process, in the order of their names: files of few tests are the slow ones, and must not come last.
+# Integration tests wait for processes of theirs, so more of them run at a time.
+FILES := --dist loadfile --no-loadscope-reorder -m "not long" --durations 15 --durations-min 5
 # Real processes on a busy machine sometimes miss a moment: a test of them that fails runs once more, and is listed as RERUN.
 AGAIN := --reruns 1
-SEVERAL := tests/integration tests/helm tests/package tests/e2e/test_right.py tests/e2e/test_structured.py
+SEVERAL := tests/helm tests/package tests/e2e/test_right.py tests/e2e/test_structured.py tests/integration
 PROTOS := $(wildcard protos/*.proto)
 
 .PHONY: demo test test-package agents test-agents vllm vllm-if-on-offer test-vllm test-vllm-versions docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-vllm bench-neighbours test-clients bench-kv bench-router bench-gpu compare dynamo protos check-protos install clean
@@ -57,7 +58,7 @@ unit: $(INSTALLED)
 	$(BIN)/pytest -n 2 $(FILES) tests/unit
 
 integration: $(INSTALLED) $(HELM)
-	$(BIN)/pytest -n 3 $(FILES) $(AGAIN) $(SEVERAL)
+	$(BIN)/pytest -n 4 $(FILES) $(AGAIN) $(SEVERAL)
 
 e2e: $(INSTALLED) $(HELM)
 	$(BIN)/pytest -n 2 $(FILES) $(AGAIN) tests/e2e/test_up.py tests/e2e/test_by_hand.py tests/pods

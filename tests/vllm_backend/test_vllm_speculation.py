@@ -123,7 +123,7 @@ def num_accepted(tokens: list[Token]) -> int:
     return sum(token.followed_draft for token in tokens)
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", mostly_long(SAMPLED, "greedy", "seeded", "top_p", "regex"))
 async def test_the_tokens_are_those_without_drafts(site: Speculating, name: str) -> None:
     request = wanted(name)
     if request.sampling.structured is not None and not site.has_tokenizer:
