@@ -6,12 +6,12 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from google.protobuf.message import DecodeError
 from tokenizers import Tokenizer
 
-from cluster.errors import InvalidRequest, ServiceError
+from cluster.errors import ServiceError
 from cluster.network.error_status import to_status
 from cluster.network.frame_stream import FrameStream
+from cluster.network.rpc import absorb_all
 from decode_worker.decode_attempt import DecodeAttempt
 from decode_worker.router_stream import RouterStream, serve_router
 from engine.model.detokenizer import load_tokenizer
@@ -43,7 +43,7 @@ class DecodeService(pb_grpc.DecodeServicer):
         self, request_iterator: AsyncIterator[pb.RouterFrame], context: Any
     ) -> AsyncIterator[pb.DecodeFrame]:
         connection = RouterStream(self._begin)
-        reading = asyncio.ensure_future(_read(connection, request_iterator))
+        reading = asyncio.ensure_future(absorb_all(request_iterator, connection.absorb))
         reading.add_done_callback(lambda _: connection.end())
         try:
             async for frame in connection.frames():
@@ -82,18 +82,6 @@ class DecodeService(pb_grpc.DecodeServicer):
         engine_id = f"request-{next(self._numbers)}"  # not the client's id, which may not be unique
         tokenizer = None if request.HasField("embedding") else self._tokenizer  # an embedding has no text
         return DecodeAttempt(self._context, tokenizer, engine_id, request, on_news)
-
-
-async def _read(connection: RouterStream, frames: AsyncIterator[pb.RouterFrame]) -> None:
-    """Read frames until the router half-closes.
-
-    Raises InvalidRequest for bytes that are no frame.
-    """
-    try:
-        async for frame in frames:
-            connection.absorb(frame)
-    except DecodeError as error:
-        raise InvalidRequest("frame", f"is not a valid message: {error}") from error
 
 
 def add_decode_service(server: Any, context: WorkerContext) -> list[str]:

@@ -71,7 +71,7 @@ class UcxxTransport(Transport):
         # Fields from here on belong to the thread.
         self._stopping = False
         self._selector = selectors.DefaultSelector()
-        self._request_metrics: dict[Link, list[tuple[int, int]]] = {}
+        self._watched: dict[Link, list[tuple[int, int]]] = {}
         self._borrows: dict[UcxxPeer, BorrowLink] = {}
         self._lends: set[LendLink] = set()
 
@@ -174,20 +174,20 @@ class UcxxTransport(Transport):
             self._inbox.get()()
         if self._stopping:
             return
-        for link in list(self._request_metrics):
+        for link in list(self._watched):
             self._guarded(link, link.progress)
         for borrow in list(self._borrows.values()):
             self._guarded(borrow, borrow.advance)
         now = time.monotonic()
-        for link in list(self._request_metrics):
+        for link in list(self._watched):
             if link.give_up_at is not None and now >= link.give_up_at:
                 self._guarded(link, link.give_up)
 
     def _pause(self) -> float | None:
         """Return how many seconds the thread may sleep; None: until an event."""
-        if any(link.end is not None and not link.end.armed for link in self._request_metrics):
+        if any(link.end is not None and not link.end.armed for link in self._watched):
             return 0.0
-        deadlines = [link.give_up_at for link in self._request_metrics if link.give_up_at is not None]
+        deadlines = [link.give_up_at for link in self._watched if link.give_up_at is not None]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _readable(self, link: Link, is_end: bool) -> None:
@@ -215,17 +215,17 @@ class UcxxTransport(Transport):
             wanted.append((link.control.fileno(), selectors.EVENT_READ | writing))
         if link.end is not None:
             wanted.append((link.end.fileno(), selectors.EVENT_READ))
-        if wanted == self._request_metrics.get(link, []):
+        if wanted == self._watched.get(link, []):
             return
         self._unwatch(link)
         for number, (fd, events) in enumerate(wanted):
             self._selector.register(fd, events, (link, number == 1))
         if wanted:
-            self._request_metrics[link] = wanted
+            self._watched[link] = wanted
 
     def _unwatch(self, link: Link) -> None:
         """Stop watching a socket before it is closed, since its number may be reused at once."""
-        for fd, _ in self._request_metrics.pop(link, []):
+        for fd, _ in self._watched.pop(link, []):
             self._selector.unregister(fd)
 
     def _put(self, job: Job) -> None:
@@ -260,7 +260,7 @@ class UcxxTransport(Transport):
         """Make everything quiet first, then fail the reads."""
         with self._lock:
             self._closed = True
-        for link in list(self._request_metrics):
+        for link in list(self._watched):
             self._unwatch(link)
             link.disconnect()
         for borrow in self._borrows.values():

@@ -19,7 +19,7 @@ from cluster.metrics import MetricsServer, new_registry
 from cluster.network.error_status import from_rpc_error
 from cluster.network.rpc import Server, channel
 from cluster.network.tls import TlsIdentity, member_of
-from cluster.process.life import Addresses
+from cluster.process.life import Addresses, SignalledRole
 from cluster.roles import ROLES, Role
 from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings
 from planner.config import PolicyConfig
@@ -175,7 +175,7 @@ class RouterPoller:
         raise TandemError(f"model {self._config.model!r}: router {reply.router_id} serves {known}; name one of them")
 
 
-class Planner:
+class Planner(SignalledRole):
     """A started planner."""
 
     def __init__(
@@ -210,12 +210,7 @@ class Planner:
             if (error := task.exception()) is not None:
                 log.error("the planner failed", exc_info=error)
                 return TandemError(f"the planner failed: {error!r}")
-        never: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
-        return await never
-
-    async def stop_requested(self) -> None:
-        """Never return; only signals stop a planner."""
-        await asyncio.get_running_loop().create_future()
+        return await super().failed()
 
     async def drain(self) -> None:
         """Do nothing; there is no work to finish."""

@@ -5,10 +5,9 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
-from cluster.errors import InvalidRequest, ServiceError
+from cluster.errors import ServiceError
 from cluster.network.error_status import to_status
+from cluster.network.rpc import absorb_all
 from engine.worker.runtime import WorkerContext
 from prefill_worker.borrower_stream import BorrowerStream
 from prefill_worker.loan import Loan
@@ -30,7 +29,7 @@ class LendService(pb_grpc.LendServicer):
         self, request_iterator: AsyncIterator[pb.BorrowerFrame], context: Any
     ) -> AsyncIterator[pb.LenderFrame]:
         connection = BorrowerStream(self._begin, self._context.engine, self._context.config.peer_silence_s)
-        reading = asyncio.ensure_future(_read(connection, request_iterator))
+        reading = asyncio.ensure_future(absorb_all(request_iterator, connection.absorb))
         reading.add_done_callback(lambda _: connection.end())
         try:
             async for frame in connection.frames():
@@ -54,18 +53,6 @@ class LendService(pb_grpc.LendServicer):
 
     def _begin(self, want: pb.Want, on_news: Callable[[], object]) -> Loan:
         return Loan(self._context, f"loan-{next(self._numbers)}", want, on_news)
-
-
-async def _read(connection: BorrowerStream, frames: AsyncIterator[pb.BorrowerFrame]) -> None:
-    """Read frames until the borrower half-closes.
-
-    Raises InvalidRequest for bytes that are no frame.
-    """
-    try:
-        async for frame in frames:
-            connection.absorb(frame)
-    except DecodeError as error:
-        raise InvalidRequest("frame", f"is not a valid message: {error}") from error
 
 
 def add_lend_service(server: Any, context: WorkerContext) -> list[str]:

@@ -3,16 +3,12 @@
 import os
 import re
 import socket
-from pathlib import Path
-from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from cluster.config import Config
-from cluster.settings import HealthSettings, LogSettings, MetricsSettings
-from engine.config import WorkerConfig
 from engine.model.hub import ModelPath, model_name
-from engine.settings import PLUGIN_NAME
+from preprocessor.media_settings import MediaSettings
 
 _HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[?[0-9a-f:.]+\]?")
 
@@ -31,27 +27,13 @@ class MediaModel(Config):
         return self.name or model_name(self.path)
 
 
-class PreprocessorConfig(HealthSettings, MetricsSettings, LogSettings, Config):
+class PreprocessorConfig(MediaSettings):
     """Settings of a preprocessor, which makes pictures, sounds and videos ready for models."""
 
     models: tuple[MediaModel, ...] = ()
     """Models, each with its own name."""
     model: ModelPath | None = Field(default=None, validate_default=True)
     """Model directory or repository of the only model; the same as one entry of `models` with a path."""
-    engine: str = Field(default="vllm", pattern=PLUGIN_NAME)
-    """Engine of the models' workers, whose own code makes media ready: vllm, or sim for tests."""
-    vllm_python: Path | None = None
-    """Python interpreter of the environment with vLLM and Tandem, as the worker's setting of this name."""
-    vllm_options: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's EngineArgs by name. Give those that workers have and that concern media, such as
-    max_model_len, limit_mm_per_prompt and mm_processor_kwargs."""
-    vllm_args: str = ""
-    """The same as flags of `vllm serve`, as the workers' setting of this name."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of tensors, as the workers' setting of this name."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on."""
     port: int = Field(default=50061, ge=0, le=65535)
     """gRPC port, for routers and workers; 0 lets the system choose."""
     advertise_host: str = ""
@@ -114,11 +96,3 @@ class PreprocessorConfig(HealthSettings, MetricsSettings, LogSettings, Config):
 
     def id(self) -> str:
         return f"preprocessor-{socket.gethostname()}-{os.getpid()}"
-
-    def worker_config(self, directory: Path) -> WorkerConfig:
-        """Return the settings with which the engine opens a model's media processor.
-
-        Raises StartError.
-        """
-        same = ("engine", "dtype", "vllm_python", "vllm_options", "vllm_args", "log_level", "log_format")
-        return WorkerConfig.parse({"model": directory} | {name: getattr(self, name) for name in same})

@@ -1,6 +1,5 @@
 """Assembly and life of a router process."""
 
-import asyncio
 import logging
 import secrets
 import sys
@@ -15,7 +14,7 @@ from cluster.metrics import MetricsServer, new_registry
 from cluster.network.rpc import Server
 from cluster.network.tls import Credentials, MemberIdentity
 from cluster.process.drain import Drain
-from cluster.process.life import Addresses
+from cluster.process.life import Addresses, SignalledRole
 from cluster.process.loop_watch import watch_loop
 from protos import membership_pb2_grpc as pb_grpc
 from router.admission.arrivals import Arrivals
@@ -58,7 +57,7 @@ GRACE_S = 0.5
 """Seconds for calls in flight when a server stops."""
 
 
-class Router:
+class Router(SignalledRole):
     """A started router."""
 
     def __init__(
@@ -89,12 +88,7 @@ class Router:
         """Return the error when the HTTP server failed; a router has no other part that fails by itself."""
         if self._http is not None:
             return await self._http.failed()
-        never: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
-        return await never
-
-    async def stop_requested(self) -> None:
-        """Never return; only signals stop a router."""
-        await asyncio.get_running_loop().create_future()
+        return await super().failed()
 
     async def drain(self) -> None:
         """Refuse new requests, finish streams for `drain_s`, and end the rest with an error that says so."""

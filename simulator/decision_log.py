@@ -12,7 +12,7 @@ from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
 from router.placement.place import Decision
 from router.placement.rates import Ints, Priors
-from router.placement.snapshots.decision_codec import decided_again, read_recorded, recorded
+from router.placement.snapshots.decision_codec import recorded
 from router.placement.snapshots.placement_snapshot import PlacementSnapshot
 
 
@@ -31,9 +31,3 @@ class LoggedFleet(Fleet):
             placement_snapshot = PlacementSnapshot(demand, self.snapshot, hits, self.rates, available)
             self._log.write(json.dumps(recorded(decision, placement_snapshot), separators=(",", ":")) + "\n")
         return decision
-
-
-def decide_again(line: str) -> tuple[Decision, Decision | None]:
-    """Return the logged decision, and the decision made again from its snapshot."""
-    decision, placement_snapshot = read_recorded(json.loads(line))
-    return decision, decided_again(placement_snapshot)

@@ -75,7 +75,6 @@ class Admission:
         self._tenants = tenants
         self.num_refused: Counter[str] = Counter()
         """Refusals by reason, since the start."""
-        self.num_started = 0
         self._queues: dict[int, ClassQueue] = {}
         self._numbers = itertools.count()
         self._running: dict[ActivePlacement, tuple[QueuedRequest, float]] = {}
@@ -187,15 +186,6 @@ class Admission:
         reserve = max(self._fleet.snapshot.reserves, default=0)
         return self._forecast.wait_behind_s(priority, own, higher, cost_of(demand, reserve))
 
-    def waiting_by_class(self) -> dict[int, int]:
-        return {priority: self._queues[priority].num_waiting for priority in self._waiting_classes()}
-
-    def waiting_by_tenant(self) -> dict[str, int]:
-        counts: Counter[str] = Counter()
-        for queue in self._queues.values():
-            counts.update({tenant: len(line.requests) for tenant, line in queue.lines.items()})
-        return dict(counts)
-
     def reserved_workers(self) -> dict[str, QueuedRequest]:
         """Return the waiting request for which each reserved worker is kept."""
         return {kept.worker_id: kept.waiting for kept in self._reservations.kept}
@@ -293,7 +283,6 @@ class Admission:
         self._running[placed] = waiting, now
         self._failing.placed(placed)
         info.num_placed += 1
-        self.num_started += 1
         outcomes.append(Started(waiting, placed, decision))
 
     def _account(self, priority: int, cost: int) -> None:

@@ -12,14 +12,8 @@ class Costs:
         """Prices of a million tokens; None where none are set."""
         self.num_requests = 0
         """Requests with at least one message."""
-        self.num_unfinished = 0
-        """Requests among these that were cancelled or failed."""
-        self.num_auto = 0
-        """Requests among these that named `auto`."""
         self.input_tokens = 0
         self.output_tokens = 0
-        self.price = 0.0
-        """Price of all requests."""
 
     @property
     def input_price(self) -> float:
@@ -30,14 +24,11 @@ class Costs:
     def output_price(self) -> float:
         return self.prices.output_per_million / 1e6 if self.prices else 0.0
 
-    def used(self, input_tokens: int, output_tokens: int, finished: bool, auto: bool) -> None:
+    def used(self, input_tokens: int, output_tokens: int) -> None:
         """Count a request that is over."""
         self.num_requests += 1
-        self.num_unfinished += not finished
-        self.num_auto += auto
         self.input_tokens += input_tokens
         self.output_tokens += output_tokens
-        self.price += input_tokens * self.input_price + output_tokens * self.output_price
 
 
 def _prices(entry: ModelEntry) -> pb.Price | None:

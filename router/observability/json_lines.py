@@ -35,7 +35,6 @@ class JsonLines:
         self._thread = ThreadPoolExecutor(1, setting)
         self._lock = threading.Lock()
         self._unwritten = 0
-        self.num_dropped = 0
         if path is not None:
             try:
                 _open_private(path).close()
@@ -49,7 +48,6 @@ class JsonLines:
         """
         with self._lock:
             if self._unwritten >= self._most_unwritten:
-                self.num_dropped += 1
                 return False
             self._unwritten += 1
         self._thread.submit(self._append, line)
@@ -61,19 +59,15 @@ class JsonLines:
 
     def _append(self, line: Callable[[], dict[str, Any]]) -> None:
         assert self._path is not None
-        lost = 0
         try:
             with _open_private(self._path) as file:
                 file.write(json.dumps(line(), separators=(",", ":")) + "\n")
         except OSError as error:
             log.error("a line of %s is lost: %s: %s", self._setting, self._path, error.strerror)
-            lost = 1
         except Exception:  # otherwise the error would be lost, and the count wrong for ever
             log.exception("a line of %s is lost", self._setting)
-            lost = 1
         with self._lock:
             self._unwritten -= 1
-            self.num_dropped += lost
 
 
 def _open_private(path: Path) -> TextIO:

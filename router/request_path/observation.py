@@ -125,7 +125,7 @@ class Observation:
             prepared.reasons = [choice.reason for choice in emitted.choices if choice.reason is not None]
         num_prompt, num_output = len(prepared.prompt), prepared.num_output_tokens
         self._metrics.over(num_prompt, num_output)
-        prepared.model.costs.used(num_prompt, num_output, finish is not None, auto=bool(prepared.verdicts))
+        prepared.model.costs.used(num_prompt, num_output)
         if not self._is_accounted:
             self._observer.accounting.cut_off(prepared, emitted)
 

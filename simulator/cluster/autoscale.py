@@ -48,7 +48,6 @@ class Autoscaler:
     spec_of: Callable[[Role], WorkerSpec]
     """Function that returns the spec of a new worker."""
     sizes: list[Sizes] = field(default_factory=list)
-    num_switched: int = 0
     _state: PolicyState | None = None
     _tallies: Tallies = field(default_factory=Tallies)
     _roles: dict[str, Role] = field(default_factory=dict)
@@ -91,7 +90,6 @@ class Autoscaler:
 
     def _switch(self, worker: SimWorker, role: Role) -> None:
         self._roles[worker.worker_id] = role
-        self.num_switched += 1
         self.cluster.switch(worker.worker_id, role, self.spec_of(role).limits.budget, JOIN_S)
 
     def _size(self, role: Role, wanted: int) -> None:

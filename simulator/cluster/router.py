@@ -33,6 +33,8 @@ from simulator.latency_histogram import LatencyHistogram
 from simulator.request import EndState, TraceRequest
 from simulator.request import Outcome as Result
 
+MAX_ATTEMPTS = 4
+DEADLINE_S = 600.0
 SETTLE_S = 0.2
 """Seconds after a worker's death until its membership has ended, as `RequestHandler` waits."""
 
@@ -71,8 +73,6 @@ class SimRouter:
         fronts: FrontProcesses,
         message_s: float,
         gaps: LatencyHistogram,
-        max_attempts: int = 4,
-        deadline_s: float = 600.0,
     ) -> None:
         """Create the router.
 
@@ -85,8 +85,6 @@ class SimRouter:
         self._clock = clock
         self._fronts = fronts
         self._message_s = message_s
-        self._max_attempts = max_attempts
-        self._deadline_s = deadline_s
         self._members: dict[SimWorker, Worker] = {}
         self._workers: dict[str, SimWorker] = {}
         self._decoders: dict[SimWorker, pb.Hello] = {}
@@ -152,7 +150,7 @@ class SimRouter:
             result.reason = "larger than every pool"
             self._finish(result, EndState.REFUSED, on_end)
             return
-        info = RequestInfo(request.tenant, request.priority, now, now + self._deadline_s)
+        info = RequestInfo(request.tenant, request.priority, now, now + DEADLINE_S)
         self._tenants.enter(request.tenant, 0, now)
         self._queue(SimRequest(result, prompt, info, demand, keys, on_end))
 
@@ -279,7 +277,7 @@ class SimRouter:
         """Place a request again after its worker died, with the emitted tokens."""
         prepared.failures += 1
         self._over(prepared)
-        if prepared.failures == self._max_attempts:
+        if prepared.failures == MAX_ATTEMPTS:
             prepared.result.reason = f"{prepared.failures} workers died"
             self._end(prepared, EndState.FAILED)
             return

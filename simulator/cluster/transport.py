@@ -48,7 +48,6 @@ class VirtualTransport(Transport):
         self._latency_s = latency_s
         self._peers: dict[str, VirtualPeer] = {}
         self._closed = False
-        self.num_bytes_read = 0
 
     def blocks_per_read(self, block_bytes: int, peer: Peer | None = None) -> int:
         """Return one read for all blocks, since nothing is copied."""
@@ -100,7 +99,6 @@ class VirtualTransport(Transport):
     def _over(self, peer: VirtualPeer, read: _Queued, whole: bool) -> None:
         peer.reading = None
         if whole:
-            self.num_bytes_read += read.num_bytes
             read.future.set_result(None)
         else:
             read.future.set_exception(PeerGone(f"{peer.name} has ended"))

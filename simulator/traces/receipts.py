@@ -8,7 +8,7 @@
     ttft_s, itl_s  latencies seen by the client: for `tandem calibrate`; a replay ignores them
     receipt        the receipt in protobuf's JSON form: likewise
 
-`Numbering` makes the numbers from prompt tokens, so that a log holds no text and no tokens.
+A log holds no text and no tokens.
 """
 
 import json
@@ -18,9 +18,7 @@ from typing import Any, TextIO
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
-from engine.block_keys import BlockKey, block_keys
 from protos import inference_pb2 as pb
-from simulator.request import MAX_HASH_ID
 from simulator.traces.row import BadRow, Row, hash_ids_of, seconds_of, tokens_of, whole_of
 
 
@@ -40,20 +38,6 @@ class ServedRequest:
     tenant: str = ""
     priority: int = 0
     session_id: str = ""
-
-
-class Numbering:
-    """Numbers of blocks: a key keeps its number for as long as this object lives."""
-
-    def __init__(self, block_tokens: int = 64) -> None:
-        self.block_tokens = block_tokens
-        self._numbers: dict[BlockKey, int] = {}
-
-    def of(self, token_ids: Sequence[int]) -> list[int]:
-        keys = block_keys(b"", token_ids, self.block_tokens)
-        if rest := token_ids[len(keys) * self.block_tokens :]:
-            keys += block_keys(keys[-1] if keys else b"", rest, len(rest))
-        return [self._numbers.setdefault(key, len(self._numbers) % MAX_HASH_ID) for key in keys]
 
 
 def write_served(file: TextIO, served: ServedRequest) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -48,9 +47,7 @@ class Frontend(ABC):
         return self
 
     @abstractmethod
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    async def __aexit__(self, *_: object) -> None: ...
 
     @abstractmethod
     async def ask(self, request: TraceRequest, on_tokens: OnTokens) -> pb.Finish:
@@ -98,9 +95,7 @@ class GrpcFrontend(Frontend):
             self._words = PromptWords(finish.usage.prompt_tokens / PROBE_WORDS)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*(client.close() for client in self._clients))
 
     async def ask(self, request: TraceRequest, on_tokens: OnTokens) -> pb.Finish:
@@ -186,9 +181,7 @@ class HttpFrontend(Frontend):
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
     async def _look(self) -> None:

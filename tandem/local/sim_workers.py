@@ -14,7 +14,7 @@ from pydantic import Field, NonNegativeInt
 from cluster.config import Config
 from cluster.errors import StartError, TandemError
 from cluster.logs import set_up
-from cluster.process.life import run_role
+from cluster.process.life import SignalledRole, run_role
 from cluster.roles import Role
 from cluster.settings import LogSettings
 from decode_worker.program import add_services
@@ -120,16 +120,12 @@ class SimPoolConfig(LogSettings, Config):
         ]
 
 
-class _Process:
+class _Process(SignalledRole):
     """The process, for `run_role`."""
 
     def __init__(self, pool: SimPool) -> None:
         self._pool = pool
         self.addresses = next(iter(pool.workers.values())).worker.addresses
-
-    async def stop_requested(self) -> None:
-        """Never return; workers are stopped one by one."""
-        await asyncio.get_running_loop().create_future()
 
     async def drain(self) -> None:
         """Do nothing; all workers stop at once."""

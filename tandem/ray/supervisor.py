@@ -82,7 +82,7 @@ class Supervisor:
         """Addresses of the routers for workers."""
         self._trust = member_of(topology.router)
         self._roles: dict[str, Role] = {}
-        self._reservations: dict[Role, asyncio.Task[None]] = {}
+        self._keeping: dict[Role, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._starting: list[Role] = []
         """Roles being started by an order."""
@@ -235,27 +235,27 @@ class Supervisor:
         """
         for role in self._roles.values():
             self._keep(role)
-        while self._reservations:
+        while self._keeping:
             self._changed.clear()
             changed = asyncio.ensure_future(self._changed.wait())
-            ends = [changed, *self._reservations.values()]
+            ends = [changed, *self._keeping.values()]
             await asyncio.wait(ends, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
             changed.cancel()
             await self._look()  # a worker that dies starts again with its last role
-            for role, task in list(self._reservations.items()):
+            for role, task in list(self._keeping.items()):
                 if task.done():
-                    del self._reservations[role]
+                    del self._keeping[role]
                     task.result()
 
     async def stop(self) -> None:
-        for task in self._reservations.values():
+        for task in self._keeping.values():
             task.cancel()
-        await asyncio.gather(*self._reservations.values(), return_exceptions=True)
+        await asyncio.gather(*self._keeping.values(), return_exceptions=True)
         await asyncio.gather(*(role.stop() for role in self._roles.values()))
         self._group.remove()
 
     def _keep(self, role: Role, cause: str = "") -> None:
-        self._reservations[role] = asyncio.ensure_future(self._keep_one(role, cause))
+        self._keeping[role] = asyncio.ensure_future(self._keep_one(role, cause))
         self._changed.set()
 
     async def _keep_one(self, role: Role, cause: str = "") -> None:

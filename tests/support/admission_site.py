@@ -143,8 +143,7 @@ class Site:
     def check(self) -> None:
         """The invariants that hold after every event."""
         admission = self.admission
-        assert admission.num_waiting == len(self.waiting) == sum(admission.waiting_by_class().values())
-        assert admission.num_waiting == sum(admission.waiting_by_tenant().values())
+        assert admission.num_waiting == len(self.waiting)
         assert admission.num_running == len(self.running)
         fresh = sum(not waiting.info.num_placed for waiting in self.waiting)
         assert fresh <= self.config.max_queued

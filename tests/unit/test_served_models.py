@@ -153,14 +153,14 @@ async def test_lines_are_of_one_model_each(byte_model: Path, word_model: Path) -
 
 def test_costs_are_counted_by_model() -> None:
     costs = Costs(ModelEntry(path=Path("m"), input_price=2, output_price=10))
-    costs.used(1000, 100, finished=True, auto=True)
-    costs.used(500, 3, finished=False, auto=False)
-    assert (costs.num_requests, costs.num_unfinished, costs.num_auto) == (2, 1, 1)
+    costs.used(1000, 100)
+    costs.used(500, 3)
+    assert costs.num_requests == 2
     assert (costs.input_tokens, costs.output_tokens) == (1500, 103)
-    assert costs.price == pytest.approx((1500 * 2 + 103 * 10) / 1e6)
+    assert (costs.input_price, costs.output_price) == pytest.approx((2e-6, 10e-6))
     free = Costs(ModelEntry(path=Path("m")))
-    free.used(1000, 100, finished=True, auto=False)
-    assert (free.prices, free.price, free.output_tokens) == (None, 0.0, 100)
+    free.used(1000, 100)
+    assert (free.prices, free.input_price, free.output_tokens) == (None, 0.0, 100)
 
 
 # ------------------------------------------------------------------ workers and keys

@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 
 from cluster.errors import StartError
 from engine.backends.sim.timing import StepTiming
+from router.placement.snapshots.decision_codec import decided_again, read_recorded
 from simulator.calibration import Calibration
 from simulator.cluster.cluster import SimCluster
 from simulator.comparison.planned import autoscaled
 from simulator.comparison.replay import Scenario, Setup, learnt_by, replay, scenarios
 from simulator.comparison.report import advice, as_json, tables_of
 from simulator.comparison.results import Slo
-from simulator.decision_log import LoggedFleet, decide_again
+from simulator.decision_log import LoggedFleet
 from simulator.errors import BadSetup
 from simulator.gpus import gpu_named
 from simulator.models.model_shape import DEFAULT_CONFIG, open_shape
@@ -101,10 +102,9 @@ def test_every_logged_decision_is_made_again() -> None:
         SimCluster(spec, lambda _: None).run(random_requests(shape[0], 40, rate=15.0))
     lines = log.getvalue().splitlines()
     assert len(lines) >= 80
-    for line in lines:
-        said, again = decide_again(line)
-        assert said == again
-    lenders = [decide_again(line)[0].lender_id for line in lines]
+    logged = [read_recorded(json.loads(line)) for line in lines]
+    assert all(decided_again(snapshot) == decision for decision, snapshot in logged)
+    lenders = [decision.lender_id for decision, _ in logged]
     assert any(lenders)
     assert not all(lenders)
 
@@ -135,7 +135,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert said["advice"].startswith("Even")
     assert "95 % interval, 1 seed" in done.output.replace("\n", " "), "every request keeps the SLO in both"
     assert said["difference"]["interval"] == [0.0, 0.0]
-    assert all(said == again for said, again in map(decide_again, log.read_text().splitlines()))
+    logged = [read_recorded(json.loads(line)) for line in log.read_text().splitlines()]
+    assert all(decided_again(snapshot) == decision for decision, snapshot in logged)
     again = CliRunner().invoke(app, ["replay", str(trace), *options, "--json", str(tmp_path / "again.json")])
     assert again.exit_code == 0
     assert (tmp_path / "again.json").read_text() == figures.read_text()

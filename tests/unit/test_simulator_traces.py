@@ -14,7 +14,7 @@ from protos import inference_pb2 as pb
 from simulator.errors import BadSetup, BadTrace
 from simulator.request import TraceRequest
 from simulator.traces.reading import Trace, Window
-from simulator.traces.receipts import Numbering, ServedRequest, write_served
+from simulator.traces.receipts import ServedRequest, write_served
 
 GOOD = {"timestamp": 1000, "input_length": 1000, "output_length": 5, "hash_ids": [0, 1]}
 
@@ -66,12 +66,11 @@ def test_azure_with_a_zone(tmp_path: Path) -> None:
 
 
 def test_receipts_are_read_as_they_were_written(tmp_path: Path) -> None:
-    numbering, file = Numbering(block_tokens=4), io.StringIO()
-    prompts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 9]]
-    for number, prompt in enumerate(prompts):
+    file = io.StringIO()
+    prompts = [(6, [0, 1]), (9, [0, 2, 3]), (2, [4])]
+    for number, (length, blocks) in enumerate(prompts):
         receipt = pb.Receipt(request_id=f"r{number}")
-        blocks = numbering.of(prompt)
-        write_served(file, ServedRequest(10.0 + number, len(prompt), 3, 4, blocks, 0.5, 0.01, receipt, "tenant", 2))
+        write_served(file, ServedRequest(10.0 + number, length, 3, 4, blocks, 0.5, 0.01, receipt, "tenant", 2))
     path = tmp_path / "log"
     path.write_text(file.getvalue())
     assert json.loads(file.getvalue().splitlines()[0])["receipt"] == {"request_id": "r0"}

@@ -62,14 +62,6 @@ class PagedModel:
         if device.type == "cuda":
             self.warm_up(self.memory.scratch_block, info.max_context_tokens)
 
-    @property
-    def last_layer_trimmed(self) -> bool:
-        """Whether the last layer computes only the rows that are sampled.
-
-        The CPU kernels do so.
-        """
-        return self._last_rows is not None
-
     def logits(self, batch: Seq[Chunk]) -> Tensor:
         """Compute the chunks and return logits [places, vocab]: every place of the chunks that sample, in order."""
         self._computing = True

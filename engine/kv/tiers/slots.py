@@ -64,10 +64,6 @@ class Slots:
         """Return the block in `slot`, or None where it has no name."""
         return self._block_in.get(slot)
 
-    def is_idle(self, slot: int) -> bool:
-        """Return whether the slot has a name and no reference."""
-        return slot in self._idle
-
     def take(self) -> tuple[int, NamedBlock | None] | None:
         """Return a nameless slot with one reference, and the block evicted for it.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.frontend.http.body.fields import INT32, Fields, one_of, shown
+from router.frontend.http.body.fields import INT32, Fields, must_be_one_of, one_of, shown
 from router.frontend.http.body.media import Given, GivenMedium, read_data, read_file, read_url, set_content
 from router.frontend.http.caller import Caller
 from router.frontend.http.generation import Generation
@@ -95,12 +95,8 @@ def read_prompt(fields: Fields, caller: Caller, media: Given) -> pb.GenerateRequ
 def _read_output(config: Fields, request: pb.GenerateRequest) -> None:
     request.reasoning_effort = config.text("effort") or request.reasoning_effort
     if (form := config.nested("format")) is not None:
-        if one_of(form, "type", ("json_schema",)) is None:
-            raise form.refuse("type", "is missing")
-        schema = form.take("schema")
-        if not isinstance(schema, dict):
-            raise form.refuse("schema", f"must be a JSON schema, not {shown(schema)}")
-        request.sampling.structured.json_schema = json.dumps(schema)
+        must_be_one_of(form, "type", ("json_schema",))
+        request.sampling.structured.json_schema = json.dumps(form.schema("schema"))
         form.finish()
     config.finish()
 
@@ -109,9 +105,7 @@ def _read_output(config: Fields, request: pb.GenerateRequest) -> None:
 
 
 def _add_message(fields: Fields, request: pb.GenerateRequest, media: Given) -> None:
-    role = one_of(fields, "role", ("user", "assistant", "system"))
-    if role is None:
-        raise fields.refuse("role", "is missing")
+    role = must_be_one_of(fields, "role", ("user", "assistant", "system"))
     content = fields.take("content")
     if role == "assistant":
         _add_assistant(fields, content, request)
@@ -204,18 +198,15 @@ def _add_tool_result(block: Fields, request: pb.GenerateRequest, media: Given) -
 
 
 def _image(block: Fields, request: pb.GenerateRequest, media: Given) -> pb.Media:
-    if (source := block.nested("source")) is None:
-        raise block.refuse("source", "is missing")
-    kind = one_of(source, "type", ("base64", "url", "file"))
+    source = block.required("source")
+    kind = must_be_one_of(source, "type", ("base64", "url", "file"))
     if kind == "base64":
         medium = read_data(source, "data", "image", media)
         source.take("media_type")  # seen in the file itself
     elif kind == "url":
         medium = read_url(source, "url", "image", source.take("url"), media)
-    elif kind == "file":
-        medium = read_file(source, "file_id", "image", media)
     else:
-        raise source.refuse("type", "is missing")
+        medium = read_file(source, "file_id", "image", media)
     source.finish()
     _read_cache_control(block, request)
     return medium
@@ -238,8 +229,7 @@ def _read_cache_control(block: Fields, request: pb.GenerateRequest) -> None:
     """Keep the prompt as long as the longest mark in it asks; the prompt is kept whole, wherever the mark stands."""
     if (control := block.nested("cache_control")) is None:
         return
-    if one_of(control, "type", ("ephemeral",)) is None:
-        raise control.refuse("type", "is missing")
+    must_be_one_of(control, "type", ("ephemeral",))
     seconds = CACHE_TTLS[one_of(control, "ttl", tuple(CACHE_TTLS)) or "5m"]
     request.cache_retention_s = max(request.cache_retention_s, seconds)
     control.finish()
@@ -286,10 +276,7 @@ def _read_tools(fields: Fields, request: pb.GenerateRequest) -> None:
         function: dict[str, Any] = {"name": known.text("name", required=True)}
         if description := known.text("description"):
             function["description"] = description
-        schema = known.take("input_schema")
-        if not isinstance(schema, dict):
-            raise known.refuse("input_schema", f"must be a JSON schema, not {shown(schema)}")
-        function["parameters"] = schema
+        function["parameters"] = known.schema("input_schema")
         _read_cache_control(known, request)
         for name in ("strict", "eager_input_streaming"):
             known.take(name)
@@ -297,9 +284,7 @@ def _read_tools(fields: Fields, request: pb.GenerateRequest) -> None:
         request.tools.append(json.dumps({"type": "function", "function": function}, ensure_ascii=False))
     if (choice := fields.nested("tool_choice")) is None:
         return
-    kind = one_of(choice, "type", ("auto", "any", "tool", "none"))
-    if kind is None:
-        raise choice.refuse("type", "is missing")
+    kind = must_be_one_of(choice, "type", ("auto", "any", "tool", "none"))
     if kind in ("any", "tool") and not request.tools:
         raise fields.refuse("tool_choice", "forces a call, but the request has no tools")
     named = choice.text("name", required=True) if kind == "tool" else ""

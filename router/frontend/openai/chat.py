@@ -7,7 +7,7 @@ import json
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.frontend.http.body.fields import INT32, Fields, one_of, shown
+from router.frontend.http.body.fields import INT32, Fields, must_be_one_of, one_of, shown
 from router.frontend.http.body.media import Given, read_data, read_document, read_url, set_content
 from router.frontend.http.caller import Caller
 from router.frontend.openai.request import ApiRequest, check_choices, common
@@ -85,9 +85,7 @@ def read_messages(fields: Fields, media: Given) -> list[pb.ChatMessage]:
 
 
 def _message(fields: Fields, media: Given) -> pb.ChatMessage:
-    role = one_of(fields, "role", ROLES)
-    if role is None:
-        raise fields.refuse("role", "is missing")
+    role = must_be_one_of(fields, "role", ROLES)
     message = pb.ChatMessage(role=role, name=fields.text("name"))
     if role == "assistant":
         calls = enumerate(fields.objects("tool_calls"))
@@ -137,8 +135,7 @@ def _part(fields: Fields, media: Given) -> str | pb.Media:
     elif kind == "input_audio":
         part = read_input_audio(fields, media)
     elif kind == "file":
-        if (file := fields.nested("file")) is None:
-            raise fields.refuse("file", "is missing")
+        file = fields.required("file")
         part = read_document(file, media)
         file.finish()
     else:
@@ -163,8 +160,7 @@ def read_input_audio(fields: Fields, media: Given) -> pb.Media:
 
     Raises InvalidRequest.
     """
-    if (sound := fields.nested("input_audio")) is None:
-        raise fields.refuse("input_audio", "is missing")
+    sound = fields.required("input_audio")
     medium = read_data(sound, "data", "audio", media)
     sound.take("format")
     sound.finish()
@@ -174,9 +170,7 @@ def read_input_audio(fields: Fields, media: Given) -> pb.Media:
 def _made_call(fields: Fields) -> pb.ToolCall:
     one_of(fields, "type", ("function",))
     call_id = fields.text("id")
-    function = fields.nested("function")
-    if function is None:
-        raise fields.refuse("function", "is missing")
+    function = fields.required("function")
     call = pb.ToolCall(id=call_id, name=function.text("name", required=True))
     call.arguments = function.text("arguments", required=True)
     function.finish()
@@ -192,12 +186,8 @@ def read_tools(fields: Fields, request: pb.GenerateRequest) -> None:
     """Read `tools`, `tool_choice` and `parallel_tool_calls`."""
     for place, tool in enumerate(fields.objects("tools")):
         known = fields.at(f"tools[{place}]", tool)
-        if one_of(known, "type", ("function",)) is None:
-            raise known.refuse("type", "is missing")
-        function = known.nested("function")
-        if function is None:
-            raise known.refuse("function", "is missing")
-        _check_function(function)
+        must_be_one_of(known, "type", ("function",))
+        _check_function(known.required("function"))
         known.finish()
         request.tools.append(json.dumps(tool, ensure_ascii=False))
     several = fields.boolean("parallel_tool_calls", default=True)
@@ -207,18 +197,15 @@ def read_tools(fields: Fields, request: pb.GenerateRequest) -> None:
 
 def _check_function(fields: Fields) -> None:
     fields.text("name", required=True)
-    parameters = fields.take("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise fields.refuse("parameters", f"must be a JSON schema, not {shown(parameters)}")
+    if fields.given("parameters"):
+        fields.schema("parameters")
     for name in ("description", "strict"):  # a forced call follows its schema in any case
         fields.take(name)
     fields.finish()
 
 
 def _function_name(choice: Fields) -> str:
-    function = choice.nested("function")
-    if function is None:
-        raise choice.refuse("function", "is missing")
+    function = choice.required("function")
     name = function.text("name", required=True)
     function.finish()
     return name

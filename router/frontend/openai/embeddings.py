@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from protos import inference_pb2 as pb
 from router.frontend.http.blocks import compact
-from router.frontend.http.body.fields import INT32, Fields, are_token_ids, one_of
+from router.frontend.http.body.fields import INT32, Fields, one_of
 from router.frontend.http.caller import Caller, check_name
 from router.frontend.http.generation import Answer, Generation, PromptInfo
-from router.frontend.openai.request import NAMES, read_deadline_s
+from router.frontend.openai.request import NAMES, read_deadline_s, requests_of
 
 MAX_INPUTS = 2048
 """Largest number of inputs of one request, as OpenAI has it."""
@@ -46,7 +46,7 @@ def read_embeddings(fields: Fields, caller: Caller) -> EmbeddingRequest:
 
     Raises InvalidRequest naming the field at fault.
     """
-    inputs = _inputs(fields, "input")
+    inputs = fields.prompts("input")
     is_base64 = one_of(fields, "encoding_format", FORMATS) == "base64"
     api_request = _new_request(fields, caller, inputs, "input")
     api_request.is_base64 = is_base64
@@ -95,30 +95,8 @@ def _new_request(fields: Fields, caller: Caller, inputs: list[Input], many: str)
     names = {**NAMES, "text": many, "token_ids": many, "embedding.dimensions": "dimensions"}
     api_request = EmbeddingRequest(request.request_id, [], names, deadline_s=read_deadline_s(fields), max_open=MAX_OPEN)
     fields.finish()
-    for number, value in enumerate(inputs):
-        one = pb.GenerateRequest()
-        one.CopyFrom(request)
-        if isinstance(value, str):
-            one.text = value
-        else:
-            one.token_ids.extend(value)
-        if len(inputs) > 1:
-            one.request_id = f"{request.request_id}-{number}"
-        api_request.requests.append(one)
+    api_request.requests += requests_of(request, inputs)
     return api_request
-
-
-def _inputs(fields: Fields, name: str) -> list[Input]:
-    """Take a text, a list of texts, token ids, or a list of token id lists."""
-    value = fields.take(name)
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and value:
-        if are_token_ids(value):
-            return [value]
-        if all(isinstance(each, str) for each in value) or all(each and are_token_ids(each) for each in value):
-            return value
-    raise fields.refuse(name, "must be a text, a list of token ids, or a list of either, and not empty")
 
 
 def _texts(fields: Fields, name: str) -> list[str]:

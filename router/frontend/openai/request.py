@@ -1,6 +1,6 @@
 """Fields common to both endpoints' requests."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,3 +128,19 @@ def _read_stream_options(fields: Fields, api_request: ApiRequest) -> None:
     api_request.continuous_usage = options.boolean("continuous_usage_stats")
     options.boolean("include_obfuscation")  # padding against eavesdroppers, which changes no answer
     options.finish()
+
+
+def requests_of(request: pb.GenerateRequest, prompts: Sequence[str | list[int]]) -> list[pb.GenerateRequest]:
+    """Return a request like this one for each prompt; of several, each has its number in its id."""
+    requests = []
+    for number, prompt in enumerate(prompts):
+        one = pb.GenerateRequest()
+        one.CopyFrom(request)
+        if isinstance(prompt, str):
+            one.text = prompt
+        else:
+            one.token_ids.extend(prompt)
+        if len(prompts) > 1:
+            one.request_id = f"{request.request_id}-{number}"
+        requests.append(one)
+    return requests

@@ -7,11 +7,10 @@ Limits are checked for every request in `router/validation.py`; here only types 
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.frontend.http.body.fields import INT32, Fields, one_of, shown
+from router.frontend.http.body.fields import INT32, Fields, must_be_one_of
 
 KINDS = {
     "json": "json_schema",
@@ -98,16 +97,12 @@ def _read_structured(fields: Fields, options: GenerationOptions) -> None:
 
 
 def _response_format(fields: Fields) -> pb.StructuredOutput | None:
-    kind = one_of(fields, "type", ("text", "json_object", "json_schema"))
+    kind = must_be_one_of(fields, "type", ("text", "json_object", "json_schema"))
     form: pb.StructuredOutput | None = None
-    if kind is None:
-        raise fields.refuse("type", "is missing")
     if kind == "json_object":
         form = pb.StructuredOutput(json_object=True)
     elif kind == "json_schema":
-        schema = fields.nested("json_schema")
-        if schema is None:
-            raise fields.refuse("json_schema", "is missing")
+        schema = fields.required("json_schema")
         for informative in ("name", "description", "strict"):  # the schema is enforced in any case
             schema.take(informative)
         form = _form(schema, "schema", "json_schema")
@@ -153,9 +148,4 @@ def _form(fields: Fields, name: str, kind: str) -> pb.StructuredOutput | None:
 
 def _schema(fields: Fields, name: str) -> str:
     """Return a schema given as an object or as JSON text."""
-    value: Any = fields.take(name)
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, dict):
-        raise fields.refuse(name, f"must be a JSON schema, not {shown(value)}")
-    return json.dumps(value)
+    return fields.text(name) if isinstance(fields.peek(name), str) else json.dumps(fields.schema(name))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from protos import inference_pb2 as pb
-from router.frontend.http.body.fields import Fields, one_of, shown
+from router.frontend.http.body.fields import Fields, must_be_one_of, shown
 from router.models.output.output_plan import ANY_CALL, AUTO_CHOICES, NO_CALLS, forces_call
 
 ALLOWED = "allowed_tools"
@@ -30,9 +30,7 @@ def read_tool_choice(fields: Fields, request: pb.GenerateRequest, kinds: tuple[s
         request.tool_choice = choice
     elif choice is not None:
         wanted = fields.at("tool_choice", choice)
-        kind = one_of(wanted, "type", (*kinds, ALLOWED))
-        if kind is None:
-            raise wanted.refuse("type", "is missing")
+        kind = must_be_one_of(wanted, "type", (*kinds, ALLOWED))
         if kind == ALLOWED:
             _read_allowed(wanted, request, kinds, read_name)
         else:
@@ -50,9 +48,7 @@ def _read_allowed(choice: Fields, request: pb.GenerateRequest, kinds: tuple[str,
     """Leave the request only its allowed tools: no model calls a tool that it never heard of."""
     nested = choice.nested(ALLOWED)  # chats have the fields one level deeper
     allowed = choice if nested is None else nested
-    mode = one_of(allowed, "mode", ("auto", ANY_CALL))
-    if mode is None:
-        raise allowed.refuse("mode", "is missing")
+    mode = must_be_one_of(allowed, "mode", ("auto", ANY_CALL))
     of_name = {json.loads(tool)["function"]["name"]: tool for tool in request.tools}
     tools: dict[str, str] = {}
     given: list[Any] = allowed.objects("tools")

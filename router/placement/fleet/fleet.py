@@ -148,11 +148,6 @@ class Fleet:
         self.num_roster_changes += 1
         self._refresh(worker)
 
-    @property
-    def num_indexed_blocks(self) -> int:
-        """Number of blocks that the index has of any worker."""
-        return self._index.num_keys
-
     def cache_changed(self, worker: Worker, changed: pb.CacheEvents) -> bool:
         """Apply cache events.
 

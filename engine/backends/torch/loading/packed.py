@@ -67,10 +67,6 @@ class PackedScheme:
     block_rows: int = 1
     """Outputs that share an fp8 scale."""
 
-    @property
-    def per_word(self) -> int:
-        return WORD_BITS // self.bits
-
 
 def packed_scheme(settings: Mapping[str, Any]) -> PackedScheme | None:
     """Read the packing from config.json's quantization_config; None for a method that transformers handles.

@@ -169,6 +169,12 @@ class Fields:
         values = self.take(name)
         return None if values is None else self.at(name, values)
 
+    def required(self, name: str) -> "Fields":
+        """Take an object within this one that must be there."""
+        if (nested := self.nested(name)) is None:
+            raise self.refuse(name, "is missing")
+        return nested
+
     def at(self, name: str, values: Any) -> "Fields":
         """Wrap an object that was taken from this one."""
         return Fields(values, self.path(name), self.ignored)
@@ -208,6 +214,25 @@ class Fields:
             raise self.refuse(name, "must be a list of token ids, integers from 0")
         token_ids: list[int] = value
         return token_ids
+
+    def prompts(self, name: str) -> list[str | list[int]]:
+        """Take prompts: a text, a list of texts, token ids, or a list of token id lists."""
+        value = self.take(name)
+        if isinstance(value, str):
+            return [value]
+        if isinstance(value, list) and value:
+            if are_token_ids(value):
+                return [value]
+            if all(isinstance(each, str) for each in value) or all(each and are_token_ids(each) for each in value):
+                return value
+        raise self.refuse(name, "must be a text, a list of token ids, or a list of either, and not empty")
+
+    def schema(self, name: str) -> dict[str, Any]:
+        """Take a JSON schema that must be there."""
+        schema = self.take(name)
+        if not isinstance(schema, dict):
+            raise self.refuse(name, f"must be a JSON schema, not {shown(schema)}")
+        return schema
 
     def biases(self, name: str) -> dict[int, float]:
         """Take a map from token ids, which JSON has as strings, to numbers."""
@@ -274,4 +299,11 @@ def one_of(fields: Fields, name: str, known: Sequence[str]) -> str | None:
     value = fields.text(name)
     if value not in known:
         raise fields.refuse(name, f"must be one of {', '.join(known)}, not {shown(value)}")
+    return value
+
+
+def must_be_one_of(fields: Fields, name: str, known: Sequence[str]) -> str:
+    """Take a string that must be there and be one of `known`."""
+    if (value := one_of(fields, name, known)) is None:
+        raise fields.refuse(name, "is missing")
     return value

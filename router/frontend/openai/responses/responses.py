@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.frontend.http.body.fields import INT32, Fields, one_of, shown
+from router.frontend.http.body.fields import INT32, Fields, must_be_one_of, one_of, shown
 from router.frontend.http.body.media import Given, read_document, read_file, read_url, set_content
 from router.frontend.http.caller import Caller
 from router.frontend.http.generation import Generation
@@ -173,10 +173,7 @@ def _read_form(form: Fields, sampling: pb.Sampling) -> None:
     if kind == "json_object":
         sampling.structured.json_object = True
     elif kind == "json_schema":
-        schema = form.take("schema")
-        if not isinstance(schema, dict):
-            raise form.refuse("schema", f"must be a JSON schema, not {shown(schema)}")
-        sampling.structured.json_schema = json.dumps(schema)
+        sampling.structured.json_schema = json.dumps(form.schema("schema"))
     for name in ("name", "description", "strict"):  # the schema is enforced in any case
         form.take(name)
     form.finish()
@@ -233,9 +230,7 @@ def _add_item(item: Fields, messages: list[pb.ChatMessage], media: Given) -> Non
     for name in ("id", "status", "phase", "internal_chat_message_metadata_passthrough"):
         item.take(name)
     if kind == "message":
-        role = one_of(item, "role", ROLES)
-        if role is None:
-            raise item.refuse("role", "is missing")
+        role = must_be_one_of(item, "role", ROLES)
         content = item.take("content")
         if role != "assistant":
             messages.append(pb.ChatMessage(role=role))
@@ -325,15 +320,15 @@ def _read_tools(fields: Fields, request: pb.GenerateRequest, api_request: Respon
         function: dict[str, Any] = {"name": name}
         if description := known.text("description"):
             function["description"] = description
-        parameters = known.take("parameters")
         if kind == "custom":
             custom.add(name)
-            parameters = CUSTOM_PARAMETERS
+            known.take("parameters")
+            function["parameters"] = CUSTOM_PARAMETERS
             if known.peek("format") == {"type": "text"}:  # any other form is not enforced, and named as ignored
                 known.take("format")
-        if parameters is not None and not isinstance(parameters, dict):
-            raise known.refuse("parameters", f"must be a JSON schema, not {shown(parameters)}")
-        function["parameters"] = parameters or {"type": "object"}
+        else:
+            parameters = known.schema("parameters") if known.given("parameters") else {}
+            function["parameters"] = parameters or {"type": "object"}
         for own in ("strict", "defer_loading"):
             known.take(own)
         known.finish()
