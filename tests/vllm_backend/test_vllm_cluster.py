@@ -12,7 +12,7 @@ import pytest_asyncio
 from cluster.errors import InvalidRequest
 from engine.config import WorkerConfig
 from protos import inference_pb2 as pb
-from support.processes import LENDER_ALWAYS, Stream, engine_of, finished, kill_engine, running
+from support.processes import LENDER_ALWAYS, Stream, busiest_decoder, engine_of, finished, kill_engine, running
 from support.vllm_engines import BLOCK, OPTIONS, PYTHON, STORYTELLER, V2, need_vllm
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
@@ -89,12 +89,13 @@ async def test_streams_survive_a_decode_engine_and_a_decode_worker(site: Site) -
     undisturbed = [stream.token_ids for stream in await finished(whole)]
     streams = [Stream(site.client, prompt_of(seed, size), count, cache_salt="d") for seed, size, count in shapes]
     await asyncio.gather(*(stream.reached(5) for stream in streams))
-    kill_engine(site.cluster.decode[0])
-    # A stream near its end may end on the dying engine.
-    living = [stream for stream in streams if len(stream.token_ids) < 3 * site.num_tokens // 4]
-    assert living, "the engine was killed while streams ran"
+    worker, _ = await busiest_decoder(site.cluster)
+    kill_engine(worker)
     assert [stream.token_ids for stream in await finished(streams)] == undisturbed
-    assert {stream.receipt.placement.decode_worker for stream in living} == {"decode-1"}
+    # Tokens may have been under way to the client when the engine was killed, up to the end of a stream.
+    moved = [stream.receipt.placement for stream in streams if stream.receipt.placement.attempt > 1]
+    assert moved, "the engine was killed while streams ran"
+    assert worker.name not in {placement.decode_worker for placement in moved}
 
 
 @pytest.mark.long
