@@ -86,7 +86,8 @@ class ForkServer:
         self._servers: dict[tuple[str, str], tuple[socket.socket, subprocess.Popen[bytes]]] = {}
         self._lock = threading.Lock()
         supported = os.uname().machine in SYS_CLONE and sys.version_info < (3, 14)
-        self._on = supported and not os.environ.get("TANDEM_PLAIN_START")
+        on_gpu = "TANDEM_VLLM_ON_GPU" in os.environ  # a fork must not share what CUDA set up
+        self._on = supported and not on_gpu and not os.environ.get("TANDEM_PLAIN_START")
 
     @contextmanager
     def used(self) -> Iterator[None]:
