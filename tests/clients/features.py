@@ -150,7 +150,7 @@ async def _(base: str) -> None:
 
 @feature("openai", "models")
 async def _(base: str) -> None:
-    assert [model.id async for model in by_openai(base).models.list()] == [MODEL, EMBEDDER]
+    assert [model.id async for model in by_openai(base).models.list()] == [MODEL, EMBEDDER, SEEING]
 
 
 @feature("openai", "files and batches")
