@@ -3,7 +3,8 @@
 import uvloop
 from rich.console import Console
 
-from bench.compare.routers import MODEL_NAME, bars_of, measure
+from bench.compare.http_wire import MODEL_NAME
+from bench.compare.routers import bars_of, measure
 from bench.models import SMALL_LLAMA, cpu_dtype, llama
 from bench.support.report import OUT, conclude
 

@@ -15,6 +15,7 @@ from typing import cast
 import uvloop
 
 MODEL_NAME = "m"
+"""Name of the model, which is that of its folder."""
 
 ANSWER_S = 120.0
 """Seconds that the client waits for the end of an answer."""

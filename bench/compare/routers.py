@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
-from bench.compare.http_wire import Answer, HttpClient
+from bench.compare.http_wire import MODEL_NAME, Answer, HttpClient
 from bench.router.site import cpu_seconds, first_line, free_port, process
 from bench.serving import peak_memory_mib
 from bench.support.report import Bar, percentile
@@ -25,8 +25,6 @@ from router.config import RouterConfig
 from tandem.local.local_cluster import start_role, stop_process
 
 DYNAMO, ROUTERS = (Path(__file__).parents[2] / f".venv-{name}" for name in ("dynamo", "routers"))
-MODEL_NAME = "m"
-"""Name of the model, which is that of its folder."""
 ENGINES = 4
 NUM_TOKENS, STEP_MS = 16, 20.0
 RATES = (100.0, 300.0, 600.0)
@@ -228,7 +226,7 @@ def bars_of(figures: dict[str, Any]) -> list[Bar]:
     best_p99_ms = min(figures[name][at]["ttft_p99_ms"] for name in rust)
     what = "router alone: requests per second of one core / the best router in Rust"
     bars = [Bar(what, best_ms / figures["Tandem"][at]["cpu_ms"], MIN_PER_CORE, at_least=True)]
-    for name in ("Tandem", "Tandem, two routers"):
+    for name in [name for name in ("Tandem", "Tandem, two routers") if name in figures]:
         what = f"{name}: added p99 at 300 requests/s beyond the best router in Rust, ms"
         bars.append(Bar(what, figures[name][at]["ttft_p99_ms"] - best_p99_ms, MAX_P99_MS))
         what = f"{name}: TTFT p50 at 600 requests/s / at 300; one that falls behind has many times as much"
