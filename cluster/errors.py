@@ -16,6 +16,7 @@
         ├── Unauthenticated   UNAUTHENTICATED: missing or unknown credentials
         ├── Forbidden         PERMISSION_DENIED: the caller may not do this
         ├── Incompatible      FAILED_PRECONDITION: two processes do not fit together
+        ├── RevisionGone      ABORTED: the model that began the answer is gone; a new request gets its successor
         ├── NotConfigured     UNIMPLEMENTED: a setting, which the message names, is not set
         └── DeadlineExceeded  DEADLINE_EXCEEDED
 """
@@ -138,6 +139,12 @@ class Incompatible(ServiceError):
     """A mismatch between two processes, such as other weights or another protocol version."""
 
     code = "FAILED_PRECONDITION"
+
+
+class RevisionGone(ServiceError):
+    """A stream whose revision of the model no worker has any more, so that nobody can continue it."""
+
+    code = "ABORTED"
 
 
 class NotConfigured(ServiceError):

@@ -26,6 +26,9 @@ class ModelInfo:
     vocab_size: int
     max_context_tokens: int
     eos_token_ids: frozenset[int]
+    revision: bytes = b""
+    """Fingerprint of what a client knows as the model, whatever the version of the engine and its ways to speculate;
+    empty: `weights_fingerprint`."""
     adapters: tuple[tuple[str, bytes], ...] = ()
     """Names and fingerprints of the LoRA adapters that it serves."""
     reads_media: bool = False

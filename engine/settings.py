@@ -34,6 +34,9 @@ class CommonSettings(StoreSettings, HealthSettings, MetricsSettings, LogSettings
     """Local Hugging Face directory of a decoder-only model, or a repository of the Hub as org/name[@revision], fetched
     at start where there is no such directory. A name that begins with `./` is always a directory's. HF_TOKEN,
     HF_ENDPOINT, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE have huggingface_hub's meaning."""
+    model_name: str = Field(default="", max_length=256)
+    """Name of the model at the routers: their `name` of it, or the name of their directory. Set it where revisions of
+    the model lie in directories of different names. Default: the name of the directory or the repository."""
     routers: tuple[str, ...] = ()
     """Addresses host:port of routers to join, besides those found in Redis."""
     worker_id: str = ""

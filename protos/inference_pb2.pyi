@@ -88,6 +88,7 @@ class GenerateRequest(_message.Message):
     NO_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     STREAM_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a served model, or "auto": the router's rules choose the cheapest suitable model. Empty: the only served
     model, or the router's default.
@@ -184,6 +185,13 @@ class GenerateRequest(_message.Message):
         `messages` they are in the messages' `parts`.
         """
 
+    @_builtins.property
+    def resume(self) -> Global___Resume:
+        """Continue a stream of this request that another router began and did not finish. All other fields but `request_id` are
+        those of the stream, `sampling.seed` included, which is needed unless `temperature` is 0. Not for beam search, embeddings
+        and media.
+        """
+
     def __init__(
         self,
         *,
@@ -213,10 +221,11 @@ class GenerateRequest(_message.Message):
         no_generation_prompt: _builtins.bool = ...,
         stream_tool_calls: _builtins.bool = ...,
         media: _abc.Iterable[Global___Media] | None = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "sampling", b"sampling", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "resume", b"resume", "sampling", b"sampling", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "media", b"media", "messages", b"messages", "min_quality", b"min_quality", "model", b"model", "no_generation_prompt", b"no_generation_prompt", "parse_output", b"parse_output", "priority", b"priority", "prompt_cache_key", b"prompt_cache_key", "reasoning_effort", b"reasoning_effort", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "single_tool_call", b"single_tool_call", "stream_tool_calls", b"stream_tool_calls", "task", b"task", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s", "_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "embedding", b"embedding", "max_ttft_ms", b"max_ttft_ms", "media", b"media", "messages", b"messages", "min_quality", b"min_quality", "model", b"model", "no_generation_prompt", b"no_generation_prompt", "parse_output", b"parse_output", "priority", b"priority", "prompt_cache_key", b"prompt_cache_key", "reasoning_effort", b"reasoning_effort", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session_id", b"session_id", "single_tool_call", b"single_tool_call", "stream_tool_calls", b"stream_tool_calls", "task", b"task", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_retention_s: _TypeAlias = _typing.Literal["cache_retention_s"]  # noqa: Y015
     _WhichOneofArgType__cache_retention_s: _TypeAlias = _typing.Literal["_cache_retention_s", b"_cache_retention_s"]  # noqa: Y015
@@ -232,6 +241,101 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__text) -> _WhichOneofReturnType__text | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """What the client has of a stream that broke."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    prompt_logprobs: _builtins.int
+    """Log probabilities of the prompt that the client has."""
+    @_builtins.property
+    def origin(self) -> Global___Origin:
+        """Origin in the stream's first message. FAILED_PRECONDITION where this router reads the prompt otherwise; ABORTED where no
+        worker has the revision any more.
+        """
+
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedChoice]:
+        """Choices of which the client has tokens, or that are finished."""
+
+    def __init__(
+        self,
+        *,
+        origin: Global___Origin | None = ...,
+        choices: _abc.Iterable[Global___ResumedChoice] | None = ...,
+        prompt_logprobs: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "origin", b"origin", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
+
+@_typing.final
+class ResumedChoice(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Number of the choice, as in GenerateResponse."""
+    text: _builtins.str
+    finished: _builtins.bool
+    """Whether the client has its `finish`."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens and text that the client has. A choice that is not finished has fewer than `max_tokens` tokens."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        text: _builtins.str = ...,
+        finished: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "index", b"index", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumedChoice: _TypeAlias = ResumedChoice  # noqa: Y015
+
+@_typing.final
+class Origin(_message.Message):
+    """Model and prompt of a stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    revision: _builtins.str
+    """Revision of the model, in hexadecimal digits."""
+    prompt: _builtins.bytes
+    """Digest of the prompt's tokens, 16 bytes."""
+    def __init__(
+        self,
+        *,
+        revision: _builtins.str = ...,
+        prompt: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Origin: _TypeAlias = Origin  # noqa: Y015
 
 @_typing.final
 class WarmRequest(_message.Message):
@@ -873,6 +977,7 @@ class GenerateResponse(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text completed since the last message. It lags the tokens where a character or a possible stop string is still
     incomplete.
@@ -905,6 +1010,10 @@ class GenerateResponse(_message.Message):
     def embedding(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """The prompt's embedding, when asked for."""
 
+    @_builtins.property
+    def origin(self) -> Global___Origin:
+        """Set in the first message of a stream only. Another router can continue the stream from there: see Resume."""
+
     def __init__(
         self,
         *,
@@ -916,10 +1025,11 @@ class GenerateResponse(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         parts: _abc.Iterable[Global___OutputPart] | None = ...,
         embedding: _abc.Iterable[_builtins.float] | None = ...,
+        origin: Global___Origin | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "origin", b"origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "parts", b"parts", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "origin", b"origin", "parts", b"parts", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1202,6 +1312,7 @@ class Placement(_message.Message):
     WAITING_BYTES_FIELD_NUMBER: _builtins.int
     RESERVED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     RESERVATION_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     decode_worker: _builtins.str
     lender: _builtins.str
     """Lender of the prompt's blocks. Empty when the decode worker computed the prompt itself."""
@@ -1223,6 +1334,8 @@ class Placement(_message.Message):
     reserved_output_tokens: _builtins.int
     """Output tokens of each choice for which blocks were reserved, and the origin of this number, for display."""
     reservation: _builtins.str
+    revision: _builtins.str
+    """Revision of the model that decoded: of its weights, config and tokenizer, in hexadecimal digits."""
     def __init__(
         self,
         *,
@@ -1237,10 +1350,11 @@ class Placement(_message.Message):
         waiting_bytes: _builtins.int = ...,
         reserved_output_tokens: _builtins.int = ...,
         reservation: _builtins.str = ...,
+        revision: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "candidates", b"candidates", "decode_worker", b"decode_worker", "lender", b"lender", "predicted_hit_blocks", b"predicted_hit_blocks", "predicted_ttft_ms", b"predicted_ttft_ms", "reason", b"reason", "reservation", b"reservation", "reserved_output_tokens", b"reserved_output_tokens", "source", b"source", "waiting_bytes", b"waiting_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "candidates", b"candidates", "decode_worker", b"decode_worker", "lender", b"lender", "predicted_hit_blocks", b"predicted_hit_blocks", "predicted_ttft_ms", b"predicted_ttft_ms", "reason", b"reason", "reservation", b"reservation", "reserved_output_tokens", b"reserved_output_tokens", "revision", b"revision", "source", b"source", "waiting_bytes", b"waiting_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2301,6 +2415,7 @@ class WorkerStatus(_message.Message):
     WEIGHTS_SOURCE_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     GROUP_RANK_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -2343,6 +2458,8 @@ class WorkerStatus(_message.Message):
     for a worker of its own.
     """
     group_rank: _builtins.int
+    revision: _builtins.str
+    """Revision of the model: of its weights, config and tokenizer, in hexadecimal digits."""
     @_builtins.property
     def failing_lenders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Lenders for which the circuit breaker is open: the worker's loans from them failed."""
@@ -2375,10 +2492,11 @@ class WorkerStatus(_message.Message):
         weights_source: _builtins.str = ...,
         group: _builtins.str = ...,
         group_rank: _builtins.int = ...,
+        revision: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked_blocks", b"asked_blocks", "available_blocks", b"available_blocks", "block_tokens", b"block_tokens", "cached_blocks", b"cached_blocks", "decode_prefill_tokens_per_s", b"decode_prefill_tokens_per_s", "decoding", b"decoding", "draining", b"draining", "failing", b"failing", "failing_lenders", b"failing_lenders", "group", b"group", "group_rank", b"group_rank", "has_reported", b"has_reported", "hit_blocks", b"hit_blocks", "loans", b"loans", "num_blocks", b"num_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running", b"running", "start_seconds", b"start_seconds", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked_blocks", b"asked_blocks", "available_blocks", b"available_blocks", "block_tokens", b"block_tokens", "cached_blocks", b"cached_blocks", "decode_prefill_tokens_per_s", b"decode_prefill_tokens_per_s", "decoding", b"decoding", "draining", b"draining", "failing", b"failing", "failing_lenders", b"failing_lenders", "group", b"group", "group_rank", b"group_rank", "has_reported", b"has_reported", "hit_blocks", b"hit_blocks", "loans", b"loans", "num_blocks", b"num_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "revision", b"revision", "role", b"role", "running", b"running", "start_seconds", b"start_seconds", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -609,6 +609,7 @@ class WorkerMessage(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message on the stream, once, with no other field."""
@@ -617,16 +618,19 @@ class WorkerMessage(_message.Message):
     def cache(self) -> Global___CacheEvents: ...
     @_builtins.property
     def load(self) -> Global___LoadReport: ...
+    @_builtins.property
+    def file(self) -> Global___ModelFilePart: ...
     def __init__(
         self,
         *,
         hello: Global___Hello | None = ...,
         cache: Global___CacheEvents | None = ...,
         load: Global___LoadReport | None = ...,
+        file: Global___ModelFilePart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "hello", b"hello", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "file", b"file", "hello", b"hello", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "hello", b"hello", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "file", b"file", "hello", b"hello", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -661,6 +665,7 @@ class Hello(_message.Message):
     GROUP_RANK_FIELD_NUMBER: _builtins.int
     STREAM_ADDRESS_FIELD_NUMBER: _builtins.int
     READS_MEDIA_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.bytes
     role: Global___Role.ValueType
@@ -670,7 +675,7 @@ class Hello(_message.Message):
     model_fingerprint: _builtins.bytes
     """Fingerprint of weights, layout and dtype: only workers with equal ones exchange blocks."""
     config_fingerprint: _builtins.bytes
-    """Fingerprint of config and tokenizer: must equal the router's."""
+    """Fingerprint of config and tokenizer. A router that has other files asks the worker for its files."""
     block_tokens: _builtins.int
     num_blocks: _builtins.int
     block_bytes: _builtins.int
@@ -709,6 +714,10 @@ class Hello(_message.Message):
     """
     reads_media: _builtins.bool
     """Whether it serves requests with items (items.proto) and lends their blocks."""
+    revision: _builtins.bytes
+    """Fingerprint of the model's weights, config and tokenizer, 16 bytes: streams go on only at workers with an equal one. Empty
+    for a worker of an earlier version, which has no answer to FilesWanted either.
+    """
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
         """Loaded LoRA adapters, each served as a model of its own."""
@@ -741,14 +750,45 @@ class Hello(_message.Message):
         group_rank: _builtins.int = ...,
         stream_address: _builtins.str = ...,
         reads_media: _builtins.bool = ...,
+        revision: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "group", b"group", "group_rank", b"group_rank", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol", b"protocol", "reads_media", b"reads_media", "reserve_output_tokens", b"reserve_output_tokens", "resumes_at_boundaries", b"resumes_at_boundaries", "role", b"role", "start_seconds", b"start_seconds", "store", b"store", "stream_address", b"stream_address", "traffic_share", b"traffic_share", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "group", b"group", "group_rank", b"group_rank", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol", b"protocol", "reads_media", b"reads_media", "reserve_output_tokens", b"reserve_output_tokens", "resumes_at_boundaries", b"resumes_at_boundaries", "revision", b"revision", "role", b"role", "start_seconds", b"start_seconds", "store", b"store", "stream_address", b"stream_address", "traffic_share", b"traffic_share", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class ModelFilePart(_message.Message):
+    """Part of a file of the worker's model: config, tokenizer, chat template. The answer to FilesWanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Path below the model's directory. Parts of a file follow one another."""
+    content: _builtins.bytes
+    """At most 1 MiB."""
+    is_last: _builtins.bool
+    """Whether this is the last part of the last file."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        content: _builtins.bytes = ...,
+        is_last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "is_last", b"is_last", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelFilePart: _TypeAlias = ModelFilePart  # noqa: Y015
 
 @_typing.final
 class StreamOpening(_message.Message):
@@ -951,6 +991,7 @@ class RouterMessage(_message.Message):
     WELCOME_FIELD_NUMBER: _builtins.int
     RESYNC_FIELD_NUMBER: _builtins.int
     NO_STREAM_FIELD_NUMBER: _builtins.int
+    FILES_WANTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -959,22 +1000,42 @@ class RouterMessage(_message.Message):
 
     @_builtins.property
     def no_stream(self) -> Global___NoStream: ...
+    @_builtins.property
+    def files_wanted(self) -> Global___FilesWanted: ...
     def __init__(
         self,
         *,
         welcome: Global___Welcome | None = ...,
         resync: Global___Resync | None = ...,
         no_stream: Global___NoStream | None = ...,
+        files_wanted: Global___FilesWanted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "no_stream", b"no_stream", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["files_wanted", b"files_wanted", "message", b"message", "no_stream", b"no_stream", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "no_stream", b"no_stream", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files_wanted", b"files_wanted", "message", b"message", "no_stream", b"no_stream", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resync", "no_stream"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resync", "no_stream", "files_wanted"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___RouterMessage: _TypeAlias = RouterMessage  # noqa: Y015
+
+@_typing.final
+class FilesWanted(_message.Message):
+    """Request for the files of the worker's model, before Welcome: the router has other ones."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FilesWanted: _TypeAlias = FilesWanted  # noqa: Y015
 
 @_typing.final
 class NoStream(_message.Message):

@@ -57,6 +57,9 @@ class RouterConfig(
     """Whether the router is ready without any decode worker. Set it for pools that may be scaled to zero: a service
     address that leads only to ready routers would otherwise reach none, and no request could bring the pool back.
     Requests wait for a worker for `no_worker_grace_s`."""
+    continue_on_other_revisions: bool = False
+    """Whether a stream whose workers are gone may go on at workers with other weights of the same config and tokenizer.
+    Its output is then of two models. Otherwise it ends with ABORTED."""
     max_connection_s: PositiveFloat | None = None
     """Seconds, plus or minus a tenth, for which a client's connection takes new requests; then the client opens another
     one. For routers behind one address: one that was removed from it for longer than this gets no new requests, and

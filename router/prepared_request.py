@@ -31,7 +31,7 @@ class PreparedRequest:
     request: pb.GenerateRequest
     request_id: str
     model: ModelRuntime
-    """Model runtime that serves it, for good."""
+    """Model runtime that serves it, bound to the files by which the prompt was read."""
     model_reason: str
     verdicts: tuple[Verdict, ...]
     """Verdicts on the compared models, when the request named `auto`."""
@@ -50,6 +50,8 @@ class PreparedRequest:
     """Media of the prompt, which a preprocessor holds until they are closed; None: it has none."""
     items: tuple[Item, ...] = ()
     """Pictures, sounds and videos of the prompt, in order of their places."""
+    revision: bytes = b""
+    """Revision of the model that began the output; empty: none did."""
     warm: WarmTarget | None = None
     """Place of the prompt's blocks, which are wanted instead of an output; None: an output is wanted."""
     finish: pb.Finish | None = None

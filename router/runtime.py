@@ -24,7 +24,9 @@ from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.frontend.grpc_service import NAME, InferenceService
 from router.membership.membership_service import MembershipService
-from router.models.model_runtime import ModelFiles, ModelRuntime, ModelRuntimes, fetch_models, read_models
+from router.models.model_files import ModelFiles, fetch_models, read_models
+from router.models.model_runtime import ModelRuntime
+from router.models.model_runtimes import ModelRuntimes
 from router.observability.decision_log import DecisionLog
 from router.observability.metrics import ClusterCollector, RouterMetrics
 from router.observability.samples import Samples

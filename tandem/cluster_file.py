@@ -25,7 +25,7 @@ from router.batches.service import check_folder
 from router.batches.storage.disk import Disk
 from router.config import RouterConfig
 from router.models.config import ModelsConfig
-from router.models.model_runtime import fetch_models, read_models
+from router.models.model_files import fetch_models, read_models
 from tandem.media_roles import plan_media
 from tandem.topology import ClusterModel, FindsCores, Topology, plan_models, plan_topology
 

@@ -18,6 +18,7 @@ from cluster.errors import (
     InvalidRequest,
     NotConfigured,
     Overloaded,
+    RevisionGone,
     ServiceError,
     Unauthenticated,
     Unavailable,
@@ -35,6 +36,7 @@ _KINDS: dict[str, type[ServiceError]] = {
         Unauthenticated,
         Forbidden,
         Incompatible,
+        RevisionGone,
         NotConfigured,
         DeadlineExceeded,
     )

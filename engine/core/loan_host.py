@@ -179,6 +179,7 @@ class LoanHost(ABC):
             num_blocks=self._kv_cache.pool.num_blocks,
             vocab_size=info.vocab_size,
             max_context_tokens=info.max_context_tokens,
+            revision=info.revision or info.weights_fingerprint,
             adapters=info.adapters,
             store=store.identity if store is not None else "",
             resumes_at_boundaries=self._kv_cache.resumes_at_boundaries,

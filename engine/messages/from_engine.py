@@ -20,6 +20,8 @@ class Ready(NamedTuple):
     num_blocks: int
     vocab_size: int
     max_context_tokens: int
+    revision: bytes
+    """Fingerprint of the weights and of what changes them, as ModelInfo has it."""
     adapters: tuple[tuple[str, bytes], ...] = ()
     """Names and fingerprints of the loaded LoRA adapters."""
     store: str = ""

@@ -13,6 +13,10 @@ from kvtransfer.native.compiler import cache_folder
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Options taken from generation_config.json, the same as vLLM's."""
+ROUTER_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "1_Pooling/config.json")
+"""Patterns of the files that a router reads of a model: `CONFIG_FILES` of hub.py, without other folders than the
+pooling's.
+"""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json")
 
 
@@ -124,6 +128,18 @@ class ModelDir:
             file = self.path / name
             digest.update(name.encode() + b"\0" + (file.read_bytes() if file.exists() else b"absent"))
         return digest.digest()
+
+    def revision(self, weights: bytes) -> bytes:
+        """Fingerprint of the model that clients know: weights with this fingerprint, config and tokenizer.
+
+        16 bytes.
+        """
+        return blake2b(weights + self.config_fingerprint(), digest_size=16).digest()
+
+    def files_for_routers(self) -> list[Path]:
+        """Return the files that a router reads, in the order of their names: config, tokenizer, chat template."""
+        found = {file for pattern in ROUTER_FILES for file in self.path.glob(pattern)}
+        return sorted(file for file in found if file.is_file() and not file.name.endswith(".index.json"))
 
     def weights_fingerprint(self) -> bytes:
         """Fingerprint of the config and every byte of the weights.

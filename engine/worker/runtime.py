@@ -37,7 +37,7 @@ from engine.worker.front.role_switch import RoleSwitch
 from engine.worker.front.router_streams import RouterStreams
 from engine.worker.front.worker_service import WorkerService
 from engine.worker.metrics import register
-from engine.worker.model_files import weights_source, with_local_files
+from engine.worker.model_files import file_parts, weights_source, with_local_files
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from protos.lend_pb2 import Holder
@@ -142,6 +142,7 @@ class Worker:
             trust=member,
             meet=partial(context.introductions.meet, me),
             streams=context.streams,
+            files=partial(file_parts, context.model_dir),
         )
         self._memberships.start()
 
@@ -351,7 +352,7 @@ def _hello(context: WorkerContext, address: str) -> pb.Hello:
         role=ON_WIRE[context.roles.role],
         address=address,
         stream_address=context.stream_address,
-        model=context.model_dir.name,
+        model=context.config.model_name or context.model_dir.name,
         model_fingerprint=ready.model_fingerprint,
         config_fingerprint=context.model_dir.config_fingerprint(),
         block_tokens=ready.block_tokens,
@@ -369,6 +370,7 @@ def _hello(context: WorkerContext, address: str) -> pb.Hello:
         weights_source=context.start.weights_source,
         resumes_at_boundaries=ready.resumes_at_boundaries,
         reads_media=ready.reads_media,
+        revision=context.model_dir.revision(ready.revision),
         group=context.config.group,
         group_rank=context.config.data_parallel_rank,
     )

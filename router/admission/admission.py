@@ -20,7 +20,7 @@ from router.admission.refusals import Refusal
 from router.admission.request import QueuedRequest, RequestInfo, cost_of
 from router.admission.scheduling_round import AdmissionParts, RoundState, SchedulingRound
 from router.admission.wait_forecast import WaitForecast
-from router.admission.workers.capacity import could_hold, largest_pool
+from router.admission.workers.capacity import could_hold, is_of_gone_revision, largest_pool
 from router.admission.workers.capacity_backoff import CapacityBackoff
 from router.admission.workers.circuit_breaker import CircuitBreaker
 from router.admission.workers.lender_load import LenderLoad
@@ -88,8 +88,8 @@ class Admission:
         self._holds = TokenBucket(HOLDS_PER_S, 32)
         self._times: list[tuple[float, int, QueuedRequest | None]] = []
         """Heap of times at which time alone may change something."""
-        self._known: tuple[WorkerTable, int] | None = None
-        """Worker table for which requests were measured, and its largest pool."""
+        self._known: tuple[WorkerTable, int, int] | None = None
+        """Worker table for which requests were measured, its largest pool, and the number of the roster's changes."""
 
     # ------------------------------------------------------------------ events
 
@@ -371,7 +371,10 @@ class Admission:
             if waiting is None or not waiting.queued:
                 continue
             since, grace_s = waiting.unholdable_since, self._config.no_worker_grace_s
-            if since is not None and now >= since + grace_s:
+            is_gone = since is not None and is_of_gone_revision(waiting.demand, self._fleet.snapshot)
+            if since is not None and is_gone and (not waiting.info.streaming or now >= since + grace_s):
+                self._refuse(waiting, refusals.revision_gone(), outcomes)
+            elif since is not None and now >= since + grace_s:
                 largest = largest_pool(self._fleet.snapshot)
                 total = waiting.demand.num_total_blocks
                 refusal = refusals.no_worker(total, largest if largest >= 0 else None, grace_s)
@@ -396,9 +399,10 @@ class Admission:
             return
         workers = self._fleet.snapshot
         largest = largest_pool(workers)
-        if self._known is not None and self._known[0] is workers and self._known[1] == largest:
+        known = workers, largest, self._fleet.num_roster_changes
+        if self._known is not None and self._known[0] is workers and self._known[1:] == known[1:]:
             return
-        self._known = workers, largest
+        self._known = known
         for queue in self._queues.values():
             for waiting in queue:
                 self._measure(waiting, now)
@@ -408,9 +412,12 @@ class Admission:
         waiting.measure(self._fleet.snapshot)
         if could_hold(waiting.demand, self._fleet.snapshot):
             waiting.unholdable_since = None
-        elif waiting.unholdable_since is None:
+            return
+        if waiting.unholdable_since is None:
             waiting.unholdable_since = now
             self._at(now + self._config.no_worker_grace_s, waiting)
+        if not waiting.info.streaming and is_of_gone_revision(waiting.demand, self._fleet.snapshot):
+            self._at(now, waiting)  # it has no token yet, so another revision serves it as well; a stream waits
 
     def _remove(self, waiting: QueuedRequest) -> None:
         self._queues[waiting.info.priority].remove(waiting)

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from cluster.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
+from cluster.errors import DeadlineExceeded, Overloaded, RevisionGone, ServiceError, Unavailable
 
 MIN_RETRY_AFTER_S = 0.05
 MAX_RETRY_AFTER_S = 60.0
@@ -22,6 +22,7 @@ class Reason(StrEnum):
     DEADLINE = "deadline passed"
     NO_ROOM = "refused by workers"
     NO_WORKER = "no worker"
+    REVISION_GONE = "revision gone"
     REQUEST_RATE = "requests_per_s"
     TOKEN_RATE = "tokens_per_minute"
     MAX_RUNNING = "max_running"
@@ -99,6 +100,11 @@ def no_worker(num_blocks: int, largest: int | None, grace_s: float) -> Refusal:
         return Refusal(Reason.NO_WORKER, Unavailable(f"no decode worker has joined within {grace_s:g} s"))
     message = f"no decode worker that is left could hold its {num_blocks} KV blocks; the largest pool has {largest}"
     return Refusal(Reason.NO_WORKER, Unavailable(message))
+
+
+def revision_gone() -> Refusal:
+    """Return the refusal of a request whose revision of the model, or of the adapter, no worker has any more."""
+    return Refusal(Reason.REVISION_GONE, RevisionGone("no worker has the revision of the model with which it began"))
 
 
 def over_limit(reason: Reason, tenant: str, limit: str, requested: str, retry_after_s: float) -> Refusal:

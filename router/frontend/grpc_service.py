@@ -21,7 +21,8 @@ from router.admission.arrivals import Arrival, Arrivals, RefusalPace
 from router.frontend.batch import generate_batch
 from router.frontend.call_message import CallMessage, parsed
 from router.membership.status import cluster_status
-from router.models.model_runtime import ModelRuntime, ModelRuntimes
+from router.models.model_runtime import ModelRuntime
+from router.models.model_runtimes import ModelRuntimes
 from router.observability.explanations import candidate_of, compared, num_shown, to_response
 from router.observability.samples import Samples
 from router.request_path.parsed_stream import generate_parts
@@ -338,20 +339,21 @@ def _serialised(response: Message | None) -> bytes:
 
 
 def _listed(model: ModelRuntime) -> pb.Model:
+    shown = model.shown()
     workers = [worker for worker in model.workers() if worker.load is not None and not worker.draining]
     num_decode = sum(worker.decodes for worker in workers)
     prices = model.costs.prices
     return pb.Model(
         name=model.name,
-        max_context_tokens=model.model_dir.max_context_tokens,
-        vocab_size=model.model_dir.vocab_size,
+        max_context_tokens=shown.model_dir.max_context_tokens,
+        vocab_size=shown.model_dir.vocab_size,
         prefill_workers=len(workers) - num_decode,
         decode_workers=num_decode,
-        has_tokenizer=model.encoder.has_tokenizer,
+        has_tokenizer=shown.encoder.has_tokenizer,
         input_per_million=prices.input_per_million if prices else None,
         output_per_million=prices.output_per_million if prices else None,
         quality=model.entry.quality,
         tasks=model.entry.tasks,
         base_model=model.base_model,
-        embedding_dimensions=model.embedding.dimensions if model.embedding is not None else 0,
+        embedding_dimensions=shown.embedding.dimensions if shown.embedding is not None else 0,
     )

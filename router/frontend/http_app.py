@@ -52,7 +52,8 @@ from router.frontend.openai_files.media_files import UploadedMedia
 from router.frontend.openai_files.opening import open_batches
 from router.frontend.openai_files.routes import add_files_and_batches
 from router.frontend.openapi import describe
-from router.models.model_runtime import ModelRuntime, ModelRuntimes
+from router.models.model_runtime import ModelRuntime
+from router.models.model_runtimes import ModelRuntimes
 from router.request_path.queries import Queries
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
@@ -229,5 +230,5 @@ def _model(model: ModelRuntime, started_at: int) -> dict[str, Any]:
         "created": started_at,
         "owned_by": "tandem",
         "parent": model.base_model or None,
-        "max_model_len": model.model_dir.max_context_tokens,
+        "max_model_len": model.shown().model_dir.max_context_tokens,
     }

@@ -19,7 +19,7 @@ from router.frontend.http.server.guard import guarded
 from router.frontend.http.server.server import OpenAiServer
 from router.frontend.http_app import make_app
 from router.frontend.openai.responses.response_store import ResponseStore
-from router.models.model_runtime import ModelRuntimes
+from router.models.model_runtimes import ModelRuntimes
 from router.request_path.queries import Queries
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys

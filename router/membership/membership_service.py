@@ -16,7 +16,8 @@ from protos import membership_pb2_grpc as pb_grpc
 from router.decode_client.inbox import Inbox
 from router.membership.status import load_status
 from router.models.config import AUTO
-from router.models.model_runtime import ModelRuntime, ModelRuntimes
+from router.models.model_runtime import ModelRuntime
+from router.models.model_runtimes import ModelRuntimes
 from router.placement.fleet.introductions import peers_of
 from router.placement.fleet.worker_records import Worker
 
@@ -53,15 +54,22 @@ class MembershipService(pb_grpc.MembershipServicer):
         inbox: Inbox | None = None
         filling: asyncio.Future[None] | None = None
         try:
-            first = await anext(request_iterator, None)
-            member = model, worker = self._admit(first)
+            messages = aiter(request_iterator)
+            hello = _hello_of(await anext(messages, None))
+            model = self._models.of_worker(hello)
+            if not model.knows(hello.config_fingerprint):
+                async with model.receiving():
+                    if not model.knows(hello.config_fingerprint):
+                        yield pb.RouterMessage(files_wanted=pb.FilesWanted())
+                        await model.receive(hello, messages)
+            member = model, worker = self._admit(hello)
             inbox = Inbox(self._silence_s)
             peers = peers_of(worker.hello, model.fleet.workers)
             welcome = pb.Welcome(
                 router_id=self._router_id, incarnation=self._incarnation, peers=peers, stream_key=worker.stream_key
             )
             yield pb.RouterMessage(welcome=welcome)
-            filling = asyncio.ensure_future(inbox.fill(aiter(request_iterator)))
+            filling = asyncio.ensure_future(inbox.fill(messages))
             if worker.stream_key:
                 model.links.open(worker, inbox)
             while (message := await inbox.get()) is not None:
@@ -101,11 +109,7 @@ class MembershipService(pb_grpc.MembershipServicer):
             model.links.departed(worker.hello.address)
         model.dispatcher.kick()
 
-    def _admit(self, first: pb.WorkerMessage | None) -> tuple[ModelRuntime, Worker]:
-        if first is None or not first.HasField("hello"):
-            raise InvalidRequest("hello", "must be the first message")
-        hello = first.hello
-        _check(hello)
+    def _admit(self, hello: pb.Hello) -> tuple[ModelRuntime, Worker]:
         model = self._models.of_worker(hello)
         _check_adapters(hello, model, self._models)
         for other in self._models:  # an id means one worker, whatever it serves
@@ -114,7 +118,8 @@ class MembershipService(pb_grpc.MembershipServicer):
                 if other is not model:
                     other.fleet.left(old)
                     other.dispatcher.kick()
-        log.info("%s joined from %s for %s", hello.worker_id, hello.address, model.name)
+        revision = hello.revision.hex() or "unknown"
+        log.info("%s joined from %s for %s, revision %s", hello.worker_id, hello.address, model.name, revision)
         if warning := _strangers(hello, model.fleet.workers):
             log.warning("%s", warning)
         worker = model.fleet.joined(hello)
@@ -172,14 +177,32 @@ def _lose(worker: Worker) -> None:
 
 
 def _strangers(hello: pb.Hello, workers: Iterable[Worker]) -> str:
-    """Return a warning about a worker that can exchange blocks with none of the others; empty if it can or is alone."""
-    others = [worker.hello for worker in workers if worker.worker_id != hello.worker_id]
+    """Return a warning about a worker that can exchange blocks with none of the others of its revision.
+
+    Empty if it can, or is the only one.
+    """
+    others = [
+        worker.hello
+        for worker in workers
+        if worker.worker_id != hello.worker_id and worker.hello.revision == hello.revision
+    ]
     if not others or any(other.model_fingerprint == hello.model_fingerprint for other in others):
         return ""
     other = others[0]
     here, there = (f"{each.block_tokens} tokens in {each.block_bytes} bytes" for each in (hello, other))
     differs = f"its blocks are {here}, not {there}" if here != there else "its weights or dtypes differ"
     return f"{hello.worker_id} exchanges no KV with {other.worker_id}, nor with any other of {hello.model}: {differs}"
+
+
+def _hello_of(first: pb.WorkerMessage | None) -> pb.Hello:
+    """Return the checked Hello of a call's first message.
+
+    Raises InvalidRequest or Incompatible.
+    """
+    if first is None or not first.HasField("hello"):
+        raise InvalidRequest("hello", "must be the first message")
+    _check(first.hello)
+    return first.hello
 
 
 def _check_adapters(hello: pb.Hello, model: ModelRuntime, models: Iterable[ModelRuntime]) -> None:

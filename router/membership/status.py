@@ -8,7 +8,8 @@ import time
 
 from protos import inference_pb2 as pb
 from router.admission.admission import Admission
-from router.models.model_runtime import ModelRuntime, ModelRuntimes
+from router.models.model_runtime import ModelRuntime
+from router.models.model_runtimes import ModelRuntimes
 from router.placement.fleet.fleet import Fleet
 from router.placement.fleet.worker_records import Worker
 
@@ -70,6 +71,7 @@ def _worker(fleet: Fleet, worker: Worker) -> pb.WorkerStatus:
         weights_source=hello.weights_source,
         group=hello.group,
         group_rank=hello.group_rank,
+        revision=hello.revision.hex(),
     )
     if load is not None:
         status.has_reported = True

@@ -1,128 +1,49 @@
-"""Model runtimes: all that belongs to one served model.
+"""Model runtime: all that belongs to one served model.
 
-A router has one or several, by name.
+Its workers may have several revisions of the model while it is being replaced: other weights, config or tokenizer under
+the same name. A new request is *bound* to the files of one of them, by which its prompt is read; once its output has
+begun, also to the weights.
 """
 
 import asyncio
 import copy
-import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from cluster.errors import Forbidden, Incompatible, InvalidRequest, StartError, Unavailable, UnknownModel
+from cluster.errors import InvalidRequest, Unavailable
 from cluster.network.tls import MemberIdentity
 from engine.block_keys import BlockKey, block_keys, root_key
-from engine.errors import ModelRefused
 from engine.media.items import Item
-from engine.model.embedding import EmbeddingConfig, has_output_layer, read_embedding
-from engine.model.hub import CONFIG_FILES, fetch_beside
-from engine.model.model_dir import ModelDir
+from engine.model.embedding import EmbeddingConfig
 from protos import inference_pb2 as pb
 from protos import membership_pb2
 from router.admission.dispatcher import Dispatcher
 from router.admission.limits.shares import Shares
 from router.admission.refusals import Refusal
 from router.decode_client.decode_streams import DecodeStreams
-from router.models.config import AUTO, ModelEntry, ModelsConfig
 from router.models.costs import Costs
 from router.models.grammars.grammar_checker import GrammarChecker
 from router.models.media import MediaClient, MediaSource, ReadyMedia, sources_of
-from router.models.prompts.prompts import PromptEncoder
-from router.placement.demand import Demand
+from router.models.model_files import ModelFiles
+from router.placement.demand import Demand, traffic_hash_of
 from router.placement.fleet.fleet import Fleet
 from router.placement.fleet.worker_records import Worker
 from router.placement.request_demand import demand_of
 
-log = logging.getLogger(__name__)
-
 MAX_VERSIONS = 4
 """Versions of a model's weights whose caches a request considers; a prompt's keys are hashed for each."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """Files of a model, read before any worker serves it."""
-
-    entry: ModelEntry
-    model_dir: ModelDir
-    encoder: PromptEncoder
-    config_fingerprint: bytes
-    embedding: EmbeddingConfig | None
-    """Way to its embeddings; None for a model that is no embedding model."""
-    embedding_fault: str
-    """Reason why there are no embeddings; empty where there are."""
-    generates: bool
-    """Whether it can generate; a model that was saved for embeddings only may not."""
-    clamps: bool
-    """Whether a `max_tokens` beyond the context is lowered instead of refused."""
-
-    @classmethod
-    def read(cls, entry: ModelEntry, directory: Path, config: ModelsConfig) -> "ModelFiles":
-        """Read a model directory.
-
-        Raises StartError.
-        """
-        model_dir = ModelDir.open(directory)
-        # Read now, so that a config without them is refused at start and not with the first request.
-        size, context = model_dir.vocab_size, model_dir.max_context_tokens
-        parsers = entry.tool_parser, entry.reasoning_parser
-        encoder = PromptEncoder(model_dir, *parsers, config.special_tokens_in_messages)
-        log.info("%s: %d tokens, context %d", entry.name or model_dir.name, size, context)
-        try:
-            embedding, fault = read_embedding(model_dir), ""
-        except ModelRefused as reason:
-            embedding, fault = None, reason.reason
-        generates = embedding is None or has_output_layer(model_dir)
-        fingerprint, clamps = model_dir.config_fingerprint(), config.clamp_max_tokens
-        return cls(entry, model_dir, encoder, fingerprint, embedding, fault, generates, clamps)
-
-    @property
-    def name(self) -> str:
-        return self.entry.name or self.model_dir.name
-
-
-async def fetch_models(config: ModelsConfig) -> list[Path]:
-    """Return the models' local directories, in order, after fetching what a router reads of repositories.
-
-    Raises StartError.
-    """
-    return [await fetch_beside(entry.path, CONFIG_FILES) for entry in config.entries]
-
-
-def read_models(config: ModelsConfig, directories: Sequence[Path] | None = None) -> list[ModelFiles]:
-    """Read all models, in order, from `directories`; by default those that the settings name.
-
-    Raises StartError for an invalid one, and for two that cannot be told apart.
-    """
-    places = [entry.path for entry in config.entries] if directories is None else directories
-    models = [ModelFiles.read(entry, place, config) for entry, place in zip(config.entries, places, strict=True)]
-    for number, model in enumerate(models):
-        where = f"models.{number}.name"
-        if model.name == AUTO:
-            raise StartError(where, f"{model.entry.path}: {AUTO!r} is reserved: clients send it to have a model chosen")
-        for other in models[:number]:
-            paths = f"{other.entry.path} and {model.entry.path}"
-            if other.name == model.name:
-                raise StartError(where, f"{paths} have the same name, {model.name!r}")
-            same_names = {other.name, other.model_dir.name} & {model.name, model.model_dir.name}
-            if other.config_fingerprint == model.config_fingerprint and same_names:
-                raise StartError(where, f"{paths} have equal configs and names: a worker's model would be ambiguous")
-    names = [model.name for model in models]
-    if config.default_model not in ("", AUTO, *names):
-        raise StartError("default_model", f"{config.default_model!r} is not among {', '.join(names)}, {AUTO}")
-    for number, rule in enumerate(config.model_rules):
-        for name in rule.models:
-            if name not in names:
-                raise StartError(f"model_rules.{number}.models", f"{name!r} is not among {', '.join(names)}")
-    return models
+MAX_REVISIONS = 4
+"""Sets of files of one model that a router keeps, its own included; those that no worker has leave first."""
 
 
 class ModelRuntime:
     """Files, workers and queue of one model.
 
-    Failover stays within it.
+    Failover stays within it. Those that `bound` and `with_adapter` return share everything but their files, their
+    workers and their block keys.
     """
 
     def __init__(
@@ -134,19 +55,11 @@ class ModelRuntime:
         worker_waits: Shares,
         trust: MemberIdentity | None = None,
     ) -> None:
-        """Create it; `worker_waits` counts requests that wait for a first worker."""
+        """Create it with the router's own files; `worker_waits` counts requests that wait for a first worker."""
         self.name = files.name
         self.entry = files.entry
-        self.model_dir = files.model_dir
-        self.encoder = files.encoder
-        self.output_format = files.encoder.output_format
-        self.config_fingerprint = files.config_fingerprint
-        self.embedding, self.generates = files.embedding, files.generates
-        self.clamps = files.clamps
-        self._embedding_fault = files.embedding_fault
         self.fleet = fleet
         self.dispatcher = dispatcher
-        self.grammars = GrammarChecker(files.model_dir, grammar_limit_s)
         self.links = DecodeStreams(fleet, trust)
         addresses = files.entry.preprocessors
         self._media = MediaClient(files.name, addresses, trust) if addresses else None
@@ -159,9 +72,118 @@ class ModelRuntime:
         self._worker_waits = worker_waits
         self._reported = asyncio.Event()
         """Event set when a worker reports, for requests that wait for the first one."""
+        self._grammar_limit_s = grammar_limit_s
+        self._revisions: dict[bytes, _Revision] = {}
+        """Files that the router has of the model, its own first, by their fingerprint."""
+        self._bound: dict[tuple[str, bytes, bytes], ModelRuntime] = {}
+        """Bound runtimes, by name and fingerprints of files and adapter."""
+        self._receiving = asyncio.Lock()
+        """Lock held while a worker sends files: of many that join at once, one sends them."""
+        self.unbound = self
+        """Runtime with the workers of all revisions."""
+        self.is_bound = False
+        """Whether it has only workers with its own files and its own adapter."""
+        self.revision = b""
+        """Revision of its workers, of those that have its files; empty: any."""
+        self._add(files)
+        self._use(files.config_fingerprint)
+
+    def _add(self, files: ModelFiles) -> None:
+        self._revisions[files.config_fingerprint] = _Revision(files, self._grammar_limit_s)
+
+    def _use(self, config_fingerprint: bytes) -> None:
+        revision = self._revisions[config_fingerprint]
+        files, self.grammars = revision.files, revision.grammars
+        self.files = files
+        self.config_fingerprint = files.config_fingerprint
+        self.model_dir = files.model_dir
+        self.encoder = files.encoder
+        self.output_format = files.encoder.output_format
+        self.embedding, self.generates = files.embedding, files.generates
+        self.clamps = files.clamps
+        self._embedding_fault = files.embedding_fault
 
     async def close(self) -> None:
-        await self.grammars.close()
+        for number, revision in enumerate(self._revisions.values()):
+            await revision.grammars.close()
+            if number:
+                revision.files.remove()
+
+    # ------------------------------------------------------------------ revisions
+
+    def knows(self, config_fingerprint: bytes) -> bool:
+        """Return whether the router has the files with this fingerprint."""
+        return config_fingerprint in self._revisions
+
+    @asynccontextmanager
+    async def receiving(self) -> AsyncIterator[None]:
+        """Have one worker at a time send files."""
+        async with self._receiving:
+            yield
+
+    async def receive(self, hello: membership_pb2.Hello, messages: AsyncIterator[membership_pb2.WorkerMessage]) -> None:
+        """Read the files that a worker sends.
+
+        Raises ServiceError.
+        """
+        self._add(await self.files.of_worker(hello, messages))
+        in_use = {worker.hello.config_fingerprint for worker in self.fleet.workers} | {hello.config_fingerprint}
+        for number, fingerprint in enumerate(tuple(self._revisions)):
+            if len(self._revisions) > MAX_REVISIONS and number and fingerprint not in in_use:
+                await self._forget(fingerprint)
+
+    async def _forget(self, config_fingerprint: bytes) -> None:
+        revision = self._revisions.pop(config_fingerprint)
+        for key in [key for key in self._bound if key[1] == config_fingerprint]:
+            del self._bound[key]
+        await revision.grammars.close()
+        revision.files.remove()
+
+    def for_request(self, request_id: str, session: str = "", embeds: bool = False) -> "ModelRuntime":
+        """Return the runtime bound to the files by which a new request is read; itself while no worker is there.
+
+        Revisions get new requests by their numbers of workers, and canaries by their share. Requests of one `session`
+        stay together.
+        """
+        starting = self.starting_workers(embeds)
+        if self.is_bound or not starting:
+            return self
+        variants = {self._variant(worker) for worker in starting} if self._roster().several else None
+        if variants is None or len(variants) == 1:
+            return self.bound(*self._variant(starting[0]))
+        share = max(worker.hello.traffic_share for worker in starting)
+        is_canary = traffic_hash_of(request_id) < share
+        could = [worker for worker in starting if (worker.hello.traffic_share > 0) == is_canary] or starting
+        ordered = sorted(could, key=self._variant)
+        return self.bound(*self._variant(ordered[int(traffic_hash_of(f"{session or request_id}/") * len(ordered))]))
+
+    def bound(self, config_fingerprint: bytes, adapter: bytes = b"") -> "ModelRuntime":
+        """Return the runtime of the workers with these files, and this adapter."""
+        key = self.name, config_fingerprint, adapter
+        if (bound := self._bound.get(key)) is None:
+            bound = self._bound[key] = copy.copy(self)
+            bound._last_roster, bound.unbound, bound.is_bound, bound.adapter = None, self, True, adapter
+            bound._use(config_fingerprint)
+        return bound
+
+    def at(self, revision: bytes) -> "ModelRuntime":
+        """Return the runtime of those workers that have this revision."""
+        if not revision or revision == self.revision:
+            return self
+        begun = copy.copy(self)
+        begun._last_roster, begun.revision = None, revision
+        return begun
+
+    def shown(self) -> "ModelRuntime":
+        """Return the runtime bound to the files of most workers, for calls that generate nothing."""
+        counts = Counter(self._variant(worker) for worker in self.decode_workers())
+        return self.bound(*max(counts, key=lambda variant: (counts[variant], variant))) if counts else self
+
+    def _variant(self, worker: Worker) -> tuple[bytes, bytes]:
+        """Return the fingerprints of a worker's files and of its adapter with this runtime's name."""
+        hello = worker.hello
+        own = (each.fingerprint for each in hello.adapters if each.name == self.name) if self.base_model else ()
+        return hello.config_fingerprint, next(iter(own), b"")
 
     def check_embeds(self) -> EmbeddingConfig:
         """Return the way to the model's embeddings.
@@ -208,14 +230,23 @@ class ModelRuntime:
             return None
         adapted = copy.copy(self)
         adapted.name, adapted.base_model, adapted.adapter = name, self.name, fingerprint
-        adapted._last_roster = None
+        adapted._last_roster, adapted.unbound = None, adapted
         return adapted
 
     def workers(self) -> list[Worker]:
         """Workers that serve it; with an adapter only those that have it."""
-        if not self.adapter:
-            return list(self.fleet.workers)
-        return [w for w in self.fleet.workers if any(a.fingerprint == self.adapter for a in w.hello.adapters)]
+        return [worker for worker in self.fleet.workers if self._serves(worker.hello)]
+
+    def _serves(self, hello: membership_pb2.Hello) -> bool:
+        if self.is_bound and hello.config_fingerprint != self.config_fingerprint:
+            return False
+        if self.revision and hello.revision not in (b"", self.revision):
+            return False
+        if not self.base_model:
+            return True
+        if self.is_bound:
+            return any(each.fingerprint == self.adapter for each in hello.adapters)
+        return any(each.name == self.name for each in hello.adapters)
 
     def decode_workers(self) -> list[Worker]:
         """Decode workers whose engine has reported; a hanging one may join again and again without a report."""
@@ -239,6 +270,7 @@ class ModelRuntime:
                 number,
                 [worker for worker in reporting if worker.decodes],
                 [worker for worker in reporting if not worker.decodes],
+                len({self._variant(worker) for worker in reporting}) > 1,
                 {block_tokens: sorted(each) for block_tokens, each in fingerprints.items()},
             )
         return roster
@@ -298,7 +330,10 @@ class ModelRuntime:
         hello = _hello_for(workers, traffic_hash)
         largest = max(worker.hello.num_blocks for worker in workers) if new else None
         sizes = hello.block_tokens, hello.block_bytes, largest
-        demand = demand_of(prompt, sampling, chains, to_score, *sizes, traffic_hash, embeds, only_fills)
+        files = self.config_fingerprint.hex() if self.is_bound else ""
+        demand = demand_of(
+            prompt, sampling, chains, to_score, *sizes, traffic_hash, embeds, only_fills, files, self.revision.hex()
+        )
         usable = chains[0][: demand.num_usable_blocks * demand.block_tokens]
         own, *others = (
             block_keys(root_key(version, cache_salt, self.adapter), usable, demand.block_tokens, items)
@@ -334,6 +369,14 @@ class ModelRuntime:
         return None if ttft_s is None else self.dispatcher.expected_wait_s(priority, demand) + ttft_s
 
 
+class _Revision:
+    """Files of a revision, and the processes that check grammars with its tokenizer."""
+
+    def __init__(self, files: ModelFiles, grammar_limit_s: float) -> None:
+        self.files = files
+        self.grammars = GrammarChecker(files.model_dir, grammar_limit_s)
+
+
 @dataclass(frozen=True, slots=True)
 class _Roster:
     """Workers of a model that have reported and do not drain, by role."""
@@ -342,6 +385,8 @@ class _Roster:
     """Number of the fleet's changes when it was made."""
     decode: list[Worker]
     prefill: list[Worker]
+    several: bool
+    """Whether they differ in their files, or in the adapter."""
     versions: dict[int, list[bytes]]
     """Fingerprints of the weights of all workers, in order, by the length of their blocks."""
 
@@ -353,102 +398,3 @@ def _hello_for(workers: Sequence[Worker], traffic_hash: float) -> membership_pb2
     """
     share = max(worker.hello.traffic_share for worker in workers)
     return min(workers, key=lambda worker: (worker.hello.traffic_share > 0) != (traffic_hash < share)).hello
-
-
-class _Adapters:
-    """Models that are a LoRA adapter over one of `bases`, as present workers have them."""
-
-    def __init__(self, bases: Sequence[ModelRuntime], names: Collection[str] | None) -> None:
-        """Create it; `names` are the visible ones, None: all."""
-        self._bases = bases
-        self._names = names
-
-    def __iter__(self) -> Iterator[ModelRuntime]:
-        names = dict.fromkeys(name for base in self._bases for name in base.fleet.adapters)
-        return (adapted for name in names if (adapted := self.get(name)) is not None)
-
-    def get(self, name: str) -> ModelRuntime | None:
-        if self._names is not None and name not in self._names:
-            return None
-        return next((adapted for base in self._bases if (adapted := base.with_adapter(name)) is not None), None)
-
-
-class ModelRuntimes:
-    """Model runtimes of a router, in the order of the configuration."""
-
-    def __init__(self, models: Sequence[ModelRuntime], default_model: str, adapters: "_Adapters | None" = None) -> None:
-        """Create them; `default_model` is as in the configuration, already checked.
-
-        `adapters`: the adapters of models that are not among `models`, if they are fewer than all.
-        """
-        self._models = {model.name: model for model in models}
-        self._default = default_model
-        self._adapters = _Adapters(models, None) if adapters is None else adapters
-
-    def __iter__(self) -> Iterator[ModelRuntime]:
-        return iter(self._models.values())
-
-    def __len__(self) -> int:
-        return len(self._models)
-
-    def named(self, name: str) -> ModelRuntime:
-        """Return the runtime of a known name."""
-        return self._models[name]
-
-    def only(self, names: Collection[str] | None) -> "ModelRuntimes":
-        """Return the runtimes that a caller with access to `names` sees; None: all."""
-        if names is None:
-            return self
-        default = self._default if self._default in names or self._default == AUTO else ""
-        models = [model for model in self if model.name in names]
-        return ModelRuntimes(models, default, _Adapters(list(self), frozenset(names)))
-
-    def listed(self) -> list[ModelRuntime]:
-        """Return every model that clients may name: those of the configuration, then adapters of present workers."""
-        return [*self, *self._adapters]
-
-    def asked_for(self, name: str) -> tuple[ModelRuntime | None, str]:
-        """Return the runtime that a request's `model` means, None for AUTO, and why.
-
-        Raises UnknownModel, or InvalidRequest where the name is empty and there are several models.
-        """
-        if not self._models and not any(self._adapters):
-            raise Forbidden("this key may use none of the models that are served here", "model")
-        if name == AUTO:
-            return None, AUTO
-        if name:
-            if name not in self._models:
-                if (adapted := self._adapters.get(name)) is not None:
-                    return adapted, "named by the request"
-                served = f"{self._names()} {'is' if len(self) == 1 else 'are'}"
-                raise UnknownModel(f"{name!r} is not served here; {served}", "model")
-            return self._models[name], "named by the request"
-        if self._default:
-            why = f"none was named, and {self._default} is the default"
-            return self._models.get(self._default), why
-        if len(self) > 1:
-            raise InvalidRequest(
-                "model", f"is empty, but several models are served: name one of {self._names()}, or {AUTO!r}"
-            )
-        return next(iter(self)), "the only one served"
-
-    def of_worker(self, hello: membership_pb2.Hello) -> ModelRuntime:
-        """Return the runtime that a worker serves; among several with one config and tokenizer, the one of its name.
-
-        Raises Incompatible.
-        """
-        equal = [model for model in self if model.config_fingerprint == hello.config_fingerprint]
-        if len(equal) > 1:
-            equal = [model for model in equal if hello.model in (model.name, model.model_dir.name)]
-        if equal:
-            return equal[0]
-        alike = [repr(model.name) for model in self if model.config_fingerprint == hello.config_fingerprint]
-        worker = f"worker {hello.worker_id} serves {hello.model!r}"
-        if alike:
-            reason = f"its config and tokenizer match {' and '.join(alike)}, but its name matches neither"
-            raise Incompatible(f"{worker}: {reason}", "model")
-        whose = f"this router's {self._names()}" if len(self) == 1 else f"those of all served here: {self._names()}"
-        raise Incompatible(f"{worker}, whose config or tokenizer differs from {whose}", "model")
-
-    def _names(self) -> str:
-        return ", ".join(map(repr, self._models))

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.errors import Forbidden, InvalidRequest, ServiceError, Unavailable
@@ -10,7 +11,8 @@ from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival
 from router.models.config import ModelRule, ModelsConfig
 from router.models.media import ReadingContext, sources_of
-from router.models.model_runtime import ModelRuntime, ModelRuntimes
+from router.models.model_runtime import ModelRuntime
+from router.models.model_runtimes import ModelRuntimes
 from router.models.model_selection import (
     CountNeeded,
     ModelChoice,
@@ -73,7 +75,8 @@ class ModelSelector:
         prompt_kind(request)
         first_token_s = request.max_ttft_ms / 1e3 if request.HasField("max_ttft_ms") else math.inf
         criteria = ModelCriteria(request.task, request.min_quality, request.tenant, request.priority, first_token_s)
-        looking = _Selection(request, context, arrival, MAX_COUNTED_MODELS)
+        models = [model.for_request(context.request_id) for model in self._models]
+        looking = _Selection(request, context, arrival, models, MAX_COUNTED_MODELS)
         chosen: SelectedModel | None = None
         try:
             chosen = await self._choose(criteria, looking, give_up_at, predict)
@@ -86,17 +89,17 @@ class ModelSelector:
     ) -> SelectedModel:
         request = looking.request
         rule, rule_name = await self._rule(criteria, looking)
-        self._check_vocabulary(request, rule)
+        _check_vocabulary(request, rule, looking.models)
         predict |= ttft_limit_s(criteria, rule) < math.inf
         poll_s = POLL_S
         while True:
-            outcome = choose(criteria, rule, rule_name, [looking.option(model) for model in self._models])
+            outcome = choose(criteria, rule, rule_name, [looking.option(model) for model in looking.models])
             if isinstance(outcome, CountNeeded):
-                await looking.count(self._models.named(outcome.name), predict)
+                await looking.count(looking.named(outcome.name), predict)
             elif outcome.name:
                 reading = looking.findings[outcome.name].reading
                 assert reading is not None, "what is chosen is counted and has no fault"
-                return SelectedModel(self._models.named(outcome.name), outcome.words, reading, outcome.verdicts)
+                return SelectedModel(looking.named(outcome.name), outcome.words, reading, outcome.verdicts)
             elif any(verdict.why == NO_WORKER for verdict in outcome.verdicts) and time.monotonic() < give_up_at:
                 await asyncio.sleep(poll_s)
                 poll_s = min(MOST_POLL_S, 1.5 * poll_s)
@@ -108,17 +111,18 @@ class ModelSelector:
         rules = self._config.model_rules
         num_tokens = 0
         if needs_count(rules, criteria):
-            able = (model for model in self._models if not model.fault(looking.request))
+            able = (model for model in looking.models if not model.fault(looking.request))
             if (reader := next(able, None)) is not None:
                 num_tokens = len(await looking.prompt_of(reader))
         number = governing_rule(rules, criteria, num_tokens)
         return (None, "") if number is None else (rules[number], rules[number].name or str(number + 1))
 
-    def _check_vocabulary(self, request: pb.GenerateRequest, rule: ModelRule | None) -> None:
-        models = [model for model in self._models if allowed(rule, model.name)]
-        if request.token_ids and len({model.encoder.vocabulary for model in models}) > 1:
-            names = ", ".join(model.name for model in models)
-            raise InvalidRequest("token_ids", f"have different meanings in {names}: name a model, or send text")
+
+def _check_vocabulary(request: pb.GenerateRequest, rule: ModelRule | None, models: Sequence[ModelRuntime]) -> None:
+    able = [model for model in models if allowed(rule, model.name)]
+    if request.token_ids and len({model.encoder.vocabulary for model in able}) > 1:
+        names = ", ".join(model.name for model in able)
+        raise InvalidRequest("token_ids", f"have different meanings in {names}: name a model, or send text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +138,16 @@ class _Selection:
     """Selection for one request, with one tokenizer after the other."""
 
     def __init__(
-        self, request: pb.GenerateRequest, context: ReadingContext, arrival: Arrival, max_tokenizers: int
+        self,
+        request: pb.GenerateRequest,
+        context: ReadingContext,
+        arrival: Arrival,
+        models: Sequence[ModelRuntime],
+        max_tokenizers: int,
     ) -> None:
         self.request = request
+        self.models = models
+        """Models, each bound to the files of one revision."""
         self._arrival = arrival
         self._context = context
         self._sources = sources_of(request)
@@ -145,6 +156,9 @@ class _Selection:
         self._max_tokenizers = max_tokenizers
         self._prompts: dict[bytes, list[int]] = {}
         """Prompts by tokenizer; models with equal tokenizers share one."""
+
+    def named(self, name: str) -> ModelRuntime:
+        return next(model for model in self.models if model.name == name)
 
     async def prompt_of(self, model: ModelRuntime) -> list[int]:
         """Return the prompt in a model's tokens.

@@ -12,7 +12,8 @@ from cluster.errors import ServiceError
 from cluster.metrics import LATENCY_S, TOKENS
 from protos import inference_pb2 as pb
 from router.admission.limits.tenant_limits import TenantLimits
-from router.models.model_runtime import ModelRuntime, ModelRuntimes
+from router.models.model_runtime import ModelRuntime
+from router.models.model_runtimes import ModelRuntimes
 from router.observability.decision_history import hit_blocks_of
 from router.prepared_request import PreparedRequest
 

@@ -33,6 +33,10 @@ class Demand:
     """Traffic hash in [0, 1): below a canary's share the request is for the canary. 1: for no canary."""
     adapter: str = ""
     """Fingerprint of the LoRA adapter, in hexadecimal digits; empty for none."""
+    files: str = ""
+    """Fingerprint of config and tokenizer by which the prompt was read, in hexadecimal digits; empty: any worker's."""
+    revision: str = ""
+    """Revision of the model whose output was begun, in hexadecimal digits; empty: none was."""
     has_items: bool = False
     """Whether the prompt has pictures, sounds or videos, which not every worker reads."""
     own_items: tuple[tuple[int, int], ...] = ()

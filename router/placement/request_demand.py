@@ -31,6 +31,8 @@ def demand_of(
     traffic_hash: float = 1.0,
     embeds: bool = False,
     only_fills: bool = False,
+    files: str = "",
+    revision: str = "",
 ) -> Demand:
     """Return the demand.
 
@@ -64,6 +66,8 @@ def demand_of(
         end,
         shared,
         traffic_hash=traffic_hash,
+        files=files,
+        revision=revision,
         embeds=embeds,
     )
 

@@ -34,6 +34,10 @@ class WorkerView:
     """Fingerprints of its LoRA adapters, in hexadecimal digits."""
     reads_media: bool = False
     """Whether it computes prompts with items."""
+    files: str = ""
+    """Fingerprint of its config and tokenizer, in hexadecimal digits; empty where it starts nothing."""
+    revision: str = ""
+    """Revision of its model, in hexadecimal digits; empty for a worker of an earlier version, which does not tell."""
     outgoing: Flows = IDLE
     """Transfers in flight from it."""
     incoming: Flows = IDLE
@@ -77,6 +81,10 @@ class WorkerTable:
     adapters: tuple[tuple[str, ...], ...] = ()
     """LoRA adapters of each worker, by fingerprint."""
     reads_media: tuple[bool, ...] = ()
+    files: tuple[str, ...] = ()
+    revisions: tuple[str, ...] = ()
+    common: tuple[str, str] = ("", "")
+    """Files and revision that all workers have; empty where they differ."""
 
     def set_in_flight(self, row: int, outgoing: Flows, incoming: Flows) -> None:
         """Set the transfers in flight of a row."""
@@ -108,12 +116,26 @@ class WorkerTable:
         return self.in_share(could, could, demand.traffic_hash)
 
     def able_for(self, demand: Demand, could: Bools) -> Bools:
-        """Return those workers that have the request's adapter and read its items, where it has such, [W]."""
+        """Return those workers that have the request's revision and adapter and read its items, if it has such, [W].
+
+        A worker without a revision may have any.
+        """
+        files, revision = self.common
+        if demand.files not in ("", files):
+            could = could & np.array([demand.files == each for each in self.files], np.bool_)
+        if demand.revision not in ("", revision):
+            could = could & np.array([each in ("", demand.revision) for each in self.revisions], np.bool_)
         if demand.has_items:
             could = could & np.array(self.reads_media, np.bool_)
         if demand.adapter:
             could = could & np.array([demand.adapter in each for each in self.adapters], np.bool_)
         return could
+
+    def suit(self, demand: Demand) -> bool:
+        """Return whether every worker is able to serve the request, as `able_for` has it."""
+        files, revision = self.common
+        has_all = demand.files in ("", files) and demand.revision in ("", revision)
+        return has_all and not (demand.adapter or demand.has_items)
 
     def in_share(self, able: Bools, could: Bools, traffic_hash: float) -> Bools:
         """Return those of the `able` workers that the traffic hash selects, [W].
@@ -157,7 +179,16 @@ class WorkerTable:
             incoming_flows=_floats(view.incoming.count for view in views),
             adapters=tuple(tuple(sorted(view.adapters)) for view in views),
             reads_media=tuple(view.reads_media for view in views),
+            files=tuple(view.files for view in views),
+            revisions=tuple(view.revision for view in views),
+            common=(_common(view.files for view in views), _common(view.revision for view in views)),
         )
+
+
+def _common(values: Iterable[str]) -> str:
+    """Return the value that all non-empty ones equal; empty without one."""
+    distinct = {value for value in values if value}
+    return distinct.pop() if len(distinct) == 1 else ""
 
 
 def _column(values: Iterable[int]) -> Ints:

@@ -60,6 +60,7 @@ def decode_request(
             waiting_bytes=round(decision.waiting_bytes),
             reserved_output_tokens=decision.reserved_output_tokens,
             reservation=decision.reservation,
+            revision=placed.decode.hello.revision.hex(),
         ),
         router_stages=_stages(prepared, placed_at, model.fleet.router_id),
         elapsed_ms=(now - prepared.arrived_at) * 1e3,

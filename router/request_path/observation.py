@@ -8,7 +8,7 @@ from typing import Self
 from cluster.errors import ServiceError
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
-from router.models.model_runtime import ModelRuntimes
+from router.models.model_runtimes import ModelRuntimes
 from router.observability.decision_history import DecisionHistory, Entry, Placement, Refused
 from router.observability.decision_log import DecisionLog
 from router.observability.metrics import RouterMetrics
@@ -77,6 +77,10 @@ class Observation:
         self._observer.history.add(past)
         self._metrics.checked(prepared)
         prepared.model.fleet.traffic.arrived(len(prepared.prompt))
+
+    def renewed(self, prepared: PreparedRequest) -> None:
+        """Record that the request was read again, for another revision of its model."""
+        self._prepared = prepared
 
     def placed(self, attempt: int, placed_after_s: float, decision: Decision, placed: ActivePlacement) -> None:
         """Record a placement, and take its snapshot; `placed_after_s` counts from the request's arrival."""

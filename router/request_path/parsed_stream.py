@@ -57,13 +57,13 @@ async def generate_parts(
 ) -> AsyncGenerator[bytes]:
     """Yield the messages of a request with their parts.
 
-    `generate` starts the request; it takes the function that is to be called once the request is checked.
+    `generate` starts the request; it takes the function that is to be called when the request is checked.
     """
     checked: list[PreparedRequest] = []
     parts: OutputParts | None = None
     async with aclosing(generate(checked.append)) as messages:
         async for raw in messages:
-            parts = parts or OutputParts(checked[0].output, checked[0].request.stream_tool_calls)
+            parts = parts or OutputParts(checked[-1].output, checked[-1].request.stream_tool_calls)
             message = pb.GenerateResponse.FromString(raw)
             parts.add_to(message)
             yield message.SerializeToString()

@@ -7,16 +7,18 @@ from dataclasses import replace
 
 from cluster import logs
 from cluster.cache_salt import isolated_salt
-from cluster.errors import Forbidden, InvalidRequest
+from cluster.errors import Forbidden, InvalidRequest, RevisionGone, Unavailable
 from engine.block_keys import BlockKey
 from engine.sampling.structured_output import read_structured
 from protos import inference_pb2 as pb
+from router.admission import refusals
 from router.admission.arrivals import Arrival
 from router.admission.request import RequestInfo
 from router.config import RouterConfig
 from router.models.config import AUTO
 from router.models.media import ReadingContext, drop_data
-from router.models.model_runtime import ModelRuntime, ModelRuntimes
+from router.models.model_runtime import ModelRuntime
+from router.models.model_runtimes import ModelRuntimes
 from router.models.model_selection import ModelCriteria, unfit
 from router.models.model_selector import ModelSelector, SelectedModel
 from router.models.prompt_reading import read
@@ -82,6 +84,7 @@ class Preprocessor:
             why = f"{why}: {chosen.reason}" if why == AUTO else f"{why}; {chosen.reason}"
         else:
             _check_fit(model, request)
+            model = model.for_request(name, _session_name(request), request.HasField("embedding"))
             chosen = SelectedModel(model, why, await read(model, request, arrival, context))
         sampling = chosen.reading.sampling
         try:
@@ -113,6 +116,18 @@ class Preprocessor:
             items=chosen.reading.items,
         )
 
+    async def renewed(self, prepared: PreparedRequest, principal: Principal, arrival: Arrival) -> PreparedRequest:
+        """Return a request without output yet, read again by the files of a revision that is there.
+
+        Raises RevisionGone for one that cannot be read again, since its media are dropped or its worker is given.
+        """
+        if prepared.media is not None or prepared.warm is not None:
+            raise RevisionGone("the model was replaced while the request waited: send it again")
+        renewed = await self.check(prepared.request, prepared.remaining_s(), principal, arrival)
+        renewed.request_id, renewed.info = prepared.request_id, prepared.info
+        renewed.arrived_at, renewed.deadline = prepared.arrived_at, prepared.deadline
+        return renewed
+
     async def renew_media(self, prepared: PreparedRequest) -> None:
         """Have the media of a request made ready anew where their preprocessor holds them no longer.
 
@@ -125,18 +140,18 @@ class Preprocessor:
     async def needs(self, prepared: PreparedRequest, emitted: StreamState) -> tuple[Demand, list[BlockKey]]:
         """Return the demand of what is left to do, and the keys of blocks that may come from elsewhere.
 
-        Raises ServiceError.
+        Raises ServiceError, RevisionGone where only workers of another revision are there.
         """
         grace_s = min(self._config.no_worker_grace_s, prepared.remaining_s())
         embeds = prepared.request.HasField("embedding")
-        await prepared.model.await_workers(prepared.info.tenant, time.monotonic() + grace_s, embeds)
+        model = await self._serving(prepared, time.monotonic() + grace_s, embeds)
         prompt, sampling = prepared.prompt, prepared.sampling
         unfinished = [choice.token_ids for choice in emitted.choices if not choice.finished]
         to_score = sampling.HasField("prompt_logprobs") and emitted.num_prompt_logprobs < len(prompt) - 1
         chains = chains_of(prompt, sampling, unfinished)
         traffic_hash, new = traffic_hash_of(prepared.request_id), not prepared.info.num_placed
         only_fills = prepared.warm is not None
-        demand, keys = prepared.model.needs(
+        demand, keys = model.needs(
             prompt,
             sampling,
             prepared.cache_salt,
@@ -153,7 +168,34 @@ class Preprocessor:
         request = prepared.request
         session = session_of(request.tenant, request.session_id, request.prompt_cache_key)
         key = request.tenant, request.task
-        return prepared.model.fleet.with_expected_output(demand, key, len(prompt), session), keys
+        return model.fleet.with_expected_output(demand, key, len(prompt), session), keys
+
+    async def _serving(self, prepared: PreparedRequest, give_up_at: float, embeds: bool) -> ModelRuntime:
+        """Wait for workers on which the request can start, and return their model runtime.
+
+        Before the output begins, the first worker of whatever revision ends the wait. After it, one of the same
+        revision does. Raises RevisionGone, Unavailable and Overloaded.
+        """
+        model, tenant = prepared.model, prepared.info.tenant
+        if prepared.revision:
+            begun = model.at(prepared.revision)
+            if not begun.starting_workers(embeds) and self._config.continue_on_other_revisions:
+                begun = model
+            try:
+                await begun.await_workers(tenant, give_up_at, embeds)
+            except Unavailable:
+                if model.unbound.starting_workers(embeds):
+                    raise refusals.revision_gone().error from None
+                raise
+            return begun
+        await model.unbound.await_workers(tenant, give_up_at, embeds)
+        if not model.is_bound:
+            bound = model.for_request(prepared.request_id, _session_name(prepared.request), embeds)
+            if bound.files is model.files:
+                model = prepared.model = bound
+        if not (model.is_bound and model.starting_workers(embeds)):
+            raise refusals.revision_gone().error
+        return model
 
     def _check_priority(self, request: pb.GenerateRequest, principal: Principal) -> None:
         """Check that the caller may use the request's priority.
@@ -172,6 +214,12 @@ def tenant_of(request: pb.GenerateRequest, principal: Principal) -> str:
     """
     check_name_length(request.tenant, "tenant")
     return principal.tenant_for(request.tenant)
+
+
+def _session_name(request: pb.GenerateRequest) -> str:
+    """Return the name of the request's conversation, with its tenant; empty where it has none."""
+    name = request.session_id or request.prompt_cache_key
+    return f"{request.tenant}/{name}" if name else ""
 
 
 def isolated(request: pb.GenerateRequest) -> str:

@@ -15,7 +15,8 @@ from router.admission.arrivals import Arrivals
 from router.config import RouterConfig
 from router.models.config import AUTO
 from router.models.media import ReadingContext, sources_of
-from router.models.model_runtime import ModelRuntime, ModelRuntimes
+from router.models.model_runtime import ModelRuntime
+from router.models.model_runtimes import ModelRuntimes
 from router.models.prompt_reading import encode, expand
 from router.observability.decision_history import Entry
 from router.placement.candidates import Candidate
@@ -82,7 +83,7 @@ class Queries:
         model, _ = asked_for(self._models, name, principal)
         if model is None:
             raise InvalidRequest("model", "is empty, and the default model is chosen for each request: name a model")
-        return model
+        return model.shown()
 
     async def detokenize(self, name: str, principal: Principal, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included.

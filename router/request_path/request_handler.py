@@ -6,13 +6,14 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 
-from cluster.errors import Draining, Incompatible, Overloaded, ServiceError, Unavailable
+from cluster.errors import Draining, Incompatible, Overloaded, RevisionGone, ServiceError, Unavailable
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals
 from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.decode_client.decode_stream import DecodeStream
-from router.models.model_runtime import ModelRuntime, ModelRuntimes
+from router.models.model_runtime import ModelRuntime
+from router.models.model_runtimes import ModelRuntimes
 from router.placement.fleet.worker_records import ActivePlacement, Worker
 from router.placement.place import Decision
 from router.placement.request_demand import num_outputs
@@ -25,6 +26,8 @@ from router.security.api_keys import Principal
 
 log = logging.getLogger(__name__)
 
+MAX_RENEWALS = 3
+"""Times that a request is read anew because the revision that it was read for is gone."""
 CONNECT_SOON_S = 0.3
 """Seconds after which a request that ends on a worker without a connection counts as failed, whichever side ended it:
 clients may be less patient than a connection."""
@@ -65,8 +68,8 @@ class RequestHandler:
 
         With `warm` there is no output, and one message with the finish. Raises ServiceError.
 
-        `on_checked` is called once, before the first of them. `arrival` is that of a request which is counted already;
-        one without may be charged already.
+        `on_checked` is called before the first of them, and again if the request is read anew. `arrival` is that of a
+        request which is counted already; one without may be charged already.
         """
         with (
             self._observer.watch(request, principal, warm is not None) as observation,
@@ -87,12 +90,20 @@ class RequestHandler:
             num_sequences = num_outputs(prepared.sampling)
             charge = await self._tenant_limits.enter(request.tenant, prepared.most_tokens, num_sequences)
             model, emitted = prepared.model, StreamState(prepared.sampling.n)
-            attempts = _Attempts(self._config.max_attempts)
+            attempts, num_renewals = _Attempts(self._config.max_attempts), 0
             try:
                 counted.queued()
                 while True:
                     await self._preprocessor.renew_media(prepared)
-                    placed, decision, placed_at = await self._place(prepared, emitted)
+                    try:
+                        placed, decision, placed_at = await self._place(prepared, emitted)
+                    except RevisionGone:
+                        if not emitted.empty or (num_renewals := num_renewals + 1) > MAX_RENEWALS:
+                            raise
+                        prepared = await self._preprocessor.renewed(prepared, principal, counted)
+                        observation.renewed(prepared)
+                        on_checked(prepared)
+                        continue
                     observation.placed(attempts.number, placed_at - prepared.arrived_at, decision, placed)
                     log.debug(
                         "attempt %d at %s, lender %s", attempts.number, decision.decode_id, decision.lender_id or "none"
@@ -106,6 +117,7 @@ class RequestHandler:
                         async with contextlib.aclosing(link.generate(internal, prepared.remaining_s())) as messages:
                             async for message in messages:
                                 if not placed.started:
+                                    prepared.revision = prepared.revision or placed.decode.hello.revision
                                     model.fleet.started(placed)
                                     started_at = time.monotonic()
                                     observation.started(started_at - placed_at)

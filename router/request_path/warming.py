@@ -18,7 +18,7 @@ from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals
 from router.config import RouterConfig
 from router.models.media import sources_of
-from router.models.model_runtime import ModelRuntimes
+from router.models.model_runtimes import ModelRuntimes
 from router.placement.demand import Demand, traffic_hash_of
 from router.placement.fleet.warm_choice import by_cost
 from router.prepared_request import PreparedRequest, WarmTarget

@@ -12,7 +12,9 @@ from protos import membership_pb2
 from router.admission.arrivals import Arrival, Arrivals
 from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
-from router.models.model_runtime import ModelRuntime, ModelRuntimes, read_models
+from router.models.model_files import read_models
+from router.models.model_runtime import ModelRuntime
+from router.models.model_runtimes import ModelRuntimes
 from router.runtime import serve_models
 
 WORDS = [f"word{number}" for number in range(300)]

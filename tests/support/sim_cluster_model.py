@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.backends.sim.runner import sim_runner
+from engine.backends.sim.runner import sim_runner, weights_of
 from engine.backends.sim.states import states_of, token_of
 from engine.kv.layout import KvLayout
 from engine.model.model_dir import ModelDir
@@ -20,7 +20,7 @@ class SimClusterModel:
         runner = sim_runner(path, block_tokens, kv_bytes=1, block_kib=block_kib)
         self.layout: KvLayout = runner.layout
         self.vocab_size = runner.info.vocab_size
-        self._root = int.from_bytes(self.layout.fingerprint(ModelDir.open(path).config_fingerprint())[:8], "little")
+        self._root = int.from_bytes(self.layout.fingerprint(weights_of(ModelDir.open(path)))[:8], "little")
         self._words = self.layout.head_bytes // 8 // block_tokens
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> list[int]:

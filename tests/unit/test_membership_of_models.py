@@ -13,7 +13,9 @@ from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.membership import membership_service
 from router.membership.membership_service import MembershipService
-from router.models.model_runtime import ModelRuntime, ModelRuntimes, read_models
+from router.models.model_files import read_models
+from router.models.model_runtime import ModelRuntime
+from router.models.model_runtimes import ModelRuntimes
 from router.placement.fleet.fleet import PART_KEYS
 from router.runtime import serve_models
 from support.sim_directories import write_sim_model
@@ -117,7 +119,7 @@ async def test_an_id_means_one_worker_whatever_it_serves(
 async def test_a_worker_of_a_model_that_is_not_served_is_told_which_are(models: ModelRuntimes) -> None:
     service = MembershipService(models, "router", b"incarnation", 10.0)
     stranger = Member(service, next(iter(models)), b"1", config_fingerprint=b"other", model="c")
-    with pytest.raises(Aborted, match=r"FAILED_PRECONDITION.*serves 'c', whose config .*: 'a', 'b'"):
+    with pytest.raises(Aborted, match=r"FAILED_PRECONDITION.*serves 'c', whose name and config .*: 'a', 'b'"):
         await stranger.welcomed()
 
 

@@ -11,7 +11,7 @@ from cluster.errors import Forbidden, InvalidRequest, Unavailable
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
 from router.models.media import ReadingContext
-from router.models.model_runtime import ModelRuntimes
+from router.models.model_runtimes import ModelRuntimes
 from router.models.model_selector import ModelSelector, SelectedModel
 from support.served_models import TEXT, arrival_of, join, served
 from support.sim_directories import write_sim_model, write_tokenizer

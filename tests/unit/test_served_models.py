@@ -16,7 +16,7 @@ from router.admission.request import RequestInfo
 from router.config import RouterConfig
 from router.models.config import ModelEntry
 from router.models.costs import Costs
-from router.models.model_runtime import read_models
+from router.models.model_files import read_models
 from router.placement.demand import Demand
 from router.request_path.preprocess import Preprocessor
 from router.security.api_keys import Principal
@@ -99,11 +99,11 @@ def test_a_worker_joins_the_model_whose_config_it_has(byte_model: Path, word_mod
     assert models.of_worker(hello_of(tuned, model="tuned")) is tuned
     with pytest.raises(Incompatible, match=r"match 'bytes' and 'tuned', but its name matches neither"):
         models.of_worker(hello_of(of_bytes, model="another"))
-    unknown = r"serves 'x', whose config or tokenizer differs from those of all served here: 'bytes', 'words', 'tuned'"
+    unknown = r"'x', whose name and config or tokenizer differ from those of all served here: 'bytes', 'words', 'tuned'"
     with pytest.raises(Incompatible, match=unknown):
         models.of_worker(hello_of(of_bytes, model="x", config_fingerprint=b"other"))
     _, models = served([{"path": byte_model}])
-    with pytest.raises(Incompatible, match="differs from this router's 'bytes'"):
+    with pytest.raises(Incompatible, match="differ from this router's 'bytes'; a revision of one needs its name"):
         models.of_worker(hello_of(of_words))
 
 

@@ -6,6 +6,7 @@ token. With thousands of long sequences it may read the last slot only, which de
 
 import time
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -162,12 +163,22 @@ def sim_runner(
         num_blocks=max(1, kv_bytes // layout.block_bytes),
         vocab_size=model_dir.vocab_size,
         max_context_tokens=model_dir.max_context_tokens,
-        weights_fingerprint=model_dir.config_fingerprint(),
+        weights_fingerprint=weights_of(model_dir),
         timing=timing,
         reads_all=reads_all,
         pool_in_file=pool_in_file,
         hidden_size=model_dir.hidden_size if is_embedding_model(model_dir) else 0,
     )
+
+
+def weights_of(model_dir: ModelDir) -> bytes:
+    """Return the fingerprint that stands for a model's weights: of its config, and names and sizes of its weight files.
+
+    The files are not read: a model of hundreds of gigabytes can be simulated at once.
+    """
+    files = sorted(model_dir.path.glob("*.safetensors"))
+    sizes = "".join(f"{file.name} {file.stat().st_size} " for file in files)
+    return blake2b(model_dir.config_fingerprint() + sizes.encode(), digest_size=16).digest()
 
 
 def _pool(num_blocks: int, block_bytes: int, in_file: bool) -> Pool:

@@ -126,7 +126,8 @@ def start_vllm(
         memory = offered_memory(vllm_config, engine.scheduler.kv_cache_config, groups.unit, groups)
     else:
         memory = _memory_of(engine, vllm_config, ranks, groups, grid)
-    weights = model_dir.weights_fingerprint() + _digest_of(vllm_config.model_config)
+    files = model_dir.weights_fingerprint()
+    weights = files + _digest_of(vllm_config.model_config)
     drafts = vllm_config.speculative_config
     if writes_drafts := drafts is not None and drafts.uses_draft_kv_cache():
         weights += drafts.method.encode() + draft_weights(vllm_config) + _digest_of(drafts.draft_model_config)
@@ -135,9 +136,10 @@ def start_vllm(
         vocab_size=model_dir.vocab_size,
         max_context_tokens=int(vllm_config.model_config.max_model_len),
         eos_token_ids=model_dir.eos_token_ids,
+        revision=_revision(files, vllm_config.model_config),
         adapters=tuple((each.name, each.fingerprint) for each in adapters),
         reads_media=engine.scheduler.max_num_encoder_input_tokens > 0,
-        encoder_fingerprint=encoder_fingerprint(model_dir.weights_fingerprint(), str(vllm_config.model_config.dtype)),
+        encoder_fingerprint=encoder_fingerprint(files, str(vllm_config.model_config.dtype)),
     )
     lora = {each.fingerprint: request for each, request in zip(adapters, requests, strict=True)}
     num_batches = int(engine.batch_queue_size)
@@ -276,6 +278,15 @@ def _digest_of(model_config: Any) -> bytes:
     for of_the_host in ("_name_or_path", "transformers_version"):
         facts.pop(of_the_host, None)
     return blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=32).digest()
+
+
+def _revision(files: bytes, model_config: Any) -> bytes:
+    """Return the fingerprint of the model that clients know: its files, and the settings that make another one of them.
+
+    Unlike `_digest_of`, equal in all versions of vLLM and transformers, so that an upgrade of these moves streams.
+    """
+    settings = json.dumps([model_config.quantization, model_config.hf_overrides], sort_keys=True, default=str)
+    return blake2b(files + settings.encode(), digest_size=32).digest()
 
 
 def _local_rank() -> int:

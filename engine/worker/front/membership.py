@@ -60,6 +60,8 @@ class _Router:
     """The Hello that was sent last."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """Signal that the stream should end and another one begin."""
+    refusal: ServiceError | None = None
+    """Error with which it refuses this worker for good; None: it has this worker, or may take it later."""
     said: str = ""
     """Last logged reason why there is no stream; empty while there is one."""
     apart_since: float = field(default_factory=time.monotonic)
@@ -69,8 +71,8 @@ class _Router:
 class Memberships:
     """All membership streams of a worker.
 
-    Routers named in the settings are tried for ever and must accept this worker. Routers found by discovery come and
-    go, and a refusal by one affects no other.
+    Routers named in the settings are tried for ever, routers found by discovery come and go. The worker goes on while
+    one router has it or may take it yet: no single router can end it.
     """
 
     def __init__(
@@ -84,12 +86,15 @@ class Memberships:
         trust: TlsIdentity | None = None,
         meet: Meet | None = None,
         streams: RouterStreams | None = None,
+        files: Callable[[], AsyncIterator[pb.ModelFilePart]] | None = None,
     ) -> None:
         """Create them; `meet` connects to workers that a router names, before it gets the first report.
 
-        `streams` are those that routers open, where the Hello has a `stream_address`.
+        `streams` are those that routers open, where the Hello has a `stream_address`. `files` yields the files of the
+        model for a router that has other ones.
         """
         self._streams = streams
+        self._files = files
         self._hello = hello
         self._engine = engine
         self._pinned = frozenset(pinned)
@@ -111,7 +116,7 @@ class Memberships:
         self._listening.add_done_callback(self._stopped_listening)
 
     async def failed(self) -> TandemError:
-        """Return the error when a router named in the settings refuses this worker for good."""
+        """Return an error with which this worker cannot go on, such as when every router refuses it for good."""
         return await asyncio.shield(self._failed)
 
     @property
@@ -195,19 +200,21 @@ class Memberships:
     async def _stay_joined(self, router: _Router) -> TandemError:
         """Keep joining a router.
 
-        Returns only an error with which this worker cannot continue.
+        Returns its refusal once every router refuses this worker for good.
         """
         name_taken_at: float | None = None
         while True:
             async with channel(router.address, self._trust) as link:  # a new channel may have new certificates
                 wait_s, failure = RETRY_S, await self._join_once(pb_grpc.MembershipStub(link), router)
             name_taken_at = (name_taken_at or time.monotonic()) if isinstance(failure, AlreadyExists) else None
-            if name_taken_at is not None and time.monotonic() - name_taken_at > self._name_taken_s:
-                return failure
+            is_taken = name_taken_at is not None and time.monotonic() - name_taken_at > self._name_taken_s
             if isinstance(failure, Incompatible):
-                if router.address in self._pinned:
-                    return failure
                 wait_s = REFUSED_RETRY_S
+            # A router found by discovery may be one of another version, which a rollout replaces.
+            is_for_good = is_taken or (isinstance(failure, Incompatible) and router.address in self._pinned)
+            router.refusal = failure if is_for_good else None
+            if all(other.refusal is not None for other in self._routers.values()):
+                return failure
             self._log(router, failure)
             await asyncio.sleep(wait_s)
 
@@ -242,7 +249,8 @@ class Memberships:
     async def _join(self, stub: pb_grpc.MembershipStub, router: _Router) -> None:
         backlog = router.backlog = asyncio.Queue(MAX_BACKLOG)
         over = router.over = asyncio.Event()
-        welcomed, hello = asyncio.Event(), self._hello
+        answered, welcomed, hello = asyncio.Event(), asyncio.Event(), self._hello
+        files_wanted = False
         router.hello = hello
         stream: FrameStream | None = None
         opening: asyncio.Future[FrameStream] | None = None
@@ -273,6 +281,10 @@ class Memberships:
 
         async def outgoing() -> AsyncIterator[pb.WorkerMessage]:
             yield pb.WorkerMessage(hello=hello)
+            await answered.wait()
+            if files_wanted and self._files is not None:
+                async for part in self._files():
+                    yield pb.WorkerMessage(file=part)
             await welcomed.wait()
             async for message in events():
                 if stream is None:
@@ -314,7 +326,12 @@ class Memberships:
             call = stub.Join(outgoing())
             try:
                 async for answer in call:
-                    if answer.HasField("welcome"):
+                    if answer.HasField("files_wanted"):
+                        log.info("router %s asks for the files of the model", router.address)
+                        files_wanted = True
+                        answered.set()
+                    elif answer.HasField("welcome"):
+                        answered.set()
                         if self._meet is not None:
                             await self._meet(answer.welcome.peers)
                         self._welcome(router, answer.welcome)
@@ -333,6 +350,7 @@ class Memberships:
                 if opening is not None:
                     opening.cancel()
                 end()  # whichever side ended it: `outgoing` would wait for a welcome or a message for ever
+                answered.set()
                 welcomed.set()
 
     def _welcome(self, router: _Router, welcome: pb.Welcome) -> None:
@@ -349,5 +367,5 @@ class Memberships:
                     "each router needs its own router_id, and one address",
                     "router_id",
                 )
-        router.router_id, router.said = welcome.router_id, ""
+        router.router_id, router.said, router.refusal = welcome.router_id, "", None
         log.info("joined to router %s at %s", welcome.router_id, router.address)

@@ -4,7 +4,7 @@ Pure.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,18 +56,26 @@ class Capacity:
 
     def fits(self, waiting: QueuedRequest) -> bool:
         """Return whether a request could start somewhere now."""
-        if waiting.demand.embeds or waiting.demand.only:
-            return bool(startable(waiting.demand, self.workers, self.available).any())
-        if waiting.need > self.greatest:
-            return False
-        if self.pool is not None:
-            return waiting.demand.num_total_blocks <= self.pool
-        return bool(startable(waiting.demand, self.workers, self.available).any())
+        demand = waiting.demand
+        if not (demand.embeds or demand.only):
+            if waiting.need > self.greatest:
+                return False
+            if self.pool is not None and self.workers.suit(demand):
+                return demand.num_total_blocks <= self.pool
+        return bool(startable(demand, self.workers, self.available).any())
 
 
 def could_hold(demand: Demand, workers: WorkerTable) -> bool:
     """Return whether the pool of any worker that could serve the request is large enough for all of it."""
-    return demand.num_total_blocks <= int(workers.num_blocks[workers.starts_for(demand)].max(initial=-1))
+    able = workers.able_for(demand, workers.starts_for(demand))
+    return demand.num_total_blocks <= int(workers.num_blocks[able].max(initial=-1))
+
+
+def is_of_gone_revision(demand: Demand, workers: WorkerTable) -> bool:
+    """Return whether a request that no worker could hold could be held if it were of another revision or adapter."""
+    if not (demand.files or demand.revision or demand.adapter):
+        return False
+    return could_hold(replace(demand, files="", revision="", adapter=""), workers)
 
 
 def largest_pool(workers: WorkerTable) -> int:

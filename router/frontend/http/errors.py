@@ -64,6 +64,7 @@ _KINDS = {
     "RESOURCE_EXHAUSTED": _Kind(429, "rate_limit_error", "rate_limit_exceeded"),
     "UNAVAILABLE": _Kind(503, "server_error", "unavailable"),
     "FAILED_PRECONDITION": _Kind(503, "server_error", "unavailable"),
+    "ABORTED": _Kind(503, "server_error", "revision_gone"),
     "DEADLINE_EXCEEDED": _Kind(504, "server_error", "deadline_exceeded"),
     "UNIMPLEMENTED": _Kind(501, "server_error", "not_configured"),
 }

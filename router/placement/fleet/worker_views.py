@@ -30,6 +30,8 @@ def view_of(worker: Worker, in_flight: TransfersInFlight) -> WorkerView:
         draining=worker.draining,
         traffic_share=worker.hello.traffic_share,
         reads_media=worker.hello.reads_media,
+        files=worker.hello.config_fingerprint.hex(),
+        revision=worker.hello.revision.hex(),
         adapters=frozenset(adapter.fingerprint.hex() for adapter in worker.hello.adapters),
         outgoing=in_flight.outgoing(worker.worker_id),
         incoming=in_flight.incoming(worker.worker_id),
@@ -64,7 +66,7 @@ def store_view(store_id: str, fingerprint: bytes, outgoing: Flows) -> WorkerView
 def adapters_of(hellos: Iterable[pb.Hello]) -> dict[str, bytes]:
     """Return the fingerprint of each adapter by name.
 
-    Of several versions, the one that most workers have, and of equally many the first in order.
+    Of several revisions, the one that most workers have, and of equally many the first in order.
     """
     counts: dict[str, Counter[bytes]] = {}
     for hello in hellos:
