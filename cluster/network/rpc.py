@@ -34,9 +34,10 @@ _KEEPALIVE: list[tuple[str, int]] = [
 ]
 # A server whose limits are stricter than its clients' pings closes quiet streams with too_many_pings.
 _ALLOW_PINGS: list[tuple[str, int]] = [
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 2_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.http2.max_ping_strikes", 0),
 ]
+# All of gRPC's limits that can end a call are listed in docs/design/admission.md.
 _SIZES: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -51,7 +52,13 @@ MAX_PENDING_CALLS = 65_536
 gRPC drops further ones with a bare CANCELLED, by default from 1,000 on. That many come together at a process that
 stands still for seconds, since grpc.aio accepts one call in about five turns of the event loop. So the bound that
 clients meet is one of Tandem's own, which is checked after a call is accepted and answers with a typed error."""
+MAX_UNACCEPTED_S = 86_400
+"""Seconds for which gRPC keeps a call that the server has not accepted; then it drops the call with a bare CANCELLED.
+
+By default 30, which calls wait at a server that stands still again and again. A day is longer than any call waits: its
+deadline or its client ends it, or the server accepts it and answers with a typed error."""
 _PENDING: list[tuple[str, int]] = [
+    ("grpc.server_max_unrequested_time_in_server", MAX_UNACCEPTED_S),
     ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
 ]

@@ -238,6 +238,11 @@ async def test_a_router_that_stops_says_so_in_the_stream(sim_model: Callable[...
                 return ready[0] == 503
 
             await until(draining, "it drains")
+            with closing(RawConnection(address)) as short:
+                await asyncio.to_thread(short.post, PATHS[0], asking(2, 5))
+                answered = await asyncio.to_thread(short.answer)
+                assert answered[0] == 503
+                assert not await asyncio.to_thread(short.peek), "a retry goes to another router"
             refused = await asyncio.to_thread(call, address, PATHS[0], asking(2, 5))
             status, stream = await asyncio.to_thread(long.answer)
         assert ready[2]["status"] == "draining"

@@ -1,7 +1,7 @@
 """A new revision of a model under its name: rollouts of whole clusters under load, as Kubernetes makes them.
 
-A sim engine's tokens are hashes of the KV that it read, and of its model's files. So a stream of two revisions has tokens
-of neither.
+A sim engine's tokens are hashes of the KV that it read, and of its model's files. So a stream of two revisions has
+tokens of neither.
 """
 
 from collections import Counter

@@ -9,7 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.errors import InvalidRequest, Overloaded, ServiceError, Unauthenticated, Unavailable, UnknownModel
+from cluster.errors import (
+    Draining,
+    InvalidRequest,
+    Overloaded,
+    ServiceError,
+    Unauthenticated,
+    Unavailable,
+    UnknownModel,
+)
 
 RETRY_AFTER_S = 1.0
 """Retry delay in seconds without a prediction."""
@@ -127,7 +135,10 @@ def _headers(error: ServiceError, kind: _Kind) -> Mapping[str, str]:
         return {"www-authenticate": "Bearer"}
     if kind is _NEVER_FITS or not isinstance(error, Overloaded | Unavailable):
         return {}
+    # The client asks again at another router then, not over its connection to this one.
+    closing = {"connection": "close"} if isinstance(error, Draining) else {}
     wait_s = error.retry_after_s if isinstance(error, Overloaded) else None
     if wait_s is None or not math.isfinite(wait_s):
         wait_s = RETRY_AFTER_S
-    return {"retry-after": str(max(1, math.ceil(wait_s))), "retry-after-ms": str(max(1, math.ceil(wait_s * 1e3)))}
+    after = {"retry-after": str(max(1, math.ceil(wait_s))), "retry-after-ms": str(max(1, math.ceil(wait_s * 1e3)))}
+    return after | closing
