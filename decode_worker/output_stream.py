@@ -8,6 +8,7 @@ from cluster.errors import InvalidRequest, Overloaded, Unavailable
 from decode_worker.embedding import finished_embedding
 from decode_worker.placed_request import emitted_of, num_choices
 from decode_worker.receipt import build_receipt, price_of
+from engine.block_keys import token_digest
 from engine.core_types import FinishReason, TokenLogprobs
 from engine.messages.from_engine import Embedded, Failed, Filled, FromEngine, KvAccount, PromptScored, Rejected, Token
 from engine.messages.to_engine import LendClosed
@@ -90,6 +91,8 @@ class OutputStream:
         self._num_drafted = 0
         self._num_accepted = 0
         self._prompt_logprobs: list[pb.TokenLogprobs] = []
+        self._origin = None if _has_begun(request) else origin_of(request)
+        """Origin for the first message of the stream; None once a client has it."""
         self._changed: dict[int, None] = {}
         """Indices of choices with something to send, in sending order."""
         self._stopped: list[int] = []
@@ -130,6 +133,13 @@ class OutputStream:
 
     def take(self) -> pb.GenerateResponse | None:
         """Return the next message of one choice, or None when nothing is pending."""
+        message = self._take()
+        if message is not None and self._origin is not None:
+            message.origin.CopyFrom(self._origin)
+            self._origin = None
+        return message
+
+    def _take(self) -> pb.GenerateResponse | None:
         if self._prompt_logprobs:
             scored = self._prompt_logprobs[:MAX_PROMPT_LOGPROBS]
             del self._prompt_logprobs[:MAX_PROMPT_LOGPROBS]
@@ -224,6 +234,18 @@ class OutputStream:
             num_completion = sum(choice.num_completion for choice in self._choices)
             receipt.price.CopyFrom(price_of(self._request, num_completion))
         finish.receipt.CopyFrom(receipt)
+
+
+def _has_begun(request: internal_pb.DecodeRequest) -> bool:
+    """Return whether the client has a part of the stream."""
+    emitted = request.emitted_token_ids or request.emitted_choices or request.finished_choices
+    return bool(emitted or request.emitted_prompt_logprobs)
+
+
+def origin_of(request: internal_pb.DecodeRequest) -> pb.Origin:
+    """Return what a router needs to continue the stream elsewhere."""
+    prompt = token_digest(request.prompt_token_ids)
+    return pb.Origin(model=request.model, revision=request.placement.revision, prompt=prompt)
 
 
 def _logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:

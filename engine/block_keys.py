@@ -91,6 +91,11 @@ def token_array(token_ids: Sequence[int]) -> "array[int]":
     return array("I", np.asarray(token_ids, np.uint32).tobytes())
 
 
+def token_digest(token_ids: Sequence[int]) -> bytes:
+    """Return a digest of tokens, 16 bytes, by which two processes see that they read a prompt alike."""
+    return blake2b(token_array(token_ids).tobytes(), digest_size=16).digest()
+
+
 def max_token(token_ids: Sequence[int]) -> int:
     """Return the largest token id, as fast as `token_array`.
 

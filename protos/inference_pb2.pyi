@@ -187,9 +187,8 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def resume(self) -> Global___Resume:
-        """Continue a stream of this request that another router began and did not finish. All other fields but `request_id` are
-        those of the stream, `sampling.seed` included, which is needed unless `temperature` is 0. Not for beam search, embeddings
-        and media.
+        """Continue a stream of this request that broke, at any router. The other fields are those of the stream, with
+        `sampling.temperature` 0 or a `sampling.seed`. Not for beam search, embeddings, media and `stream_tool_calls`.
         """
 
     def __init__(
@@ -255,8 +254,8 @@ class Resume(_message.Message):
     """Log probabilities of the prompt that the client has."""
     @_builtins.property
     def origin(self) -> Global___Origin:
-        """Origin in the stream's first message. FAILED_PRECONDITION where this router reads the prompt otherwise; ABORTED where no
-        worker has the revision any more.
+        """Origin in the stream's first message. FAILED_PRECONDITION where this router reads the prompt otherwise; ABORTED where
+        no worker has the revision any more.
         """
 
     @_builtins.property
@@ -317,8 +316,11 @@ class Origin(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model, also where the request said "auto"."""
     revision: _builtins.str
     """Revision of the model, in hexadecimal digits."""
     prompt: _builtins.bytes
@@ -326,12 +328,13 @@ class Origin(_message.Message):
     def __init__(
         self,
         *,
+        model: _builtins.str = ...,
         revision: _builtins.str = ...,
         prompt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt", b"prompt", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

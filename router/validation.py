@@ -124,6 +124,50 @@ def check_prompt(token_ids: Sequence[int], field: str, model_dir: ModelDir) -> N
         raise InvalidRequest(field, f"prompt of {len(token_ids)} tokens leaves no room in the context of {limit}")
 
 
+def check_resume(request: pb.GenerateRequest) -> None:
+    """Check what a request to continue a stream may be combined with.
+
+    Raises InvalidRequest.
+    """
+    sampling = request.sampling
+    if request.HasField("embedding") or request.stream_tool_calls or sampling.HasField("beam_width"):
+        raise InvalidRequest("resume", "cannot be combined with embedding, stream_tool_calls and sampling.beam_width")
+    if request.media or any(part.HasField("media") for message in request.messages for part in message.parts):
+        raise InvalidRequest("resume", "a stream of a prompt with media cannot be continued elsewhere")
+    if not (sampling.HasField("seed") or (sampling.HasField("temperature") and sampling.temperature == 0)):
+        raise InvalidRequest("sampling.seed", "is needed to resume a stream, unless temperature is 0")
+    try:
+        revision = bytes.fromhex(request.resume.origin.revision)
+    except ValueError:
+        revision = b""
+    if not revision:
+        raise InvalidRequest("resume.origin.revision", f"{request.resume.origin.revision!r} is no revision")
+
+
+def check_resumed(resume: pb.Resume, sampling: pb.Sampling, num_prompt: int, vocab_size: int) -> None:
+    """Check what a client has of a stream against its resolved options.
+
+    Raises InvalidRequest.
+    """
+    indices = [choice.index for choice in resume.choices]
+    for number, choice in enumerate(resume.choices):
+        field = f"resume.choices.{number}"
+        if choice.index >= sampling.n or choice.index in indices[:number]:
+            raise InvalidRequest(f"{field}.index", f"must be below n, {sampling.n}, and named once, not {choice.index}")
+        check_token_ids(choice.token_ids, f"{field}.token_ids", vocab_size)
+        most = sampling.max_tokens - (not choice.finished)
+        if len(choice.token_ids) > most:
+            reason = (
+                f"has {len(choice.token_ids)} tokens, at most {most} of max_tokens {sampling.max_tokens} are possible"
+            )
+            raise InvalidRequest(f"{field}.token_ids", reason)
+    if sum(choice.finished for choice in resume.choices) == sampling.n:
+        raise InvalidRequest("resume.choices", "all choices are finished: there is nothing to continue")
+    most = num_prompt - 1 if sampling.HasField("prompt_logprobs") else 0
+    if resume.prompt_logprobs > most:
+        raise InvalidRequest("resume.prompt_logprobs", f"must be at most {most}, not {resume.prompt_logprobs}")
+
+
 def check_embedding(request: pb.GenerateRequest, dimensions: int) -> None:
     """Check a request for an embedding by a model whose embeddings have so many dimensions.
 

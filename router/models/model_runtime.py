@@ -35,6 +35,8 @@ from router.placement.request_demand import demand_of
 
 MAX_VERSIONS = 4
 """Versions of a model's weights whose caches a request considers; a prompt's keys are hashed for each."""
+REVISION_BYTES = 16
+"""Length of a model's revision; that of an adapter follows it in an Origin."""
 MAX_REVISIONS = 4
 """Sets of files of one model that a router keeps, its own included; those that no worker has leave first."""
 
@@ -165,6 +167,15 @@ class ModelRuntime:
             bound._last_roster, bound.unbound, bound.is_bound, bound.adapter = None, self, True, adapter
             bound._use(config_fingerprint)
         return bound
+
+    def of_revision(self, revision: bytes) -> "ModelRuntime | None":
+        """Return the runtime of the workers with a revision, as an Origin has it; None without such a worker."""
+        weights, adapter = revision[:REVISION_BYTES], revision[REVISION_BYTES:]
+        for worker in self.workers():
+            variant = self._variant(worker)
+            if worker.hello.revision == weights and variant[1] == adapter:
+                return self.bound(*variant)
+        return None
 
     def at(self, revision: bytes) -> "ModelRuntime":
         """Return the runtime of those workers that have this revision."""

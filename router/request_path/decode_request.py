@@ -60,7 +60,7 @@ def decode_request(
             waiting_bytes=round(decision.waiting_bytes),
             reserved_output_tokens=decision.reserved_output_tokens,
             reservation=decision.reservation,
-            revision=placed.decode.hello.revision.hex(),
+            revision=(placed.decode.hello.revision + model.adapter).hex() if placed.decode.hello.revision else "",
         ),
         router_stages=_stages(prepared, placed_at, model.fleet.router_id),
         elapsed_ms=(now - prepared.arrived_at) * 1e3,

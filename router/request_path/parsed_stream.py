@@ -13,11 +13,15 @@ from router.prepared_request import PreparedRequest
 class OutputParts:
     """Parts of all choices of one request. Pure."""
 
-    def __init__(self, plan: OutputPlan, streams_calls: bool = False) -> None:
-        """Begin; `streams_calls`: calls come also as deltas."""
+    def __init__(self, plan: OutputPlan, streams_calls: bool = False, resume: pb.Resume | None = None) -> None:
+        """Begin; `streams_calls`: calls come also as deltas. With `resume` the client has the parts up to there."""
         self._plan = plan
         self._streams_calls = streams_calls
         self._parsers: dict[int, OutputParser | None] = {}
+        for choice in () if resume is None else resume.choices:
+            parser = self._parsers[choice.index] = plan.parser()
+            if parser is not None:
+                parser.push(choice.text, len(choice.token_ids))
 
     def add_to(self, message: pb.GenerateResponse) -> None:
         """Add the parts that a message makes certain, and to a choice's end its tokens of reasoning."""
@@ -63,7 +67,10 @@ async def generate_parts(
     parts: OutputParts | None = None
     async with aclosing(generate(checked.append)) as messages:
         async for raw in messages:
-            parts = parts or OutputParts(checked[-1].output, checked[-1].request.stream_tool_calls)
+            if parts is None:
+                request = checked[-1].request
+                resume = request.resume if request.HasField("resume") else None
+                parts = OutputParts(checked[-1].output, request.stream_tool_calls, resume)
             message = pb.GenerateResponse.FromString(raw)
             parts.add_to(message)
             yield message.SerializeToString()

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from cluster import logs
 from cluster.cache_salt import isolated_salt
-from cluster.errors import Forbidden, InvalidRequest, RevisionGone, Unavailable
-from engine.block_keys import BlockKey
+from cluster.errors import Forbidden, Incompatible, InvalidRequest, RevisionGone, Unavailable
+from engine.block_keys import BlockKey, token_digest
 from engine.sampling.structured_output import read_structured
 from protos import inference_pb2 as pb
 from router.admission import refusals
@@ -17,7 +17,7 @@ from router.admission.request import RequestInfo
 from router.config import RouterConfig
 from router.models.config import AUTO
 from router.models.media import ReadingContext, drop_data
-from router.models.model_runtime import ModelRuntime
+from router.models.model_runtime import REVISION_BYTES, ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
 from router.models.model_selection import ModelCriteria, unfit
 from router.models.model_selector import ModelSelector, SelectedModel
@@ -33,6 +33,8 @@ from router.validation import (
     check_name_length,
     check_names,
     check_quality,
+    check_resume,
+    check_resumed,
     check_retention,
     check_time_limit,
 )
@@ -64,7 +66,10 @@ class Preprocessor:
         deadline = arrived_at + (self._config.default_deadline_s if deadline_s is None else deadline_s)
         check_names(request)
         models = self._models.only(principal.models)
-        model, why = asked_for(self._models, request.model, principal)
+        resumes = request.HasField("resume")
+        if resumes:
+            check_resume(request)
+        model, why = asked_for(self._models, request.resume.origin.model if resumes else request.model, principal)
         name = request.request_id or secrets.token_hex(8)
         logs.request_id.set(name)
         request.tenant = arrival.tenant
@@ -84,10 +89,15 @@ class Preprocessor:
             why = f"{why}: {chosen.reason}" if why == AUTO else f"{why}; {chosen.reason}"
         else:
             _check_fit(model, request)
-            model = model.for_request(name, _session_name(request), request.HasField("embedding"))
+            if resumes:
+                model = await self._begun(model, request, deadline)
+            else:
+                model = model.for_request(name, _session_name(request), request.HasField("embedding"))
             chosen = SelectedModel(model, why, await read(model, request, arrival, context))
         sampling = chosen.reading.sampling
         try:
+            if resumes:
+                _check_resumed(request.resume, chosen)
             if (structured := read_structured(sampling)) is not None:
                 prepared = await chosen.model.grammars.check(structured, arrival.tenant)
                 if structured.kind in ("json_schema", "grammar"):
@@ -114,7 +124,19 @@ class Preprocessor:
             info=RequestInfo(request.tenant, request.priority, arrived_at, deadline, arrived_at + first_token_s),
             media=chosen.reading.media,
             items=chosen.reading.items,
+            revision=bytes.fromhex(request.resume.origin.revision)[:REVISION_BYTES] if resumes else b"",
         )
+
+    async def _begun(self, model: ModelRuntime, request: pb.GenerateRequest, deadline: float) -> ModelRuntime:
+        """Return the runtime bound to the files by which the stream's prompt was read.
+
+        A router that has just started waits for its first worker. Raises RevisionGone and Unavailable.
+        """
+        give_up_at = min(deadline, time.monotonic() + self._config.no_worker_grace_s)
+        await model.await_workers(request.tenant, give_up_at)
+        if (begun := model.of_revision(bytes.fromhex(request.resume.origin.revision))) is None:
+            raise refusals.revision_gone().error
+        return begun
 
     async def renewed(self, prepared: PreparedRequest, principal: Principal, arrival: Arrival) -> PreparedRequest:
         """Return a request without output yet, read again by the files of a revision that is there.
@@ -205,6 +227,18 @@ class Preprocessor:
         highest = self._config.policy(request.tenant).max_priority
         if request.priority > highest and not principal.operator:
             raise Forbidden(f"at most {highest} for tenant {request.tenant!r}, not {request.priority}", "priority")
+
+
+def _check_resumed(resume: pb.Resume, chosen: SelectedModel) -> None:
+    """Check that a stream can be continued with its prompt as it was read here.
+
+    Raises Incompatible and InvalidRequest.
+    """
+    prompt = chosen.reading.prompt
+    if token_digest(prompt) != resume.origin.prompt:
+        reason = "this router reads the prompt otherwise than the one that began the stream"
+        raise Incompatible(reason, "resume.origin.prompt")
+    check_resumed(resume, chosen.reading.sampling, len(prompt), chosen.model.model_dir.vocab_size)
 
 
 def tenant_of(request: pb.GenerateRequest, principal: Principal) -> str:

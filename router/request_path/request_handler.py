@@ -89,7 +89,9 @@ class RequestHandler:
             on_checked(prepared)
             num_sequences = num_outputs(prepared.sampling)
             charge = await self._tenant_limits.enter(request.tenant, prepared.most_tokens, num_sequences)
-            model, emitted = prepared.model, StreamState(prepared.sampling.n)
+            model, num_choices = prepared.model, prepared.sampling.n
+            is_resumed = request.HasField("resume")
+            emitted = StreamState.resumed(num_choices, request.resume) if is_resumed else StreamState(num_choices)
             attempts, num_renewals = _Attempts(self._config.max_attempts), 0
             try:
                 counted.queued()

@@ -36,6 +36,18 @@ class StreamState:
         self._num_prompt_logprobs = 0
         self._num_messages = 0
 
+    @classmethod
+    def resumed(cls, num_choices: int, resume: pb.Resume) -> "StreamState":
+        """Return the state of a stream of which the client has told what it has."""
+        state = cls(num_choices)
+        state._num_messages, state._num_prompt_logprobs = 1, resume.prompt_logprobs
+        for given in resume.choices:
+            choice = state._choices[given.index]
+            choice.token_ids, choice.num_chars = list(given.token_ids), len(given.text)
+            # The client keeps the reason; it only matters that there is one.
+            choice.reason = pb.FINISH_REASON_STOP if given.finished else None
+        return state
+
     def add(self, message: bytes) -> None:
         self._num_messages += 1
         self._unread.append(message)

@@ -25,6 +25,7 @@ from protos import inference_pb2_grpc as pb_grpc
 from tandem.client.call_span import CallSpan, Metadata
 from tandem.client.options import EmbedOptions, GenerateOptions, Json, TokenizeOptions, WarmOptions
 from tandem.client.parts import chat_message, medium
+from tandem.client.resuming import StreamProgress, Tries, may_have_others
 
 Answer = TypeVar("Answer")
 Request = TypeVar("Request")
@@ -36,8 +37,9 @@ class Client:
     Every failure is a `tandem.errors.ServiceError`.
 
     A call goes to the router that served the last one. If that cannot be reached, or answers Unavailable before
-    anything else, each other one is tried once. Where OpenTelemetry is installed, each `generate` and `generate_batch`
-    is a span, and routers' traces continue it.
+    anything else, each other one is tried once. A stream whose router dies goes on at another one where the client has
+    several addresses, or a host name; its tokens are those of a stream that nothing disturbed. Where OpenTelemetry is
+    installed, each `generate` and `generate_batch` is a span, and routers' traces continue it.
     """
 
     def __init__(self, *addresses: str, api_key: str = "", tls: ClientIdentity | None = None) -> None:
@@ -76,7 +78,8 @@ class Client:
         `stream` where a loop may be left.
 
         Raises ServiceError. InvalidRequest names the field at fault. Unavailable may be retried, and names the router
-        when its stream had started. Overloaded may be retried after its `retry_after_s`, where it has one.
+        when its stream had started and no other router could continue it. Overloaded may be retried after its
+        `retry_after_s`, where it has one.
         """
         fields, timeout_s, metadata = _parted("generate", GenerateOptions, options)
         request = _request(text=text, **fields)
@@ -103,28 +106,37 @@ class Client:
         """Stream the completion of a complete request, as `generate` does."""
         span = CallSpan([request], self._addresses, metadata)
         give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
-        *others, last = self._order()
+        progress = StreamProgress(request, may_have_others(self._addresses))
+        order, tries = self._order(), Tries(len(self._stubs))
         try:
-            for number in (*others, last):
+            while True:
+                number = order[tries.number % len(order)]
                 call = self._stubs[number].Generate(
-                    request, timeout=_remaining_s(give_up_at), metadata=(*self._metadata, *span.metadata)
+                    progress.next_request(),
+                    timeout=_remaining_s(give_up_at),
+                    metadata=(*self._metadata, *span.metadata),
                 )
-                begun = False
                 try:
                     async for response in call:
-                        begun, self._current = True, number
+                        self._current = number
+                        progress.add(response)
+                        tries.succeeded()
                         span.record(response)
                         yield response
                     break
                 except grpc.aio.AioRpcError as error:
                     failure = from_rpc_error(error)
-                    if begun and isinstance(failure, Unavailable):
+                    if not isinstance(failure, Unavailable):
+                        raise failure from None
+                    can_go_on = not progress.has_begun or progress.can_continue
+                    if not can_go_on or (wait_s := tries.failed(progress.has_begun)) is None:
+                        if not progress.has_begun:
+                            raise failure from None
                         message = f"router {self._addresses[number]} ended the stream: {failure.message}"
                         raise type(failure)(message, failure.field) from None
-                    if not isinstance(failure, Unavailable) or number == last:
-                        raise failure from None
                 finally:
                     call.cancel()
+                await asyncio.sleep(wait_s)
         except BaseException as error:
             span.end(error)
             raise

@@ -68,7 +68,6 @@ async def test_a_rollout_of_another_revision_is_an_ordinary_upgrade(kind: str, f
         client = await held.enter_async_context(Client(*rollout.addresses))
         revisions = revisions_of(kind, tmp_path)
         await rollout.start(revisions[0])
-        await client.wait_for_workers(3, 3, 30.0)
         known: list[dict[str, list[int]]] = [await answers(client, served, PROMPTS, LENGTHS.stop)]
         for number in range(1, ROUNDS + 1):
             load = Load(client, served, PROMPTS, LENGTHS)

@@ -51,11 +51,15 @@ class Rollout:
         roles = [*self.routers, *(worker for pool in self.pools.values() for worker in pool)]
         await asyncio.gather(*(stop_process(role.process, 0.1) for role in roles))
 
-    async def start(self, revision: Revision) -> None:
-        self.routers = list(await asyncio.gather(*(self._start_router(number, revision) for number in range(2))))
-        starts = [self._start_worker(module, revision, n) for module in self.pools for n in range(3)]
+    async def start(self, revision: Revision, num_workers: int = 3) -> None:
+        """Start the routers, and so many workers of each role; returns when both routers have all of them."""
+        self.routers = list(await asyncio.gather(*(self.start_router(number, revision) for number in range(2))))
+        starts = [self._start_worker(module, revision, n) for module in self.pools for n in range(num_workers)]
         for worker in await asyncio.gather(*starts):
             self.pools[worker.name.partition("-")[0]].append(worker)
+        for address in self.addresses:
+            async with Client(address) as client:
+                await client.wait_for_workers(num_workers, num_workers, LONGEST_S)
 
     async def to(self, revision: Revision) -> None:
         """Replace everything: the routers from the last to the first, the pools beside them."""
@@ -65,7 +69,7 @@ class Rollout:
     async def _replace_routers(self, revision: Revision) -> None:
         for number in (1, 0):
             await stop_process(self.routers[number].process, LONGEST_S)
-            self.routers[number] = await self._start_router(number, revision)
+            self.routers[number] = await self.start_router(number, revision)
             await self._ready(self.routers[number])
 
     async def _replace_pool(self, module: str, revision: Revision) -> None:
@@ -78,7 +82,7 @@ class Rollout:
             await stop_process(leaving.process, LONGEST_S)
             assert leaving.process.returncode == 0, f"{leaving.name} ended with {leaving.process.returncode}"
 
-    async def _start_router(self, number: int, revision: Revision) -> RoleProcess:
+    async def start_router(self, number: int, revision: Revision) -> RoleProcess:
         values = {"model": revision.model, "port": self._ports[number], "router_id": f"router-{number}"}
         return await start_role("router", f"router-{number}", RouterConfig.parse(values | self._router))
 
