@@ -91,8 +91,8 @@ class OutputStream:
         self._num_drafted = 0
         self._num_accepted = 0
         self._prompt_logprobs: list[pb.TokenLogprobs] = []
-        self._origin = None if _has_begun(request) else origin_of(request)
-        """Origin for the first message of the stream; None once a client has it."""
+        self._origin = origin_of(request) if request.tells_origin else None
+        """Origin for the first message; None once it is taken."""
         self._changed: dict[int, None] = {}
         """Indices of choices with something to send, in sending order."""
         self._stopped: list[int] = []
@@ -234,12 +234,6 @@ class OutputStream:
             num_completion = sum(choice.num_completion for choice in self._choices)
             receipt.price.CopyFrom(price_of(self._request, num_completion))
         finish.receipt.CopyFrom(receipt)
-
-
-def _has_begun(request: internal_pb.DecodeRequest) -> bool:
-    """Return whether the client has a part of the stream."""
-    emitted = request.emitted_token_ids or request.emitted_choices or request.finished_choices
-    return bool(emitted or request.emitted_prompt_logprobs)
 
 
 def origin_of(request: internal_pb.DecodeRequest) -> pb.Origin:

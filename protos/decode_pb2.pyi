@@ -197,6 +197,7 @@ class DecodeRequest(_message.Message):
     WARM_FIELD_NUMBER: _builtins.int
     RESERVE_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
+    TELLS_ORIGIN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     worker_incarnation: _builtins.bytes
     """Incarnation of the intended worker; another process at the same address refuses."""
@@ -230,6 +231,8 @@ class DecodeRequest(_message.Message):
     """Output tokens that each choice is expected to have yet. It reserves blocks for no more, and for no more than the
     worker's own reserve_output_tokens; 0: unknown.
     """
+    tells_origin: _builtins.bool
+    """Whether the first message carries the stream's Origin: the router has sent nothing of the stream."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -310,10 +313,11 @@ class DecodeRequest(_message.Message):
         warm: Global___Warm | None = ...,
         reserve_output_tokens: _builtins.int = ...,
         items: _abc.Iterable[_items_pb2.Item] | None = ...,
+        tells_origin: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "lender", b"lender", "placement", b"placement", "price", b"price", "sampling", b"sampling", "warm", b"warm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "embedding", b"embedding", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "items", b"items", "lender", b"lender", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "placement_sequence", b"placement_sequence", "price", b"price", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reads_store", b"reads_store", "request_id", b"request_id", "reserve_output_tokens", b"reserve_output_tokens", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "seed_is_drawn", b"seed_is_drawn", "tenant", b"tenant", "warm", b"warm", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "embedding", b"embedding", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "items", b"items", "lender", b"lender", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "placement_sequence", b"placement_sequence", "price", b"price", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reads_store", b"reads_store", "request_id", b"request_id", "reserve_output_tokens", b"reserve_output_tokens", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "seed_is_drawn", b"seed_is_drawn", "tells_origin", b"tells_origin", "tenant", b"tenant", "warm", b"warm", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -322,7 +322,7 @@ class Origin(_message.Message):
     model: _builtins.str
     """Name of the model, also where the request said "auto"."""
     revision: _builtins.str
-    """Revision of the model, in hexadecimal digits."""
+    """Revision of the model, as in Placement."""
     prompt: _builtins.bytes
     """Digest of the prompt's tokens, 16 bytes."""
     def __init__(
@@ -1015,7 +1015,9 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def origin(self) -> Global___Origin:
-        """Set in the first message of a stream only. Another router can continue the stream from there: see Resume."""
+        """Set in the first message of a stream only, also of one that is resumed: without it, this router does not know `resume` and
+        begins anew. Another router can continue the stream with it: see Resume.
+        """
 
     def __init__(
         self,
@@ -1338,7 +1340,9 @@ class Placement(_message.Message):
     """Output tokens of each choice for which blocks were reserved, and the origin of this number, for display."""
     reservation: _builtins.str
     revision: _builtins.str
-    """Revision of the model that decoded: of its weights, config and tokenizer, in hexadecimal digits."""
+    """Revision of the model that decoded: of its weights, config and tokenizer, then of its LoRA adapter, in hexadecimal
+    digits.
+    """
     def __init__(
         self,
         *,

@@ -102,7 +102,7 @@ class RequestManager(RequestTable[_Request]):
             account = self._requests[sequence.request_id].account
             if "compute_started" not in account.times:
                 num_hits = self._kv_cache.adopt(sequence)
-                self._count_hits(account, num_hits)
+                self._count_hits(sequence, num_hits)
                 adopted += num_hits
         return adopted > 0
 

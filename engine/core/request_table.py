@@ -177,8 +177,16 @@ class RequestTable(ABC, Generic[R]):
         account.computed_blocks = total - account.reused_blocks - brought
         account.computed_tokens = sequence.num_prompt - sequence.num_computed
 
-    def _count_hits(self, account: KvAccount, num_blocks: int) -> None:
-        """Count blocks that others computed since the request was admitted as reused instead of computed."""
+    def _count_hits(self, sequence: Sequence, num_blocks: int) -> None:
+        """Count blocks that others computed since the request was admitted as reused instead of computed.
+
+        The account is of the lead, whose blocks all choices share; it has nothing of the tokens that an earlier attempt
+        emitted of another choice.
+        """
+        request = self._requests[sequence.request_id]
+        if sequence is not next(iter(request.chains.values())):
+            return
+        account = request.account
         self._kv_cache.counts.found(POOL, num_blocks)
         account.reused_blocks += num_blocks
         account.computed_blocks -= num_blocks

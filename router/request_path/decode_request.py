@@ -42,6 +42,7 @@ def decode_request(
         emitted_prompt_logprobs=emitted.num_prompt_logprobs,
         sampling=prepared.sampling,
         seed_is_drawn=not prepared.request.sampling.HasField("seed"),
+        tells_origin=emitted.is_untouched and prepared.warm is None,
         cache_salt=prepared.cache_salt,
         adapter=model.adapter,
         reads_store=decision.lender_id is not None and placed.lender is None,

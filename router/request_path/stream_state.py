@@ -34,13 +34,14 @@ class StreamState:
         self._unread_bytes = 0
         self._choices = [ChoiceState() for _ in range(num_choices)]
         self._num_prompt_logprobs = 0
-        self._num_messages = 0
+        self._num_sent = 0
+        self._is_resumed = False
 
     @classmethod
     def resumed(cls, num_choices: int, resume: pb.Resume) -> "StreamState":
         """Return the state of a stream of which the client has told what it has."""
         state = cls(num_choices)
-        state._num_messages, state._num_prompt_logprobs = 1, resume.prompt_logprobs
+        state._is_resumed, state._num_prompt_logprobs = True, resume.prompt_logprobs
         for given in resume.choices:
             choice = state._choices[given.index]
             choice.token_ids, choice.num_chars = list(given.token_ids), len(given.text)
@@ -49,7 +50,7 @@ class StreamState:
         return state
 
     def add(self, message: bytes) -> None:
-        self._num_messages += 1
+        self._num_sent += 1
         self._unread.append(message)
         self._unread_bytes += len(message)
         if self._unread_bytes > MAX_UNREAD_BYTES:
@@ -67,8 +68,13 @@ class StreamState:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was sent."""
-        return self._num_messages == 0
+        """Whether the client has nothing of it."""
+        return not (self._num_sent or self._is_resumed)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether this router has sent nothing of it; another one may have."""
+        return self._num_sent == 0
 
     @property
     def num_tokens(self) -> int:

@@ -124,10 +124,12 @@ class Client:
                         span.record(response)
                         yield response
                     break
-                except grpc.aio.AioRpcError as error:
-                    failure = from_rpc_error(error)
+                except (grpc.aio.AioRpcError, Unavailable) as error:
+                    failure = from_rpc_error(error) if isinstance(error, grpc.aio.AioRpcError) else error
                     if not isinstance(failure, Unavailable):
                         raise failure from None
+                    if progress.is_complete:
+                        break
                     can_go_on = not progress.has_begun or progress.can_continue
                     if not can_go_on or (wait_s := tries.failed(progress.has_begun)) is None:
                         if not progress.has_begun:

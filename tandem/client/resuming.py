@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from cluster.errors import Unavailable
 from protos import inference_pb2 as pb
 
 CONTINUE_S = 10.0
@@ -31,6 +32,7 @@ class StreamProgress:
         self._choices: dict[int, _Choice] = {}
         self._num_prompt_logprobs = 0
         self._origin: pb.Origin | None = None
+        self._is_resuming = False
         self.has_begun = False
         """Whether a response came."""
         sampling = request.sampling
@@ -46,9 +48,20 @@ class StreamProgress:
         """Whether another router can continue it: the first one told its origin, as earlier versions do not."""
         return self._keeps and self._origin is not None and bool(self._origin.revision)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the client has everything, so that it does not matter how the stream ends."""
+        finished = sum(choice.finished for choice in self._choices.values())
+        return finished == (self._request.sampling.n if self._request.sampling.HasField("n") else 1)
+
     def add(self, response: pb.GenerateResponse) -> None:
-        """Record a response."""
-        self.has_begun = True
+        """Record a response.
+
+        Raises Unavailable for the first one of a router that begins anew, since it does not know how to continue.
+        """
+        if self._is_resuming and response.origin != self._origin:
+            raise Unavailable("the router is of an earlier version, which cannot continue streams")
+        self._is_resuming, self.has_begun = False, True
         if not self._keeps:
             return
         if response.HasField("origin"):
@@ -63,6 +76,7 @@ class StreamProgress:
         """Return the request for the next router."""
         if not self.has_begun:
             return self._request
+        self._is_resuming = True
         request = pb.GenerateRequest()
         request.CopyFrom(self._request)
         choices = [

@@ -89,9 +89,9 @@ async def test_streams_of_a_killed_router_go_on_at_another(story: Path) -> None:
                 assert [len(answer.token_ids[index]) for index in range(num_choices)] == [length] * num_choices
                 assert len(answer.finishes) == num_choices
                 assert answer.finishes[0].usage.completion_tokens == length
-                assert len(answer.origins) == 1, "a router that continues tells no origin"
-                num_continued += any(f.receipt.placement.attempt == 1 for f in answer.finishes.values())
-    print(f"\n{ROUNDS} kills of a router under {STREAMS} streams each: 0 lost, 0 different")
+                assert len(set(map(str, answer.origins))) == 1
+                num_continued += len(answer.origins) > 1
+    print(f"\n{ROUNDS} kills of a router under {STREAMS} streams each: {num_continued} continued, 0 lost, 0 different")
     assert num_continued
 
 
@@ -135,7 +135,7 @@ async def test_any_client_can_continue_a_stream_and_is_told_why_it_cannot(story:
         assert rest.token_ids == {0: full.token_ids[0][25:]}
         assert rest.text[0] == full.text[0][12:]
         assert rest.finishes[0].usage.completion_tokens == 60
-        assert not rest.origins
+        assert rest.origins == full.origins
 
         def choice(**fields: Any) -> dict[str, Any]:
             return {"choices": [pb.ResumedChoice(**fields)]}

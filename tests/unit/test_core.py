@@ -80,6 +80,27 @@ def test_a_request_resumed_elsewhere_goes_on_with_the_same_tokens() -> None:
         assert engine.held() == NOTHING_LEFT
 
 
+def test_choices_resumed_where_their_blocks_are_cached_are_counted_once() -> None:
+    """The account is of the first choice's chain: blocks of another one's tokens were never among those to compute."""
+    engine, prompt = Engine(num_blocks=32), (*TWELVE, 1)  # whose full blocks the choices share
+    sampling = SamplingParams(max_tokens=20, n=2)
+    engine.send(generate("a", prompt, sampling=sampling))
+    engine.run()
+    heard = engine.receive(Token)
+    choices = [[token.token_id for token in heard if token.choice == choice] for choice in (0, 1)]
+    resumed = generate("b", prompt, sampling=sampling, emitted=choices[0][:3])
+    engine.send(resumed._replace(emitted_others=(tuple(choices[1][:19]),)))
+    engine.run()
+    heard = engine.receive(Token)
+    assert [[token.token_id for token in heard if token.choice == choice] for choice in (0, 1)] == [
+        choices[0][3:],
+        choices[1][19:],
+    ]
+    account = account_of(heard[:1])
+    assert (account.reused_blocks, account.computed_blocks, account.computed_tokens) == (3, 1, 4)
+    assert engine.held() == NOTHING_LEFT
+
+
 def test_a_stop_token_ends_the_request() -> None:
     whole = undisturbed(TEN, 6)
     engine = Engine()

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.errors import Unavailable
 from protos import inference_pb2 as pb
 from router.request_path.stream_state import StreamState
 from tandem.client.resuming import CONTINUE_S, StreamProgress, Tries, may_have_others
@@ -75,6 +76,14 @@ def test_a_stream_goes_on_where_there_are_others_that_know_its_model() -> None:
     )
 
 
+def test_a_stream_whose_choices_are_all_finished_is_complete() -> None:
+    progress = StreamProgress(pb.GenerateRequest(text="x", sampling=pb.Sampling(n=2)), True)
+    for index in (0, 1):
+        assert not progress.is_complete
+        progress.add(pb.GenerateResponse(index=index, origin=ORIGIN, finish=pb.Finish()))
+    assert progress.is_complete
+
+
 def test_a_seed_is_drawn_once_where_tokens_are_drawn() -> None:
     drawn = StreamProgress(pb.GenerateRequest(text="x"), True)
     first = drawn.next_request()
@@ -86,6 +95,17 @@ def test_a_seed_is_drawn_once_where_tokens_are_drawn() -> None:
         assert StreamProgress(request, True).next_request() is request
     alone = pb.GenerateRequest(text="x")
     assert StreamProgress(alone, False).next_request() is alone
+
+
+def test_a_router_that_begins_anew_is_left() -> None:
+    """One of an earlier version overlooks `resume`, and would repeat what the client has."""
+    progress = begun(pb.GenerateRequest(text="x"))
+    progress.next_request()
+    with pytest.raises(Unavailable, match="cannot continue streams"):
+        progress.add(pb.GenerateResponse(token_ids=[1]))
+    progress.add(pb.GenerateResponse(token_ids=[2], origin=ORIGIN))
+    progress.add(pb.GenerateResponse(token_ids=[3]))
+    assert list(progress.next_request().resume.choices[0].token_ids) == [1, 2, 3]
 
 
 def test_a_new_request_asks_each_router_once_and_a_stream_for_a_while() -> None:

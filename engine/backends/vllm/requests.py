@@ -135,7 +135,7 @@ class VllmRequests(RequestTable[_Request]):
         account.times["compute_started"] = self._kv_cache.clock()
         num_found = num_hits - account.reused_blocks - account.store_blocks - account.moved_blocks
         if num_found > 0:  # blocks that other requests computed meanwhile
-            self._count_hits(account, num_found)
+            self._count_hits(submitted.sequence, num_found)
 
     def produced(self, submitted: Submitted, output: Any, num_drafts: int) -> None:
         """Process vLLM's output of a step for one sequence: tokens, scores of the prompt, and the end.
