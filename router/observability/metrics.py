@@ -268,6 +268,8 @@ class ClusterCollector(Collector):
     def _workers(self) -> Iterator[Metric]:
         labels = (*MODEL, "worker", "role")
         workers = GaugeMetricFamily("tandem_workers", "Workers that joined and report.", labels=(*MODEL, "role"))
+        about = "Workers that joined and report, by the revision of their model."
+        revisions = GaugeMetricFamily("tandem_revision_workers", about, labels=(*MODEL, "role", "revision"))
         families: dict[str, GaugeMetricFamily] = {
             name: GaugeMetricFamily(f"tandem_worker_{name}", about, labels=labels)
             for name, about in (
@@ -285,11 +287,14 @@ class ClusterCollector(Collector):
         }
         for model in self._models:
             counts = {"prefill": 0, "decode": 0}
+            of_revision: dict[tuple[str, str], int] = {}
             for worker in model.fleet.workers:
                 if (load := worker.load) is None:
                     continue
                 role = "decode" if worker.decodes else "prefill"
                 counts[role] += 1
+                of = role, worker.hello.revision.hex()
+                of_revision[of] = of_revision.get(of, 0) + 1
                 values = {
                     "requests_running": load.running,
                     "requests_preempted": load.preempted,
@@ -306,7 +311,10 @@ class ClusterCollector(Collector):
                     families[name].add_metric((model.name, worker.worker_id, role), float(value))
             for role, count in counts.items():
                 workers.add_metric((model.name, role), count)
+            for labels_of, count in of_revision.items():
+                revisions.add_metric((model.name, *labels_of), count)
         yield workers
+        yield revisions
         yield from families.values()
 
     def _lines(self) -> Iterator[Metric]:

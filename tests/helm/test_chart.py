@@ -261,8 +261,23 @@ def test_a_network_policy_is_about_every_pod(example: Path | None) -> None:
             assert len(chosen) == 1, manifest["metadata"]["name"]
 
 
-def test_a_changed_setting_restarts_whom_it_concerns() -> None:
-    before, after = render(), render({"worker": {"config": {"block_tokens": 32}}})
+WORKERS = {"demo-storyteller-prefill", "demo-storyteller-decode"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "concerned"),
+    [
+        ({"worker": {"config": {"block_tokens": 32}}}, WORKERS),
+        ({"models": [{"source": {"configMap": {"config": {"rope_theta": 5}}}}]}, WORKERS | {"demo-router"}),
+    ],
+)
+def test_a_changed_setting_restarts_whom_it_concerns(changed: dict[str, Any], concerned: set[str]) -> None:
+    """Also another revision of a model whose files are in the values."""
+    pool = {"replicas": 1}
+    model = {"name": "storyteller", "source": {"configMap": {}}, "prefill": pool, "decode": pool}
+    values: dict[str, Any] = {"models": [model]}
+    changed_values = values | changed | {"models": [model | changed.get("models", [{}])[0]]}
+    before, after = render(values), render(changed_values)
 
     def checksums(manifests: list[dict[str, Any]]) -> dict[str, str]:
         return {
@@ -272,10 +287,7 @@ def test_a_changed_setting_restarts_whom_it_concerns() -> None:
         }
 
     old, new = checksums(before), checksums(after)
-    assert {name for name in old if old[name] != new[name]} == {
-        "demo-storyteller-prefill",
-        "demo-storyteller-decode",
-    }
+    assert {name for name in old if old[name] != new[name]} == concerned
 
 
 def test_alerts_dashboard_and_autoscalers_ask_for_metrics_that_exist() -> None:

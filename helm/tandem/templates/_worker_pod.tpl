@@ -51,7 +51,7 @@ metadata:
     tandem/set: '{{ . }}'
     {{- end }}
   annotations:
-    checksum/config: {{ toYaml .config | sha256sum }}
+    checksum/config: {{ dict "config" .config "source" .model.source | toYaml | sha256sum }}
     {{- with .annotations }}{{ toYaml . | nindent 4 }}{{ end }}
 spec:
   serviceAccountName: '{{ .name }}'

@@ -1,6 +1,7 @@
 """`tandem status` and `tandem top`: the cluster as a router sees it."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,15 +73,26 @@ def _model(model: pb.ModelStatus, before: pb.ModelStatus | None, span_s: float) 
     if model.refused:
         refused = ", ".join(f"{count} x {reason}" for reason, count in sorted(model.refused.items()))
         parts.append(Text(f"refused: {refused}", style="yellow"))
-    parts.append(_workers(model.workers))
+    counts = Counter(worker.revision for worker in model.workers)
+    if len(counts) > 1:
+        revisions = (f"{_short(revision)} on {count}" for revision, count in sorted(counts.items()))
+        parts.append(Text(f"{len(counts)} revisions of the model: {', '.join(revisions)} workers", style="yellow"))
+    parts.append(_workers(model.workers, shows_revision=len(counts) > 1))
     if model.links:
         parts.append(_links(model.links))
     return parts
 
 
-def _condition(worker: pb.WorkerStatus) -> str:
+def _short(revision: str) -> str:
+    """Return the digits by which people tell revisions apart; a worker of an earlier version does not tell its own."""
+    return revision[:8] or "unknown"
+
+
+def _condition(worker: pb.WorkerStatus, shows_revision: bool) -> str:
     """Return the conditions of a worker that a person should notice."""
     conditions = [f"rank {worker.group_rank} of {worker.group}"] if worker.group else []
+    if shows_revision:
+        conditions.append(_short(worker.revision))
     if worker.draining:
         conditions.append("draining")
     if worker.failing:
@@ -90,13 +102,13 @@ def _condition(worker: pb.WorkerStatus) -> str:
     return f" ({'; '.join(conditions)})" if conditions else ""
 
 
-def _workers(workers: Sequence[pb.WorkerStatus]) -> NamesTable:
+def _workers(workers: Sequence[pb.WorkerStatus], shows_revision: bool) -> NamesTable:
     figures = ("running", "decoding", "loans", "prompt tokens queued", "KV taken", "cached", "prefill tokens/s")
     rows = []
     for worker in workers:
         speed = worker.decode_prefill_tokens_per_s if worker.role == "decode" else worker.prefill_tokens_per_s
         row = (
-            worker.worker_id + _condition(worker),
+            worker.worker_id + _condition(worker, shows_revision),
             worker.role,
             str(worker.running),
             str(worker.decoding),
