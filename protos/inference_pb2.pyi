@@ -17,6 +17,8 @@ Errors are ordinary gRPC statuses with `google.rpc.Status` details in the traile
   UNAUTHENTICATED     an API key is needed, as metadata `authorization: Bearer KEY`, and none that is known was given
   PERMISSION_DENIED   the model, or the tenant, is not that of the key
   UNAVAILABLE         no worker could serve it now; safe to retry
+  FAILED_PRECONDITION this router cannot continue the stream: it reads the prompt otherwise
+  ABORTED             the stream's revision of the model is gone; a new request gets its successor
   DEADLINE_EXCEEDED   the call's deadline passed
   UNIMPLEMENTED       this router is not set up for it
 """
