@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from cluster.discovery.discovery import StaticDiscovery
-from cluster.errors import AlreadyExists
+from cluster.errors import AlreadyExists, Incompatible, ServiceError
 from cluster.network.error_status import to_status
 from engine.process.front.engine_client import EngineClient
 from engine.worker.front import membership as joining
@@ -23,18 +23,22 @@ LOGGER = "engine.worker.front.membership"
 
 
 class Refusing(pb_grpc.MembershipServicer):
-    """A router that has a worker of that name."""
+    """A router that refuses a worker; by default it has one of that name."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: ServiceError | None = None) -> None:
         self.asked = 0
+        self.error: ServiceError | None = error or AlreadyExists("it is there", "worker_id")
+        """None: it takes the worker."""
 
     async def Join(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any
-    ) -> AsyncIterator[pb.Welcome]:
+    ) -> AsyncIterator[pb.RouterMessage]:
         await anext(request_iterator)
         self.asked += 1
-        await context.abort_with_status(to_status(AlreadyExists("it is there", "worker_id")))
-        yield pb.Welcome()
+        if self.error is not None:
+            await context.abort_with_status(to_status(self.error))
+        yield pb.RouterMessage(welcome=pb.Welcome(router_id=f"{id(self)}"))
+        await asyncio.Event().wait()
 
 
 class Engine:
@@ -48,9 +52,9 @@ class Engine:
         pass
 
 
-def joining_at(address: str) -> Memberships:
+def joining_at(*addresses: str) -> Memberships:
     engine = cast(EngineClient, Engine())
-    return Memberships(pb.Hello(worker_id="w"), engine, [address], StaticDiscovery([address]), lambda: False)
+    return Memberships(pb.Hello(worker_id="w"), engine, addresses, StaticDiscovery(addresses), lambda: False)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
@@ -102,3 +106,37 @@ async def test_a_router_that_is_not_there_is_told_of_after_a_while(
     assert first[0] == "INFO", "it may be about to start"
     assert last[1].startswith("router 127.0.0.1:1 could not be joined for 0 s: failed to connect")
     assert levels.count("WARNING") == 1
+
+
+async def test_no_single_router_ends_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that refuses is tried again; only when all refuse for good, the worker says why."""
+    monkeypatch.setattr(joining, "RETRY_S", 0.01)
+    monkeypatch.setattr(joining, "REFUSED_RETRY_S", 0.01)
+    addresses: list[str] = []
+    refusing, having = Refusing(Incompatible("other files", "model")), Refusing(Incompatible("other files", "model"))
+    having.error = None
+    servers = []
+    for router in (refusing, having):
+        server = grpc.aio.server()
+        pb_grpc.add_MembershipServicer_to_server(router, server)
+        addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+        await server.start()
+        servers.append(server)
+    memberships = joining_at(*addresses)
+    memberships.start()
+    failing = asyncio.ensure_future(memberships.failed())
+
+    async def refused_often() -> bool:
+        return refusing.asked > 20 and memberships.num_joined == 1
+
+    await until(refused_often, "one router has it and the other has refused it often")
+    assert not failing.done()
+    having.error = Incompatible("other files", "model")
+    await servers[1].stop(0)
+    server = grpc.aio.server()
+    pb_grpc.add_MembershipServicer_to_server(having, server)
+    server.add_insecure_port(addresses[1])
+    await server.start()
+    assert isinstance(await asyncio.wait_for(failing, 20), Incompatible)
+    await memberships.leave()
+    await asyncio.gather(servers[0].stop(0), server.stop(0))

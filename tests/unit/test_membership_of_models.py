@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from cluster.network.protocol import PROTOCOL
+from engine.model.model_dir import ModelDir
+from engine.worker.model_files import file_parts
 from protos import membership_pb2 as pb
 from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
@@ -184,3 +186,44 @@ async def test_a_large_cache_holds_up_nobody(models: ModelRuntimes) -> None:
         await asyncio.sleep(0)
     assert model.fleet._index.keys_of("w") == frozenset()
     assert model.fleet._index.match(keys[:1]) == {}
+
+
+async def test_of_workers_with_other_files_that_join_at_once_one_sends_them(
+    models: ModelRuntimes, tmp_path: Path
+) -> None:
+    service = MembershipService(models, "router", b"incarnation", 10.0)
+    of_a, _ = models
+    (tmp_path / "new").mkdir()
+    path = write_sim_model(tmp_path / "new" / "a", 650)
+    config = ModelDir.open(path).config_fingerprint()
+    hello: dict[str, Any] = {"config_fingerprint": config, "model": "a", "revision": b"n" * 16}
+    first, second = (Member(service, of_a, b"1", worker_id=name, address=name, **hello) for name in ("v", "w"))
+    assert (await anext(first.stream)).HasField("files_wanted")
+    welcomes = asyncio.ensure_future(second.welcomed())
+    await asyncio.sleep(0)
+    assert not welcomes.done()
+    async for part in file_parts(ModelDir.open(path)):
+        first.says.put_nowait(pb.WorkerMessage(file=part))
+    await first.welcomed()
+    await welcomes
+    assert [worker.worker_id for worker in of_a.fleet.workers] == ["v", "w"]
+    assert of_a.bound(config).model_dir.vocab_size == 650
+    await of_a.close()
+
+
+async def test_a_worker_that_sends_something_else_does_not_join_and_stops_no_other(
+    models: ModelRuntimes, tmp_path: Path
+) -> None:
+    service = MembershipService(models, "router", b"incarnation", 10.0)
+    of_a, _ = models
+    (tmp_path / "new").mkdir()
+    config = ModelDir.open(write_sim_model(tmp_path / "new" / "a", 650)).config_fingerprint()
+    for message in (pb.WorkerMessage(load=pb.LoadReport()), pb.WorkerMessage(file=pb.ModelFilePart(name="/x"))):
+        member = Member(service, of_a, b"1", config_fingerprint=config, model="a", revision=b"n" * 16)
+        assert (await anext(member.stream)).HasField("files_wanted")
+        member.says.put_nowait(message)
+        with pytest.raises(Aborted, match="INVALID_ARGUMENT: file"):
+            await member.welcomed()
+    own = Member(service, of_a, b"1")
+    await own.welcomed()
+    assert [worker.worker_id for worker in of_a.fleet.workers] == ["w"]
