@@ -3,7 +3,11 @@
 import asyncio
 import json
 import signal
+import subprocess
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
 from google.rpc import code_pb2
@@ -12,6 +16,7 @@ from grpc_status import rpc_status
 from conftest import ModelFactory
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
+from support.long_runs import long
 from support.openai_http import http_cluster
 
 GRPC_CALLS, HTTP_CALLS = 2500, 500
@@ -19,11 +24,11 @@ GRPC_CALLS, HTTP_CALLS = 2500, 500
 STOPPED_S = 2.0
 
 
-async def by_grpc(stub: pb_grpc.InferenceStub, number: int) -> str:
+async def by_grpc(stub: pb_grpc.InferenceStub, number: int, timeout_s: float = 120.0) -> str:
     sampling = pb.Sampling(max_tokens=1, temperature=0, ignore_eos=True)
     request = pb.GenerateRequest(token_ids=[1 + number % 390, 2, 3], sampling=sampling)
     try:
-        messages = [message async for message in stub.Generate(request, timeout=120)]
+        messages = [message async for message in stub.Generate(request, timeout=timeout_s)]
     except grpc.RpcError as error:
         status = rpc_status.from_call(error)  # a status of gRPC's own has no details
         return "bare " + error.code().name if status is None else code_pb2.Code.Name(status.code)
@@ -62,3 +67,63 @@ async def test_calls_that_wait_for_a_stopped_router_are_answered_or_refused_type
     assert set(answers) <= {"answered", "RESOURCE_EXHAUSTED"}, answers
     assert set(pages) <= {"answered", "429 rate_limit_error"}, pages
     assert answers["answered"] >= GRPC_CALLS // 4
+
+
+@contextmanager
+def busy_cores(count: int = 2) -> Iterator[None]:
+    """Loops that take the cores away from the cluster."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for each in loops:
+            each.kill()
+            each.wait()
+
+
+@long
+async def test_no_call_of_a_storm_ends_with_a_bare_status(sim_model: ModelFactory) -> None:
+    """300 calls a second at a router that stands still for 2.5 of 4 seconds: they wait for minutes to be accepted."""
+    settings = {"engine": "sim", "sim_step_ms": 0.0}
+    async with (
+        http_cluster(sim_model(400), router={"max_queued_per_tenant": 1000}, **settings) as cluster,
+        grpc.aio.insecure_channel(cluster.address) as channel,
+    ):
+        stub, calls = pb_grpc.InferenceStub(channel), []
+        assert await by_grpc(stub, 0) == "answered"
+
+        async def start() -> None:
+            for number in range(4500):
+                calls.append(asyncio.ensure_future(by_grpc(stub, number, 900.0)))
+                await asyncio.sleep(1 / 300)
+
+        with busy_cores():
+            starting = asyncio.ensure_future(start())
+            while not starting.done() or not all(call.done() for call in calls):
+                cluster.router.process.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(2.5)
+                cluster.router.process.send_signal(signal.SIGCONT)
+                await asyncio.sleep(1.5)
+        answers = Counter(call.result() for call in calls)
+    print(f"\n{dict(answers)}")
+    assert set(answers) <= {"answered", "RESOURCE_EXHAUSTED"}, answers
+
+
+@long
+async def test_no_call_to_a_router_that_was_stopped_for_a_minute_ends_with_a_bare_status(
+    sim_model: ModelFactory,
+) -> None:
+    settings = {"engine": "sim", "sim_step_ms": 0.0}
+    async with (
+        http_cluster(sim_model(400), router={"max_queued_per_tenant": 1000}, **settings) as cluster,
+        grpc.aio.insecure_channel(cluster.address) as channel,
+    ):
+        stub = pb_grpc.InferenceStub(channel)
+        assert await by_grpc(stub, 0) == "answered"
+        cluster.router.process.send_signal(signal.SIGSTOP)
+        calls = [asyncio.ensure_future(by_grpc(stub, number, 900.0)) for number in range(8000)]
+        await asyncio.sleep(60)
+        cluster.router.process.send_signal(signal.SIGCONT)
+        answers = Counter(await asyncio.gather(*calls))
+    print(f"\n{dict(answers)}")
+    assert set(answers) <= {"answered", "RESOURCE_EXHAUSTED"}, answers

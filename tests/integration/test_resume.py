@@ -10,6 +10,7 @@ import pytest
 from cluster.errors import Incompatible, InvalidRequest, RevisionGone, ServiceError, Unavailable
 from protos import inference_pb2 as pb
 from support.fault_rounds import ROUNDS
+from support.processes import until
 from support.rollouts import Revision, Rollout
 from support.sim_cluster_model import SimClusterModel
 from support.sim_directories import write_sim_model, write_tokenizer
@@ -49,8 +50,8 @@ class Answer:
             self.finishes[piece.index] = piece.finish
 
 
-async def whole(client: Client, request: GenerateRequest) -> Answer:
-    answer = Answer()
+async def whole(client: Client, request: GenerateRequest, answer: Answer | None = None) -> Answer:
+    answer = answer or Answer()
     async for piece in client.send(request, 60.0):
         answer.add(piece)
     return answer
@@ -67,22 +68,29 @@ async def test_streams_of_a_killed_router_go_on_at_another(story: Path) -> None:
     num_continued = 0
     async with Rollout(WORKER, {}) as site, Client(*site.addresses) as one, Client(*site.addresses[::-1]) as other:
         await site.start(Revision(story, {}), 2)
-        for number in range(ROUNDS):
+        for _ in range(ROUNDS):
             prompts = [rng.choices(range(VOCAB), k=rng.randint(20, 60)) for _ in range(STREAMS)]
             requests = [
-                request_of(prompt, rng.randint(50, 400), n=rng.choice([1, 1, 2]), **rng.choice([{}, {"logprobs": 2}]))
+                request_of(prompt, rng.randint(200, 700), n=rng.choice([1, 1, 2]), **rng.choice([{}, {"logprobs": 2}]))
                 for prompt in prompts
             ]
+            answers = [Answer() for _ in requests]
             streams = [
-                asyncio.ensure_future(whole((one, other)[number % 2], request))
-                for number, request in enumerate(requests)
+                asyncio.ensure_future(whole((one, other)[number % 2], request, answer))
+                for number, (request, answer) in enumerate(zip(requests, answers, strict=True))
             ]
-            await asyncio.sleep(rng.random())  # any moment will do
-            which = number % 2
+
+            async def most_have_begun() -> bool:
+                return sum(bool(answer.origins) for answer in answers) > STREAMS // 2  # noqa: B023
+
+            await until(most_have_begun, "most streams have begun")
+            await asyncio.sleep(rng.random() * 0.3)  # any further moment will do
+            which = site.addresses.index(one._addresses[one._current])
             site.routers[which].process.kill()
             await site.routers[which].process.wait()
             site.routers[which] = await site.start_router(which, Revision(story, {}))
-            for request, answer in zip(requests, await asyncio.gather(*streams), strict=True):
+            await asyncio.gather(*streams)
+            for request, answer in zip(requests, answers, strict=True):
                 length, num_choices = request.sampling.max_tokens, request.sampling.n
                 expected = model.answer(request.token_ids, length)
                 assert answer.token_ids[0] == expected

@@ -206,9 +206,11 @@ async def test_joining_with_another_protocol(site: Site, other: int) -> None:
 
 
 async def test_joining_with_another_models_config(site: Site) -> None:
-    error = await join(site, hello(site, config_fingerprint=b"x" * 16))
+    """With its name, too: otherwise the worker has another revision of this model, and is asked for its files."""
+    error = await join(site, hello(site, config_fingerprint=b"x" * 16, model="another"))
     assert isinstance(error, Incompatible)
     assert error.field == "model"
+    await only_one_decode_worker(site)
 
 
 async def test_joining_by_the_name_of_a_worker_that_is_there(site: Site) -> None:
