@@ -214,7 +214,7 @@ Audit = Callable[..., Awaitable[list[membership_pb2.AuditReport]]]
 def audit() -> Audit:
     """audit(addresses) -> every worker's books, once nothing is held any more. Fails when blocks stay held."""
 
-    async def audit_all(addresses: list[str], settle_s: float = 2.0) -> list[membership_pb2.AuditReport]:
+    async def audit_all(addresses: list[str], settle_s: float = 30.0) -> list[membership_pb2.AuditReport]:
         give_up_at = time.monotonic() + settle_s
         while True:
             reports = []

@@ -81,7 +81,7 @@ async def test_by_grpc(tmp_path: Path, ask: Ask, audit: Any) -> None:
             assert rest[-1].HasField("finish")
             for call in calls[1:]:
                 call.cancel()
-        await audit([worker.address for worker in cluster.workers], settle_s=10)
+        await audit([worker.address for worker in cluster.workers])
 
 
 @long
@@ -99,4 +99,4 @@ async def test_by_http(tmp_path: Path, ask: Ask, audit: Any) -> None:
         finally:
             for connection in silent:
                 connection.close()
-        await audit([worker.address for worker in cluster.workers], settle_s=10)
+        await audit([worker.address for worker in cluster.workers])
