@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -329,7 +330,15 @@ def test_demo_generate_and_chat() -> None:
     shown = run(BIN / "tandem", "demo", timeout=180)
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert shown.stdout.count("why: ") == 10, "eight requests, then two again"
-    assert "0 mismatched" in shown.stdout
+    *_, summed_up, _ = shown.stdout.strip().splitlines()
+    moved = [int(count) for count in re.findall(r"(\d+) moved", shown.stdout)]
+    assert len(moved) == 10
+    reused = sum(int(count) for count in re.findall(r"(\d+) reused,", shown.stdout))
+    assert summed_up == (
+        f"both rounds: 4 of 4 loans were whole; {sum(moved)} KV blocks moved, {sum(moved)} verified, 0 mismatched; "
+        f"{reused} reused from the cache"
+    )
+    assert sum(moved[:8]) == sum(moved) > 40, "the second round reuses what is there"
     assert "over nixl" in shown.stdout
     assert "Once" in shown.stdout
     assert "where the time of" in shown.stdout
