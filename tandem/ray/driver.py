@@ -47,14 +47,16 @@ async def serve(
     settings: RaySettings | None = None,
     planner: PlannerConfig | None = None,
     work: Work | None = None,
+    verbose: bool = False,
 ) -> None:
     """Start everything, print addresses, and return on SIGINT, SIGTERM or `tandem down`, or when `work` is done.
 
-    With `planner` the pools size themselves. Raises TandemError with the cause of a failed start, and errors of `work`.
+    With `planner` the pools size themselves. `verbose` prints the logs of Ray and of all roles, too. Raises TandemError
+    with the cause of a failed start, and errors of `work`.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    async with _ray(say):
+    async with _ray(say, verbose):
         # Ray installs handlers of its own when it starts; these must come after.
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, stop.set)
@@ -161,9 +163,9 @@ async def _obey(supervisor: Supervisor, cluster_name: str, say: ProgressSteps, s
 
 
 @contextlib.asynccontextmanager
-async def _ray(say: ProgressSteps) -> AsyncIterator[None]:
+async def _ray(say: ProgressSteps, verbose: bool) -> AsyncIterator[None]:
     """Join the running Ray cluster, or start one for the duration of the block."""
-    quiet = {"log_to_driver": True, "logging_level": "error", "configure_logging": True, "namespace": NAMESPACE}
+    quiet = {"log_to_driver": verbose, "logging_level": "error", "configure_logging": True, "namespace": NAMESPACE}
     try:
         ray.init(address="auto", **quiet)
         say("joined the Ray cluster that was running")

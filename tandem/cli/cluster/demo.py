@@ -31,8 +31,7 @@ LORE = (
 )
 VILLAGES = ("Amberley", "Birchwood", "Copperfield", "Dovecote")
 ALWAYS_LENT: dict[str, Any] = {"learn_rates": False, "decode_prefill_tokens_per_s": 100.0}
-"""Settings of the demo's routers: long prompts are computed by the prefill worker, however slow or busy this machine is.
-"""
+"""Settings of the demo's routers: long prompts are lent, however slow or busy this machine is."""
 SUBJECTS = (
     "a fox and a lantern",
     "an owl and a key",
@@ -171,6 +170,6 @@ def summary(receipts: Sequence[pb.Receipt]) -> str:
     moved, verified = sum(each.moved_blocks for each in kv), sum(each.verified_blocks for each in kv)
     mismatched, reused = sum(each.mismatched_blocks for each in kv), sum(each.kv.reused_blocks for each in receipts)
     return (
-        f"{whole} of {len(kv)} loans were whole; {moved} KV blocks moved, {verified} verified, {mismatched} mismatched; "
-        f"{reused} reused from the cache"
+        f"{whole} of {len(kv)} loans were whole; {moved} KV blocks moved, {verified} verified, {mismatched} mismatched;"
+        f" {reused} reused from the cache"
     )
