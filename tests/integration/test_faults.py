@@ -191,7 +191,7 @@ async def test_lenders_that_hang_wake_and_die_in_mid_loan(model, cluster_of, aud
         await pause(engine)
         assert_equal_answers(await finished(streams), undisturbed)
         for stream in streams:
-            assert "silent for 4 s" in stream.receipt.kv.loan_failure
+            assert "silent for" in stream.receipt.kv.loan_failure
             assert stream.receipt.placement.attempt == 1
             assert stream.receipt.kv.computed_blocks > 0
         await audit([worker.address for worker in cluster.decode])  # nothing quarantined

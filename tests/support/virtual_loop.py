@@ -34,8 +34,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._virtual.now
 
-    def run_in_executor(self, *arguments: Any) -> asyncio.Future[Any]:
-        future: asyncio.Future[Any] = super().run_in_executor(*arguments)
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        future: asyncio.Future[Any] = super().run_in_executor(executor, func, *args)
         self._virtual.num_at_work += 1
         future.add_done_callback(self._is_back)
         return future
