@@ -209,6 +209,11 @@ def test_ctrl_c_leaves_nothing_behind(tiny_model: Path) -> None:
             os.killpg(up.pid, signal.SIGKILL)
     assert up.returncode == 0, output
     assert output.splitlines()[-1] == "tandem: stopped"
+    assert all(line.startswith("tandem: ") for line in output.splitlines()), "logs are in files"
+    logs = re.findall(r"(\S+) starts; its log: (\S+)\n", output)
+    assert {name for name, _ in logs} == {"router", "prefill-0", "decode-0"}
+    assert all(Path(log).is_file() for _, log in logs)
+    assert "decode-0 is ready, started in " in output
     assert f"OpenAI-compatible API at http://127.0.0.1:{http_port}/v1" in output
     assert f"files and batches in {STATE.name}/tandem/tandem-{port}/batches" in output
     wait_until_gone(tiny_model)
@@ -324,6 +329,7 @@ def test_a_failed_start_names_its_cause_in_the_last_line(tiny_model: Path, tmp_p
     assert failed.stderr.splitlines()[-1].startswith(cause), failed.stderr
     if what == "unsupported architecture":
         assert "-0: model: t5 is an encoder-decoder" in failed.stderr.splitlines()[-1]
+        assert re.search(r"tandem: \[(decode|prefill)-0\] ", failed.stdout), "the end of its log"
 
 
 def test_demo_generate_and_chat() -> None:
