@@ -221,7 +221,7 @@ def audit() -> Audit:
             for address in addresses:
                 async with channel(address) as link:
                     stub = membership_pb2_grpc.WorkerStub(link)
-                    reports.append(await stub.Audit(membership_pb2.AuditRequest(), timeout=10))
+                    reports.append(await stub.Audit(membership_pb2.AuditRequest(), timeout=60))
             assert not any(report.fault for report in reports), reports
             held = [(r.held_blocks, r.reserved_blocks, r.quarantined_blocks, r.requests, r.loans) for r in reports]
             if all(books == (0, 0, 0, 0, 0) for books in held):

@@ -59,7 +59,7 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
 
 async def status_of(address: str) -> int:
     async with channel(address) as link:
-        answer = await health_pb2_grpc.HealthStub(link).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        answer = await health_pb2_grpc.HealthStub(link).Check(health_pb2.HealthCheckRequest(), timeout=60)
         return int(answer.status)
 
 
@@ -132,7 +132,7 @@ async def test_an_idle_worker_and_one_that_finishes_leave_at_once(model, cluster
         idle = named(cluster, "decode-1")
         async with channel(idle.address) as link:
             stub = membership_pb2_grpc.WorkerStub(link)
-            reply = await stub.Drain(membership_pb2.DrainRequest(), timeout=5)
+            reply = await stub.Drain(membership_pb2.DrainRequest(), timeout=60)
         assert (reply.worker_id, reply.requests, reply.loans) == ("decode-1", 0, 0)
         await ended(idle)
         cluster.prefill[0].process.send_signal(signal.SIGTERM)

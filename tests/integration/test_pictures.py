@@ -546,7 +546,7 @@ async def test_only_members_of_a_cluster_with_certificates_use_its_preprocessor(
         identity = ClientIdentity(authority.path, stranger.cert, stranger.key)
         async with channel(role.address, identity) as link:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await preprocess_pb2_grpc.PreprocessStub(link).Describe(preprocess_pb2.DescribeRequest(), timeout=10)
+                await preprocess_pb2_grpc.PreprocessStub(link).Describe(preprocess_pb2.DescribeRequest(), timeout=60)
             assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
     finally:
         await stop_process(role.process)

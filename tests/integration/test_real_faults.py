@@ -24,7 +24,7 @@ from support.ports import free_port
 from support.processes import LENDER_ALWAYS, Stream, engine_of, kill_worker, pause, report_of, until
 from tandem.local.local_cluster import RoleProcess
 
-pytestmark = pytest.mark.timeout(300 + 60 * ROUNDS)
+pytestmark = pytest.mark.timeout(900 + 60 * ROUNDS)
 SILENCE_S = 4.0
 """Longer than a worker is without a CPU on a busy machine."""
 RETRIABLE = (Unavailable, Overloaded)

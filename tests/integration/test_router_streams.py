@@ -49,7 +49,7 @@ async def test_both_ways_give_the_same_tokens(model: Path, router: Any) -> None:
         pool = SimPool()
         await pool.start("decode", worker_of(model, router, stream_port=stream_port))
         async with Client(router.address) as client:
-            await client.wait_for_workers(0, 1, 20)
+            await client.wait_for_workers(0, 1, 120)
             found.append(await tokens(client))
             assert len(streams_of(pool, "d")) == num_streams
         await pool.stop("d")
@@ -91,7 +91,7 @@ async def test_a_broken_stream_loses_no_token_and_its_worker_joins_again(model: 
     pool = SimPool()
     await pool.start("decode", worker_of(model, router))
     async with Client(router.address) as client:
-        await client.wait_for_workers(0, 1, 20)
+        await client.wait_for_workers(0, 1, 120)
         undisturbed = await tokens(client)
         for _ in range(3):
             stream = Stream(client, [1, 2, 3], NUM_TOKENS)
@@ -110,7 +110,7 @@ async def test_a_worker_whose_port_for_streams_cannot_be_reached_serves_over_grp
     pool, port = SimPool(), free_port("127.0.0.1", "127.0.0.2")
     async with CutLink("127.0.0.2", port, "127.0.0.1"), Client(router.address) as client:
         await pool.start("decode", worker_of(model, router, port=port, advertise_host="127.0.0.2"))
-        await client.wait_for_workers(0, 1, 20)
+        await client.wait_for_workers(0, 1, 120)
         assert len(await tokens(client)) == NUM_TOKENS
         assert not streams_of(pool, "d")
         await pool.close()

@@ -200,14 +200,14 @@ async def says(address: str, service: str) -> bool:
     """Of a service, LIVENESS or READINESS, by gRPC's health protocol."""
     async with grpc.aio.insecure_channel(address) as link:
         request = health_pb2.HealthCheckRequest(service=service)
-        answer = await health_pb2_grpc.HealthStub(link).Check(request, timeout=5)
+        answer = await health_pb2_grpc.HealthStub(link).Check(request, timeout=60)
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def report_of(address: str) -> membership_pb2.AuditReport:
     async with channel(address) as link:
         stub = membership_pb2_grpc.WorkerStub(link)
-        report: membership_pb2.AuditReport = await stub.Audit(membership_pb2.AuditRequest(), timeout=10)
+        report: membership_pb2.AuditReport = await stub.Audit(membership_pb2.AuditRequest(), timeout=60)
         return report
 
 
