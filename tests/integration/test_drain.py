@@ -95,10 +95,10 @@ async def test_a_decode_worker_hands_over_what_it_cannot_finish(model, cluster_o
             return streams
 
         many, few = range(4), range(4, 12)  # of so many, some come to whichever worker leaves
-        undisturbed = await finished(start("undisturbed", many, 600) + start("undisturbed", few, 60))
+        undisturbed = await finished(start("undisturbed", many, 600) + start("undisturbed", few, 12))
         streams = await begun(start("disturbed", many, 600))
         leaving, num_here = await busiest_decoder(cluster)
-        streams += await begun(start("disturbed", few, 60))
+        streams += await begun(start("disturbed", few, 12))
         leaving.process.send_signal(signal.SIGTERM)
         await says_that_it_stops(leaving.address)
 
