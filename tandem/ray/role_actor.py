@@ -24,6 +24,8 @@ from tandem.topology import MODULES
 
 STOP_TIMEOUT_S = 10.0
 LOOK_S = 5.0
+OF_RAY = (":job_id:", ":actor_name:")
+"""Beginnings of Ray's own lines in a log."""
 LAST_LINES = 20
 """Number of a log's last lines that are shown where a role does not start."""
 ATTEMPTS, BETWEEN_ATTEMPTS_S = 4, 2.0
@@ -318,7 +320,7 @@ def last_lines(log: str) -> list[str]:
     if not log or not Path(log).exists():
         return []
     with open(log, errors="replace") as file:
-        return [line.rstrip() for line in deque(file, LAST_LINES)]
+        return [line.rstrip() for line in deque(file, LAST_LINES) if not line.startswith(OF_RAY)]
 
 
 def _first_line(error: Exception) -> str:
