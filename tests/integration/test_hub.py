@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -231,6 +232,36 @@ async def test_a_download_ends_with_a_process_that_is_killed(hub: Hub) -> None:
         return not unfinished()
 
     await until(nothing_is_left, "the download is gone, and its half file")
+
+
+def test_a_file_that_begins_while_the_download_ends_is_not_left(tmp_path: Path) -> None:
+    """Another thread begins one file after the other."""
+    program = """
+import os, sys, threading
+from engine.model.hub_download import _end_with_input
+threading.Thread(target=_end_with_input, daemon=True).start()
+print("begun", flush=True)
+last = None
+for number in range(10**9):
+    file = open(f"{sys.argv[1]}/{number}.incomplete", "w")
+    if last is not None:
+        os.unlink(last.name)
+        last.close()
+    last = file
+"""
+    for _ in range(5):
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        process.stdin.close()
+        process.wait()
+        assert not list(tmp_path.iterdir())
 
 
 def test_processes_that_start_together_fetch_a_file_once(hub: Hub) -> None:
