@@ -15,12 +15,10 @@ HELM := .helm/helm
 # Each file runs in one process, in the order of their names: files of few tests are the slow ones, and must not come last.
 # Integration tests wait for processes of theirs, so more of them run at a time.
 FILES := --dist loadfile --no-loadscope-reorder -m "not long" --durations 15 --durations-min 5
-# Real processes on a busy machine sometimes miss a moment: a test of them that fails runs once more, and is listed as RERUN.
-AGAIN := --reruns 1
 SEVERAL := tests/helm tests/package tests/e2e/test_right.py tests/e2e/test_structured.py tests/integration
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-package agents test-agents vllm vllm-if-on-offer test-vllm test-vllm-versions docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-vllm bench-neighbours test-clients bench-kv bench-router bench-gpu compare dynamo protos check-protos install clean
+.PHONY: demo test test-busy test-slow test-package agents test-agents vllm vllm-if-on-offer test-vllm test-vllm-versions docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-vllm bench-neighbours test-clients bench-kv bench-router bench-gpu compare dynamo protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -38,6 +36,16 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync unit lint types docs check-protos vllm-if-on-offer
 	@$(MAKE) --no-print-directory integration e2e ray test-vllm
+
+# `make test` on a busy machine, beside two processes that compute for ever; and on a slow one, where each step of an engine
+# takes three times as long. OF="unit e2e" runs these targets instead of all.
+OF ?= test
+test-busy: $(INSTALLED)
+	@for _ in 1 2; do $(BIN)/python -c 'while True: pass' & loops="$$loops $$!"; done; trap "kill $$loops" EXIT; \
+	  $(MAKE) --no-print-directory $(OF)
+
+test-slow: $(INSTALLED)
+	@PYTHONPATH=$(CURDIR)/tests/support/slow_steps $(MAKE) --no-print-directory $(OF)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -58,14 +66,14 @@ unit: $(INSTALLED)
 	$(BIN)/pytest -n 2 $(FILES) tests/unit
 
 integration: $(INSTALLED) $(HELM)
-	$(BIN)/pytest -n 4 $(FILES) $(AGAIN) $(SEVERAL)
+	$(BIN)/pytest -n 4 $(FILES) $(SEVERAL)
 
 e2e: $(INSTALLED) $(HELM)
-	$(BIN)/pytest -n 2 $(FILES) $(AGAIN) tests/e2e/test_up.py tests/e2e/test_by_hand.py tests/pods
+	$(BIN)/pytest -n 2 $(FILES) tests/e2e/test_up.py tests/e2e/test_by_hand.py tests/pods
 
 # A process of its own: Ray's test cluster leaves its traces in the one that it is made in.
 ray: $(INSTALLED)
-	$(BIN)/pytest -m "not long" $(AGAIN) tests/ray_cluster
+	$(BIN)/pytest -m "not long" tests/ray_cluster
 
 # Whole agents, from npm, in .agents: minutes, so no part of `test`.
 AGENTS := @openai/codex@0.169 opencode-ai@1.18 openai ai @ai-sdk/openai-compatible
@@ -78,7 +86,7 @@ test-agents: $(INSTALLED) agents
 
 # With vLLM's own environment; skipped where vLLM could not be installed.
 test-vllm: $(INSTALLED)
-	$(BIN)/pytest -n 2 $(FILES) $(AGAIN) tests/vllm_backend
+	$(BIN)/pytest -n 2 $(FILES) tests/vllm_backend
 
 # The vllm engine with vLLM 0.31, and the names that it uses in the wheel of 0.33, which has no build for CPUs.
 test-vllm-versions: $(INSTALLED)

@@ -36,8 +36,12 @@ class ProgressSteps:
     def __call__(self, step: str) -> None:
         """Show that `step` has begun."""
         self.done()
-        self._console.print(f"{self._prefix}{step}")
+        self.note(step)
         self._progress.add_task(step, total=None)
+
+    def note(self, line: str) -> None:
+        """Print a line about the step that goes on."""
+        self._console.print(f"{self._prefix}{line}", markup=False, soft_wrap=True)
 
     def done(self) -> None:
         """Remove the bar."""

@@ -214,14 +214,14 @@ Audit = Callable[..., Awaitable[list[membership_pb2.AuditReport]]]
 def audit() -> Audit:
     """audit(addresses) -> every worker's books, once nothing is held any more. Fails when blocks stay held."""
 
-    async def audit_all(addresses: list[str], settle_s: float = 2.0) -> list[membership_pb2.AuditReport]:
+    async def audit_all(addresses: list[str], settle_s: float = 30.0) -> list[membership_pb2.AuditReport]:
         give_up_at = time.monotonic() + settle_s
         while True:
             reports = []
             for address in addresses:
                 async with channel(address) as link:
                     stub = membership_pb2_grpc.WorkerStub(link)
-                    reports.append(await stub.Audit(membership_pb2.AuditRequest(), timeout=10))
+                    reports.append(await stub.Audit(membership_pb2.AuditRequest(), timeout=60))
             assert not any(report.fault for report in reports), reports
             held = [(r.held_blocks, r.reserved_blocks, r.quarantined_blocks, r.requests, r.loans) for r in reports]
             if all(books == (0, 0, 0, 0, 0) for books in held):

@@ -8,6 +8,7 @@ JSON. Answers are lines of JSON on standard output: {"done": bytes, "total": byt
 import contextlib
 import json
 import os
+import resource
 import sys
 import threading
 from pathlib import Path
@@ -29,6 +30,8 @@ from engine.model.hub import IGNORED
 REPORT_EVERY_S = 10.0
 CONNECT_S, READ_S = 10.0, 60.0
 """Longest waits for a connection and for an answer, in seconds, where huggingface_hub would wait without end."""
+MAX_DESCRIPTORS = 1024
+"""Descriptors that are looked at; this process opens some dozens, and the kernel gives the lowest."""
 BYTES = "B"
 """Unit of progress bars that count bytes."""
 
@@ -142,9 +145,11 @@ def _end_with_input() -> None:
     """End with the process that waits for this one, without leaving half a file in the cache."""
     while os.read(0, 1):  # not by sys.stdin, which a thread must not hold when the interpreter ends
         pass
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the descriptor was closed meanwhile, or another one is
-            if (file := descriptor.readlink()).suffix == ".incomplete":
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most))  # other threads begin no further file
+    for descriptor in range(MAX_DESCRIPTORS):
+        with contextlib.suppress(OSError):  # there is none, or it was closed meanwhile
+            if (file := Path(f"/proc/self/fd/{descriptor}").readlink()).suffix == ".incomplete":
                 file.unlink()
     os._exit(1)
 

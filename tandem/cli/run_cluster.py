@@ -29,6 +29,7 @@ def serve_cluster(
     routers: int = 1,
     autoscale: bool = False,
     work: "Work | None" = None,
+    verbose: bool = False,
 ) -> None:
     """Serve until Ctrl-C, `tandem down`, or the end of `work`; `router` and `worker` override the file's settings."""
     from engine.host.cpu_affinity import available_cores
@@ -49,4 +50,4 @@ def serve_cluster(
         planner = planner_config(cluster.settings.planner, topology.router) if autoscale else None
         settings = RaySettings.parse(cluster.settings.ray)
         settings.check(autoscale)
-        run(serve(topology, steps, settings, planner, work))
+        run(serve(topology, steps, settings, planner, work, verbose))

@@ -103,7 +103,7 @@ async def _relay(process: asyncio.subprocess.Process, name: str, last_lines: deq
             print(f"[{name}] {line}", file=sys.stderr)
 
 
-async def stop_process(process: asyncio.subprocess.Process, grace_s: float = 8.0) -> None:
+async def stop_process(process: asyncio.subprocess.Process, grace_s: float = 30.0) -> None:
     """Send SIGTERM, and SIGKILL after `grace_s`."""
     if process.returncode is None:
         process.send_signal(signal.SIGTERM)

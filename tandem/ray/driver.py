@@ -18,6 +18,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 import ray
 import ray.exceptions
 
+from cluster.errors import StartError
 from cluster.network.tls import member_of
 from cluster.process.life import Addresses
 from planner.runtime import PlannerConfig
@@ -32,6 +33,8 @@ from tandem.topology import Topology
 JOIN_TIMEOUT_S = 60.0
 OBJECT_STORE_BYTES = 100 << 20
 """Size of Ray's object store, near its minimum, since Tandem stores nothing there."""
+RAY_ATTEMPTS, LATE = 3, "timed out during startup"
+"""Attempts to start a Ray cluster, and Ray's words for a node that was not ready in time."""
 OF_OUR_OWN = {"gcs_rpc_server_reconnect_timeout_s": 8}
 """Ray settings of a cluster that ends with its driver. Where both are told to stop together, as by systemd, its parts
 would otherwise wait a minute for the head to return."""
@@ -47,14 +50,16 @@ async def serve(
     settings: RaySettings | None = None,
     planner: PlannerConfig | None = None,
     work: Work | None = None,
+    verbose: bool = False,
 ) -> None:
     """Start everything, print addresses, and return on SIGINT, SIGTERM or `tandem down`, or when `work` is done.
 
-    With `planner` the pools size themselves. Raises TandemError with the cause of a failed start, and errors of `work`.
+    With `planner` the pools size themselves. `verbose` prints the logs of Ray and of all roles, too. Raises TandemError
+    with the cause of a failed start, and errors of `work`.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    async with _ray(say):
+    async with _ray(say, verbose):
         # Ray installs handlers of its own when it starts; these must come after.
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, stop.set)
@@ -160,17 +165,33 @@ async def _obey(supervisor: Supervisor, cluster_name: str, say: ProgressSteps, s
         await control.answer.remote(order.number, refused, lines)
 
 
+def _start_ray(say: ProgressSteps, **options: Any) -> None:
+    """Start a Ray cluster; on a busy machine again, since Ray gives its node 30 s.
+
+    Raises StartError.
+    """
+    for attempt in range(1, RAY_ATTEMPTS + 1):
+        try:
+            ray.init(address="local", **options)
+            return
+        except Exception as error:  # Ray has no type for a node that is late
+            ray.shutdown()
+            if LATE not in str(error) or attempt == RAY_ATTEMPTS:
+                raise StartError("ray", f"does not start: {error}") from error
+            say.note("Ray's node was late; starting it again")
+
+
 @contextlib.asynccontextmanager
-async def _ray(say: ProgressSteps) -> AsyncIterator[None]:
+async def _ray(say: ProgressSteps, verbose: bool) -> AsyncIterator[None]:
     """Join the running Ray cluster, or start one for the duration of the block."""
-    quiet = {"log_to_driver": True, "logging_level": "error", "configure_logging": True, "namespace": NAMESPACE}
+    quiet = {"log_to_driver": verbose, "logging_level": "error", "configure_logging": True, "namespace": NAMESPACE}
     try:
         ray.init(address="auto", **quiet)
         say("joined the Ray cluster that was running")
     except ConnectionError:
         say("no Ray cluster is running: starting one on this machine")
         options = {"object_store_memory": OBJECT_STORE_BYTES, "_system_config": OF_OUR_OWN}
-        ray.init(address="local", include_dashboard=False, **options, **quiet)
+        _start_ray(say, include_dashboard=False, **options, **quiet)
     try:
         yield
     finally:

@@ -6,7 +6,11 @@ address, which is known once its actor is placed.
 
 import asyncio
 import contextlib
+import os
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -20,15 +24,30 @@ from tandem.topology import MODULES
 
 STOP_TIMEOUT_S = 10.0
 LOOK_S = 5.0
+OF_RAY = (":job_id:", ":actor_name:")
+"""Beginnings of Ray's own lines in a log."""
+LAST_LINES = 20
+"""Number of a log's last lines that are shown where a role does not start."""
 ATTEMPTS, BETWEEN_ATTEMPTS_S = 4, 2.0
 """Attempts to start an actor, and the seconds between them."""
 
 
 class RoleActor:
-    """Actor that runs one role."""
+    """Actor that runs one role.
+
+    All that it and its child processes print is in one log file of Ray.
+    """
 
     def __init__(self) -> None:
         self._role: Any = None
+        os.dup2(2, 1)  # vLLM logs to standard output
+
+    def log(self) -> str:
+        """Return the path of its log, on its node."""
+        return os.readlink("/proc/self/fd/2")
+
+    def last_lines(self) -> list[str]:
+        return last_lines(self.log())
 
     async def start(self, module: str, config: Config, of_node: dict[str, str]) -> Addresses:
         """Start the role; return its addresses.
@@ -133,6 +152,10 @@ class Role:
     """gRPC address since the last start."""
     account: str = ""
     """Account of a worker's last start."""
+    note: Callable[[str], object] = lambda _: None
+    """Function that shows a line about its start."""
+    log: str = ""
+    """Log of its last start, on its actor's node."""
     leaving: bool = False
     """Whether its end is wanted."""
     further_nodes: list[dict[str, Any]] = field(default_factory=list)
@@ -160,6 +183,7 @@ class Role:
             try:
                 return await self._start()
             except ray.exceptions.RayActorError as error:
+                self._show(self.name, last_lines(self.log))
                 if attempt == ATTEMPTS:
                     raise StartError(self.name, f"its actor died: {_first_line(error)}") from None
                 await asyncio.sleep(BETWEEN_ATTEMPTS_S)
@@ -188,10 +212,10 @@ class Role:
             config = config.model_copy(update={"master_addr": await self.node_ip()})
         self._nodes = [_actor(options) for options in self.further_nodes]
         of_nodes = [
-            asyncio.ensure_future(_start_node(handle, self.module, config, number))
+            asyncio.ensure_future(self._begin(handle, config.model_copy(update={"node_rank": number}), {}))
             for number, handle in enumerate(self._nodes, start=1)
         ]
-        starting = asyncio.ensure_future(_started(self.handle, self.module, config, self.of_node))
+        starting = asyncio.ensure_future(self._begin(self.handle, config, self.of_node))
         try:
             while not starting.done():  # it waits for each node, so one that does not start must end the wait
                 await asyncio.wait([starting, *of_nodes], return_when=asyncio.FIRST_COMPLETED)
@@ -202,6 +226,25 @@ class Role:
         finally:
             for task in (starting, *of_nodes):
                 task.cancel()
+
+    async def _begin(self, handle: Any, config: Any, of_node: dict[str, str]) -> Addresses:
+        """Start the program of an actor; show where its log is, and the end of it where it does not start."""
+        node = getattr(config, "node_rank", 0)
+        name, log = f"{self.name} on node {node}" if node else self.name, await handle.log.remote()
+        if not node:
+            self.log = log
+        self.note(f"{name} starts; its log: {log}")
+        try:
+            where: Addresses = await handle.start.remote(self.module, config, of_node)
+        except ray.exceptions.RayTaskError:
+            self._show(name, await handle.last_lines.remote())
+            raise
+        self.note(f"{name} is ready" + (f", started in {where.start}" if where.start else ""))
+        return where
+
+    def _show(self, name: str, lines: list[str]) -> None:
+        for line in lines:
+            self.note(f"[{name}] {line}")
 
     async def node_ip(self) -> str:
         """Return the address of its actor's node, once it is placed."""
@@ -272,14 +315,12 @@ def _actor(options: dict[str, Any]) -> Any:
     return ray.remote(RoleActor).options(max_concurrency=8, **options).remote()
 
 
-async def _started(handle: Any, module: str, config: Any, of_node: dict[str, str]) -> Addresses:
-    where: Addresses = await handle.start.remote(module, config, of_node)
-    return where
-
-
-async def _start_node(handle: Any, module: str, config: Any, number: int) -> None:
-    """Start the worker's program on a further node, where it only computes for the first one."""
-    await handle.start.remote(module, config.model_copy(update={"node_rank": number}), {})
+def last_lines(log: str) -> list[str]:
+    """Return the last lines of a log; none where it is another node's."""
+    if not log or not Path(log).exists():
+        return []
+    with open(log, errors="replace") as file:
+        return [line.rstrip() for line in deque(file, LAST_LINES) if not line.startswith(OF_RAY)]
 
 
 def _first_line(error: Exception) -> str:

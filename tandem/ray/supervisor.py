@@ -109,7 +109,7 @@ class Supervisor:
         await self._group.reserve(self._say)
         of_node = {"host": ""} if self._several_hosts else {}
         encoders = [
-            self._ground.role(encoder_name(number), "encode_worker", each, self._group.take("encode_worker"), of_node)
+            self._role(encoder_name(number), "encode_worker", each, self._group.take("encode_worker"), of_node)
             for number, each in enumerate(self._topology.encoders)
         ]
         self._roles |= {role.name: role for role in encoders}
@@ -118,7 +118,7 @@ class Supervisor:
             config = config.model_copy(update={"encoders": tuple(where.grpc for where in started)})
         options = {"num_cpus": 0, "scheduling_strategy": self._ground.here()}
         of_node = {"host": "", "advertise_host": ""} if self._several_hosts else {}
-        role = self._ground.role(PREPROCESSOR, "preprocessor", config, options, of_node)
+        role = self._role(PREPROCESSOR, "preprocessor", config, options, of_node)
         self._roles[role.name] = role
         where = await role.start()
         role.config = config.model_copy(update=_ports_of(where))
@@ -132,7 +132,7 @@ class Supervisor:
         for config in self._routers:
             options = {"num_cpus": 0, "scheduling_strategy": here}
             of_node = {"host": ""} if self._several_hosts and config.host == "127.0.0.1" else {}
-            role = self._ground.role(config.router_id or "router", "router", config, options, of_node)
+            role = self._role(config.router_id or "router", "router", config, options, of_node)
             self._roles[role.name] = role
             where = await role.start()
             role.config = config.model_copy(update=_ports_of(where))
@@ -222,8 +222,13 @@ class Supervisor:
             if config.data_parallel > 1 and not config.data_parallel_rank:
                 of_node["data_parallel_address"] = ""
         config = config.model_copy(update=update)
-        role = self._ground.role(config.worker_id, module, config, self._group.take(module), of_node)
+        role = self._role(config.worker_id, module, config, self._group.take(module), of_node)
         role.further_nodes = [self._group.take(module) for _ in range(1, config.nodes)]
+        return role
+
+    def _role(self, *arguments: Any) -> Role:
+        role = self._ground.role(*arguments)
+        role.note = self._say.note
         return role
 
     # ------------------------------------------------------------------ keeping
@@ -274,7 +279,8 @@ class Supervisor:
             if role.leaving or not cause:
                 break
             while cause and not role.leaving:
-                self._say(f"{role.name}: {cause}; starting it again in {wait_s:g} s")
+                log = f"; its log: {role.log}" if role.log else ""
+                self._say(f"{role.name}: {cause}; starting it again in {wait_s:g} s{log}")
                 role.kill()
                 await asyncio.sleep(wait_s)
                 wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
@@ -421,7 +427,7 @@ class Supervisor:
         prefix = role.name.rpartition("-")[0]
         name = next(name for number in itertools.count() if (name := f"{prefix}-{number}") not in self._roles)
         config = role.config.model_copy(update={"worker_id": name})
-        follower = self._ground.role(name, role.module, config, options, role.of_node)
+        follower = self._role(name, role.module, config, options, role.of_node)
         await self._add([follower])
         try:
             await self._joined(follower)
@@ -441,7 +447,7 @@ class Supervisor:
         await asyncio.gather(*(role.leave() for role in roles))
         anew: list[Role] = []
         for role in roles:
-            again = self._ground.role(role.name, role.module, role.config, role.options, role.of_node)
+            again = self._role(role.name, role.module, role.config, role.options, role.of_node)
             again.further_nodes = role.further_nodes
             again.first = anew[0] if anew else None
             anew.append(again)

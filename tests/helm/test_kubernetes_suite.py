@@ -286,10 +286,10 @@ async def test_the_planner_of_the_plan_grows_and_shrinks_the_pool(tmp_path: Path
                 return api.replicas[decode] == 1
 
             async with Sent(tmp_path, Load(f"{router.ip}:50051", streams=24, tokens=30)) as sent:
-                await until(grown, "the planner has grown the pool", 90)
+                await until(grown, "the planner has grown the pool")
                 result = await sent.result()
             assert (result.lost, result.different) == (0, 0), result.errors
-            await until(shrunk, "the planner has shrunk the pool", 90)
+            await until(shrunk, "the planner has shrunk the pool")
         finally:
             for pod in node.pods:
                 await node.kill(pod)

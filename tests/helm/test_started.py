@@ -69,7 +69,7 @@ async def test_with_redis_two_routers_and_a_planner(tmp_path: Path) -> None:
             async def sized() -> bool:
                 return set(api.replicas.values()) == {1}
 
-            await until(sized, "the planner takes away what nobody needs", 60)
+            await until(sized, "the planner takes away what nobody needs")
 
 
 async def test_the_doctor_lets_a_good_pod_start_and_stops_a_broken_one(tmp_path: Path) -> None:

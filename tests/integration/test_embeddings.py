@@ -18,6 +18,7 @@ from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from support.embedding_models import make_embedder, reference
 from support.openai_http import call, http_cluster
+from support.processes import report_of, until
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
 from tandem.storyteller import STORYTELLER
@@ -186,7 +187,11 @@ async def test_a_dead_prefill_worker_s_embeddings_are_computed_by_others(model: 
     async with http_cluster(model, engine="sim", sim_step_ms=50.0) as cluster, Client(cluster.address) as client:
         before = await client.embed(prompts)
         salted = asyncio.ensure_future(client.embed(prompts, cache_salt="again"))
-        await asyncio.sleep(0.15)
+
+        async def at_work() -> bool:
+            return (await report_of(cluster.prefill[0].address)).requests > 0
+
+        await until(at_work, "it computes some of them")
         assert not salted.done()
         cluster.prefill[0].process.kill()
         assert await salted == before

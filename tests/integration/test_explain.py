@@ -27,7 +27,7 @@ async def test_the_first_candidate_is_where_the_request_goes(
     router = {"learn_rates": False}
     cluster = cluster_of(model, prefill=1, decode=2, router=router, engine="sim", sim_step_ms=2.0)
     async with cluster, Client(cluster.address) as client:
-        await client.wait_for_workers(1, 2, 30)
+        await client.wait_for_workers(1, 2, 120)
         prompt = random.Random(1).choices(range(1000), k=20 * BLOCK)
         for _ in range(2):  # cold, and with caches
             await audit([worker.address for worker in cluster.workers], settle_s=0)

@@ -5,9 +5,9 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -193,7 +193,7 @@ def test_a_download_that_breaks_off_in_the_middle_of_a_file_resumes(hub: Hub, tm
     found = fetch(Path("org/large"), MODEL_FILES, say=said.append)
     assert (found / WEIGHTS).read_bytes() == content
     assert hub.bodies(WEIGHTS) == [WEIGHTS, f"{WEIGHTS} bytes={10 << 20}-"]
-    begin, end = said
+    begin, *_, end = said  # between them its progress, where it takes long
     assert begin == "fetching org/large from the Hugging Face Hub"
     assert end.startswith("fetched org/large: 25.17 MB in ")
 
@@ -210,11 +210,9 @@ async def test_a_worker_that_is_told_to_stop_in_a_download_leaves_no_half_file(h
     assert process.stdout is not None
 
     await until(half_is_there(hub), "the weights are on their way")
-    told_at = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(process.stdout.read(), 10) == b""
-    assert await asyncio.wait_for(process.wait(), 10) == 0
-    assert time.monotonic() - told_at < 5
+    assert await process.stdout.read() == b""
+    assert await process.wait() == 0
     assert not unfinished()
     hub.release.set()
     found = await fetch_beside(Path("org/story"), MODEL_FILES)
@@ -236,6 +234,36 @@ async def test_a_download_ends_with_a_process_that_is_killed(hub: Hub) -> None:
     await until(nothing_is_left, "the download is gone, and its half file")
 
 
+def test_a_file_that_begins_while_the_download_ends_is_not_left(tmp_path: Path) -> None:
+    """Another thread begins one file after the other."""
+    program = """
+import os, sys, threading
+from engine.model.hub_download import _end_with_input
+threading.Thread(target=_end_with_input, daemon=True).start()
+print("begun", flush=True)
+last = None
+for number in range(10**9):
+    file = open(f"{sys.argv[1]}/{number}.incomplete", "w")
+    if last is not None:
+        os.unlink(last.name)
+        last.close()
+    last = file
+"""
+    for _ in range(5):
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        process.stdin.close()
+        process.wait()
+        assert not list(tmp_path.iterdir())
+
+
 def test_processes_that_start_together_fetch_a_file_once(hub: Hub) -> None:
     found: list[Path] = []
     starts = [
@@ -245,7 +273,7 @@ def test_processes_that_start_together_fetch_a_file_once(hub: Hub) -> None:
     for start in starts:
         start.start()
     for start in starts:
-        start.join(60)
+        start.join()
     assert len(found) == 3
     assert len(set(found)) == 1
     assert hub.bodies(WEIGHTS) == [WEIGHTS]
@@ -273,7 +301,7 @@ def test_a_long_download_tells_its_progress(hub: Hub) -> None:
 async def test_commands_that_look_at_a_model_fetch_no_weights(hub: Hub, command: list[str]) -> None:
     program = [sys.executable, "-m", "tandem.cli", *command]
     process = await asyncio.create_subprocess_exec(*program, stdout=asyncio.subprocess.PIPE)
-    output, _ = await asyncio.wait_for(process.communicate(), 120)
+    output, _ = await process.communicate()
     assert process.returncode == 0, output.decode()
     assert set(hub.bodies()) == CONFIGS
 

@@ -61,7 +61,7 @@ async def test_workers_connect_as_they_join_and_later_ones_too(
             await told.until(lambda one=one, other=other: told.count(rf"\[{one}\].*connected to {other}") == 1)
         later = WorkerConfig.parse({"model": model, "worker_id": "decode-later", "strict_lanes": lanes} | SIM)
         await cluster.add_worker("decode_worker", later)
-        await client.wait_for_workers(1, 2, 30)
+        await client.wait_for_workers(1, 2, 120)
         for one, other in (("prefill-0", "decode-later"), ("decode-later", "prefill-0")):
             assert told.count(rf"\[{one}\].*connected to {other}") == 1, "before it is a member"
         await audit([worker.address for worker in cluster.workers])

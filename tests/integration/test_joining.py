@@ -83,7 +83,7 @@ async def test_a_worker_that_is_refused_again_and_again_says_so_once_and_leaves_
     async def nothing_left() -> bool:
         return not [task for task in asyncio.all_tasks() if "_consume_request_iterator" in repr(task.get_coro())]
 
-    await until(nothing_left, "what wrote to the routers has ended", 3)
+    await until(nothing_left, "what wrote to the routers has ended")
     assert said(caplog) == [("ERROR", f"router {address} could not be joined: worker_id: it is there")]
 
 

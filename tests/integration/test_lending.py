@@ -4,7 +4,6 @@ from others what they lack, and what the pool evicted comes back from host memor
 The sim engine's tokens are hashes of the KV that was read, so equal tokens mean equal KV.
 """
 
-import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +17,14 @@ from tandem.local.local_cluster import stop_process
 VOCAB = 1000
 BLOCK = 16
 SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 2.0}
+SLOWLY = {"sim_prompt_token_us": 5000.0}
+
+
+def only_reading(cluster: Any) -> Any:
+    """Decode workers that compute prompts so slowly that no silence of a lender on a busy machine makes them begin."""
+    slow = [config.model_copy(update=SLOWLY) for config in cluster._topology.decode]
+    object.__setattr__(cluster._topology, "decode", tuple(slow))
+    return cluster
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -41,23 +48,30 @@ async def occupying(client: Client, prompt: list[int]) -> AsyncIterator[None]:
         await stream.cancel()
 
 
-async def placed_elsewhere(client: Client, prompt: list[int], worker: str) -> None:
-    """The router has heard that a stream runs on `worker`, and would have this prompt decoded by another."""
+async def would_read(client: Client, prompt: list[int], num_blocks: int, **placement: str) -> None:
+    """The router has heard what the caches hold and who runs, and would place this prompt like this."""
 
-    async def elsewhere() -> bool:
-        return (await client.explain(token_ids=prompt)).candidates[0].decode_worker != worker
+    async def so() -> bool:
+        first = (await client.explain(token_ids=prompt)).candidates[0]
+        fields = {name: getattr(first, name) for name in placement}
+        return fields == placement and first.hit_blocks >= num_blocks
 
-    await until(elsewhere, "the router has heard that the stream decodes")
+    await until(so, f"the router would place at {placement}")
+
+
+def other(decode_worker: str) -> str:
+    return {"decode-0": "decode-1", "decode-1": "decode-0"}[decode_worker]
 
 
 async def test_a_decode_worker_lends_what_it_decoded(model: Path, cluster_of: Any, ask: Any, audit: Any) -> None:
-    cluster = cluster_of(model, prefill=1, decode=2, router=LENDER_ALWAYS, **SIM)
+    cluster = only_reading(cluster_of(model, prefill=1, decode=2, router=LENDER_ALWAYS, **SIM))
     async with cluster, Client(cluster.address) as client:
         prompt = tokens(1, 10 * BLOCK)
         first = await ask(client, prompt, max_tokens=10 * BLOCK)
         history = [*prompt, *first.token_ids]  # of which its worker holds all that can be used, and nobody else does
         async with occupying(client, history):
-            await placed_elsewhere(client, history, first.placement.decode_worker)
+            there = first.placement.decode_worker
+            await would_read(client, history, 19, decode_worker=other(there), lender=there)
             second = await ask(client, history, max_tokens=8)
         assert second.placement.decode_worker != first.placement.decode_worker
         assert second.placement.lender == first.placement.decode_worker, second.placement.reason
@@ -66,18 +80,18 @@ async def test_a_decode_worker_lends_what_it_decoded(model: Path, cluster_of: An
         assert second.kv.loan_failure == ""
         alone = await ask(client, history, max_tokens=8, cache_salt="alone")
         assert second.token_ids == alone.token_ids
-        await asyncio.sleep(0.1)
         await audit([worker.address for worker in cluster.workers])
 
 
 async def test_a_prefill_worker_reads_the_history_from_who_decoded_it(
     model: Path, cluster_of: Any, ask: Any, audit: Any
 ) -> None:
-    cluster = cluster_of(model, prefill=1, decode=2, router=LENDER_ALWAYS, **SIM)
+    cluster = only_reading(cluster_of(model, prefill=1, decode=2, router=LENDER_ALWAYS, **SIM))
     async with cluster, Client(cluster.address) as client:
         prompt = tokens(3, 10 * BLOCK)
         first = await ask(client, prompt, max_tokens=20 * BLOCK)
         history = [*prompt, *first.token_ids, *tokens(4, 12 * BLOCK)]
+        await would_read(client, history, 29, lender="prefill-0", source=first.placement.decode_worker)
         second = await ask(client, history, max_tokens=8)
         assert second.placement.lender == "prefill-0"
         assert second.placement.source == first.placement.decode_worker, second.placement.reason
@@ -89,14 +103,15 @@ async def test_a_prefill_worker_reads_the_history_from_who_decoded_it(
 
 async def test_what_a_lender_fetched_is_in_the_receipt(model: Path, cluster_of: Any, ask: Any, audit: Any) -> None:
     """A third worker decodes the next turn: its lender reads the history from the one that decoded it."""
-    cluster = cluster_of(model, prefill=1, decode=2, router=LENDER_ALWAYS, **SIM)
+    cluster = only_reading(cluster_of(model, prefill=1, decode=2, router=LENDER_ALWAYS, **SIM))
     async with cluster, Client(cluster.address) as client:
         prompt = tokens(6, 4 * BLOCK)
         first = await ask(client, prompt, max_tokens=20 * BLOCK)
         history = [*prompt, *first.token_ids]
         turn = [*history, *tokens(7, 12 * BLOCK)]
         async with occupying(client, tokens(8, 4)):
-            await placed_elsewhere(client, turn, first.placement.decode_worker)
+            there = first.placement.decode_worker
+            await would_read(client, turn, 19, decode_worker=other(there), lender="prefill-0", source=there)
             second = await ask(client, turn, max_tokens=8)
         assert second.placement.decode_worker != first.placement.decode_worker
         assert (second.placement.lender, second.placement.source) == ("prefill-0", first.placement.decode_worker)
@@ -106,7 +121,6 @@ async def test_what_a_lender_fetched_is_in_the_receipt(model: Path, cluster_of: 
         assert kv.lender_cached_blocks + kv.lender_fetched_blocks + kv.lender_computed_blocks == kv.moved_blocks
         alone = await ask(client, turn, max_tokens=8, cache_salt="alone")
         assert second.token_ids == alone.token_ids
-        await asyncio.sleep(0.1)
         await audit([worker.address for worker in cluster.workers])
 
 
@@ -144,8 +158,8 @@ async def test_a_lender_brings_back_what_it_evicted(model: Path, cluster_of: Any
         # The decode worker's own tier would do, so another one takes its place, with nothing.
         ((_, config),) = [(module, c) for module, c in cluster._topology.workers() if module == "decode_worker"]
         await stop_process(cluster.decode.pop().process)
-        await cluster.add_worker("decode_worker", config.model_copy(update={"worker_id": "another"}))
-        await client.wait_for_workers(1, 1, 20)
+        await cluster.add_worker("decode_worker", config.model_copy(update=SLOWLY | {"worker_id": "another"}))
+        await would_read(client, prompt, 150, decode_worker="another", lender="prefill-0")
         second = await ask(client, prompt, max_tokens=4)
         assert second.kv.lender_fetched_blocks > 150, second.kv
         assert second.token_ids == first.token_ids

@@ -175,7 +175,7 @@ async def test_one_models_workers_die_and_the_other_does_not_notice(
     """Twice the same load on both. The second time all workers of one are killed in mid-stream."""
     two = models[:2]
     limits = {"default_tenant": {"max_running": 64}}
-    rules = {"model_rules": [], "worker_silence_s": 2.0, "default_model": "auto"}
+    rules = {"model_rules": [], "worker_silence_s": 5.0, "default_model": "auto"}
     async with cluster_of(two, **rules, **limits) as cluster, Client(cluster.address) as client:
 
         def start(name: str, salt: str, max_tokens: int = 60) -> list[Stream]:

@@ -26,6 +26,7 @@ from protos import inference_pb2_grpc as pb_grpc
 from router.models.prompts.prompts import PromptEncoder
 from router.security.api_keys import entry_for
 from support.openai_http import RawConnection, http_cluster
+from support.processes import PATIENCE_S
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
 from tandem.storyteller import STORYTELLER
@@ -92,7 +93,7 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
 
 async def served(client: Client, ask: Ask, **options: Any) -> None:
     token_ids = await client.tokenize(PROMPT, model="live")
-    answer = await asyncio.wait_for(ask(client, token_ids, max_tokens=4, **options), 20)
+    answer = await asyncio.wait_for(ask(client, token_ids, max_tokens=4, **options), PATIENCE_S)
     assert len(answer.token_ids) == 4
 
 
@@ -122,7 +123,7 @@ async def test_requests_for_a_model_without_workers_refuse_none_for_another(site
             asyncio.ensure_future(_outcome(mallory, token_ids=token_ids, model="dead", max_ttft_ms=60_000))
             for _ in range(36)
         ]
-        await asyncio.sleep(0.5)
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         early = [task.result() for task in waiting if task.done()]
         assert early, "more than its share"
         assert all(isinstance(error, Overloaded) and "tenant 'mallory'" in str(error) for error in early)

@@ -33,7 +33,16 @@ from support.media_models import STRINGS_TEMPLATE, place_of, write_media_model
 from support.openai_http import call, http_cluster
 from support.ports import free_port
 from support.preprocessors import overheard, preprocessor
-from support.processes import Stream, assert_equal_answers, busiest_decoder, finished, until
+from support.processes import (
+    Stream,
+    assert_equal_answers,
+    busiest_decoder,
+    engine_of,
+    finished,
+    kill_worker,
+    pause,
+    until,
+)
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster, RoleProcess, start_role, stop_process
 
@@ -465,7 +474,8 @@ async def test_items_are_held_while_their_request_runs_and_made_anew_when_they_a
     settings = {"model": model, "engine": "sim", "port": free_port(), "metrics_port": 0, "drain_s": 0.0}
     config = PreprocessorConfig.parse(settings)
     role = await start_role("preprocessor", "preprocessor", config)
-    router = {"model": None, "models": [{"path": model, "preprocessor": role.address}]}
+    models = [{"path": model, "preprocessor": role.address}]
+    router = {"model": None, "models": models, "worker_silence_s": 600.0}
     try:
         async with (
             http_cluster(model, 2, router, **(SIM | {"sim_step_ms": 10.0})) as cluster,
@@ -495,12 +505,13 @@ async def test_items_are_held_while_their_request_runs_and_made_anew_when_they_a
 
             disturbed = begin(300)
             await disturbed.reached(20)
+            worker, _ = await busiest_decoder(cluster)
+            await pause(engine_of(worker))  # the stream waits while processes end and start
             os.kill(role.pid, signal.SIGKILL)
             await role.process.wait()
             role = await start_role("preprocessor", "preprocessor", config)
             assert await media_metric(role, "items_total") == 0
-            worker, _ = await busiest_decoder(cluster)
-            os.kill(worker.pid, signal.SIGKILL)
+            kill_worker(worker)
             await finished([disturbed])
             assert_equal_answers([disturbed], [undisturbed])
             assert disturbed.receipt.placement.attempt > 1
@@ -535,7 +546,7 @@ async def test_only_members_of_a_cluster_with_certificates_use_its_preprocessor(
         identity = ClientIdentity(authority.path, stranger.cert, stranger.key)
         async with channel(role.address, identity) as link:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await preprocess_pb2_grpc.PreprocessStub(link).Describe(preprocess_pb2.DescribeRequest(), timeout=10)
+                await preprocess_pb2_grpc.PreprocessStub(link).Describe(preprocess_pb2.DescribeRequest(), timeout=60)
             assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
     finally:
         await stop_process(role.process)

@@ -196,4 +196,4 @@ async def test_a_draining_preprocessor_ends_streams_and_takes_no_new_ones(sim: P
         assert await role.process.wait() == 0
     async with channel(role.address) as link:
         with pytest.raises(grpc.aio.AioRpcError):
-            await Caller(link).stub.Describe(pb.DescribeRequest(), timeout=5)
+            await Caller(link).stub.Describe(pb.DescribeRequest(), timeout=60)

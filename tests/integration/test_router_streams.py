@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from cluster.network.frame_stream import connect
+from cluster.errors import Overloaded, ServiceError
+from cluster.network.frame_stream import FIRST_KIND, FrameServer, FrameStream, connect
 from engine.config import WorkerConfig
 from protos import membership_pb2
 from router.config import RouterConfig
@@ -48,18 +49,49 @@ async def test_both_ways_give_the_same_tokens(model: Path, router: Any) -> None:
         pool = SimPool()
         await pool.start("decode", worker_of(model, router, stream_port=stream_port))
         async with Client(router.address) as client:
-            await client.wait_for_workers(0, 1, 20)
+            await client.wait_for_workers(0, 1, 120)
             found.append(await tokens(client))
             assert len(streams_of(pool, "d")) == num_streams
         await pool.stop("d")
     assert found[0] == found[1]
 
 
+async def test_a_server_takes_streams_and_ends_what_is_none() -> None:
+    taken: list[tuple[bytes, Any]] = []
+
+    def accept(stream: FrameStream, opening: bytes) -> None:
+        if opening == b"unwanted":
+            raise Overloaded("no room", permanent=True)
+        taken.append((opening, stream))
+        stream.on_frame = lambda kind, payload: stream.send(kind, payload[::-1])
+
+    server = FrameServer(accept)
+    port = await server.start("127.0.0.1", 0, "port")
+    stream = await connect(f"127.0.0.1:{port}", b"hello", None)
+    echoed: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    stream.on_frame = lambda _, payload: echoed.set_result(payload)
+    big = bytes(range(256)) * 20_000
+    stream.send(FIRST_KIND, big)
+    assert await echoed == big[::-1]
+    assert [opening for opening, _ in taken] == [b"hello"]
+
+    refused = await connect(f"127.0.0.1:{port}", b"unwanted", None)
+    ended: asyncio.Future[ServiceError] = asyncio.get_running_loop().create_future()
+    refused.on_end.append(ended.set_result)
+    assert isinstance(await ended, Overloaded)
+
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET / HTTP/1.1\r\n\r\n")
+    assert b"can be sent" in await reader.read()
+    writer.close()
+    server.close()
+
+
 async def test_a_broken_stream_loses_no_token_and_its_worker_joins_again(model: Path, router: Any) -> None:
     pool = SimPool()
     await pool.start("decode", worker_of(model, router))
     async with Client(router.address) as client:
-        await client.wait_for_workers(0, 1, 20)
+        await client.wait_for_workers(0, 1, 120)
         undisturbed = await tokens(client)
         for _ in range(3):
             stream = Stream(client, [1, 2, 3], NUM_TOKENS)
@@ -78,7 +110,7 @@ async def test_a_worker_whose_port_for_streams_cannot_be_reached_serves_over_grp
     pool, port = SimPool(), free_port("127.0.0.1", "127.0.0.2")
     async with CutLink("127.0.0.2", port, "127.0.0.1"), Client(router.address) as client:
         await pool.start("decode", worker_of(model, router, port=port, advertise_host="127.0.0.2"))
-        await client.wait_for_workers(0, 1, 20)
+        await client.wait_for_workers(0, 1, 120)
         assert len(await tokens(client)) == NUM_TOKENS
         assert not streams_of(pool, "d")
         await pool.close()

@@ -191,10 +191,10 @@ def _internal_calls(site: Site) -> dict[str, tuple[str, Any]]:
         return decode_pb2_grpc.DecodeStub(link).Generate(decode_pb2.DecodeRequest(), timeout=5).read()
 
     def audit(link: Any) -> Any:
-        return membership_pb2_grpc.WorkerStub(link).Audit(membership_pb2.AuditRequest(), timeout=5)
+        return membership_pb2_grpc.WorkerStub(link).Audit(membership_pb2.AuditRequest(), timeout=60)
 
     def drain(link: Any) -> Any:
-        return membership_pb2_grpc.WorkerStub(link).Drain(membership_pb2.DrainRequest(), timeout=5)
+        return membership_pb2_grpc.WorkerStub(link).Drain(membership_pb2.DrainRequest(), timeout=60)
 
     def members(link: Any) -> Any:
         return membership_pb2_grpc.MembershipStub(link).Members(membership_pb2.MembersRequest(), timeout=5)

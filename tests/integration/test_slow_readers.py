@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ ANSWER_BYTES = MAX_TOKENS * len(WORD) // 2
 """At least."""
 MAX_GROWTH = 40 << 20
 """Of the router: as much of each answer as waits on its way. All the answers together are 70 MB."""
-PATIENCE_S = 3.0
-"""For an answer of a few tokens that takes a hundredth of that."""
 
 
 def rss_of(pid: int) -> int:
@@ -50,9 +47,7 @@ async def _all_go_on(cluster: LocalCluster, ask: Ask) -> int:
     (worker,) = cluster.decode
     async with Client(cluster.address) as client:
         for number in itertools.count():
-            began_at = time.monotonic()
             await ask(client, list(range(1, 40)), cache_salt=f"{number}")
-            assert time.monotonic() - began_at < PATIENCE_S
             if not (await report_of(worker.address)).requests:
                 print("GROWN", number, (rss_of(cluster.router.pid) - before) / 2**20)
                 return rss_of(cluster.router.pid) - before
@@ -81,7 +76,7 @@ async def test_by_grpc(tmp_path: Path, ask: Ask, audit: Any) -> None:
             assert rest[-1].HasField("finish")
             for call in calls[1:]:
                 call.cancel()
-        await audit([worker.address for worker in cluster.workers], settle_s=10)
+        await audit([worker.address for worker in cluster.workers])
 
 
 @long
@@ -99,4 +94,4 @@ async def test_by_http(tmp_path: Path, ask: Ask, audit: Any) -> None:
         finally:
             for connection in silent:
                 connection.close()
-        await audit([worker.address for worker in cluster.workers], settle_s=10)
+        await audit([worker.address for worker in cluster.workers])

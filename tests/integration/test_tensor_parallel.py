@@ -97,7 +97,7 @@ async def test_ranks_of_unlike_numbers_lend_to_each_other(make_model) -> None:  
     roles: dict[str, Role] = {"one": "decode", "two": "prefill", "both": "decode"}
     named = {
         name: RealEngine(
-            name, model, roles[name], tensor_parallel=size, threads=size, strict_lanes=lanes[name], peer_silence_s=2.0
+            name, model, roles[name], tensor_parallel=size, threads=size, strict_lanes=lanes[name], peer_silence_s=4.0
         )
         for name, size in sizes.items()
     }
@@ -165,7 +165,7 @@ async def _a_rank_is_stopped(lender: RealEngine, borrower: RealEngine, held: lis
     await pause(rank)
     request = greedy("stuck", held)
     stuck = await borrower.answer(request, lender)
-    assert account_of(stuck).loan_failure == "no read has ended for 2 s"
+    assert account_of(stuck).loan_failure == "no read has ended for 4 s"
     alone = await borrower.answer(request._replace(request_id="not stuck", cache_salt="alone"))
     assert chosen(stuck) == chosen(alone)
     lender.said.clear()

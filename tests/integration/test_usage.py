@@ -50,7 +50,7 @@ async def test_a_ledger_has_every_receipt_after_kills(sim_model: ModelFactory, t
         for _ in range(2):
             address = cluster.address
             async with Client(address) as client:
-                await client.wait_for_workers(1, 1, 20)
+                await client.wait_for_workers(1, 1, 120)
             asking = [
                 asyncio.ensure_future(ask_again_and_again(address, tenant, receipts))
                 for tenant in TENANTS
@@ -64,7 +64,7 @@ async def test_a_ledger_has_every_receipt_after_kills(sim_model: ModelFactory, t
             await asyncio.gather(*asking)
             await start_router_again(cluster)
         async with Client(cluster.address) as client:
-            await client.wait_for_workers(1, 1, 20)
+            await client.wait_for_workers(1, 1, 120)
             with suppress(ServiceError):
                 async for _ in client.generate(token_ids=[1, 2], sampling=pb.Sampling(max_tokens=300), tenant="left"):
                     break

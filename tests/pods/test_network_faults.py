@@ -30,8 +30,8 @@ ROUNDS = int(os.environ.get("TANDEM_ROUNDS", "1"))
 PREFILL, DECODE = "demo-simulated-prefill", "demo-simulated-decode"
 WANTED = [(random.Random(seed).choices(range(1000), k=1200 + 300 * seed), 60) for seed in range(6)]
 """Prompts, and how many tokens each is to be continued by."""
-FREE_WITHIN_S = 10.0
-QUIET_WITHIN_S = 15.0
+FREE_WITHIN_S = 60.0
+QUIET_WITHIN_S = 90.0
 """Longest time until quarantined blocks are free. A read over TCP that an outage of 10 s interrupts goes on with the
 kernel's next retransmission, whose pause doubles each time: up to 10 s after the outage, and a neighbour to find."""
 
@@ -93,7 +93,7 @@ class Site:
                     return False
             return True
 
-        await until(joined, "both routers see all workers", 60)
+        await until(joined, "both routers see all workers")
 
     async def all_connected(self) -> None:
         """Blocks move over TCP. A worker's first contact with another may take so long that blocks are computed."""

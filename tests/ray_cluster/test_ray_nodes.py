@@ -156,7 +156,7 @@ async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
             async def there() -> bool:
                 return any("serving at" in line for line in told)
 
-            await until(there, "the cluster serves", 90)
+            await until(there, "the cluster serves", 300)
             assert await worker_names(client) == ["decode-0", "decode-1", "prefill-0"]
             ((strategy, _, bundles),) = await asyncio.to_thread(groups, ray_nodes.address)
             assert strategy == "SPREAD"
@@ -178,7 +178,7 @@ async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
                 except Unavailable:
                     return False
 
-            await until(router_again, "the router runs again where it was", 60)
+            await until(router_again, "the router runs again where it was")
             assert listener(free_port) != killed
             assert any("router-0: " in line and "starting it again in 0.5 s" in line for line in told)
             await finished([Stream(of_first, range(40), 40)])
@@ -194,7 +194,7 @@ async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
             async def again() -> bool:
                 return await worker_names(client) == ["decode-0", "decode-1", "prefill-0"]
 
-            await until(again, "the worker that died runs on the other node", 60)
+            await until(again, "the worker that died runs on the other node")
             assert any("decode-" in line and "starting it again in 0.5 s" in line for line in told)
 
             ray_nodes.add_node(**of_node)
@@ -235,7 +235,7 @@ async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
             assert "no cluster named 'x'" in nobody.stderr
         ended = await asyncio.to_thread(tandem, "down", address=ray_nodes.address)
         assert ended.returncode == 0, ended.stderr
-        assert await asyncio.wait_for(up.wait(), 60) == 0
+        assert await up.wait() == 0
         await listening
         assert told[-1] == "tandem: stopped\n"
     finally:

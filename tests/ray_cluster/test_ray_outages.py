@@ -31,9 +31,9 @@ pytestmark.append(pytest.mark.asyncio(loop_scope="module"))
 ROUNDS = int(os.environ.get("TANDEM_ROUNDS", "1"))
 PORT = 50051
 ALL = ["decode-0", "decode-1", "prefill-0"]
-NOTICED_WITHIN_S = DEAD_AFTER_S + 10.0
-FREE_WITHIN_S = 10.0
-LOANS_WITHIN_S = 15.0
+NOTICED_WITHIN_S = DEAD_AFTER_S + 60.0
+FREE_WITHIN_S = 60.0
+LOANS_WITHIN_S = 90.0
 SHORT_S = 2.0
 
 
@@ -142,7 +142,7 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
             async with Client(f"{nodes.head.ip}:{PORT}") as client:
                 yield await _undisturbed(Site(nodes, client, output))
             await nodes.head.run("tandem", "down")
-            assert await asyncio.wait_for(up.wait(), 60) == 0
+            assert await up.wait() == 0
         finally:
             if up.returncode is None:
                 up.kill()
@@ -159,7 +159,7 @@ async def _undisturbed(site: Site) -> Site:
         except Unavailable:
             return False
 
-    await until(there, "the cluster serves", 90)
+    await until(there, "the cluster serves", 300)
     site.undisturbed = [stream.token_ids for stream in await finished(site.ask("undisturbed"))]
     return site
 
@@ -220,7 +220,7 @@ async def long_outage(site: Site, number: int) -> None:
     async def over() -> bool:
         return not any(site.lender.runs(each) for each in ("raylet/raylet", "RoleActor", "engine.process"))
 
-    await until(over, "the lost node's processes have ended", 30)
+    await until(over, "the lost node's processes have ended")
     site.note("the lost node's processes have ended", healed_at)
     await site.answered(streams)
     await site.lender.start_ray_again(site.nodes.head)

@@ -28,7 +28,7 @@ HOST_SLOTS = 4
 MODEL = bytes(range(32))
 ROOT = root_key(MODEL, "")
 FORMAT = DiskFormat(BLOCK_BYTES, HEADS)
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 NAME = f"{MODEL.hex()[:16]}-{BLOCK_BYTES}"
 
 

@@ -20,7 +20,8 @@ from protos import membership_pb2, membership_pb2_grpc
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster, RoleProcess
 
-PATIENCE_S = 20.0
+PATIENCE_S = 90.0
+"""Seconds to wait for what will come, on the slowest and busiest machine: no test measures how long it takes."""
 LENDER_ALWAYS = {"decode_prefill_tokens_per_s": 100.0}
 """Of a router. Computing on a decode worker looks so slow that every loan is worth it, not so slow that requests are
 refused since they would come too late."""
@@ -41,7 +42,7 @@ class Stream:
         self.text = ""
         self.finish: pb.Finish | None = None
         sampling = pb.Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        self._call = client.generate(token_ids=prompt, sampling=sampling, **({"timeout_s": 60.0} | options))
+        self._call = client.generate(token_ids=prompt, sampling=sampling, **({"timeout_s": 200.0} | options))
         self.task = asyncio.ensure_future(self._follow())
 
     async def _follow(self) -> "Stream":
@@ -80,8 +81,7 @@ class Stream:
 
 
 async def finished(streams: Sequence[Stream]) -> list[Stream]:
-    async with asyncio.timeout(60):
-        return list(await asyncio.gather(*(stream.task for stream in streams)))
+    return list(await asyncio.gather(*(stream.task for stream in streams)))
 
 
 def assert_equal_answers(disturbed: Sequence[Stream], undisturbed: Sequence[Stream]) -> None:
@@ -161,13 +161,13 @@ def ranks_of(engine: int) -> list[int]:
     return [pid for program in programs for pid in children_running(engine, program)]
 
 
-async def gone(pids: Sequence[int], within_s: float = 3.0) -> None:
+async def gone(pids: Sequence[int]) -> None:
     """These processes have ended."""
 
     async def all_gone() -> bool:
         return not any(state_of(pid) for pid in pids)
 
-    await until(all_gone, f"the processes {list(pids)} are gone", within_s)
+    await until(all_gone, f"the processes {list(pids)} are gone")
 
 
 def named(cluster: LocalCluster, name: str) -> RoleProcess:
@@ -200,14 +200,14 @@ async def says(address: str, service: str) -> bool:
     """Of a service, LIVENESS or READINESS, by gRPC's health protocol."""
     async with grpc.aio.insecure_channel(address) as link:
         request = health_pb2.HealthCheckRequest(service=service)
-        answer = await health_pb2_grpc.HealthStub(link).Check(request, timeout=5)
+        answer = await health_pb2_grpc.HealthStub(link).Check(request, timeout=60)
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def report_of(address: str) -> membership_pb2.AuditReport:
     async with channel(address) as link:
         stub = membership_pb2_grpc.WorkerStub(link)
-        report: membership_pb2.AuditReport = await stub.Audit(membership_pb2.AuditRequest(), timeout=10)
+        report: membership_pb2.AuditReport = await stub.Audit(membership_pb2.AuditRequest(), timeout=60)
         return report
 
 

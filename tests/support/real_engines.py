@@ -44,9 +44,9 @@ from engine.process.front.child_engine import ChildEngine
 from engine.process.front.engine_client import EngineListener
 from engine.process.spec import EngineSpec
 from engine.worker.front.item_fetches import ItemFetches
-from support.processes import gone, ranks_of
+from support.processes import PATIENCE_S, gone, ranks_of
 
-PATIENCE_S, START_S = 30.0, 300.0
+START_S = 300.0
 
 
 class RealEngine(EngineListener):

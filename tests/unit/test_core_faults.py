@@ -195,7 +195,7 @@ def test_a_loan_that_fails_before_its_landed_read_was_seen(monkeypatch: pytest.M
 # ---------------------------------------------------------------------------------------------- trials
 
 
-@pytest.mark.timeout(0 if "TANDEM_TRIALS" in os.environ else 300)
+@pytest.mark.timeout(0 if "TANDEM_TRIALS" in os.environ else 900)
 def test_any_schedule_of_faults(capsys: pytest.CaptureFixture[str]) -> None:
     seen, cells = run_trials(range(TRIALS)) if TRIALS < MANY else run_many_trials(TRIALS)
     if TRIALS >= 100:  # the trials reach what they are for

@@ -23,7 +23,7 @@ from protos import inference_pb2 as public_pb
 from router.decode_client.decode_stream import PAUSE_AT, DecodeStream, GrpcDecodeStream
 from router.decode_client.frame_decode_stream import FrameDecodeStream
 from support.frame_pair import MemoryTransport, opened
-from support.virtual_loop import settle
+from support.virtual_loop import run_virtually, settle
 
 
 class ScriptedAttempt:
@@ -310,7 +310,7 @@ moves = st.lists(
 def test_any_schedule(
     kind: type[Any], schedule: list[tuple[str, int, int]], breaks: bool, seeds: random.Random
 ) -> None:
-    asyncio.run(_any_schedule(kind, schedule, breaks, seeds))
+    run_virtually(_any_schedule(kind, schedule, breaks, seeds))
 
 
 async def _any_schedule(

@@ -85,7 +85,7 @@ def test_it_gets_its_parts_of_whole_blocks(rank: Rank) -> None:
     whole = np.random.default_rng(2).integers(0, 256, (2, BLOCK), np.uint8)
     quiet: SimpleQueue[tuple[tuple[bytes, ...] | None, bool]] = SimpleQueue()
     rank.link.start_copy(list(whole), [7, 0], lambda *said: quiet.put(said))
-    prints, gone = quiet.get(timeout=5)
+    prints, gone = quiet.get()
     assert not gone
     for row, block in zip(whole, (7, 0), strict=True):
         assert rank.pool[block].tobytes() == rank.part.of(row).tobytes()

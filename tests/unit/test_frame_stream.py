@@ -1,7 +1,6 @@
 """Streams of frames: what arrives, whatever the pieces of bytes; and how they end."""
 
 import asyncio
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +17,6 @@ from cluster.network.frame_stream import (
     SILENT_S,
     FrameServer,
     FrameStream,
-    connect,
 )
 from support.frame_pair import joined
 from support.virtual_loop import run_virtually, settle
@@ -42,7 +40,7 @@ def test_frames_arrive_whole_and_in_order(frames: list[tuple[int, bytes]], piece
         one.end()
         other.end()
 
-    asyncio.run(run())
+    run_virtually(run())
 
 
 async def test_an_end_is_told_to_both_sides_once() -> None:
@@ -107,38 +105,6 @@ async def test_drained_waits_for_a_peer_that_does_not_read() -> None:
     await settle()
     one.end()
     await waiting
-
-
-async def test_a_server_takes_streams_and_ends_what_is_none() -> None:
-    taken: list[tuple[bytes, Any]] = []
-
-    def accept(stream: FrameStream, opening: bytes) -> None:
-        if opening == b"unwanted":
-            raise Overloaded("no room", permanent=True)
-        taken.append((opening, stream))
-        stream.on_frame = lambda kind, payload: stream.send(kind, payload[::-1])
-
-    server = FrameServer(accept)
-    port = await server.start("127.0.0.1", 0, "port")
-    stream = await connect(f"127.0.0.1:{port}", b"hello", None)
-    echoed: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-    stream.on_frame = lambda _, payload: echoed.set_result(payload)
-    big = bytes(range(256)) * 20_000
-    stream.send(FIRST_KIND, big)
-    assert await echoed == big[::-1]
-    assert [opening for opening, _ in taken] == [b"hello"]
-
-    refused = await connect(f"127.0.0.1:{port}", b"unwanted", None)
-    ended: asyncio.Future[ServiceError] = asyncio.get_running_loop().create_future()
-    refused.on_end.append(ended.set_result)
-    assert isinstance(await ended, Overloaded)
-
-    _, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET / HTTP/1.1\r\n\r\n")
-    server.close()
-    await asyncio.sleep(0)
-    assert stream.ended is None or "ended" in str(stream.ended)
-    writer.close()
 
 
 def test_a_caller_that_opens_no_stream_is_cut_off() -> None:

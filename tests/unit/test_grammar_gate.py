@@ -42,7 +42,7 @@ def test_requests_without_a_grammar_pass_and_others_wait_for_theirs() -> None:
     assert not gate.passes(Cancel("cancelled", None)), "the core never heard of it"
     for _ in range(3):
         grammars.may_go.release()
-        assert woken.acquire(timeout=10)
+        assert woken.acquire()
     assert gate.released() == [slow, again]
     assert gate.passes(Cancel("slow", None))
     assert gate.passes(request("known", SLOW))

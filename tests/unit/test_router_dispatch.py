@@ -134,7 +134,7 @@ async def test_an_end_lets_the_next_one_start() -> None:
 async def test_the_timer_refuses_what_nobody_could_hold() -> None:
     """Of its own, with no event from anywhere; the clock is the loop's here."""
     fleet = Fleet("router", PRIORS)
-    dispatcher = Dispatcher(fleet, AdmissionConfig(no_worker_grace_s=0.01))
+    dispatcher = Dispatcher(fleet, AdmissionConfig(no_worker_grace_s=5), clock=asyncio.get_running_loop().time)
     with pytest.raises(Unavailable, match="no decode worker"):
         await dispatcher.place(RequestInfo("", 0, 0.0), demand(5), [])
     assert dispatcher.num_waiting == 0

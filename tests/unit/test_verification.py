@@ -119,7 +119,7 @@ def test_what_arrives_during_a_pass_shares_the_next_one() -> None:
 
     def fingerprints(blocks: Sequence[int]) -> NDArray[np.uint64]:
         began.set()
-        assert go_on.wait(20)
+        assert go_on.wait()
         return fingerprint_blocks(pool.memory, blocks, kv_heads=2)
 
     quiet: list[tuple[bytes, ...] | None] = []
@@ -130,13 +130,13 @@ def test_what_arrives_during_a_pass_shares_the_next_one() -> None:
 
     rank = LocalRank(reader, BlockPart(BLOCK), fingerprints)
     rank.start_read(endpoint, [0], [0], "flow", on_quiet)
-    assert began.wait(20)
+    assert began.wait()
     for block in range(1, 9):
         rank.start_read(endpoint, [block], [block], "flow", on_quiet)
     assert quiet == []
     go_on.set()
     for _ in range(9):
-        assert over.acquire(timeout=20)
+        assert over.acquire()
     wanted = fingerprint_blocks(contents, range(9), kv_heads=2)
     assert quiet == [(row.tobytes(),) for row in wanted]
     assert rank._batch_verifier.num_passes == 2

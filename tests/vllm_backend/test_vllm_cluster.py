@@ -12,7 +12,7 @@ import pytest_asyncio
 from cluster.errors import InvalidRequest
 from engine.config import WorkerConfig
 from protos import inference_pb2 as pb
-from support.processes import LENDER_ALWAYS, Stream, busiest_decoder, engine_of, finished, kill_engine, running
+from support.processes import LENDER_ALWAYS, Stream, busiest_decoder, engine_of, finished, kill_engine, running, until
 from support.vllm_engines import BLOCK, OPTIONS, PYTHON, STORYTELLER, V2, need_vllm
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
@@ -55,7 +55,12 @@ async def test_kv_moves_and_is_found_again(site: Site, ask, audit) -> None:  # t
     first = await ask(site.client, prompt, max_tokens=20, ignore_eos=True)
     assert (first.kv.moved_blocks, first.kv.transport) == ((len(prompt) - 1) // BLOCK, "nixl")
     assert first.kv.lender_computed_blocks == first.kv.moved_blocks
-    await asyncio.sleep(0.5)  # the router learns what the decode worker holds
+
+    async def told() -> bool:
+        best = (await site.client.explain(token_ids=prompt)).candidates[0]
+        return not best.lender and best.hit_blocks == first.kv.moved_blocks
+
+    await until(told, "the router has learned what the decode worker holds")
     second = await ask(site.client, prompt, max_tokens=20, ignore_eos=True)
     assert second.token_ids == first.token_ids
     assert second.kv.reused_blocks == first.kv.moved_blocks

@@ -231,7 +231,7 @@ async def test_a_lender_killed_in_the_middle_of_a_loan(pair: Pair, kind: dict[st
         request = named(prompt, 8)
         borrower.lent[request.request_id] = lender, request
         borrower.send(request._replace(borrow=True))
-        await lender.until(lambda: request.request_id in lender.borrowers, 20)
+        await lender.until(lambda: request.request_id in lender.borrowers)
         await asyncio.sleep(0.05)
         kill(lender.pid)
         await lender.has_ended()

@@ -167,4 +167,4 @@ async def test_what_stages_cannot_do_is_refused_at_start(
     engine = engine_of("refused", write_model(kind, tmp_path), 2, **settings)
     with pytest.raises(StartError, match=reason):
         await engine.start()
-    await gone([engine.pid, *descendants(engine.pid)], within_s=10)
+    await gone([engine.pid, *descendants(engine.pid)])

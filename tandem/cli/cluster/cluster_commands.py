@@ -62,6 +62,9 @@ def up(
             "--autoscale", help="let a planner change the number of workers; settings: `planner:` in the --config file"
         ),
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="print the logs of Ray and of all processes, too")
+    ] = False,
 ) -> None:
     """Start a router and workers as Ray actors, and serve until Ctrl-C.
 
@@ -78,7 +81,7 @@ def up(
             f"tandem: /v1/files and /v1/batches are off: their folder {no_files}", markup=False, soft_wrap=True
         )
     chosen = {"engine": engine} if engine is not None else {}
-    serve_cluster(cluster, settings, chosen | parse_overrides(worker or []), routers, autoscale)
+    serve_cluster(cluster, settings, chosen | parse_overrides(worker or []), routers, autoscale, verbose=verbose)
 
 
 @app.command(rich_help_panel=SERVE)

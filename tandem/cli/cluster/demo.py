@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -25,9 +26,12 @@ from tandem.topology import plan_topology
 
 REFRESH_PER_S = 8
 LORE = (
-    "You are the storyteller of the village of Amberley. The village stands between a quiet river and an old forest. "
+    "{village} is the village whose storyteller you are. The village stands between a quiet river and an old forest. "
     "The baker keeps a lamp in her window, the miller keeps a grey cat, and the children keep secrets. "
 )
+VILLAGES = ("Amberley", "Birchwood", "Copperfield", "Dovecote")
+ALWAYS_LENT: dict[str, Any] = {"learn_rates": False, "decode_prefill_tokens_per_s": 100.0}
+"""Settings of the demo's routers: long prompts are lent, however slow or busy this machine is."""
 SUBJECTS = (
     "a fox and a lantern",
     "an owl and a key",
@@ -63,13 +67,17 @@ class Story:
 
 
 def make_stories(count: int) -> list[Story]:
-    """Make stories, of which every second one shares a long prefix, the lore of a village."""
+    """Make stories, of which every second one has a long prompt: the lore of a village, which is lent as KV blocks.
+
+    Each village has its own, so that no block is there already when a request is late.
+    """
     stories: list[Story] = []
     for number in range(count):
         ask = f"Tell me a story about {SUBJECTS[number % len(SUBJECTS)]}."
-        shares = number % 2 == 0
-        system: list[Message] = [("system", LORE * 3)] if shares else []
-        stories.append(Story(f"{ask}{' (shared village lore)' * shares}", [*system, ("user", ask)]))
+        village = VILLAGES[number // 2 % len(VILLAGES)]
+        is_long = number % 2 == 0
+        system: list[Message] = [("system", LORE.format(village=village) * 3)] if is_long else []
+        stories.append(Story(f"{ask}{f' (with the lore of {village})' * is_long}", [*system, ("user", ask)]))
     return stories
 
 
@@ -82,7 +90,7 @@ async def run_demo(
     """
     path = absolute(await fetch_beside(model or STORYTELLER, MODEL_FILES, say=lambda line: _say(console, line)))
     ModelDir.open(path)
-    topology = plan_topology(1, 1, {"model": path, "port": 0}, {"model": path}, cores, num_routers)
+    topology = plan_topology(1, 1, {"model": path, "port": 0} | ALWAYS_LENT, {"model": path}, cores, num_routers)
     started_at = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         with ProgressSteps(console, "  ") as steps:
@@ -98,6 +106,7 @@ async def run_demo(
         _report(console, again)
         console.print()
         console.print(stage_table(_receipt(stories[0])))
+        console.print(f"\nboth rounds: {summary([_receipt(story) for story in (*stories, *again)])}")
     console.print(f"\nstopped; {time.monotonic() - started_at:.1f} s in all")
 
 
@@ -152,6 +161,15 @@ def _report(console: Console, stories: list[Story]) -> None:
     console.print("\nwhere each request ran, and where its KV came from", style="bold")
     for story, receipt in zip(stories, receipts, strict=True):
         console.print(describe(receipt, story.ttft_ms, story.itl_ms))
-    kv = [receipt.kv for receipt in receipts]
-    moved, verified = sum(k.moved_blocks for k in kv), sum(k.verified_blocks for k in kv)
-    console.print(f"\n{moved} KV blocks moved, {verified} verified, {sum(k.mismatched_blocks for k in kv)} mismatched")
+
+
+def summary(receipts: Sequence[pb.Receipt]) -> str:
+    """Return a line about the loans and blocks of requests."""
+    kv = [receipt.kv for receipt in receipts if receipt.placement.lender]
+    whole = sum(not (each.loan_failure or each.hedged_blocks or each.mismatched_blocks) for each in kv)
+    moved, verified = sum(each.moved_blocks for each in kv), sum(each.verified_blocks for each in kv)
+    mismatched, reused = sum(each.mismatched_blocks for each in kv), sum(each.kv.reused_blocks for each in receipts)
+    return (
+        f"{whole} of {len(kv)} loans were whole; {moved} KV blocks moved, {verified} verified, {mismatched} mismatched;"
+        f" {reused} reused from the cache"
+    )

@@ -38,7 +38,7 @@ async def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         ]
         workers += await asyncio.gather(*starts)
         async with Client(router.address) as client:
-            await client.wait_for_workers(1, 1, 20)
+            await client.wait_for_workers(1, 1, 120)
         await asyncio.wait_for(overhearing.complete.wait(), 20)
         made = Site(router, workers, model, overhearing.hellos)
         yield made

@@ -29,7 +29,7 @@ ROUTER = {"http_port": 0, "default_deadline_s": 4.0, "grammar_limit_s": 0.2, "no
 NUM_INPUTS = int(os.environ.get("TANDEM_FUZZ", "1500"))
 SEED = os.environ.get("TANDEM_SEED", "1")
 AT_A_TIME = 24
-HANG_S = 20.0
+HANG_S = 90.0
 DEADLINE_S = 1.0
 
 Do = Callable[[Site, Random], Awaitable[str]]

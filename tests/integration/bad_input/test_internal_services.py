@@ -107,7 +107,7 @@ async def test_a_lender_that_is_not_there_costs_a_recompute_only(site: Site, wro
         lender=decode_pb2.Lender(worker=lender, may_compute=True),
     )
     stub = decode_pb2_grpc.DecodeStub(site.link(site.decode.address))
-    finish = [message async for message in stub.Generate(request, timeout=10)][-1].finish
+    finish = [message async for message in stub.Generate(request, timeout=60)][-1].finish
     kv = finish.receipt.kv
     assert kv.loan_failure
     # Asked to lend to itself, it may have computed some for the loan, and finds them in its own cache.
@@ -230,6 +230,6 @@ async def test_cache_events_that_make_no_sense_ask_for_a_snapshot(site: Site) ->
     assert (await call.read()).HasField("welcome")
     events = [membership_pb2.CacheEvent(parent=b"", stored=b"odd", removed=b"never stored")]
     await call.write(membership_pb2.WorkerMessage(cache=membership_pb2.CacheEvents(sequence=1 << 60, events=events)))
-    assert (await asyncio.wait_for(call.read(), 10)).HasField("resync")
+    assert (await asyncio.wait_for(call.read(), 60)).HasField("resync")
     call.cancel()
     await only_one_decode_worker(site)

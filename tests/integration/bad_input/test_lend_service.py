@@ -45,7 +45,7 @@ def open_lend(site: Site) -> Any:
 
 
 async def responses(call: Any) -> AsyncIterator[lend_pb2.LoanResponse]:
-    while (frame := await asyncio.wait_for(call.read(), 10)) is not grpc.aio.EOF:
+    while (frame := await asyncio.wait_for(call.read(), 60)) is not grpc.aio.EOF:
         for response in frame.responses:
             yield response
 
@@ -159,7 +159,7 @@ async def test_bytes_that_are_no_message_in_the_middle_of_a_loan(site: Site) -> 
     """The stream is the lease: it must end, or the blocks would be held for as long as the borrower keeps it open."""
     call = site.link(site.prefill.address).stream_stream("/tandem.internal.v1.Lend/Lend")()
     await call.write(want(site).SerializeToString())
-    await asyncio.wait_for(call.read(), 10)
+    await asyncio.wait_for(call.read(), 60)
     await call.write(MALFORMED)
     try:
         error = await refusal(call, under_way=True)

@@ -75,11 +75,11 @@ def site() -> Iterator[Site]:
 def test_nodes_start_when_all_are_there_and_the_loss_of_one_is_noticed(site: Site) -> None:
     first = site.node()
     assert heard(first) == Welcome("agent")
-    site.gathering.join(5)
+    site.gathering.join(60)
     assert not site.gathering.is_alive()
     assert isinstance(first.recv(), Beat)
     first.close()
-    assert "node 1 is gone" in site.lost.get(timeout=5)
+    assert "node 1 is gone" in site.lost.get(timeout=60)
 
 
 def test_a_node_that_leaves_before_all_are_there_is_waited_for_again() -> None:
@@ -95,15 +95,15 @@ def test_a_node_that_leaves_before_all_are_there_is_waited_for_again() -> None:
 
 def test_a_node_that_starts_again_is_a_lost_one(site: Site) -> None:
     assert heard(site.node()) == Welcome("agent")
-    site.gathering.join(5)
+    site.gathering.join(60)
     site.node()
-    assert "node 1 has started again" in site.lost.get(timeout=5)
+    assert "node 1 has started again" in site.lost.get(timeout=60)
 
 
 def test_a_rank_is_handed_on(site: Site) -> None:
     connection = site.connect()
     connection.send(RankHello(3))
-    rank, other = site.ranks.get(timeout=5)
+    rank, other = site.ranks.get(timeout=60)
     assert rank == 3
     other.send("reads")
     assert connection.recv() == "reads"
