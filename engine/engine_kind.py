@@ -72,8 +72,8 @@ class Environment:
     """Name for messages."""
     distributions: Mapping[str, tuple[str, ...]]
     """Distributions by a display name, any of which will do; the engine's own comes first."""
-    check_version: Callable[[str], None]
-    """Function that raises EngineStartError for a version of the engine's distribution that does not fit."""
+    check: str
+    """Module that prints, in that environment, why its version of the engine cannot be used; nothing where it can."""
     advice: str
     """Advice on how to set the environment up."""
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.errors import TransferError
+from kvtransfer.hardware.main_memory import check_fits
 
 SECRET_BYTES = 16
 
@@ -60,8 +61,8 @@ class MemoryFile:
         """
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memory files")
-        # A file may be larger than memory, and a writer would then be killed: so allocate the same amount the ordinary
-        # way first.
+        check_fits(num_bytes)
+        # A file may be larger than what a system that does not overcommit gives: so allocate as much the ordinary way.
         mmap.mmap(-1, num_bytes + SECRET_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         descriptor = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, descriptor)

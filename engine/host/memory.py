@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from cluster.roles import Role
 from engine.errors import EngineStartError
+from kvtransfer.hardware.main_memory import check_fits
 from kvtransfer.memory_file import MemoryFile
 from kvtransfer.transport import Pool
 
@@ -27,9 +28,11 @@ def huge_memory(num_bytes: int) -> NDArray[np.uint8]:
     For memory that is read at random: with 4 KiB pages each access would walk the page table. Raises MemoryError.
     """
     try:
+        check_fits(num_bytes)
         memory = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
-        raise MemoryError(f"cannot allocate {num_bytes >> 20} MiB of memory: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise MemoryError(f"cannot allocate {num_bytes >> 20} MiB of memory: {reason}") from None
     with contextlib.suppress(AttributeError, OSError):  # systems and kernels without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, np.uint8)
@@ -43,6 +46,10 @@ def pool_memory(num_blocks: int, block_bytes: int, in_file: bool) -> Pool:
     Raises EngineStartError.
     """
     num_bytes = num_blocks * block_bytes
+    try:
+        check_fits(num_bytes)
+    except OSError as error:
+        raise EngineStartError("kv_memory_mib", f"is too large: {error.strerror}") from None
     if in_file:
         try:
             file = MemoryFile(num_bytes)

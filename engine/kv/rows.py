@@ -5,6 +5,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.hardware.main_memory import check_fits
+
 Allocate = Callable[[int, int], NDArray[np.uint8]]
 """Callable allocate(count, row_bytes) that returns uint8 [count, row_bytes].
 
@@ -19,6 +21,7 @@ def private_rows(count: int, row_bytes: int) -> NDArray[np.uint8]:
     Raises MemoryError.
     """
     try:
+        check_fits(count * row_bytes)
         return np.empty((count, row_bytes), np.uint8)
-    except ValueError as error:  # more than an address can express
+    except (OSError, ValueError) as error:  # the latter: more than an address can express
         raise MemoryError(str(error)) from None

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.hardware.main_memory import check_fits
+
 
 class SharedPlace(NamedTuple):
     """Place of a whole block, as followers are told it."""
@@ -35,7 +37,8 @@ class SharedMemory:
         """
         length = -(-count * row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
-            # A file may be larger than memory, and a writer would then be killed: so allocate as much otherwise first.
+            check_fits(length)
+            # A file may be larger than what a system that does not overcommit gives: so allocate as much otherwise.
             mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
             os.ftruncate(self.descriptor, self._num_bytes + length)
             mapped = mmap.mmap(self.descriptor, length, offset=self._num_bytes)

@@ -36,7 +36,8 @@ from router.frontend.openai.embeddings import (
     read_rerank,
     read_score,
 )
-from router.frontend.openai.responses.response_routes import add_stored_responses
+from router.frontend.openai.responses.counting import input_token_counter
+from router.frontend.openai.responses.response_routes import add_stored_responses, refuse_other_paths
 from router.frontend.openai.responses.response_store import (
     MemoryResponses,
     RedisResponses,
@@ -103,6 +104,7 @@ def make_app(
     app = _Application(endpoints)
     others: dict[str, JsonEndpoint[Any]] = {
         "/v1/messages/count_tokens": token_counter(context),
+        "/v1/responses/input_tokens": input_token_counter(context, ResponseHooks(responses)),
         "/tokenize": tokenizer_endpoint(context),
         "/detokenize": detokenizer_endpoint(context),
     }
@@ -154,6 +156,10 @@ def make_app(
         totals = await queries.usage(int(days), query.get("tenant", ""), principal)
         return JSONResponse({"object": "list", "data": [asdict(total) for total in totals]})
 
+    async def tell_load(request: Request) -> Response:
+        caller_of(request.headers, keys)
+        return JSONResponse({"server_load": drain.num_calls})
+
     async def tell_version(request: Request) -> Response:
         return JSONResponse({"version": version("tandem-serving")})
 
@@ -166,6 +172,7 @@ def make_app(
 
     for path, answer in (
         ("/metrics", tell_metrics),
+        ("/load", tell_load),
         ("/version", tell_version),
         ("/v1/usage", tell_usage),
         ("/v1/models", list_models),
@@ -175,6 +182,7 @@ def make_app(
         ("/ready", ready),
     ):
         app.router.add_route(path, answer, methods=["GET"])
+    refuse_other_paths(app)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ServiceError, _service_error)
     return app

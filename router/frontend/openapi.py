@@ -22,6 +22,7 @@ POSTED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "/v1/score": ("Return the similarity of texts.", {"text_1": "Hello", "text_2": ["Hallo"]}),
     "/v1/rerank": ("Rank documents by a query.", {"query": "Hello", "documents": ["Hallo"]}),
     "/v1/messages/count_tokens": ("Count the tokens of messages.", {"messages": USER}),
+    "/v1/responses/input_tokens": ("Count the tokens of input items.", {"input": "Hello"}),
     "/tokenize": ("Return the token ids of a text.", {"prompt": "Hello"}),
     "/detokenize": ("Return the text of token ids.", {"tokens": [1]}),
 }
@@ -34,6 +35,7 @@ GOT: Mapping[str, str] = {
     "/health": "Whether the process lives.",
     "/ping": "The same, at SageMaker's path.",
     "/ready": "Whether the router takes requests.",
+    "/load": "The number of requests under way at this router.",
     "/version": "Tandem's version.",
 }
 """Paths of GET, with what they return."""

@@ -103,9 +103,8 @@ class Queries:
 
         Raises ServiceError.
         """
-        check_messages(request.messages)
-        model = self.model_of(request.model, principal)
         prompt = pb.GenerateRequest(
+            model=request.model,
             text=request.text if request.HasField("text") else None,
             messages=request.messages,
             tools=request.tools,
@@ -116,7 +115,23 @@ class Queries:
         adds_special = not request.HasField("add_special_tokens") or request.add_special_tokens
         if request.messages and request.HasField("add_special_tokens") and adds_special:
             raise InvalidRequest("add_special_tokens", "is not for messages: the chat template writes special tokens")
-        tenant = principal.tenant or ""
+        model, token_ids = await self._encoded(prompt, principal, adds_special, is_charged)
+        return pb.TokenizeResponse(
+            model=model.name, token_ids=token_ids, max_context_tokens=model.model_dir.max_context_tokens
+        )
+
+    async def num_prompt_tokens(self, request: pb.GenerateRequest, principal: Principal) -> int:
+        """Return the tokens of a request's prompt; its arrival is charged already.
+
+        Raises ServiceError.
+        """
+        return len((await self._encoded(request, principal, True, True))[1])
+
+    async def _encoded(
+        self, prompt: pb.GenerateRequest, principal: Principal, adds_special: bool, is_charged: bool
+    ) -> tuple[ModelRuntime, list[int]]:
+        check_messages(prompt.messages)
+        model, tenant = self.model_of(prompt.model, principal), principal.tenant or ""
         deadline, sources = time.monotonic() + self._config.default_deadline_s, sources_of(prompt)
         with self._arrivals.arriving(tenant, is_charged):
             token_ids = await encode(model, prompt, sources, tenant, deadline, adds_special)
@@ -126,9 +141,7 @@ class Queries:
                 media = await expand(model, prompt, token_ids, sources, tenant, context)
                 media.close()
                 token_ids = media.prompt
-        return pb.TokenizeResponse(
-            model=model.name, token_ids=token_ids, max_context_tokens=model.model_dir.max_context_tokens
-        )
+        return model, token_ids
 
     def decisions(self, request_id: str, principal: Principal) -> Entry:
         """Return the decisions of a recent request.

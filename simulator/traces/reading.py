@@ -1,26 +1,30 @@
 """Reader of traces: yields requests, scaled and spread as requested."""
 
 import csv
+import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from simulator.errors import BadSetup, BadTrace
+from simulator.errors import BadSetup, BadTrace, shown
 from simulator.request import TraceRequest
-from simulator.traces import azure, mooncake, receipts
+from simulator.traces import mooncake, receipts
+from simulator.traces.columns import KNOWN, OTLP, Columns, spans_of
 from simulator.traces.receipts import ServedRequest
 from simulator.traces.row import MAX_LINE_BYTES, BadRow, Row
 
-_JSON_FORMATS: dict[str, tuple[str, Callable[[dict[str, Any]], Row]]] = {
-    "mooncake": ("input_length", mooncake.read_row),
-    "receipts": ("prompt_tokens", receipts.read_row),
+Reader = Callable[[dict[str, Any]], Iterable[Row]]
+_JSON_FORMATS: Mapping[str, tuple[str, Callable[[dict[str, Any]], Row]]] = {
+    "Mooncake's": ("input_length", mooncake.read_row),
+    "receipts": ("arrived_s", receipts.read_row),
 }
 """Formats by name: a field that no other format has, and the reader of a line."""
+csv.field_size_limit(MAX_LINE_BYTES)
 _PACKED = ((b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"PK\x03\x04", "zip"), (b"BZh", "bzip2"))
 
 
@@ -39,6 +43,8 @@ class Window:
     spread_s: float = 0.0
     """Resolution of the trace's times: each request arrives up to so much later, at random."""
     seed: int = 0
+    model: str = ""
+    """Model whose requests are taken; empty: those of all models."""
 
     def __post_init__(self) -> None:
         for name, least in (("rate", 1e-6), ("duration_s", 1e-9), ("start_s", 0.0), ("spread_s", 0.0)):
@@ -56,9 +62,17 @@ def served_of(path: Path) -> Iterator[ServedRequest]:
     """
     trace = Trace(path, Window())
     with trace.open() as file:
-        for number, line in trace.lines(file):
+        first, names, records = trace.records(file)
+        if first and _JSON_FORMATS["receipts"][0] not in names:
+            raise BadTrace(
+                path,
+                first,
+                "is not of a log of `tandem bench --log`, whose receipts have the times of stages; traces without "
+                "these are for `tandem replay`",
+            )
+        for number, values in records:
             try:
-                yield receipts.read_served(parse_object(line))
+                yield receipts.read_served(values)
             except BadRow as error:
                 raise BadTrace(path, number, str(error)) from None
 
@@ -69,8 +83,8 @@ class Trace:
     Each iteration reads it again.
     """
 
-    def __init__(self, path: Path, window: Window) -> None:
-        """Open a trace.
+    def __init__(self, path: Path, window: Window, columns: Columns | None = None) -> None:
+        """Open a trace; `columns` None: its format is detected.
 
         Raises BadTrace when there is no such file.
         """
@@ -81,6 +95,9 @@ class Trace:
             raise BadTrace(path, 0, error.strerror or str(error)) from None
         self.path = path
         self.window = window
+        self.columns = columns
+        self.num_failed = 0
+        """Requests without a prompt or an output in what was read last, which are left out."""
 
     def __iter__(self) -> Iterator[TraceRequest]:
         """Yield requests in order of time, the first at 0 or, spread, soon after.
@@ -145,23 +162,36 @@ class Trace:
 
         Raises BadTrace.
         """
-        last_s = -math.inf
+        last_s, self.num_failed = -math.inf, 0
+        models: set[str] = set()
         with self.open() as file:
             for number, row in self._numbered(file):
                 if row.at_s < last_s:
                     raise BadTrace(self.path, number, f"comes {last_s - row.at_s:g} s before the line above it")
                 last_s = row.at_s
-                yield row
+                models.add(row.model)
+                if self.window.model not in ("", row.model):
+                    continue
+                if row.input_tokens and row.output_tokens:
+                    yield row
+                else:
+                    self.num_failed += 1
+        if models and self.window.model not in ("", *models):
+            known = ", ".join(sorted(models)[:20]) or "no column that names them"
+            raise BadTrace(self.path, 0, f"has no request of model {self.window.model!r}; models: {known}")
 
     def _numbered(self, file: BinaryIO) -> Iterator[tuple[int, Row]]:
-        read: Callable[[str], Row] | None = None
-        for number, line in self.lines(file):
-            if read is None:
-                read = self._reader(number, line)
-                if not line.lstrip().startswith("{"):
-                    continue  # the header of a CSV
+        number, names, records = self.records(file)
+        if number:
+            read, is_log = self._reader(number, names)
+            rows = self._read(records, read)
+            yield from sorted(rows, key=lambda numbered: numbered[1].at_s) if is_log else rows
+
+    def _read(self, records: Iterable[tuple[int, dict[str, Any]]], read: Reader) -> Iterator[tuple[int, Row]]:
+        for number, values in records:
             try:
-                yield number, read(line)
+                for row in read(values):
+                    yield number, row
             except BadRow as error:
                 raise BadTrace(self.path, number, str(error)) from None
 
@@ -181,39 +211,94 @@ class Trace:
             if text:
                 yield number, text
 
-    def _reader(self, number: int, line: str) -> Callable[[str], Row]:
-        """Return the row reader for the format of the first line."""
-        if not line.startswith("{"):
+    def records(self, file: BinaryIO) -> tuple[int, Collection[str], Iterator[tuple[int, dict[str, Any]]]]:
+        """Return the number and the names of the first line, and all records with theirs; 0 for an empty file.
+
+        Raises BadTrace.
+        """
+        lines = self.lines(file)
+        number, line = next(lines, (0, ""))
+        if line.startswith("{"):
+            objects = self._objects(itertools.chain([(number, line)], lines))
+            first = next(objects)
+            return number, first[1], itertools.chain([first], objects)
+        if line.startswith("["):
+            raise BadTrace(self.path, number, "is a JSON array: write one object a line, as `jq -c '.[]'` does")
+        rows = self._cells(itertools.chain([(number, line)], lines) if number else lines)
+        number, header = next(rows, (0, []))
+        names = [name.strip() for name in header]
+        return number, names, self._named(rows, names)
+
+    def _objects(self, lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, dict[str, Any]]]:
+        for number, line in lines:
             try:
-                header = [name.strip() for name in _cells(line)]
+                yield number, parse_object(line)
             except BadRow as error:
                 raise BadTrace(self.path, number, str(error)) from None
-            if missing := [name for name in azure.COLUMNS if name not in header]:
-                columns = ", ".join(missing)
+
+    def _cells(self, lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, list[str]]]:
+        """Yield the cells of each row of a CSV, whose quoted cells may have several lines."""
+        last = 0
+
+        def texts() -> Iterator[str]:
+            nonlocal last
+            for number, text in lines:
+                last = number
+                yield text
+
+        rows = csv.reader(texts())
+        while True:
+            try:
+                cells = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                raise BadTrace(self.path, last, f"is not CSV: {error}") from None
+            yield last, cells
+
+    def _named(
+        self, rows: Iterable[tuple[int, list[str]]], names: Sequence[str]
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        for number, cells in rows:
+            if len(cells) != len(names):
+                raise BadTrace(self.path, number, f"has {len(cells)} columns, the first line {len(names)}")
+            yield number, dict(zip(names, cells, strict=True))
+
+    def _reader(self, number: int, names: Collection[str]) -> tuple[Reader, bool]:
+        """Return the reader of this format's records, and whether they may be out of order."""
+        is_csv = not isinstance(names, dict)
+        if (columns := self.columns) is not None:
+            missing = [name for name in columns.named() if name not in names]
+            if is_csv and missing:
                 raise BadTrace(
-                    self.path, number, f"is neither JSON nor a CSV header: the columns {columns} are missing"
+                    self.path,
+                    number,
+                    f"has no column {shown(missing[0])} of --columns; it has {shown(', '.join(names))}",
                 )
-            return lambda text: azure.read_row(header, _cells(text))
-        try:
-            first = parse_object(line)
-        except BadRow as error:
-            raise BadTrace(self.path, number, str(error)) from None
-        for field, read in _JSON_FORMATS.values():
-            if field in first:
-                return lambda text: read(parse_object(text))
-        known = " or ".join(f"{field} ({name})" for name, (field, _) in _JSON_FORMATS.items())
-        raise BadTrace(self.path, number, f"has an unknown format: there is no {known}")
+            return _alone(columns.read_row), columns.is_log
+        if OTLP in names and not is_csv:
+            return spans_of, True
+        for field, read in () if is_csv else _JSON_FORMATS.values():
+            if field in names:
+                return _alone(read), False
+        for known in KNOWN.values():
+            if all(name in names for name in known.lengths):
+                return _alone(known.read_row), known.is_log
+        formats = "; ".join(f"{name} has {', '.join(known.lengths)}" for name, known in KNOWN.items())
+        if is_csv:
+            raise BadTrace(
+                self.path,
+                number,
+                f"is neither JSON nor a CSV header that is known ({formats}): name columns by --columns",
+            )
+        fields = ", ".join(f"{field} ({name})" for name, (field, _) in _JSON_FORMATS.items())
+        raise BadTrace(
+            self.path, number, f"has an unknown format: there is no {fields}, {OTLP} (spans): name columns by --columns"
+        )
 
 
-def _cells(line: str) -> list[str]:
-    """Split a CSV line into cells.
-
-    Raises BadRow.
-    """
-    try:
-        return next(csv.reader([line]))
-    except csv.Error as error:
-        raise BadRow(f"is not CSV: {error}") from None
+def _alone(read: Callable[[dict[str, Any]], Row]) -> Reader:
+    return lambda values: (read(values),)
 
 
 def parse_object(line: str) -> dict[str, Any]:

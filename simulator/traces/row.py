@@ -27,6 +27,7 @@ class Row:
     tenant: str = ""
     priority: int = 0
     session_id: str = ""
+    model: str = ""
 
 
 def tokens_of(values: dict[str, Any], name: str) -> int:

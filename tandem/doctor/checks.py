@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 
 from cluster.install import EXTRAS, how_to_install
 from engine.config import WorkerConfig
-from engine.errors import EngineStartError
 from engine.host.memory import UNMEASURED_KV_BYTES
 from kvtransfer.hardware.topology import choices
 from kvtransfer.ucx.strict_lanes import GROUPS
@@ -77,11 +76,8 @@ def check_environment(machine: Machine, config: WorkerConfig) -> list[Finding]:
     for each, number in numbers.items():
         if number is None:
             findings.append(Finding(name, "broken", f"{each} is not installed in {needed.name}", needed.advice))
-        elif each == next(iter(needed.distributions)):
-            try:
-                needed.check_version(number)
-            except EngineStartError as error:
-                findings.append(Finding(name, "broken", error.reason, needed.advice))
+    if machine.environment_fault:
+        findings.append(Finding(name, "broken", machine.environment_fault, needed.advice))
     return findings
 
 

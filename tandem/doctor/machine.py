@@ -66,6 +66,8 @@ class Machine:
     environment: Mapping[str, str | None] | str | None = None
     """Versions in the environment of the engine's process by distribution, or the reason why there is none; None for an
     engine that runs in the worker's environment."""
+    environment_fault: str = ""
+    """Reason why the engine's version in that environment cannot be used; empty: it can, or nothing is known."""
     kernels: "KernelSpeed | str | None" = None
     """Speed of the CPU kernels, or the reason why there are none; None where they are not used."""
 
@@ -84,6 +86,8 @@ def read_machine(config: WorkerConfig) -> Machine:
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     torch_gpus = _torch_gpus()
     packages = {name: (name,) for name in config.kind.installation.packages} | PACKAGES
+    needed = config.kind.installation.environment
+    environment = None if needed is None else _versions(config, needed)
     return Machine(
         versions={name: _version(distributions) for name, distributions in packages.items()},
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
@@ -93,7 +97,8 @@ def read_machine(config: WorkerConfig) -> Machine:
         compiler=next(filter(None, map(shutil.which, [os.environ.get("CXX") or "", *COMPILERS])), None),
         torch_gpus=torch_gpus,
         host=read_host(),
-        environment=_versions(config, environment) if (environment := config.kind.installation.environment) else None,
+        environment=environment,
+        environment_fault=_fault(config, needed) if needed and _is_whole(environment) else "",
         kernels=_kernels(config.kind.installation.kernels) if uses_cpu_kernels(config, torch_gpus) else None,
     )
 
@@ -135,6 +140,20 @@ def _versions(config: WorkerConfig, environment: Environment) -> Mapping[str, st
         return f"{python}: {process.stderr.strip().splitlines()[-1]}"
     versions: dict[str, str | None] = json.loads(process.stdout)
     return versions
+
+
+def _is_whole(environment: Mapping[str, str | None] | str | None) -> bool:
+    return isinstance(environment, Mapping) and None not in environment.values()
+
+
+def _fault(config: WorkerConfig, environment: Environment) -> str:
+    """Ask the engine's own check, by the interpreter of the engine's process."""
+    command = [config.kind.launch(config).command[0], "-m", "cluster.launch", environment.check]
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return (process.stderr if process.returncode else process.stdout).strip().rpartition("\n")[2]
 
 
 def _version(distributions: tuple[str, ...]) -> str | None:

@@ -5,7 +5,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -176,8 +178,15 @@ def test_a_real_install_asks_the_cluster(tmp_path: Path, binary: str | None) -> 
         assert (answer.returncode != 0) == missing, answer.stderr
 
 
-def notes(tmp_path: Path, *options: str) -> str:
+def notes(tmp_path: Path, *options: str, live: Mapping[str, int] = MappingProxyType({})) -> str:
+    """The notes of an installation; where `live` are the sizes of Deployments, of an upgrade."""
     with KubeApi(tmp_path) as api:
+        for name, size in live.items():
+            annotations = {"tandem/values-replicas": "2"}
+            metadata: dict[str, Any] = {"name": name, "annotations": annotations}
+            api.apply(
+                [{"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": {"replicas": size}}]
+            )
         arguments = ("install", "demo", str(ROOT / "helm" / "tandem"), "--dry-run=server", *api.options[1:], *options)
         answer = helm(*arguments)
     assert answer.returncode == 0, answer.stderr
@@ -190,6 +199,21 @@ def test_notes_tell_what_podsecurity_forbids(tmp_path: Path) -> None:
     assert "no pod with worker.ipcLock." in notes(tmp_path, "--set", "worker.ipcLock=true")
     models = [keeping(0, replicas=1, ipcLock=True)]
     assert "no pod with a.decode.ipcLock." in notes(tmp_path, f"--set-json=models={json.dumps(models)}")
+
+
+def test_notes_tell_which_sizes_are_not_the_values(tmp_path: Path) -> None:
+    pool = {"replicas": 2, "config": {"engine": "sim"}}
+    models = [{"name": "a", "source": {"configMap": {}}, "prefill": pool, "decode": pool | {"canary": {"replicas": 1}}}]
+    options = (f"--set-json=models={json.dumps(models)}",)
+    assert "Sizes:" not in notes(tmp_path, *options)
+    assert "Sizes:" not in notes(tmp_path, *options, live={"demo-a-prefill": 2, "demo-a-decode-canary": 1})
+    told = notes(tmp_path, *options, live={"demo-a-prefill": 0, "demo-a-decode": 5})
+    assert "demo-a-prefill has 2: it had 0, and no planner starts it any more" in told
+    assert "demo-a-decode keeps 5; the values have 2" in told
+    planned = ("--set-json", 'planner={"enabled": true, "config": {"prefill": {"min_workers": 0}}}')
+    told = notes(tmp_path, *options, *planned, live={"demo-a-prefill": 0, "demo-a-decode": 2})
+    assert "demo-a-prefill keeps 0; the values have 2" in told
+    assert "demo-a-decode " not in told
 
 
 def test_notes_tell_which_autoscaler_has_no_metrics(tmp_path: Path) -> None:

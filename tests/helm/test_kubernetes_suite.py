@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from support.kube_api import KubeApi
 from support.kubernetes import cluster
 from support.kubernetes.cluster import PodState, Site, address_in, result_in, schedulable
 from support.kubernetes.load import Load, Result
-from support.kubernetes.plan import PLANNER_OFF, PLANNER_ON, TRIALS, Trial, installed, merged
+from support.kubernetes.plan import PLANNER_OFF, PLANNER_ON, ROUTER_METRIC, TRIALS, Trial, installed, merged
 from support.kubernetes.settings import APP_VERSION, Settings
 from support.processes import until
 from support.scale_api import ScaleApi
@@ -51,6 +52,15 @@ ELSEWHERE = Settings(
     worker_image="w",
     redis_image="x/redis:7",
 )
+KUBECTL = """#!/bin/sh
+case "$*" in
+  *"auth can-i"*) echo yes ;;
+  *"get serviceaccounts"*) echo serviceaccount/default ;;
+  *"get pods -o wide"*) echo the pods as they were ;;
+  *"get events"*) echo the events as they were ;;
+  *version*) echo '{"serverVersion": {"gitVersion": "v1.36.2"}}' ;;
+esac
+"""
 by_name = pytest.mark.parametrize("trial", TRIALS.values(), ids=lambda trial: trial.name)
 
 
@@ -114,6 +124,20 @@ def test_every_test_is_skipped_by_name_without_a_cluster(tmp_path: Path) -> None
         assert answer.returncode == 0, answer.stdout
         for name in TRIALS:
             assert re.search(rf"test_{name}: Skipped: .*{reason}", answer.stdout), answer.stdout
+
+
+def test_a_trial_that_fails_tells_what_its_pods_and_events_were(tmp_path: Path) -> None:
+    """Its fixture sees no exception. Here helm reaches no cluster, and a kubectl answers that knows none."""
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(KUBECTL)
+    kubectl.chmod(0o755)
+    env = os.environ | {"KUBECONFIG": str(tmp_path / "none"), "PYTHONPATH": str(ROOT)}
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/kubernetes", "-k", "test_sim"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=env, cwd=ROOT)
+    assert answer.returncode == 1, answer.stdout
+    assert "the pods as they were" in answer.stdout
+    assert "the events as they were" in answer.stdout
 
 
 def test_a_cluster_that_answers_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +281,15 @@ async def test_the_load_loses_no_stream_of_pods_that_stop_or_die(tmp_path: Path)
             result = await sent.result()
         assert result.finished > 4
         assert (result.lost, result.different) == (0, 0), result.errors
+        assert result.compared > 0
         assert result.verified_blocks > 0
+        load = Load(routers, streams=4, tokens=200)
+        async with Sent(tmp_path, load) as sent:
+            await node.kill(node.pods_of("demo")[0])
+            await asyncio.sleep(1)
+            (await sent.result()).check_killed(load)
+        metrics = await asyncio.to_thread(read, f"http://{node.pods_of('demo')[1].ip}:9400/metrics")
+        assert f"\n{ROUTER_METRIC}{{" in metrics
         for pod in node.pods:
             await node.kill(pod)
         with pytest.raises(AssertionError):
@@ -321,6 +353,12 @@ async def test_the_load_uses_certificates_and_keys(tmp_path: Path) -> None:
     finally:
         for pod in node.pods:
             await node.kill(pod)
+
+
+def read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        text: str = answer.read().decode()
+        return text
 
 
 def files_of(authority: Authority, name: str, host: str) -> dict[str, bytes]:

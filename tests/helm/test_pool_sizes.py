@@ -79,6 +79,19 @@ def test_a_pool_that_its_planner_emptied_stays_empty(release: Release) -> None:
     assert release.api.size_of(*DECODE) == 0
 
 
+@pytest.mark.parametrize("decode", [{"replicas": 2}, {"replicas": 2, "autoscaling": HPA}])
+def test_no_pool_stays_empty_without_its_planner(release: Release, decode: dict[str, Any]) -> None:
+    """Nothing would start it again: no client reaches a pool of 0, and an autoscaler leaves it alone."""
+    values = {"planner": {"enabled": True, "config": {"decode": {"min_workers": 0}}}}
+    release.upgrade(values, {"replicas": 2})
+    release.api.scale(*DECODE, 0)
+    release.upgrade({}, decode)
+    assert release.api.size_of(*DECODE) == 2
+    release.api.scale(*DECODE, 0)
+    release.upgrade({}, decode)
+    assert release.api.size_of(*DECODE) == 2
+
+
 def test_a_first_install_with_a_scaler_starts_with_the_values_within_its_bounds(release: Release) -> None:
     bounds = {"min_workers": 3, "max_workers": 5}
     planned = {"planner": {"enabled": True, "config": {"decode": bounds}}}

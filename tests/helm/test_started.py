@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError
+from redis.exceptions import ConnectionError as Unreachable
 
 from cluster.errors import Unauthenticated
 from cluster.network.tls import ClientIdentity
@@ -70,6 +71,26 @@ async def test_with_redis_two_routers_and_a_planner(tmp_path: Path) -> None:
                 return set(api.replicas.values()) == {1}
 
             await until(sized, "the planner takes away what nobody needs")
+
+
+async def test_redis_without_a_password_lets_other_pods_in(tmp_path: Path) -> None:
+    """Protected mode, which images may have on, refuses all other pods; but not where it is bound, as here."""
+    node = LoopbackPods(render(ROOT / "helm" / "examples" / "sim.yaml", "--set", "redis.enabled=true"), tmp_path, {})
+    node.schedule({})
+    (redis,) = node.pods_of("demo-redis")
+    await node.start(redis)
+    try:
+        async with Redis(host=redis.ip, socket_timeout=5) as client:
+
+            async def says() -> bool:
+                try:
+                    return await client.config_get("protected-mode") == {"protected-mode": "no"}
+                except Unreachable:
+                    return False
+
+            await until(says, "Redis is reached, and lets everybody in")
+    finally:
+        await node.kill(redis)
 
 
 async def test_the_doctor_lets_a_good_pod_start_and_stops_a_broken_one(tmp_path: Path) -> None:

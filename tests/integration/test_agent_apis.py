@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import ANY
 
 import anthropic
 import openai
@@ -12,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from support.openai_http import TOOL_TEMPLATE, call, http_cluster, with_tools
+from support.processes import until
 from tandem.storyteller import STORYTELLER
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -327,6 +329,60 @@ async def test_tokens_and_back(site: Site) -> None:
     assert (status, back["prompt"]) == (200, text)
     status, _, error = await asyncio.to_thread(call, site.http, "/detokenize", {"model": "teller", "tokens": [1 << 20]})
     assert (status, error["error"]["param"]) == (400, "tokens")
+
+
+async def test_input_tokens_are_those_that_a_response_has(site: Site) -> None:
+    first = await site.openai.responses.create(**CALM, input=ASK, max_output_tokens=8)
+    asked: Any = {"model": "teller", "input": "And then?", "instructions": "Be brief.", "tools": [FUNCTION]}
+    asked |= {"previous_response_id": first.id, "reasoning": {"effort": "none"}}
+    counted = await site.openai.responses.input_tokens.count(**asked)
+    assert counted.object == "response.input_tokens"
+    response = await site.openai.responses.create(**asked, max_output_tokens=1)
+    assert response.usage is not None
+    assert counted.input_tokens == response.usage.input_tokens > 30
+    with pytest.raises(openai.BadRequestError) as caught:
+        await site.openai.responses.input_tokens.count(model="teller", input=[{"type": "computer_call"}])  # type: ignore[list-item]
+    assert caught.value.param == "input[0].type"
+
+
+async def test_message_tokens_are_those_that_an_answer_has(site: Site) -> None:
+    plain: Any = {"type": "text", "media_type": "text/plain", "data": ASK * 3}
+    content: Any = [{"type": "document", "source": plain, "title": "Fox"}, {"type": "text", "text": "Who?"}]
+    asked: Any = {
+        "model": "teller",
+        "messages": [{"role": "user", "content": content}],
+        "thinking": {"type": "disabled"},
+    }
+    counted = await site.anthropic.messages.count_tokens(**asked)
+    answer = await site.anthropic.messages.create(**asked, max_tokens=1)
+    assert counted.input_tokens == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [
+        ("/v1/responses/compact", "POST"),
+        ("/v1/responses/resp_1/cancel", "POST"),
+        ("/v1/responses/resp_1", "PATCH"),
+        ("/v1/responses/resp_1/other", "GET"),
+    ],
+)
+async def test_what_is_not_offered_below_responses_says_its_name(site: Site, path: str, method: str) -> None:
+    response = await site.openai._client.request(method, f"http://{site.http}{path}", json={})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == f"{method} {path}: is not offered here"
+
+
+async def test_the_load_is_what_is_under_way(site: Site) -> None:
+    async def is_idle() -> bool:
+        return await asyncio.to_thread(call, site.http, "/load") == (200, ANY, {"server_load": 0})
+
+    await until(is_idle, "no call of an earlier test is under way")
+    stream = await site.openai.responses.create(**CALM, input=ASK, max_output_tokens=1000, stream=True)
+    await anext(aiter(stream))
+    assert (await asyncio.to_thread(call, site.http, "/load"))[2] == {"server_load": 1}
+    await stream.close()
+    await until(is_idle, "the call that was left is over")
 
 
 async def test_the_description_names_what_is_read(site: Site) -> None:

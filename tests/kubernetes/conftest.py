@@ -1,7 +1,7 @@
 """Fixtures of the suite for real clusters, and its account of what it could not try."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 
 import pytest
 import pytest_asyncio
@@ -12,10 +12,11 @@ from support.kubernetes.settings import Settings
 
 NOT_TRIED: list[tuple[str, str]] = []
 """Parts of trials that the cluster did not allow, with the reason."""
+FAILED = pytest.StashKey[bool]()
+"""Whether a test failed, which its fixtures want to know."""
 NEVER = (
     ("GPUs, RDMA, NCCL", "no trial uses them: docs/kubernetes-gpu.md"),
     ("HorizontalPodAutoscalers, KEDA, monitors, routes", "no trial uses them: they need other operators"),
-    ("a router deleted by force", "its streams end with UNAVAILABLE by design"),
 )
 
 
@@ -24,6 +25,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if ours and (reason := why_not()):
         for item in ours:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -57,3 +65,5 @@ async def site(request: pytest.FixtureRequest, settings: Settings) -> AsyncItera
         version = json.loads(await kubectl("version", "-o", "json"))["serverVersion"]["gitVersion"]
         print(f"\n{trial.name} on Kubernetes {version}", flush=True)
         yield entered
+        if request.node.stash.get(FAILED, False):  # the exception does not pass through here
+            print(await entered.account(), flush=True)

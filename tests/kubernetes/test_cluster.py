@@ -17,7 +17,7 @@ from router.security.api_keys import entry_for, new_key
 from support.certificates import Authority
 from support.kubernetes.cluster import Site, kubectl, may, schedulable_nodes
 from support.kubernetes.load import Load, Result
-from support.kubernetes.plan import PLANNER_OFF, PLANNER_ON, RELEASE, merged
+from support.kubernetes.plan import PLANNER_OFF, PLANNER_ON, RELEASE, ROUTER_METRIC, merged
 from tandem.client import Client
 
 pytestmark = pytest.mark.timeout(3600)
@@ -56,7 +56,7 @@ async def test_sim(site: Site) -> None:
         assert json.loads(get(f"http://{address}/v1/models"))["data"][0]["id"] == "simulated"
     (router,) = await site.pods("router")
     async with site.forwarded(f"pod/{router.name}", 9400) as address:
-        assert "tandem_router_" in get(f"http://{address}/metrics")
+        assert ROUTER_METRIC in get(f"http://{address}/metrics")
     async with site.load(Load(SERVICE)) as end:
         check(await end())
 
@@ -146,6 +146,38 @@ async def test_planner(site: Site) -> None:
     await site.until(shrunk, "the planner has shrunk the pool")
 
 
+async def test_emptied(site: Site) -> None:
+    if not await may("create", "roles", site.namespace):
+        pytest.skip("this account may not create roles")
+    await site.install()
+
+    async def emptied() -> bool:
+        return [await site.size_of(pool) for pool in (PREFILL, DECODE)] == [0, 0]
+
+    await site.until(emptied, "the planner has emptied the pools")
+    off = merged(site.values, {"planner": {"enabled": False}})
+    said = await site.install(off, check=False)
+    if "conflict" in said:  # helm 4 wants to be told that the planner's size goes
+        said = await site.install(off, "--force-conflicts")
+    assert "it had 0, and no planner starts it any more" in said
+    await site.settled()
+    assert not await emptied()
+    async with site.load(Load(SERVICE, once=True)) as end:
+        check(await end(), compares=False)
+
+
+async def test_killed(site: Site) -> None:
+    await site.install()
+    load = Load(SERVICE)
+    async with site.load(load) as end:
+        await site.pause()
+        await site.kubectl("delete", "pod", (await site.pods("router"))[0].name, "--force", "--grace-period=0")
+        await site.settled()
+        result = await end()
+        show(result)
+        result.check_killed(load)
+
+
 async def test_drain(site: Site) -> None:
     await site.install()
     async with site.load(Load(SERVICE)) as end:
@@ -197,7 +229,7 @@ async def test_tls(site: Site, tmp_path: Path) -> None:
     authority = "/etc/ca/ca.crt"
     async with site.load(Load(SERVICE, api_key=key, ca=authority, once=True), **ca) as end:
         result = await end()
-        check(result)
+        check(result, compares=False)
         assert result.verified_blocks > 0
     for api_key, file, error in (("", authority, "Unauthenticated"), (key, "", "Unavailable")):
         async with site.load(Load(SERVICE, api_key=api_key, ca=file, once=True), **ca) as end:
@@ -230,7 +262,7 @@ async def test_policies(site: Site) -> None:
     assert found == dict.fromkeys(closed, False) | dict.fromkeys(public, True)
     async with site.load(Load(SERVICE, once=True)) as end:
         result = await end()
-        check(result)
+        check(result, compares=False)
         assert result.verified_blocks > 0, "members reach each other"
 
 
@@ -258,12 +290,17 @@ async def test_volume(site: Site) -> None:
 # ---------------------------------------------------------------------------------------------------------- helpers
 
 
-def check(result: Result) -> None:
+def check(result: Result, compares: bool = True) -> None:
     """No stream was lost and none had other tokens; the longest gap is printed, not judged."""
-    print(f"{result.finished} streams, {result.lost} lost, {result.different} different,", end=" ")
-    print(f"longest gap {result.longest_gap_s:.2f} s", flush=True)
+    show(result)
     assert result.finished > 0
     assert (result.lost, result.different) == (0, 0), result.errors
+    assert result.compared > 0 or not compares
+
+
+def show(result: Result) -> None:
+    print(f"{result.finished} streams, {result.lost} lost, {result.different} different,", end=" ")
+    print(f"longest gap {result.longest_gap_s:.2f} s", flush=True)
 
 
 async def finish_of(client: Client, **options: Any) -> pb.Finish:

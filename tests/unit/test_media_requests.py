@@ -157,7 +157,20 @@ def test_parts_are_read_in_their_order(
         (anthropic, {"type": "image", "source": {"data": BASE64}}, "messages[0].content[0].source.type"),
         (anthropic, {"type": "image", "source": {"type": "base64", "data": "%"}},
          "messages[0].content[0].source.data"),
-        (anthropic, {"type": "document", "source": {}}, "messages[0].content[0].type"),
+        (anthropic, {"type": "document"}, "messages[0].content[0].source"),
+        (anthropic, {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}},
+         "messages[0].content[0].source.type"),
+        (anthropic, {"type": "document", "source": {"type": "url", "url": URL}}, "messages[0].content[0].source.type"),
+        (anthropic, {"type": "document", "source": {"type": "file", "file_id": "f"}},
+         "messages[0].content[0].source.type"),
+        (anthropic, {"type": "document", "source": {"type": "text", "media_type": "text/html", "data": "a"}},
+         "messages[0].content[0].source.media_type"),
+        (anthropic, {"type": "document", "source": {"type": "text", "media_type": "text/plain"}},
+         "messages[0].content[0].source.data"),
+        (anthropic, {"type": "document", "source": {"type": "content", "content": [{"type": "audio"}]}},
+         "messages[0].content[0].source.content[0].type"),
+        (anthropic, {"type": "document", "source": {"type": "content"}}, "messages[0].content[0].source.content"),
+        (anthropic, {"type": "search_result"}, "messages[0].content[0].type"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(ask: Callable[..., Generation], part: dict[str, Any], path: str) -> None:
@@ -211,6 +224,29 @@ def test_a_tools_picture_is_in_its_message() -> None:
     output = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": URL}]}
     asked = read_response(Fields({"input": [output]}), CALLER)
     assert list(asked.requests[0].messages[0].parts) == [pb.ContentPart(media=LINKED)]
+
+
+def test_documents_are_read_as_text_and_pictures() -> None:
+    """What follows a document does not run into it, and citations, which no answer has, are named as ignored."""
+    plain = {"type": "text", "media_type": "text/plain", "data": "The fox slept."}
+    document = {"type": "document", "source": plain, "title": "Fox", "context": "A story."}
+    document |= {"citations": {"enabled": False}, "cache_control": {"type": "ephemeral"}}
+    asked = anthropic(document, {"type": "text", "text": "Who?"})
+    (message,) = asked.requests[0].messages
+    assert message.content == "Fox\nA story.\nThe fox slept.\n\nWho?"
+    assert asked.requests[0].cache_retention_s == 300
+    image = {"type": "image", "source": {"type": "url", "url": URL}}
+    made = {"type": "content", "content": [{"type": "text", "text": "See"}, image]}
+    cited = {"type": "document", "source": made, "citations": {"enabled": True}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [cited]}
+    fields = Fields({"max_tokens": 1, "messages": [{"role": "user", "content": [result]}]})
+    asked = read_messages(fields, CALLER)
+    (tool,) = asked.requests[0].messages
+    expected = [pb.ContentPart(text="See"), pb.ContentPart(media=LINKED), pb.ContentPart(text="\n\n")]
+    assert list(tool.parts) == expected
+    assert list(fields.ignored.names) == ["messages[].content[].content[].citations"]
+    whole = anthropic({"type": "document", "source": {"type": "content", "content": "All of it."}})
+    assert whole.requests[0].messages[0].content == "All of it.\n\n"
 
 
 def test_media_of_earlier_turns_are_those_of_the_earlier_response() -> None:

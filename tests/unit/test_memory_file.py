@@ -7,16 +7,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine.host.memory import belongs_in_file, pool_memory
+from engine.errors import EngineStartError
+from engine.host.memory import belongs_in_file, huge_memory, pool_memory
+from engine.kv.rows import private_rows
+from engine.kv.tiers.host import HostTier
+from engine.tensor_parallel.shared_memory import SharedMemory
 from kvtransfer.contract.worlds import wait_until
 from kvtransfer.cross_memory import FilePool, ProcessAddress, attach
 from kvtransfer.errors import PeerGone, TransferError
+from kvtransfer.hardware import main_memory
 from kvtransfer.memory_file import FileAddress, MappedFile, MemoryFile
 from kvtransfer.transport import Span
 
@@ -104,12 +110,42 @@ def test_another_file_with_its_number_is_refused(tmp_path: Path) -> None:
         os.close(descriptor)
 
 
-def test_one_that_is_larger_than_memory_is_refused() -> None:
-    """By who makes it, and not by the system that kills who writes it."""
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        (None, "1 MiB do not fit: this host has 0 MiB"),
+        (1, "1 MiB do not fit: its container's limit of 4 MiB leaves 0 MiB"),
+        (2, "1 MiB do not fit: its container's limit of 4 MiB leaves 0 MiB"),
+    ],
+)
+def test_one_that_is_larger_than_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int | None, reason: str
+) -> None:
+    """By who makes it, whatever the system promises: it kills who writes more than there is."""
+    meminfo, folder = tmp_path / "meminfo", tmp_path / ("memory" if version == 1 else ".")
+    meminfo.write_text(f"MemTotal: 9999999 kB\nMemAvailable: {900 if version is None else 9999999} kB\n")
+    if version is not None:
+        folder.mkdir(exist_ok=True)
+        limit, usage = {1: ("limit_in_bytes", "usage_in_bytes"), 2: ("max", "current")}[version]
+        (folder / f"memory.{limit}").write_text(f"{4 << 20}\n")
+        (folder / f"memory.{usage}").write_text(f"{(4 << 20) - 4096}\n")
+        prefix = "total_" if version == 1 else ""
+        (folder / "memory.stat").write_text(f"{prefix}inactive_file 1000\n{prefix}active_file 2000\n")
+    monkeypatch.setattr(main_memory, "MEMINFO", meminfo)
+    monkeypatch.setattr(main_memory, "CGROUP", tmp_path)
     before = num_files()
-    with pytest.raises(OSError, match="Cannot allocate memory"):
-        MemoryFile(1 << 46)
-    assert num_files() == before
+    with pytest.raises(OSError, match=reason):
+        MemoryFile(1 << 20)
+    for allocate in (huge_memory, partial(private_rows, 1), partial(SharedMemory().take, 1)):
+        with pytest.raises(MemoryError, match=reason):
+            allocate(1 << 20)
+    for in_file in (False, True):
+        with pytest.raises(EngineStartError, match=f"kv_memory_mib: is too large: {reason}"):
+            pool_memory(1, 1 << 20, in_file)
+        pool_memory(1, 4096, in_file)
+    with pytest.raises(EngineStartError, match=f"kv_host_memory_mib: .*{reason}"):
+        HostTier(1 << 20, 4096)
+    assert num_files() <= before + 1, "only that of SharedMemory is left"
 
 
 def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-"""Traces: three formats, what is wrong with them, and how much of one is in memory."""
+"""Traces: known formats and named columns, what is wrong with them, and how much of one is in memory."""
 
 import gzip
 import io
 import json
+import re
 import tracemalloc
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from protos import inference_pb2 as pb
 from simulator.errors import BadSetup, BadTrace
 from simulator.request import TraceRequest
-from simulator.traces.reading import Trace, Window
+from simulator.traces.columns import parse_columns
+from simulator.traces.reading import Trace, Window, served_of
 from simulator.traces.receipts import ServedRequest, write_served
 
 GOOD = {"timestamp": 1000, "input_length": 1000, "output_length": 5, "hash_ids": [0, 1]}
@@ -63,6 +65,132 @@ def test_azure_with_a_zone(tmp_path: Path) -> None:
     )
     arrivals = [request.arrival_s for request in read(path)]
     assert arrivals == pytest.approx([0.0, 0.99007, 1.49007, 2.24007, 2.99007], abs=1e-6)
+
+
+def test_burst_gpt(tmp_path: Path) -> None:
+    """Several requests share a second, and failed ones have no output."""
+    path = mooncake(
+        tmp_path / "t.csv",
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type",
+        "5,ChatGPT,472,18,490,Conversation log",
+        "45,ChatGPT,1087,230,1317,Conversation log",
+        "45,GPT-4,417,276,693,Conversation log",
+        "46,GPT-4,417,0,417,API log",
+    )
+    trace = Trace(path, Window())
+    lengths = [(request.arrival_s, request.input_tokens, request.output_tokens) for request in trace]
+    assert lengths == [(0.0, 472, 18), (40.0, 1087, 230), (40.0, 417, 276)]
+    assert trace.num_failed == 1
+    assert [request.input_tokens for request in read(path, model="GPT-4")] == [417]
+    with pytest.raises(BadTrace, match="no request of model 'gpt-4'; models: ChatGPT, GPT-4"):
+        read(path, model="gpt-4")
+
+
+def lengths_of(path: Path, columns: str = "") -> list[tuple[float, int, int, str]]:
+    trace = Trace(path, Window(), parse_columns(columns) if columns else None)
+    return [(each.arrival_s, each.input_tokens, each.output_tokens, each.session_id) for each in trace]
+
+
+def test_the_spend_log_of_a_gateway(tmp_path: Path) -> None:
+    """LiteLLM writes a row when a request ends, so its lines are in another order than its requests."""
+    rows = [
+        {"startTime": "2026-10-01T12:00:02.5Z", "prompt_tokens": 30, "completion_tokens": 5, "session_id": "b"},
+        {"startTime": "2026-10-01T12:00:00Z", "prompt_tokens": 10, "completion_tokens": 700, "session_id": None},
+        {"startTime": "2026-10-01T12:00:03Z", "prompt_tokens": 0, "completion_tokens": 0, "status": "failure"},
+    ]
+    expected = [(0.0, 10, 700, ""), (2.5, 30, 5, "b")]
+    assert lengths_of(mooncake(tmp_path / "json", *rows)) == expected
+    table = mooncake(
+        tmp_path / "csv",
+        "request_id,startTime,model,prompt_tokens,completion_tokens,session_id,messages",
+        'r1,2026-10-01 12:00:02.500,m,30,5,b,"[{""role"":',
+        '""user""}]"',
+        "r2,2026-10-01 12:00:00+00,m,10,700.0,,{}",
+        "r3,2026-10-01 12:00:03 UTC,m,,,,{}",
+    )
+    assert lengths_of(table) == expected
+
+
+def test_spans(tmp_path: Path) -> None:
+    """A line of OpenTelemetry's file exporter has many spans; only calls of a model are requests."""
+
+    def span(start_s: int, **attributes: object) -> dict[str, object]:
+        values = [
+            {"key": key.replace("__", "."), "value": {"intValue": str(value)}} for key, value in attributes.items()
+        ]
+        session = {"key": "gen_ai.conversation.id", "value": {"stringValue": "c"}}
+        return {"startTimeUnixNano": f"{1_790_000_000 + start_s}000000000", "attributes": [*values, session]}
+
+    agent = span(0, gen_ai__usage__input_tokens=99, gen_ai__usage__output_tokens=99)
+    agent["attributes"] += [{"key": "gen_ai.operation.name", "value": {"stringValue": "invoke_agent"}}]  # type: ignore[operator]
+    spans = [
+        span(4, gen_ai__usage__input_tokens=40, gen_ai__usage__output_tokens=4),
+        span(2, gen_ai__usage__prompt_tokens=20, gen_ai__usage__completion_tokens=2),
+        span(3, http__request__method=1),
+        span(3, gen_ai__usage__input_tokens=7),
+        agent,
+    ]
+    path = mooncake(tmp_path / "t", {"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]})
+    assert lengths_of(path) == [(0.0, 20, 2, "c"), (2.0, 40, 4, "c")]
+    flat = {"start_time": "2026-10-01T12:00:00Z", "attributes": {"gen_ai.usage.input_tokens": 8, "gen_ai.usage": {}}}
+    flat["attributes"]["gen_ai.usage.output_tokens"] = 3  # type: ignore[index]
+    usage = "attributes.gen_ai.usage"
+    names = f"time=start_time,prompt={usage}.input_tokens,output={usage}.output_tokens"
+    assert lengths_of(mooncake(tmp_path / "flat", flat), names) == [(0.0, 8, 3, "")]
+
+
+@pytest.mark.parametrize(
+    ("columns", "first", "second"),
+    [
+        ("time=at,prompt=use.in,output=use.out,session=who", 10.5, 12),
+        ("time=at:ms,prompt=use.in,output=use.out,session=who", 10_500, "12000"),
+        ("time=at,prompt=use.in,output=use.out,session=who", 1_790_000_000_500, 1_790_000_002_000),
+        ("time=at,prompt=use.in,output=use.out,session=who", "1790000000500000000", "1790000002000000000"),
+        ("time=at,prompt=use.in,output=use.out,session=who", "2026-10-01 12:00:00.5", "2026-10-01T14:00:02+02:00"),
+    ],
+)
+def test_named_columns(tmp_path: Path, columns: str, first: object, second: object) -> None:
+    later = {"at": second, "use": {"in": 5, "out": "6"}, "who": 7}
+    path = mooncake(tmp_path / "t", later, {"at": first, "use": {"in": 3, "out": 4}, "who": "x"})
+    assert [(round(at, 6), *rest) for at, *rest in lengths_of(path, columns)] == [(0.0, 3, 4, "x"), (1.5, 5, 6, "7")]
+
+
+@pytest.mark.parametrize(
+    ("columns", "lines", "reason"),
+    [
+        ("time=t,prompt=p,output=o", ["t,p", "1,2"], "line 1: has no column 'o' of --columns; it has 't, p'"),
+        ("time=t,prompt=p,output=o", [{"t": 1, "p": 2}], "line 1: o is missing"),
+        ("time=t,prompt=p,output=o,session=s", [{"t": 1, "p": 2, "o": 3}], "line 1: s is missing"),
+        ("time=t,prompt=p,output=o", ["t,p,o", "1,2,3", "noon,2,3"], "line 3: t is 'noon', not a time such as 12.5"),
+        ("time=t,prompt=p,output=o", ["t,p,o", "1,2.5,3"], "line 2: p is '2.5', not a whole number"),
+        ("time=t,prompt=p,output=o", [[{"t": 1}]], "is a JSON array: write one object a line"),
+        ("", ["a,b", "1,2"], "BurstGPT's has Timestamp, Request tokens, Response tokens"),
+        ("", ["t,p", "1,2"], "name columns by --columns"),
+    ],
+)
+def test_what_a_column_lacks_is_named(tmp_path: Path, columns: str, lines: list[object], reason: str) -> None:
+    with pytest.raises(BadTrace, match=re.escape(reason)):
+        lengths_of(mooncake(tmp_path / "t", *lines), columns)
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ("time=t,prompt=p", "output must be named"),
+        ("when=t", "'when=t' is not FIELD=COLUMN; fields are time, prompt, output, session, model"),
+        ("time=t,prompt=", "'prompt=' is not FIELD=COLUMN"),
+        ("time=t,time=u,prompt=p,output=o", "time is given twice"),
+    ],
+)
+def test_columns_that_are_not_understood(columns: str, reason: str) -> None:
+    with pytest.raises(BadSetup, match=reason) as caught:
+        parse_columns(columns)
+    assert caught.value.field == "columns"
+
+
+def test_a_trace_is_no_log_of_receipts(tmp_path: Path) -> None:
+    with pytest.raises(BadTrace, match="whose receipts have the times of stages"):
+        list(served_of(mooncake(tmp_path / "t", "Timestamp,Request tokens,Response tokens", "1,2,3")))
 
 
 def test_receipts_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -124,7 +252,7 @@ def test_a_bad_line_is_named(tmp_path: Path, second: object, reason: str) -> Non
         (b"TIMESTAMP,ContextTokens\n", 1, "GeneratedTokens"),
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", 2, "not a time"),
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1\n", 2, "has 2 columns"),
-        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,-1,2\n", 2, "ContextTokens is -1"),
+        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,-1,2\n", 2, "ContextTokens is -1, not 0"),
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,many,2\n", 2, "ContextTokens is 'many'"),
         (b'{"a": 1}\n', 1, "an unknown format"),
         (b"{" + 17 * (1 << 20) * b" ", 1, "is longer than"),

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from cluster.errors import StartError
-from engine.backends.vllm.arguments import MINORS
+from engine.backends.vllm.contract import MINORS
 from engine.vllm_flags import FLAGS, NAMES
 from support.real_engines import RealEngine, engines, greedy
 from support.vllm_engines import BLOCK, PYTHON, STORYTELLER, ids, need_vllm, vllm_engine

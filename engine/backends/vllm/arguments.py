@@ -11,8 +11,6 @@ from engine.backends.vllm.settings import VllmSettings
 from engine.errors import EngineStartError
 from engine.model.adapters import read_adapters
 
-MINORS = ("0.31", "0.32")
-"""Minor versions of vLLM that this backend runs on."""
 NO_TIERS = "the vllm engine has no tiers below its pool: set kv_store"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of max_lora_rank that vLLM takes on every device."""
@@ -37,12 +35,6 @@ def vllm_python(config: VllmSettings) -> Path:
         reason = f"no {chosen}, and vLLM is not installed beside {sys.executable}; `make vllm` sets up an environment"
         raise EngineStartError("vllm_python", reason)
     return chosen
-
-
-def check_version(version: str) -> None:
-    """Raise EngineStartError unless vLLM is of a supported minor version."""
-    if ".".join(version.split(".")[:2]) not in MINORS:
-        raise EngineStartError("vllm_python", f"its environment has vLLM {version}; Tandem needs {' or '.join(MINORS)}")
 
 
 def engine_arguments(config: VllmSettings) -> dict[str, Any]:

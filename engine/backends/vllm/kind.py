@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from engine.backends.vllm.arguments import NO_TIERS, check_version, vllm_python
+from engine.backends.vllm.arguments import NO_TIERS, vllm_python
 from engine.backends.vllm.settings import NAME, VllmSettings
 from engine.engine_kind import EngineKind, EngineMemory, Environment, Installation, Launch, MemoryOptions, Option
 from engine.errors import EngineStartError
@@ -61,7 +61,7 @@ class VllmKind(EngineKind[VllmSettings]):
             distributions=MappingProxyType(
                 {"vllm": ("vllm",), "nixl": ("nixl-cu12", "nixl-cu13"), "tandem-serving": ("tandem-serving",)}
             ),
-            check_version=check_version,
+            check="engine.backends.vllm.contract",
             advice="make vllm, or set vllm_python; see docs/vllm.md",
         )
     )

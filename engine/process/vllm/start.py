@@ -9,7 +9,8 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from cluster.roles import Role
-from engine.backends.vllm.arguments import check_version, engine_arguments, passed_arguments
+from engine.backends.vllm.arguments import engine_arguments, passed_arguments
+from engine.backends.vllm.contract import check_version
 from engine.backends.vllm.environment import computes_at_launch, quiet_vllm, set_environment
 from engine.config import WorkerConfig
 from engine.core_types import GpuDevice

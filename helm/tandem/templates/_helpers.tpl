@@ -80,7 +80,8 @@ redis://{{ include "tandem.name" . }}-redis:6379/0
 {{- end -}}
 
 {{- /* Size of a Deployment or StatefulSet. A size that somebody set since the last install or upgrade stays: any size where
-a planner or autoscaler (`scaled`) owns it, else one that replaced the size in the values while these did not change.
+a planner or autoscaler (`scaled`) owns it, else one that replaced the size in the values while these did not change. A size
+of 0 stays with a planner only (`planned`): nothing else would ever start the pool again, also no HorizontalPodAutoscaler.
 Without a cluster, as in `helm template`, and at the first install it is the values' size, within the scaler's bounds. */ -}}
 {{- define "tandem.size" -}}
 {{- $live := lookup "apps/v1" .kind .root.Release.Namespace .name -}}
@@ -88,12 +89,25 @@ Without a cluster, as in `helm template`, and at the first install it is the val
 {{- if and .scaled (gt (int .least) (int .most)) -}}
 {{- fail (printf "%s: %d is more than %s, %d" .leastName (int .least) .mostName (int .most)) -}}
 {{- end -}}
-{{- if not $live -}}
+{{- if or (not $live) (and (not .planned) (eq (int (dig "spec" "replicas" 1 $live)) 0)) -}}
 {{- if .scaled }}{{ $size = max (int .least) (min $size (int .most)) }}{{ end -}}
 {{- else if or .scaled (eq (dig "metadata" "annotations" "tandem/values-replicas" "" $live) (toString $size)) -}}
 {{- $size = int $live.spec.replicas -}}
 {{- end -}}
 {{- $size -}}
+{{- end -}}
+
+{{- /* Size of a worker pool of single pods. */ -}}
+{{- define "tandem.poolSize" -}}
+{{- $scaler := .pool.autoscaling | default dict -}}
+{{- $names := dict "leastName" (printf "models: %s.%s.autoscaling.minReplicas" .model.name .role) "mostName" "maxReplicas" -}}
+{{- $planned := and .root.Values.planner.enabled (not .suffix) -}}
+{{- if $planned -}}
+{{- $bounds := get (.root.Values.planner.config | default dict) .role | default dict -}}
+{{- $names = dict "leastName" (printf "planner.config.%s.min_workers" .role) "mostName" "max_workers" -}}
+{{- $scaler = dict "enabled" true "minReplicas" (include "tandem.plannerLeast" $bounds) "maxReplicas" (include "tandem.plannerMost" $bounds) -}}
+{{- end -}}
+{{- include "tandem.size" (merge $names (dict "root" .root "kind" "Deployment" "name" .full "size" .pool.replicas "scaled" $scaler.enabled "planned" $planned "least" $scaler.minReplicas "most" $scaler.maxReplicas)) -}}
 {{- end -}}
 
 {{- /* A planner's bounds of a pool: the defaults are those of planner/config.py. */ -}}

@@ -12,26 +12,19 @@ from router.frontend.http.endpoint import EndpointContext
 from router.frontend.http.json_endpoint import JsonEndpoint
 
 
-def token_counter(context: EndpointContext) -> JsonEndpoint[tuple[pb.TokenizeRequest, Given]]:
+def token_counter(context: EndpointContext) -> JsonEndpoint[tuple[pb.GenerateRequest, Given]]:
     """Return the application of the path."""
 
-    async def count(api_request: tuple[pb.TokenizeRequest, Given], caller: Caller) -> dict[str, Any]:
+    async def count(api_request: tuple[pb.GenerateRequest, Given], caller: Caller) -> dict[str, Any]:
         request, media = api_request
         with named_media(request.messages, media):
-            reply = await context.queries.tokenize(request, caller.principal, is_charged=True)
-        return {"input_tokens": len(reply.token_ids)}
+            return {"input_tokens": await context.queries.num_prompt_tokens(request, caller.principal)}
 
     return JsonEndpoint(context, _read, count, error_form)
 
 
-def _read(fields: Fields, caller: Caller) -> tuple[pb.TokenizeRequest, Given]:
+def _read(fields: Fields, caller: Caller) -> tuple[pb.GenerateRequest, Given]:
     media: Given = []
     request = read_prompt(fields, caller, media)
     fields.finish()
-    counted = pb.TokenizeRequest(
-        model=request.model,
-        messages=request.messages,
-        tools=request.tools,
-        continue_final_message=request.continue_final_message,
-    )
-    return counted, media
+    return request, media

@@ -176,10 +176,12 @@ def _add_user(fields: Fields, role: str, content: Any, request: pb.GenerateReque
             parts.append(_block_text(block, request))
         elif kind == "image":
             parts.append(_image(block, request, own_media))
+        elif kind == "document":
+            parts += _document(block, request, own_media)
         elif kind == "tool_result":
             _add_tool_result(block, request, media)
         else:
-            raise block.refuse("type", f"must be text, image or tool_result, not {shown(kind)}")
+            raise block.refuse("type", f"must be text, image, document or tool_result, not {shown(kind)}")
         block.finish()
     if parts:
         set_content(own, parts)
@@ -210,6 +212,28 @@ def _image(block: Fields, request: pb.GenerateRequest, media: Given) -> pb.Media
     source.finish()
     _read_cache_control(block, request)
     return medium
+
+
+def _document(block: Fields, request: pb.GenerateRequest, media: Given) -> list[str | pb.Media]:
+    """Return a document's title, context and content, apart from what follows; nothing here reads pages."""
+    source = block.required("source")
+    kind = must_be_one_of(source, "type", ("text", "content", "base64", "url", "file"))
+    if kind not in ("text", "content"):
+        raise source.refuse("type", f"{kind} is not supported: no model here reads PDFs; send text, or pages as images")
+    head = "".join(f"{text}\n" for name in ("title", "context") if (text := block.text(name)))
+    if kind == "text":
+        if (medium := source.text("media_type")) != "text/plain":
+            raise source.refuse("media_type", f"must be text/plain, not {shown(medium)}")
+        parts: list[str | pb.Media] = [source.text("data", required=True)]
+    else:
+        parts = _parts(source, "content", source.take("content"), request, media)
+        if not parts:
+            raise source.refuse("content", "is missing or empty")
+    source.finish()
+    _read_cache_control(block, request)
+    if block.peek("citations") == {"enabled": False}:
+        block.take("citations")  # any other value is named as ignored: answers cite nothing
+    return [*([head] if head else []), *parts, "\n\n"]
 
 
 def _blocks(fields: Fields, content: Any) -> list[Fields]:
@@ -256,8 +280,10 @@ def _parts(
             parts.append(_block_text(block, request))
         elif kind == "image" and media is not None:
             parts.append(_image(block, request, media))
+        elif kind == "document" and media is not None:
+            parts += _document(block, request, media)
         else:
-            known = "text" if media is None else "text or image"
+            known = "text" if media is None else "text, image or document"
             raise block.refuse("type", f"must be {known}, not {shown(kind)}")
         block.finish()
     return parts

@@ -17,6 +17,15 @@ Group = Annotated[
     int | None,
     typer.Option(help="workers of a group that share out a model's experts (data and expert parallelism); default: 1"),
 ]
+TRACE = "trace file: BurstGPT's or Azure's CSV, Mooncake's JSON lines, a log of receipts, of LiteLLM or of spans"
+ColumnNames = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FIELD=COLUMN,...",
+        help="columns of any CSV or JSON lines: time=, prompt=, output= (tokens), session=, model=; keys by dots",
+    ),
+]
+OnlyModel = Annotated[str, typer.Option(help="replay only the trace's requests of this model")]
 JsonOut = Annotated[Path | None, out_file("--json", help="file for all figures as JSON")]
 
 
@@ -101,7 +110,9 @@ def plan_cluster(
 
 @app.command(name="replay", rich_help_panel=SIZE)
 def replay_trace(
-    trace: Annotated[Path, typer.Argument(help="trace file: Mooncake's JSON lines, Azure's CSV, or a log of receipts")],
+    trace: Annotated[Path, typer.Argument(help=TRACE)],
+    columns: ColumnNames = None,
+    only_model: OnlyModel = "",
     gpus: Annotated[int, typer.Option(help="number of GPUs of every compared cluster")] = 8,
     gpu: Annotated[str | None, typer.Option(help="GPU: B200, H200, H100, A100, L40S, A10 or L4; default: H100")] = None,
     tp: Annotated[
@@ -197,6 +208,7 @@ def replay_trace(
     from simulator.comparison.results import Slo
     from simulator.gpus import gpu_named
     from simulator.models.known_models import named_shape
+    from simulator.traces.columns import parse_columns
     from simulator.traces.reading import Trace, Window
     from simulator.traces.swing import RateSwing
     from tandem.cli.sizing.replay import (
@@ -231,16 +243,22 @@ def replay_trace(
         store=None if store is None else store_of(store, store_rate),
         seed=seed,
     )
-    window = Window(rate, start, math.inf if duration is None else duration, requests, spread, seed)
+    window = Window(rate, start, math.inf if duration is None else duration, requests, spread, seed, only_model)
+    named = None if columns is None else parse_columns(columns)
     compared = scenarios(setup, parse_modes(modes), parse_policies(policies), parse_splits(split or []))
     if autoscale is not None:
         compared.append(autoscaled(setup, autoscale, worker_start))
     seeds = seeds_that_differ(repeat, spread, routers)
 
+    read: list[Trace] = []
+
     def trace_of(seed: int) -> RateSwing:
-        return RateSwing(Trace(trace, replace(window, seed=seed)), swing, period)
+        read.append(Trace(trace, replace(window, seed=seed), named))
+        return RateSwing(read[-1], swing, period)
 
     compare(console, setup, compared, trace_of, seeds, trace.name, json_path, png, log_decisions)
+    if num_failed := read[0].num_failed:
+        console.print(f"{num_failed} requests without a prompt or an output, as failed ones are, were left out")
 
 
 @app.command(rich_help_panel=SIZE)
@@ -249,8 +267,10 @@ def bench(
     target: "Target",
     trace: Annotated[
         Path | None,
-        typer.Argument(help="trace file: Mooncake's JSON lines, Azure's CSV, or a log of receipts; default: a profile"),
+        typer.Argument(help=f"{TRACE}; default: a load profile"),
     ] = None,
+    columns: ColumnNames = None,
+    only_model: OnlyModel = "",
     http: Annotated[str, typer.Option(metavar="URL", help="server with OpenAI's API, instead of gRPC")] = "",
     model: Model = "",
     profile: Annotated[
@@ -301,6 +321,7 @@ def bench(
     """
     from simulator.comparison.results import Slo
     from simulator.errors import check_above_0
+    from simulator.traces.columns import parse_columns
     from simulator.traces.reading import Trace, Window
     from simulator.workloads import profile_named
     from tandem.loadgen.command import OfferedLoad, OutputOptions, run_bench
@@ -309,9 +330,13 @@ def bench(
     check_above_0("timeout", timeout)
     check_above_0("vocab_size", vocab_size, or_0=True)
     check_above_0("context", context, or_0=True)
+    named = None if columns is None else parse_columns(columns)
+    offered = None
+    if trace is not None:
+        offered = Trace(trace, Window(rate=rate, start_s=start, spread_s=spread, seed=seed, model=only_model), named)
     load = OfferedLoad(
         profile=None if trace else profile_named(profile),
-        trace=Trace(trace, Window(rate=rate, start_s=start, spread_s=spread, seed=seed)) if trace else None,
+        trace=offered,
         rate=rate,
         even=even,
         concurrency=concurrency,

@@ -182,9 +182,7 @@ class Site:
             raise CommandFailed(f"namespace {self.namespace} is not this suite's: set TANDEM_NAMESPACE_PREFIX")
         await kubectl("delete", "namespace", self.namespace, "--ignore-not-found", f"--timeout={COMMAND_S - 60}s")
 
-    async def __aexit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is not None:
-            print(await self.account())
+    async def __aexit__(self, *exception: object) -> None:
         await self._delete()
 
     def could_not_try(self, what: str, reason: str) -> None:
@@ -213,12 +211,12 @@ class Site:
         assert HELM is not None
         return await command(HELM, *arguments, "--namespace", self.namespace, check=check)
 
-    async def install(self, values: dict[str, Any] | None = None, check: bool = True) -> str:
+    async def install(self, values: dict[str, Any] | None = None, *options: str, check: bool = True) -> str:
         """Install the release, or upgrade it, with the trial's values or others; wait until its pods are ready."""
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             json.dump(values or self.values, file)
             file.flush()
-            said = await self.helm("upgrade", "--install", RELEASE, str(CHART), "-f", file.name, check=check)
+            said = await self.helm("upgrade", "--install", RELEASE, str(CHART), "-f", file.name, *options, check=check)
         if check:
             await self.settled()
         return said

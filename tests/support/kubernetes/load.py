@@ -48,13 +48,22 @@ class Result:
     """Outcome of a load."""
 
     finished: int = 0
+    compared: int = 0
+    """Number of whole answers that were held against the first one to their prompt."""
     different: int = 0
-    """Number of answers with other tokens than the first one to their prompt."""
+    """Number of answers with other tokens than that one, or fewer or more tokens than asked for."""
     lost: int = 0
     longest_gap_s: float = 0.0
     """Longest time between two pieces of one stream, in seconds."""
     verified_blocks: int = 0
     errors: list[str] = field(default_factory=list)
+
+    def check_killed(self, load: Load) -> None:
+        """Check that a router's death ended no more than the streams it had, each by name, and that others went on."""
+        assert self.lost <= load.streams, self.errors
+        assert all(error.startswith("Unavailable") for error in self.errors), self.errors
+        assert self.different == 0
+        assert self.compared > 0
 
 
 async def run(load: Load) -> Result:
@@ -73,8 +82,9 @@ async def run(load: Load) -> Result:
             while not stop.is_set():
                 prompt = number % load.prompts
                 tokens = await answer(client, load, prompt, f"{number}", result)
-                if None not in (tokens, first[prompt]) and tokens != first[prompt]:
-                    result.different += 1
+                if None not in (tokens, first[prompt]):
+                    result.compared += 1
+                    result.different += tokens != first[prompt]
                 number += load.streams
 
         await asyncio.gather(*map(repeat, range(load.streams)))
@@ -103,6 +113,9 @@ async def answer(client: Client, load: Load, prompt: int, salt: str, result: Res
         await asyncio.sleep(0.2)  # a client that is refused at once does not turn in circles
         return None
     result.finished += 1
+    if len(tokens) != load.tokens:
+        result.different += 1
+        return None
     return tokens
 
 

@@ -60,6 +60,22 @@ PLANNED: dict[str, Any] = {
 }
 """A planner that gives a decode worker five streams: 24 streams need more than one. Steps are long, so that a busy node
 does not hide what a stream costs."""
+
+
+def merged(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Merge two sets of values as helm does: mappings key by key, all else replaced."""
+    result = dict(values)
+    for key, value in more.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = merged(result[key], value) if both else value
+    return result
+
+
+EMPTIED: dict[str, Any] = merged(
+    PLANNED, {"planner": {"config": {role: {"min_workers": 0, "max_workers": 1} for role in ("prefill", "decode")}}}
+)
+"""A planner that takes every worker away while nobody asks."""
+ROUTER_METRIC = "tandem_num_requests_running"
 NAMESPACE = "rights to make and delete namespaces"
 
 
@@ -92,15 +108,6 @@ class Trial:
         return f"helm/examples/{self.example}.yaml"
 
 
-def merged(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Merge two sets of values as helm does: mappings key by key, all else replaced."""
-    result = dict(values)
-    for key, value in more.items():
-        both = isinstance(value, dict) and isinstance(result.get(key), dict)
-        result[key] = merged(result[key], value) if both else value
-    return result
-
-
 TRIALS = {
     trial.name: trial
     for trial in (
@@ -110,6 +117,8 @@ TRIALS = {
         Trial("upgrade", "an upgrade and a rollback that replace every pod, under load", "sim", PAIRS),
         Trial("sizes", "sizes over kubectl scale, upgrades, a planner on and off", "sim", PAIRS),
         Trial("planner", "the planner's own rights: a pool grows with load and shrinks after it", "sim", PLANNED),
+        Trial("emptied", "a planner that emptied its pools is turned off: they start again", "sim", EMPTIED),
+        Trial("killed", "a router killed under load: its own streams end by name, no others", "sim", PAIRS),
         Trial(
             "drain",
             "pods evicted one after the other, and a node drained, under PodDisruptionBudgets and load",

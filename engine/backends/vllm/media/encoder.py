@@ -61,7 +61,8 @@ def open_vllm_encoder(config: VllmSettings) -> VllmEncoder:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
-    from engine.backends.vllm.arguments import check_version, passed_arguments
+    from engine.backends.vllm.arguments import passed_arguments
+    from engine.backends.vllm.contract import check_version
     from engine.backends.vllm.media.embeddings import producer
 
     check_version(vllm.__version__)

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from io import BytesIO
 from typing import Any, get_args
 
-from engine.backends.vllm.arguments import check_version, passed_arguments
+from engine.backends.vllm.arguments import passed_arguments
+from engine.backends.vllm.contract import check_version
 from engine.backends.vllm.settings import VllmSettings
 from engine.errors import EngineStartError, ModelRefused
 from engine.media.processor import (

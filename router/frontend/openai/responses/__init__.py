@@ -1,1 +1,1 @@
-"""The Responses API: bodies, answers, and stored conversations."""
+"""The Responses API: bodies, answers, stored conversations, and counts of tokens."""

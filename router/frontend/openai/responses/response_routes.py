@@ -1,7 +1,8 @@
-"""Paths of stored responses: GET and DELETE /v1/responses/{id}, GET /v1/responses/{id}/input_items."""
+"""Paths below /v1/responses: GET and DELETE of {id}, GET {id}/input_items, and the refusal of all others."""
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
 
 from cluster.errors import UnknownRequest
 from router.admission.arrivals import Arrivals
@@ -44,6 +45,15 @@ def add_stored_responses(app: FastAPI, store: ResponseStore, keys: ApiKeys, arri
         ("/v1/responses/{name}/input_items", input_items, "GET"),
     ):
         app.router.add_route(path, answer, methods=[method])
+
+
+def refuse_other_paths(app: FastAPI) -> None:
+    """Answer 404 at all other paths, of whatever method; to be called when all paths are added."""
+
+    async def refuse(request: Request) -> Response:
+        raise HTTPException(404, "is not offered here")
+
+    app.router.add_route("/v1/responses/{path:path}", refuse, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
 
 
 def _unknown(request: Request) -> UnknownRequest:

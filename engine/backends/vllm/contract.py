@@ -1,10 +1,25 @@
-"""Names that the vLLM backend uses of vLLM, and a check of a source tree of vLLM for them, without importing it."""
+"""Names that the vLLM backend uses of vLLM, and a check of a source tree of vLLM for them, without importing it.
+
+`python -m cluster.launch engine.backends.vllm.contract`, in vLLM's environment, prints why its vLLM cannot be
+used, if so.
+"""
 
 import ast
+import importlib.util
+import logging
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
+from engine.errors import EngineStartError
+
+log = logging.getLogger(__name__)
+MINORS = ("0.31", "0.32")
+"""Minor versions of vLLM on which this backend was tried."""
+MAX_NAMED = 5
+"""Names in a refusal."""
+ENGINE = Path(__file__).parents[2]
 MEMBERS: dict[str, str] = {
     "vllm.v1.engine.core:EngineCore": (
         "__init__ scheduler model_executor vllm_config batch_queue_size check_for_draft_tokens async_scheduling"
@@ -109,10 +124,37 @@ SIGNATURES: dict[str, str] = {
 """First parameters of functions that the backend calls by position, or replaces."""
 
 
+def check_version(number: str) -> None:
+    """Check this environment's vLLM; one of an untried minor version must have the names that Tandem uses.
+
+    Raises EngineStartError with the names that it lacks.
+    """
+    if ".".join(number.split(".")[:2]) in MINORS:
+        return
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None, "its version is known"
+    assert spec.origin is not None, "it is no namespace"
+    missing, tried = list(lacking(Path(spec.origin).parents[1], ENGINE)), " and ".join(MINORS)
+    if missing:
+        shown = "; ".join(missing[:MAX_NAMED]) + (f"; {len(missing)} in all" if len(missing) > MAX_NAMED else "")
+        reason = f"its environment has vLLM {number}, which lacks names that Tandem uses: {shown}"
+        raise EngineStartError("vllm_python", f"{reason} (tried: vLLM {tried})")
+    log.warning("vLLM %s has all names that Tandem uses, but was not tried; vLLM %s was", number, tried)
+
+
+def main() -> None:
+    """Print why the vLLM beside this interpreter cannot be used; nothing where it can."""
+    try:
+        check_version(version("vllm"))
+    except EngineStartError as error:
+        print(error.reason)
+
+
 def lacking(tree: Path, used_in: Path) -> Iterator[str]:
     """Yield what a source tree of vLLM lacks; `tree` holds the folder vllm, `used_in` the code that imports from it."""
     for file in sorted(used_in.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        text = file.read_text()
+        for node in ast.walk(ast.parse(text)) if "from vllm" in text else ():
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
                 assert node.module is not None
                 for alias in node.names:
@@ -146,6 +188,7 @@ def _parsed(tree: Path, module: str) -> ast.Module:
     return ast.parse(file.read_text()) if file is not None else ast.Module([], [])
 
 
+@cache
 def _names(tree: Path, module: str) -> set[str]:
     """Return the names that a module defines or imports, at any depth; lazily imported ones stand in strings."""
     names = set()
@@ -161,6 +204,7 @@ def _names(tree: Path, module: str) -> set[str]:
     return names
 
 
+@cache
 def _class(tree: Path, module: str, name: str) -> tuple[str, ast.ClassDef] | None:
     """Return a class with its module, which may be another one that `module` imports it from."""
     for node in ast.walk(_parsed(tree, module)):
@@ -172,6 +216,7 @@ def _class(tree: Path, module: str, name: str) -> tuple[str, ast.ClassDef] | Non
     return None
 
 
+@cache
 def _members(tree: Path, module: str, name: str) -> set[str]:
     found = _class(tree, module, name)
     if found is None:
