@@ -37,7 +37,7 @@ class Client:
     Every failure is a `tandem.errors.ServiceError`.
 
     A call goes to the router that served the last one. If that cannot be reached, or answers Unavailable before
-    anything else, each other one is tried once. A stream whose router dies goes on at another one where the client has
+    anything else, the others are tried, for 3 s. A stream whose router dies goes on at another one where the client has
     several addresses, or a host name; its tokens are those of a stream that nothing disturbed. Where OpenTelemetry is
     installed, each `generate` and `generate_batch` is a span, and routers' traces continue it.
     """

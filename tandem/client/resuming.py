@@ -12,6 +12,9 @@ from protos import inference_pb2 as pb
 CONTINUE_S = 10.0
 """Seconds for which a client looks for a router that continues a stream; Kubernetes takes about as long to notice that
 one is gone."""
+START_S = 3.0
+"""Seconds for which a client looks for one of several routers that takes a new request. A router that has just come
+back is believed dead for up to 2 s, the pause between two attempts to connect (`cluster/network/rpc.py`)."""
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.1, 1.0
 """First and longest pause, in seconds, after every router was asked once."""
 
@@ -105,20 +108,16 @@ class Tries:
         self._num_failed, self._failed_since = 0, None
 
     def failed(self, has_begun: bool) -> float | None:
-        """Go on to the next router; return the seconds to wait before, or None to give up.
-
-        A request that has not begun is tried once at each, since its caller may try again.
-        """
+        """Go on to the next router; return the seconds to wait before, or None to give up."""
         now = self._clock()
         self._failed_since = now if self._failed_since is None else self._failed_since
         self._num_failed += 1
         self.number += 1
         num_rounds = self._num_failed // self._num_routers
-        if has_begun:
-            if now - self._failed_since > CONTINUE_S:
-                return None
-            return min(MOST_PAUSE_S, FIRST_PAUSE_S * 2 ** (num_rounds - 1)) if num_rounds else 0.0
-        return None if num_rounds else 0.0
+        longest_s = CONTINUE_S if has_begun else START_S if self._num_routers > 1 else -1.0
+        if num_rounds and now - self._failed_since > longest_s:
+            return None
+        return min(MOST_PAUSE_S, FIRST_PAUSE_S * 2 ** (num_rounds - 1)) if num_rounds else 0.0
 
 
 def may_have_others(addresses: Sequence[str]) -> bool:

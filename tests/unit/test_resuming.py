@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cluster.errors import Unavailable
 from protos import inference_pb2 as pb
 from router.request_path.stream_state import StreamState
-from tandem.client.resuming import CONTINUE_S, StreamProgress, Tries, may_have_others
+from tandem.client.resuming import CONTINUE_S, START_S, StreamProgress, Tries, may_have_others
 
 ORIGIN = pb.Origin(model="m", revision="ab", prompt=b"p")
 responses = st.lists(
@@ -108,11 +108,16 @@ def test_a_router_that_begins_anew_is_left() -> None:
     assert list(progress.next_request().resume.choices[0].token_ids) == [1, 2, 3]
 
 
-def test_a_new_request_asks_each_router_once_and_a_stream_for_a_while() -> None:
+def test_a_new_request_asks_several_routers_for_a_moment_and_a_stream_for_a_while() -> None:
     now = 0.0
     tries = Tries(2, lambda: now)
-    assert [tries.failed(False), tries.number, tries.failed(False)] == [0.0, 1, None]
-    tries = Tries(2, lambda: now)
+    assert tries.failed(False) is not None
+    assert tries.number == 1
+    while (pause := tries.failed(False)) is not None:
+        now += max(pause, 0.1)
+    assert now > START_S
+    assert Tries(1, lambda: now).failed(False) is None, "its caller may try again"
+    now, tries = 0.0, Tries(2, lambda: now)
     pauses = []
     while (pause := tries.failed(True)) is not None:
         pauses.append(pause)
