@@ -17,7 +17,7 @@ from router.security.api_keys import entry_for, new_key
 from support.certificates import Authority
 from support.kubernetes.cluster import Site, kubectl, may, schedulable_nodes
 from support.kubernetes.load import Load, Result
-from support.kubernetes.plan import PLANNER_OFF, PLANNER_ON, RELEASE, ROUTER_METRIC, merged
+from support.kubernetes.plan import CHANGES, PLANNER_OFF, PLANNER_ON, RELEASE, ROUTER_METRIC, merged, revised
 from tandem.client import Client
 
 pytestmark = pytest.mark.timeout(3600)
@@ -168,14 +168,24 @@ async def test_emptied(site: Site) -> None:
 
 async def test_killed(site: Site) -> None:
     await site.install()
-    load = Load(SERVICE)
-    async with site.load(load) as end:
+    async with site.load(Load(SERVICE)) as end:
         await site.pause()
         await site.kubectl("delete", "pod", (await site.pods("router"))[0].name, "--force", "--grace-period=0")
         await site.settled()
-        result = await end()
-        show(result)
-        result.check_killed(load)
+        check(await end())
+
+
+async def test_revisions(site: Site) -> None:
+    await site.install()
+    for changed in CHANGES:
+        async with site.load(Load(SERVICE, model="legal" if changed == "adapter" else "simulated")) as end:
+            await site.pause()
+            (model,) = revised(changed)["models"]
+            model["source"]["download"]["image"] = site.values["models"][0]["source"]["download"]["image"]
+            await site.install(merged(site.values, {"models": [model]}))
+            result = await end()
+        check(result)
+        assert len(result.revisions) == 2, f"{changed}: {result.revisions}"
 
 
 async def test_drain(site: Site) -> None:
@@ -292,15 +302,11 @@ async def test_volume(site: Site) -> None:
 
 def check(result: Result, compares: bool = True) -> None:
     """No stream was lost and none had other tokens; the longest gap is printed, not judged."""
-    show(result)
+    print(f"{result.finished} streams, {result.lost} lost, {result.different} different,", end=" ")
+    print(f"longest gap {result.longest_gap_s:.2f} s", flush=True)
     assert result.finished > 0
     assert (result.lost, result.different) == (0, 0), result.errors
     assert result.compared > 0 or not compares
-
-
-def show(result: Result) -> None:
-    print(f"{result.finished} streams, {result.lost} lost, {result.different} different,", end=" ")
-    print(f"longest gap {result.longest_gap_s:.2f} s", flush=True)
 
 
 async def finish_of(client: Client, **options: Any) -> pb.Finish:

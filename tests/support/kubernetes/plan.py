@@ -62,6 +62,37 @@ PLANNED: dict[str, Any] = {
 does not hide what a stream costs."""
 
 
+WRITES = """
+import json, os, pathlib
+from tokenizers import Tokenizer, models
+changed = os.environ["CHANGED"]
+config = {"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 32768}
+vocabulary = {"x": 0, changed if changed == "tokenizer" else "y": 1}
+files = {
+    "config.json": json.dumps(config | ({"rope_theta": 5} if changed == "config" else {})),
+    "tokenizer.json": Tokenizer(models.WordLevel(vocabulary, "x")).to_str(),
+    "model.safetensors": "w" * (20 if changed == "weights" else 10),
+    "legal/adapter_config.json": json.dumps({"peft_type": "LORA", "r": 4}),
+    "legal/adapter_model.safetensors": "a" * (20 if changed == "adapter" else 10),
+}
+for name, content in files.items():
+    path = pathlib.Path(os.environ["MODEL_DIR"], name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+"""
+"""Program, without single quotes, that writes a simulated model and an adapter; CHANGED names what is another revision."""
+CHANGES = ("weights", "config", "tokenizer", "adapter")
+
+
+def revised(changed: str) -> dict[str, Any]:
+    """Return the values of a model `simulated`, and of an adapter `legal`, in which one thing differs from others."""
+    command = ["sh", "-c", f"CHANGED={changed} exec python -c '{WRITES}'"]
+    adapters = {"adapters": {"legal": "/models/simulated/legal"}}
+    pools = {role: SIMULATED[role] | {"config": SIMULATED[role]["config"] | adapters} for role in ("prefill", "decode")}
+    source = {"source": {"download": {"image": "", "command": command, "size": "64Mi"}}}
+    return PAIRS | {"models": [SIMULATED | source | pools]}
+
+
 def merged(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Merge two sets of values as helm does: mappings key by key, all else replaced."""
     result = dict(values)
@@ -118,7 +149,13 @@ TRIALS = {
         Trial("sizes", "sizes over kubectl scale, upgrades, a planner on and off", "sim", PAIRS),
         Trial("planner", "the planner's own rights: a pool grows with load and shrinks after it", "sim", PLANNED),
         Trial("emptied", "a planner that emptied its pools is turned off: they start again", "sim", EMPTIED),
-        Trial("killed", "a router killed under load: its own streams end by name, no others", "sim", PAIRS),
+        Trial("killed", "a router killed under load: its streams go on at the other one", "sim", PAIRS),
+        Trial(
+            "revisions",
+            "other weights, config, tokenizer and adapter under one name, one upgrade each, under load",
+            "sim",
+            revised("nothing"),
+        ),
         Trial(
             "drain",
             "pods evicted one after the other, and a node drained, under PodDisruptionBudgets and load",
