@@ -80,7 +80,7 @@ for name, content in files.items():
     path.parent.mkdir(exist_ok=True)
     path.write_text(content)
 """
-"""Program, without single quotes, that writes a simulated model and an adapter; CHANGED names what is another revision."""
+"""Program, without single quotes, that writes a simulated model and an adapter; CHANGED names what differs."""
 CHANGES = ("weights", "config", "tokenizer", "adapter")
 
 
