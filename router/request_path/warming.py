@@ -6,6 +6,7 @@ usage. A worker that is gone before it holds the blocks is replaced by the next 
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ class Warming:
                 token_ids=prepared.prompt[: demand.num_tokens],
                 tenant=request.tenant,
                 request_id=prepared.request_id,
+                session_id=prepared.request_id,
                 cache_salt=request.cache_salt,
                 priority=prepared.request.priority,
                 cache_retention_s=request.cache_retention_s if request.HasField("cache_retention_s") else None,
@@ -116,6 +118,7 @@ class Warming:
 
 def _generate_request(request: pb.WarmRequest) -> pb.GenerateRequest:
     """Return the request whose prompt is warmed."""
+    name = request.request_id or secrets.token_hex(8)
     return pb.GenerateRequest(
         model=request.model,
         text=request.text if request.HasField("text") else None,
@@ -124,7 +127,8 @@ def _generate_request(request: pb.WarmRequest) -> pb.GenerateRequest:
         tools=request.tools,
         chat_template_kwargs=request.chat_template_kwargs,
         tenant=request.tenant,
-        request_id=request.request_id,
+        request_id=name,
+        session_id=name,  # of several revisions of the model all take the same one
         cache_salt=request.cache_salt,
         priority=request.priority if request.HasField("priority") else DEFAULT_PRIORITY,
         cache_retention_s=request.cache_retention_s if request.HasField("cache_retention_s") else None,
