@@ -58,7 +58,7 @@ class MembershipService(pb_grpc.MembershipServicer):
             hello = _hello_of(await anext(messages, None))
             model = self._models.of_worker(hello)
             if not model.knows(hello.config_fingerprint):
-                async with model.receiving():
+                async with model.receiving:
                     if not model.knows(hello.config_fingerprint):
                         yield pb.RouterMessage(files_wanted=pb.FilesWanted())
                         await model.receive(hello, messages)

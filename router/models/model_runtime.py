@@ -10,7 +10,6 @@ import copy
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from cluster.errors import InvalidRequest, Unavailable
@@ -79,7 +78,7 @@ class ModelRuntime:
         """Files that the router has of the model, its own first, by their fingerprint."""
         self._bound: dict[tuple[str, bytes, bytes], ModelRuntime] = {}
         """Bound runtimes, by name and fingerprints of files and adapter."""
-        self._receiving = asyncio.Lock()
+        self.receiving = asyncio.Lock()
         """Lock held while a worker sends files: of many that join at once, one sends them."""
         self.unbound = self
         """Runtime with the workers of all revisions."""
@@ -116,12 +115,6 @@ class ModelRuntime:
     def knows(self, config_fingerprint: bytes) -> bool:
         """Return whether the router has the files with this fingerprint."""
         return config_fingerprint in self._revisions
-
-    @asynccontextmanager
-    async def receiving(self) -> AsyncIterator[None]:
-        """Have one worker at a time send files."""
-        async with self._receiving:
-            yield
 
     async def receive(self, hello: membership_pb2.Hello, messages: AsyncIterator[membership_pb2.WorkerMessage]) -> None:
         """Read the files that a worker sends.
