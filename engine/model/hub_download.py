@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ CONNECT_S, READ_S = 10.0, 60.0
 """Longest waits for a connection and for an answer, in seconds, where huggingface_hub would wait without end."""
 MAX_DESCRIPTORS = 1024
 """Descriptors that are looked at; this process opens some dozens, and the kernel gives the lowest."""
+LOOKS, BETWEEN_LOOKS_S = 5, 0.1
+"""Times that they are looked at, and seconds between: longer than a busy machine keeps a thread from its processor."""
 BYTES = "B"
 """Unit of progress bars that count bytes."""
 
@@ -147,10 +150,12 @@ def _end_with_input() -> None:
         pass
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, most))  # other threads begin no further file
-    for descriptor in range(MAX_DESCRIPTORS):
-        with contextlib.suppress(OSError):  # there is none, or it was closed meanwhile
-            if (file := Path(f"/proc/self/fd/{descriptor}").readlink()).suffix == ".incomplete":
-                file.unlink()
+    for _ in range(LOOKS):  # a thread may be about to get the descriptor of a file that it has just made
+        for descriptor in range(MAX_DESCRIPTORS):
+            with contextlib.suppress(OSError):  # there is none, or it was closed meanwhile
+                if (file := Path(f"/proc/self/fd/{descriptor}").readlink()).suffix == ".incomplete":
+                    file.unlink()
+        time.sleep(BETWEEN_LOOKS_S)
     os._exit(1)
 
 

@@ -100,6 +100,7 @@ SET_BY_CHART = {
     "host",
     "port",
     "stream_port",
+    "model_name",
     "metrics_port",
     "health_port",
     "drain_s",
