@@ -23,6 +23,7 @@ from support.hub import Hub, Served
 from support.media_files import picture
 from support.media_models import write_media_model
 from support.ports import free_port
+from support.processes import PATIENCE_S
 from support.sim_directories import write_sim_model
 from tandem.client import Client
 from tandem.storyteller import STORYTELLER
@@ -139,15 +140,23 @@ def ray_head() -> Iterator[str]:
     run(BIN / "ray", "stop", "--force")
 
 
+def submit(*arguments: str) -> None:
+    """Submit a Ray job; a cluster that has just started has no agent to take it yet."""
+    give_up_at = time.monotonic() + PATIENCE_S
+    while True:
+        submitted = run(BIN / "ray", "job", "submit", *arguments)
+        printed = submitted.stdout + submitted.stderr
+        if "No available agent" not in printed or time.monotonic() > give_up_at:
+            assert submitted.returncode == 0, printed
+            return
+        time.sleep(1.0)
+
+
 def test_ray_job_submit(tiny_model: Path, ray_head: str, tmp_path: Path) -> None:
     port = free_port()
     settings = "--no-http --worker dtype=float32 --worker kv_memory_mib=16"
-    tandem = f"{BIN / 'tandem'} up --model {tiny_model} --port {port} {settings}"
-    submitted = run(
-        BIN / "ray", "job", "submit", "--address", ray_head, "--working-dir", ".", "--no-wait",
-        "--submission-id", "tandem-test", "--", *tandem.split(),
-    )  # fmt: skip
-    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    words = f"{BIN / 'tandem'} up --model {tiny_model} --port {port} {settings}".split()
+    submit("--address", ray_head, "--working-dir", ".", "--no-wait", "--submission-id", "tandem-test", "--", *words)
     try:
         assert len(asyncio.run(tokens_from(f"127.0.0.1:{port}"))) == 256
         assert engines_of(tiny_model) == 2
