@@ -5,6 +5,7 @@ JSON. Answers are lines of JSON on standard output: {"done": bytes, "total": byt
 {"path": directory, "done": bytes} or {"cause": text}. The process ends with its standard input.
 """
 
+import atexit
 import contextlib
 import json
 import os
@@ -148,6 +149,7 @@ def _end_with_input() -> None:
     """End with the process that waits for this one, without leaving half a file in the cache."""
     while os.read(0, 1):  # not by sys.stdin, which a thread must not hold when the interpreter ends
         pass
+    atexit.register(threading.Event().wait)  # the program may end by a file that cannot begin, before all is removed
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, most))  # other threads begin no further file
     for _ in range(LOOKS):  # a thread may be about to get the descriptor of a file that it has just made
