@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelRefused
-from engine.model.hub import model_name
+from engine.model.hub import CONFIG_FILES, model_name
 from kvtransfer.native.compiler import cache_folder
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Options taken from generation_config.json, the same as vLLM's."""
-ROUTER_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "1_Pooling/config.json")
-"""Patterns of the files that a router reads of a model: `CONFIG_FILES` of hub.py, without other folders than the
-pooling's.
-"""
+ROUTER_FILES = (*CONFIG_FILES.patterns, "1_Pooling/config.json")
+"""Patterns of the files that a router reads of a model, below its directory."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json")
 
 

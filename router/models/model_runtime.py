@@ -99,10 +99,8 @@ class ModelRuntime:
         self.config_fingerprint = files.config_fingerprint
         self.model_dir = files.model_dir
         self.encoder = files.encoder
-        self.output_format = files.encoder.output_format
         self.embedding, self.generates = files.embedding, files.generates
         self.clamps = files.clamps
-        self._embedding_fault = files.embedding_fault
 
     async def close(self) -> None:
         for number, revision in enumerate(self._revisions.values()):
@@ -143,8 +141,7 @@ class ModelRuntime:
         starting = self.starting_workers(embeds)
         if self.is_bound or not starting:
             return self
-        variants = {self._variant(worker) for worker in starting} if self._roster().several else None
-        if variants is None or len(variants) == 1:
+        if not self._roster().several:
             return self.bound(*self._variant(starting[0]))
         share = max(worker.hello.traffic_share for worker in starting)
         is_canary = traffic_hash_of(request_id) < share
@@ -195,7 +192,7 @@ class ModelRuntime:
         Raises InvalidRequest for a model without.
         """
         if self.embedding is None:
-            raise InvalidRequest("model", f"{self.name!r} makes no embeddings: {self._embedding_fault}")
+            raise InvalidRequest("model", f"{self.name!r} makes no embeddings: {self.files.embedding_fault}")
         return self.embedding
 
     def media(self, sources: Sequence[MediaSource]) -> MediaClient:

@@ -105,7 +105,7 @@ def _checked(
     check_prompt(prompt, prompt_field(request), model.model_dir)
     encoder = model.encoder
     end = PromptEnd(encoder.generation_prompt(request), encoder.begun_answer(request))
-    output, sampling = plan_output(request, model.output_format, end, encoder.reasoning_marks)
+    output, sampling = plan_output(request, encoder.output_format, end, encoder.reasoning_marks)
     if request.HasField("embedding"):
         sampling.max_tokens = 1  # no token is generated
     resolved = resolve_sampling(sampling, len(prompt), model.model_dir, model.clamps)
