@@ -63,6 +63,7 @@ def _kv(account: KvAccount, block_tokens: int) -> pb.KvReceipt:
         store_blocks=account.store_blocks,
         store_failure=account.store_failure,
         pinned_blocks=account.pinned_blocks,
+        pins_gave_way=account.pins_gave_way,
         stored_blocks=account.stored_blocks,
     )
 

@@ -72,12 +72,16 @@ class CommonSettings(StoreSettings, HealthSettings, MetricsSettings, LogSettings
     container's where the worker is alone in one that has a limit; with the vllm engine what vLLM leaves of a GPU; 256
     everywhere else. Set a number where several workers share a GPU."""
     kv_host_memory_mib: NonNegativeInt = 0
-    """Host memory for evicted blocks, in MiB. Blocks are restored from there where that is faster than computing."""
+    """Host memory for evicted blocks, in MiB, as files in /dev/shm, which must be that large. Blocks are restored from
+    there where that is faster than computing."""
+    kv_host_memory_shared: bool = False
+    """Whether workers of this host share one such memory, as large as the largest of them sets it: blocks that one
+    evicted are restored by another of the same model."""
     kv_disk_dir: Path | None = None
-    """Directory for blocks that leave host memory. Its contents outlive the worker. Workers of one host may share it,
-    also workers of different models. A file left by another model a week ago is removed at start."""
+    """Directory for evicted blocks, beside host memory. Its contents outlive the worker. Workers of one host may share
+    it: those of one model share its blocks. A block that was not used for a week is removed."""
     kv_disk_mib: PositiveInt = 4096
-    """Size of this worker's file in `kv_disk_dir`, in MiB."""
+    """Largest size of one model's blocks in `kv_disk_dir`, in MiB. The blocks used longest ago are removed."""
     max_batch_tokens: PositiveInt | None = None
     """Largest number of tokens in one step, decodes and prompts together. Default: 2048 on a CPU; 8192 on a GPU, 16384
     on one of at least 160 GiB."""
@@ -189,8 +193,9 @@ class CommonSettings(StoreSettings, HealthSettings, MetricsSettings, LogSettings
 
     @property
     def host_kv_bytes(self) -> int:
-        """Main memory for KV outside of the pool: the host tier, and the shared store's buffers."""
-        return (self.kv_host_memory_mib << 20) + (BUFFER_BYTES if self.kv_store else 0)
+        """Main memory for KV outside of the pool: evicted blocks, and the buffers of stores."""
+        num_stores = bool(self.kv_store) + bool(self.kv_host_memory_mib or self.kv_disk_dir)
+        return (self.kv_host_memory_mib << 20) + num_stores * BUFFER_BYTES
 
     @field_validator("routers")
     @classmethod

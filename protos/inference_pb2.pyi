@@ -143,7 +143,8 @@ class GenerateRequest(_message.Message):
     cache_retention_s: _builtins.float
     """Keep the prompt's full KV blocks in the pool of the worker that decodes for so many seconds, above 0 and at most
     86,400, whatever else arrives. A tenant may keep a quarter of a worker's pool; of a prompt beyond that the leading
-    blocks are kept. The receipt says how many: `pinned_blocks`. Not for beam search, embeddings and the vllm engine.
+    blocks are kept. The receipt says how many: `pinned_blocks`. Running requests come
+    first: a pin that they need gives way, and `pins_gave_way` tells the next request. Not for embeddings.
     """
     prompt_cache_key: _builtins.str
     """Name of requests whose prompts begin alike, as OpenAI has it. Used like `session_id` where that is empty."""
@@ -1400,6 +1401,7 @@ class KvReceipt(_message.Message):
     STORE_FAILURE_FIELD_NUMBER: _builtins.int
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     STORED_BLOCKS_FIELD_NUMBER: _builtins.int
+    PINS_GAVE_WAY_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     reused_blocks: _builtins.int
     """Blocks found in the decode worker's own cache."""
@@ -1443,6 +1445,8 @@ class KvReceipt(_message.Message):
     """Blocks of the prompt that stay in the pool for `cache_retention_s`."""
     stored_blocks: _builtins.int
     """Blocks of a warmed prompt that the shared store has, or is being given."""
+    pins_gave_way: _builtins.int
+    """Blocks of the prompt that an earlier request pinned, and whose pins gave way to other requests before their time."""
     @_builtins.property
     def ucx_transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Lanes of the reads from this lender, by UCX's own names, such as "rc_mlx5/mlx5_0:1"; "posix/memory" and
@@ -1475,10 +1479,11 @@ class KvReceipt(_message.Message):
         store_failure: _builtins.str = ...,
         pinned_blocks: _builtins.int = ...,
         stored_blocks: _builtins.int = ...,
+        pins_gave_way: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "computed_blocks", b"computed_blocks", "computed_tokens", b"computed_tokens", "hedged_blocks", b"hedged_blocks", "lender_cached_blocks", b"lender_cached_blocks", "lender_computed_blocks", b"lender_computed_blocks", "lender_fetched_blocks", b"lender_fetched_blocks", "loan_failure", b"loan_failure", "mismatched_blocks", b"mismatched_blocks", "moved_blocks", b"moved_blocks", "moved_bytes", b"moved_bytes", "pinned_blocks", b"pinned_blocks", "preemptions", b"preemptions", "recomputed_tokens", b"recomputed_tokens", "restore_failure", b"restore_failure", "restored_blocks", b"restored_blocks", "reused_blocks", b"reused_blocks", "store_blocks", b"store_blocks", "store_failure", b"store_failure", "stored_blocks", b"stored_blocks", "transport", b"transport", "ucx_transports", b"ucx_transports", "verified_blocks", b"verified_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "computed_blocks", b"computed_blocks", "computed_tokens", b"computed_tokens", "hedged_blocks", b"hedged_blocks", "lender_cached_blocks", b"lender_cached_blocks", "lender_computed_blocks", b"lender_computed_blocks", "lender_fetched_blocks", b"lender_fetched_blocks", "loan_failure", b"loan_failure", "mismatched_blocks", b"mismatched_blocks", "moved_blocks", b"moved_blocks", "moved_bytes", b"moved_bytes", "pinned_blocks", b"pinned_blocks", "pins_gave_way", b"pins_gave_way", "preemptions", b"preemptions", "recomputed_tokens", b"recomputed_tokens", "restore_failure", b"restore_failure", "restored_blocks", b"restored_blocks", "reused_blocks", b"reused_blocks", "store_blocks", b"store_blocks", "store_failure", b"store_failure", "stored_blocks", b"stored_blocks", "transport", b"transport", "ucx_transports", b"ucx_transports", "verified_blocks", b"verified_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

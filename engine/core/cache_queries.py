@@ -1,21 +1,22 @@
 """Answers to operators' questions about the cache: what it holds, and the dropping of pins and cached blocks.
 
-A dropped block is forgotten, not evicted: it goes to no tier and to no store. Blocks that somebody holds stay. A query
+A dropped block is forgotten, not evicted: it goes to no store. Blocks that somebody holds stay. A query
 for all blocks drops at most MAX_DROPPED, since the loop does nothing else meanwhile; its answer says whether any are
 left.
 """
 
+import logging
 from collections.abc import Callable, Sequence
-from itertools import islice
 
 from engine.block_keys import BlockKey, block_keys, root_key
-from engine.kv.kv_cache_manager import KVCacheManager
+from engine.kv.cached_blocks import CachedBlocks
 from engine.lending.loan import Posted, StoreRemoved
 from engine.messages.from_engine import CacheInspected, FromEngine
 from engine.messages.to_engine import CacheDrop, InspectCache
 
 MAX_DROPPED = 4096
-"""Largest number of blocks that a query for all blocks drops, of the pool and the tiers together."""
+"""Largest number of blocks that a query for all blocks drops, of the pool and the local store together."""
+log = logging.getLogger(__name__)
 
 
 class CacheQueries:
@@ -23,13 +24,13 @@ class CacheQueries:
 
     def __init__(
         self,
-        kv_cache: KVCacheManager,
+        cached: CachedBlocks,
         model_fingerprint: bytes,
         emit: Callable[[FromEngine], None],
         post: Callable[[Posted], None],
     ) -> None:
         """Create the answers; `post` hands a message of another thread to the loop."""
-        self._kv_cache = kv_cache
+        self._cached = cached
         self._model_fingerprint = model_fingerprint
         self._emit = emit
         self._post = post
@@ -39,14 +40,14 @@ class CacheQueries:
 
         Where objects of the shared store are removed, the answer comes when they are.
         """
-        kv_cache, drop = self._kv_cache, query.drop
-        dropped_pins = kv_cache.pins.clear(query.tenant) if query.drop_pins else 0
+        cached, drop = self._cached, query.drop
+        dropped_pins = cached.pins.clear(query.tenant) if query.drop_pins else 0
         in_pool = in_tiers = in_use = 0
         is_whole, refused, keys = True, "", None
         if drop is not None and not (refused := self._refusal(drop)):
             keys = None if drop.token_ids is None else self._keys_of(drop, drop.token_ids)
-            in_pool, in_tiers, in_use, is_whole = drop_cached(kv_cache, keys)
-        pool, pins = kv_cache.pool, kv_cache.pins
+            in_pool, in_tiers, in_use, is_whole = drop_cached(cached, keys)
+        pool, pins = cached.pool, cached.pins
         inspected = CacheInspected(
             query.query_id,
             pool.num_blocks,
@@ -64,9 +65,9 @@ class CacheQueries:
         if drop is None or refused or not drop.store:
             self._emit(inspected)
             return
-        assert kv_cache.store is not None
+        assert cached.shared is not None
         assert keys is not None
-        kv_cache.store.remove(keys, lambda removed, why: self._post(StoreRemoved(inspected, removed, why)))
+        cached.shared.store.remove(keys, lambda removed, why: self._post(StoreRemoved(inspected, removed, why)))
 
     def removed(self, done: StoreRemoved) -> None:
         """Send the answer that waited for the shared store."""
@@ -75,36 +76,41 @@ class CacheQueries:
     def _keys_of(self, drop: CacheDrop, token_ids: Sequence[int]) -> list[BlockKey]:
         """Return the keys of the full blocks of a prompt."""
         root = root_key(self._model_fingerprint, drop.cache_salt, drop.adapter)
-        return block_keys(root, token_ids, self._kv_cache.layout.block_tokens)
+        return block_keys(root, token_ids, self._cached.layout.block_tokens)
 
     def _refusal(self, drop: CacheDrop) -> str:
         """Return why objects cannot be removed; empty where these can, or need not be."""
         if not drop.store:
             return ""
-        store = self._kv_cache.store
-        if store is None:
-            return "this worker has no kv_store"
-        return store.keeps_objects
+        below = self._cached.shared
+        return "this worker has no kv_store" if below is None else below.store.keeps_objects
 
 
-def drop_cached(kv_cache: KVCacheManager, keys: Sequence[BlockKey] | None) -> tuple[int, int, int, bool]:
-    """Drop the cached blocks of these names, or of all, from the pool and the tiers below it.
+def drop_cached(cached: CachedBlocks, keys: Sequence[BlockKey] | None) -> tuple[int, int, int, bool]:
+    """Drop the cached blocks of these names, or of all, from the pool and the local store below it.
 
-    Returns the numbers of blocks that were dropped from the pool and only from tiers, the number of those named blocks
-    that stay because they are in use, and whether none is left to be dropped.
+    Returns the numbers of blocks that were dropped from the pool and only from the store, the number of those named
+    blocks that stay because they are in use, and whether none is left to be dropped.
     """
-    pool, tiers = kv_cache.pool, kv_cache.tiers
+    pool, store = cached.pool, cached.local.store if cached.local is not None else None
     if keys is None:
         from_pool = pool.drop_idle(pool.idle_keys(MAX_DROPPED))
-        left = MAX_DROPPED - len(from_pool)
-        named = [] if tiers is None else list(islice((key for key in tiers.held_keys() if key not in pool), left))
-        is_whole = len(from_pool) + len(named) < MAX_DROPPED
+        stored = [] if store is None else [key for key in store.known_keys() if key not in pool]
+        stored = stored[: MAX_DROPPED - len(from_pool)]
+        is_whole = len(from_pool) + len(stored) < MAX_DROPPED
         in_use = pool.num_named_held
     else:
-        from_pool, named = pool.drop_idle(keys), list(keys)
+        from_pool = pool.drop_idle(keys)
+        known = set() if store is None else set(store.known_keys())
+        stored = [key for key in keys if key in known and key not in pool]
         is_whole, in_use = True, sum(key in pool for key in keys)
-    gone = 0
-    if tiers is not None:
-        tiers.drop(from_pool, is_reported=True)
-        gone = tiers.drop([key for key in named if key not in pool])
-    return len(from_pool), gone, in_use, is_whole
+    only_stored = set(stored).difference(from_pool)
+    if store is not None and (gone := list(dict.fromkeys([*from_pool, *stored]))):
+        store.remove(gone, _ignore_count)
+    return len(from_pool), len(only_stored), in_use, is_whole
+
+
+def _ignore_count(num_removed: int, failure: str) -> None:
+    """Log that blocks of the local store stay, which its own bounds remove later."""
+    if failure:
+        log.warning("dropped blocks stay in the local store: %s", failure)

@@ -15,9 +15,10 @@ from engine.core.request_manager import RequestManager
 from engine.core.scheduler import schedule
 from engine.core.uniform_decode import UniformDecode
 from engine.core_types import Chunk, SampleResult, Sequence, StepBudget
+from engine.kv.block_pool import BlockPool
+from engine.kv.cached_blocks import CachedBlocks, StoreBelow
 from engine.kv.kv_cache_manager import KVCacheManager
-from engine.kv.store.shared_store import SharedStore
-from engine.kv.tiers.tiers import Tiers
+from engine.kv.store.kv_store import KvStore
 from engine.lending.fast_path import FastPathLink
 from engine.lending.reads.block_reads import LocalRank, RemoteRank
 from engine.messages.from_engine import FromEngine
@@ -31,6 +32,7 @@ class EngineCore(LoanHost):
     """The engine without threads and sockets."""
 
     _requests: RequestManager
+    _kv_cache: KVCacheManager
     _reports: LoadReporter
 
     def __init__(
@@ -40,8 +42,7 @@ class EngineCore(LoanHost):
         limits: EngineLimits,
         emit: Callable[[FromEngine], None],
         wake: Callable[[], None] = lambda: None,
-        tiers: Tiers | None = None,
-        store: SharedStore | None = None,
+        stores: Seq[KvStore] = (),
         clock: Callable[[], float] = time.monotonic,
         speculator: Speculator | None = None,
         others: Seq[RemoteRank] = (),
@@ -49,17 +50,20 @@ class EngineCore(LoanHost):
     ) -> None:
         """Create the engine; `EngineParts` describes the arguments that are not here.
 
-        `clock` returns seconds. Without a `speculator` there are no draft tokens. `runner` computes on all ranks.
+        `clock` returns seconds. Evicted blocks go to the `stores`. Without a `speculator` there are no draft tokens.
+        `runner` computes on all ranks.
         """
         self._runner = runner
         self._speculator = speculator
         part = BlockPart(runner.layout.block_bytes, 0, 1 + len(others))
+        pool = BlockPool(runner.pool.num_blocks)
+        cached = CachedBlocks(pool, runner.layout, runner, clock, [StoreBelow(store) for store in stores])
         super().__init__(
             EngineParts(transport, limits, emit, wake, fast_path, others),
             runner.info,
             runner.pool,
             LocalRank(transport, part, runner.part_fingerprints, runner.folding, clock),
-            KVCacheManager(runner.pool.num_blocks, runner.layout, runner, tiers, clock=clock, store=store),
+            KVCacheManager(cached, pool),
             runner,
         )
         self._serve(RequestManager(self._table_parts(), runner.copy_block), speculator)
@@ -103,7 +107,7 @@ class EngineCore(LoanHost):
         if self._speculator is not None and batch:
             short = self._requests.running_set.short
             batch = self._speculator.add_draft_tokens(batch, self._kv_cache, self._limits.budget.max_tokens, short)
-        now = self._kv_cache.clock()
+        now = self._cached.clock()
         self._reports.step_began(now)
         for chunk in batch:
             sequence = chunk.sequence
@@ -122,7 +126,7 @@ class EngineCore(LoanHost):
         seconds = self._reports.step_ended()
         if prompts:
             self._reports.changed = True
-            self._kv_cache.rates.computed(sum(chunk.count for chunk in prompts), seconds)
+            self._cached.speeds.computed(sum(chunk.count for chunk in prompts), seconds)
         elif self._speculator is not None:
             self._speculator.step_took(batch, sampled, seconds)
         over = set(self._kv_cache.lingering)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.core_types import Sequence
-from engine.kv.kv_cache_manager import KVCacheManager
-from engine.kv.kv_stats import PINNED, POOL, REMOTE, STORE
+from engine.kv.kv_stats import LOCAL, PINNED, POOL, REMOTE, STORE
+from engine.kv.kv_view import KvView
 from engine.lending.lender_manager import LenderManager
 from engine.messages.from_engine import CacheChanged, FromEngine, KvUse, Load, TierUse
 from engine.messages.to_engine import PlacementMark
@@ -68,7 +68,7 @@ class LoadReporter:
 
     def __init__(
         self,
-        kv_cache: KVCacheManager,
+        kv_cache: KvView,
         requests: ReportedRequests,
         lender_manager: LenderManager,
         times: ReportSchedule,
@@ -76,6 +76,7 @@ class LoadReporter:
         drafts: DraftCounts | None = None,
     ) -> None:
         self._kv_cache = kv_cache
+        self._cached = kv_cache.cached
         self._requests = requests
         self._lender_manager = lender_manager
         self._times = times
@@ -102,7 +103,7 @@ class LoadReporter:
     def step_ended(self) -> float:
         """Record the end of a step; return its duration in seconds."""
         self._step_count += 1
-        return self._kv_cache.clock() - self._step_began_at
+        return self._cached.clock() - self._step_began_at
 
     def count_steps(self, count: int) -> None:
         """Count steps that were made at once."""
@@ -124,15 +125,15 @@ class LoadReporter:
     def send_snapshot(self) -> None:
         """Send the whole prefix cache, for a reader that lost changes."""
         self._report_cache()
-        self._emit(CacheChanged(self._cache_sequence, tuple(self._kv_cache.cache_snapshot()), snapshot=True))
+        self._emit(CacheChanged(self._cache_sequence, tuple(self._cached.snapshot()), snapshot=True))
 
     def _report_cache(self) -> None:
-        if events := self._kv_cache.take_cache_events():
+        if events := self._cached.take_events():
             self._emit(CacheChanged(self._cache_sequence, tuple(events)))
             self._cache_sequence += len(events)
 
     def _report_load(self) -> None:
-        now = self._kv_cache.clock()
+        now = self._cached.clock()
         if self._kv_cache.in_step and now - self._step_began_at > self._times.max_step_s:
             return
         if not self.due(now):
@@ -149,8 +150,8 @@ class LoadReporter:
                 loans=self._lender_manager.num_loans,
                 queued_loans=self._lender_manager.num_waiting,
                 queued_prefill_tokens=sum(s.num_remaining for s in prefilling) + self._lender_manager.waiting_tokens(),
-                available_blocks=0 if running_set.short else self._kv_cache.num_available,
-                num_blocks=self._kv_cache.pool.num_blocks,
+                available_blocks=0 if running_set.short else self._cached.num_available,
+                num_blocks=self._cached.pool.num_blocks,
                 placements_seen=dict(self._placements_seen),
                 decoding=sum(s.decoding for s in running),
                 preempted=len(preempted),
@@ -163,20 +164,21 @@ class LoadReporter:
 
     def _changed_kv_use(self, now: float) -> KvUse | None:
         """Return the use of KV tiers since the last report, or None where it is unchanged."""
-        kv_cache, counts = self._kv_cache, self._kv_cache.counts
-        room: dict[str, tuple[int, int]] = {POOL: (kv_cache.pool.num_blocks, kv_cache.pool.num_filled)}
-        if kv_cache.tiers is not None:
-            room |= kv_cache.tiers.occupancy
-        if num_pinned := len(kv_cache.pins):
-            room[PINNED] = kv_cache.pins.max_blocks, num_pinned
-        if kv_cache.store is not None:
-            room[STORE] = 0, 0
-        tiers = tuple(
-            TierUse(tier, *room.get(tier, (0, 0)), counts.queries.get(tier, 0), counts.hits.get(tier, 0))
-            for tier in (*room, REMOTE)
-        )
-        store = kv_cache.store.outcomes() if kv_cache.store is not None else ()
-        use = KvUse(tiers, counts.read_bytes, counts.read_s(now), counts.num_mismatched, store)
+        cached, counts = self._cached, self._cached.counts
+        pool, pins, local, shared = cached.pool, cached.pins, cached.local, cached.shared
+        uses = [TierUse(POOL, pool.num_blocks, pool.num_filled, counts.queries.get(POOL, 0), counts.hits.get(POOL, 0))]
+        asked = counts.queries.get(LOCAL, 0)
+        for place in [] if local is None else local.store.places():
+            uses.append(TierUse(place.name, place.capacity, place.used, asked, place.hits))
+            asked = max(0, asked - place.hits)
+        if num_pinned := len(pins):
+            uses.append(TierUse(PINNED, pins.max_blocks, num_pinned, 0, 0))
+        uses += [
+            TierUse(name, 0, 0, counts.queries.get(name, 0), counts.hits.get(name, 0))
+            for name in ([STORE] if shared is not None else []) + [REMOTE]
+        ]
+        store = () if shared is None else shared.store.outcomes()
+        use = KvUse(tuple(uses), counts.read_bytes, counts.read_s(now), counts.num_mismatched, pins.num_gave_way, store)
         if use == self._kv_reported:
             return None
         self._kv_reported = use

@@ -16,7 +16,8 @@ from engine.core.cache_queries import CacheQueries
 from engine.core.load_reports import DraftCounts, LoadReporter, ReportSchedule
 from engine.core.request_table import RequestTable, TableParts
 from engine.core_types import StepBudget
-from engine.kv.kv_cache_manager import BlockMemory, KVCacheManager
+from engine.kv.cached_blocks import BlockMemory
+from engine.kv.kv_view import KvView
 from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.connections import Connections
 from engine.lending.fast_path import FastPath, FastPathLink
@@ -98,9 +99,8 @@ class LoanHost(ABC):
         info: ModelInfo,
         pool: AnyPool | None,
         own: LocalRank | None,
-        kv_cache: KVCacheManager,
+        kv_cache: KvView,
         blocks: BlockMemory,
-        borrower_class: type[BorrowerManager] = BorrowerManager,
     ) -> None:
         """Create the managers of loans; a subclass then makes its requests and calls `_serve`.
 
@@ -112,11 +112,12 @@ class LoanHost(ABC):
         self._parts, self._limits, self._emit = parts, parts.limits, parts.emit
         self._info, self._pool, self._own, self._blocks = info, pool, own, blocks
         self._kv_cache = kv_cache
+        self._cached = kv_cache.cached
         self._posted: SimpleQueue[Posted] = SimpleQueue()
         self._arrivals = 0
-        self._model_fingerprint = kv_cache.layout.fingerprint(info.weights_fingerprint)
+        self._model_fingerprint = self._cached.layout.fingerprint(info.weights_fingerprint)
         self._fast_path = FastPath(parts.fast_path)
-        self._borrower_manager = borrower_class(
+        self._borrower_manager = BorrowerManager(
             kv_cache,
             self._transport_name,
             self._emit,
@@ -137,8 +138,8 @@ class LoanHost(ABC):
             self._next_arrival,
             info,
         )
-        self._connections = Connections(kv_cache.pool, self._emit, self.post, ranks)
-        self._cache_queries = CacheQueries(kv_cache, self._model_fingerprint, self._emit, self.post)
+        self._connections = Connections(self._cached.pool, self._emit, self.post, ranks)
+        self._cache_queries = CacheQueries(kv_cache.cached, self._model_fingerprint, self._emit, self.post)
 
     def _table_parts(self) -> TableParts:
         """Return the parts that the engine's requests use."""
@@ -163,12 +164,12 @@ class LoanHost(ABC):
 
     def start(self) -> Ready:
         """Register the pool and return the facts that the front announces."""
-        transport, layout, info = self._parts.transport, self._kv_cache.layout, self._info
+        transport, layout, info = self._parts.transport, self._cached.layout, self._info
         own = [] if transport is None or self._pool is None else [transport.register(self._pool)]
         endpoints = [*own, *(rank.endpoint for rank in self._parts.others)]
         endpoint = self._endpoint(endpoints[:: self._parts.grid.replicas if self._parts.grid else 1])
         self._fast_path.lends_from(endpoint)
-        store = self._kv_cache.store
+        below = self._cached.shared
         return Ready(
             endpoint=endpoint,
             transport=self._transport_name,
@@ -176,12 +177,12 @@ class LoanHost(ABC):
             block_tokens=layout.block_tokens,
             block_bytes=layout.block_bytes,
             kv_heads=layout.kv_heads,
-            num_blocks=self._kv_cache.pool.num_blocks,
+            num_blocks=self._cached.pool.num_blocks,
             vocab_size=info.vocab_size,
             max_context_tokens=info.max_context_tokens,
             revision=info.revision or info.weights_fingerprint,
             adapters=info.adapters,
-            store=store.identity if store is not None else "",
+            store="" if below is None else below.store.identity,
             resumes_at_boundaries=self._kv_cache.resumes_at_boundaries,
             reads_media=info.reads_media,
         )
@@ -204,10 +205,7 @@ class LoanHost(ABC):
         """Stop all transfers; no transfer touches the pool afterwards."""
         if self._parts.transport is not None:
             self._parts.transport.close()
-        if self._kv_cache.tiers is not None:
-            self._kv_cache.tiers.close()
-        if self._kv_cache.store is not None:
-            self._kv_cache.store.close()
+        self._cached.close()
 
     def report(self) -> None:
         """Report changes and load.
@@ -215,8 +213,8 @@ class LoanHost(ABC):
         A step that hangs silences the reports.
         """
         self._borrower_manager.give_up_stuck()
-        self._kv_cache.write_behind()
-        self._kv_cache.pins.expire()
+        self._cached.write_behind()
+        self._cached.pins.expire()
         self._reports.report()
 
     def handle(self, message: Input) -> None:
@@ -271,7 +269,7 @@ class LoanHost(ABC):
 
     def audit(self, audit_id: int = 0) -> Audited:
         """Check the pool's records against every holder of a block."""
-        pool, pins, fault = self._kv_cache.pool, self._kv_cache.pins, ""
+        pool, pins, fault = self._cached.pool, self._cached.pins, ""
         claims: list[Seq[int]] = [sequence.blocks for sequence in self._requests.sequences]
         claims += [*self._lender_manager.holdings(), pins.blocks, *self._own_claims()]
         try:
@@ -304,7 +302,7 @@ class LoanHost(ABC):
 
     def drop_cache(self) -> None:
         """Forget every cached block that nobody holds."""
-        pool = self._kv_cache.pool
+        pool = self._cached.pool
         pool.drop_idle(pool.idle_keys(pool.num_ids))
 
     # ------------------------------------------------------------------ parts

@@ -26,6 +26,7 @@ from engine.block_keys import BlockKey
 from engine.core.request_table import Request, RequestTable, TableParts
 from engine.core.running_set import RunningSet
 from engine.core_types import Chunk, FinishReason, SampleResult, Sequence
+from engine.kv.kv_cache_manager import KVCacheManager
 from engine.messages.from_engine import Embedded, KvAccount, PromptScored, Token
 from engine.messages.to_engine import Generate
 from engine.sampling.beam_search import BeamSearch
@@ -60,11 +61,12 @@ class RequestManager(RequestTable[_Request]):
     """Requests by id, and the loans taken for them."""
 
     running_set: RunningSet
+    _kv_cache: KVCacheManager
 
     def __init__(self, parts: TableParts, copy_block: Callable[[int, int], None]) -> None:
         """Create the manager; `copy_block(source, target)` is called between steps."""
         super().__init__(parts)
-        self.running_set = RunningSet(parts.kv_cache, parts.reserve_output_tokens, parts.next_arrival, copy_block)
+        self.running_set = RunningSet(self._kv_cache, parts.reserve_output_tokens, parts.next_arrival, copy_block)
         self._num_parted = 0
         """Number of requests with forked sequences."""
         self._filling: dict[Sequence, None] = {}
@@ -137,7 +139,7 @@ class RequestManager(RequestTable[_Request]):
         if sequence.num_scored < sequence.num_to_score:
             return
         request.count_preemptions()
-        request.account.times["first_token"] = self._kv_cache.clock()
+        request.account.times["first_token"] = self._cached.clock()
         num_pooled = 1 if sequence.sampling is not None and sequence.sampling.pooling == "last" else sequence.num_prompt
         self._emit(Embedded(sequence.request_id, (request.pooled / num_pooled).tobytes(), request.account))
         self._finish(sequence.request_id)
@@ -152,9 +154,9 @@ class RequestManager(RequestTable[_Request]):
         first = len(sequence.token_ids) == sequence.num_prompt
         sequence.turn = self._next_arrival()
         if first:
-            account.times.setdefault("first_token", self._kv_cache.clock())
+            account.times.setdefault("first_token", self._cached.clock())
             if request.retention is not None:
-                account.pinned_blocks = self._kv_cache.pin_prompt(sequence, request.retention)
+                self._pin(request, sequence, request.retention)
         news = (sequence.num_preemptions > 0 and request.count_preemptions()) or first
         if request.search is not None:
             assert sampled.logprobs is not None

@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 from engine.block_keys import BlockKey, root_key
 from engine.core.load_reports import RunningSequences
 from engine.core_types import RequestFailure, Sequence
-from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import POOL
+from engine.kv.kv_view import KvView
 from engine.kv.pins import Retention
 from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.loan import BorrowRequest
@@ -44,7 +44,7 @@ R = TypeVar("R", bound=Request)
 class TableParts:
     """Parts of an engine core that its requests use."""
 
-    kv_cache: KVCacheManager
+    kv_cache: KvView
     borrower_manager: BorrowerManager
     model_fingerprint: bytes
     info: ModelInfo
@@ -61,6 +61,7 @@ class RequestTable(ABC, Generic[R]):
 
     def __init__(self, parts: TableParts) -> None:
         self._kv_cache = parts.kv_cache
+        self._cached = parts.kv_cache.cached
         self._borrower_manager = parts.borrower_manager
         self._model_fingerprint = parts.model_fingerprint
         self._eos_token_ids = parts.info.eos_token_ids
@@ -98,7 +99,7 @@ class RequestTable(ABC, Generic[R]):
 
     def admit(self, message: Generate) -> None:
         """Start a request with blocks reserved for its prompt and some output, or send Rejected."""
-        whole, message = message, without_tail(message, self._kv_cache.layout)
+        whole, message = message, without_tail(message, self._cached.layout)
         root = root_key(self._model_fingerprint, message.cache_salt, message.adapter)
         search = search_of(message, self._eos_token_ids)
         chains = chains_of(message, root, search, self._next_arrival)
@@ -113,10 +114,10 @@ class RequestTable(ABC, Generic[R]):
         if lack := self._start(request, chains, keys):
             self._reject(message.request_id, lack, permanent=False)
             return
-        num_cached = lead.num_computed // self._kv_cache.layout.block_tokens
-        self._kv_cache.counts.looked(POOL, len(keys), num_cached)
+        num_cached = lead.num_computed // self._cached.layout.block_tokens
+        self._cached.counts.looked(POOL, len(keys), num_cached)
         account = request.account
-        account.reused_blocks, account.times["admitted"] = num_cached, self._kv_cache.clock()
+        account.reused_blocks, account.times["admitted"] = num_cached, self._cached.clock()
         self._requests[message.request_id] = request
         self._admitted(request, lead)
         lender = message.lender_computes if message.borrow else None
@@ -136,7 +137,7 @@ class RequestTable(ABC, Generic[R]):
 
     def _impossible(self, message: Generate, chains: list[Sequence]) -> str:
         """Return why a request can never be served here; empty where it can."""
-        pool = self._kv_cache.pool
+        pool = self._cached.pool
         if message.request_id in self._requests:
             return "a request of this id is running here"
         if message.adapter and message.adapter not in self._adapters:
@@ -145,7 +146,7 @@ class RequestTable(ABC, Generic[R]):
             return "items: this worker's engine reads no media"
         if not message.prompt or not chains or any(is_complete(chain) for chain in chains):
             return f"nothing to compute: {len(message.prompt)} prompt tokens, {len(message.emitted)} emitted"
-        if (total := num_blocks_at_most(chains, self._kv_cache.layout)) > pool.num_blocks:
+        if (total := num_blocks_at_most(chains, self._cached.layout)) > pool.num_blocks:
             tokens = "max_tokens" if len(chains) == 1 else f"{len(chains)} x max_tokens"
             return f"prompt + {tokens} need {total} KV blocks, the pool has {pool.num_blocks}"
         return ""
@@ -172,7 +173,7 @@ class RequestTable(ABC, Generic[R]):
     def _count_left(self, sequence: Sequence) -> None:
         """Count the blocks and tokens that are left to compute."""
         account = self._requests[sequence.request_id].account
-        total = -(-sequence.num_prompt // self._kv_cache.layout.block_tokens)
+        total = -(-sequence.num_prompt // self._cached.layout.block_tokens)
         brought = account.restored_blocks + account.store_blocks + account.moved_blocks
         account.computed_blocks = total - account.reused_blocks - brought
         account.computed_tokens = sequence.num_prompt - sequence.num_computed
@@ -187,10 +188,10 @@ class RequestTable(ABC, Generic[R]):
         if sequence is not next(iter(request.chains.values())):
             return
         account = request.account
-        self._kv_cache.counts.found(POOL, num_blocks)
+        self._cached.counts.found(POOL, num_blocks)
         account.reused_blocks += num_blocks
         account.computed_blocks -= num_blocks
-        account.computed_tokens -= num_blocks * self._kv_cache.layout.block_tokens
+        account.computed_tokens -= num_blocks * self._cached.layout.block_tokens
 
     # ------------------------------------------------------------------ what a subclass says
 
@@ -228,13 +229,18 @@ class RequestTable(ABC, Generic[R]):
         """End a request without output, whose blocks are all there."""
         request = self._requests[sequence.request_id]
         account = request.account
-        account.times.setdefault("first_token", self._kv_cache.clock())
+        account.times.setdefault("first_token", self._cached.clock())
         if request.retention is not None:
-            account.pinned_blocks = self._kv_cache.pin_prompt(sequence, request.retention)
+            self._pin(request, sequence, request.retention)
         if request.to_store:
-            account.stored_blocks = self._kv_cache.store_keys(sequence.keys)
+            account.stored_blocks = self._cached.share(sequence.keys)
         self._emit(Filled(sequence.request_id, account))
         self._finish(sequence.request_id)
+
+    def _pin(self, request: R, sequence: Sequence, retention: Retention) -> None:
+        """Pin the blocks of a request's prompt, which are all named."""
+        pinned = self._cached.pins.pin(self._kv_cache.prompt_names(sequence), retention)
+        request.account.pinned_blocks, request.account.pins_gave_way = pinned
 
     def _fail(self, sequence: Sequence, failure: RequestFailure) -> None:
         self._emit(Failed(sequence.request_id, failure))

@@ -163,11 +163,13 @@ class RunningSet:
                 if count:
                     self._kv_cache.extend(chunk.sequence, count)
             return True
+        if self._kv_cache.cached.pins.shrink(sum(lacking) - max(0, self._kv_cache.pool.num_available)):
+            return False
         oldest = self._oldest()
         victim = next_victim(self._preemptible, oldest)
         if victim is not None:
             self._preempt(victim)
-        elif not self._kv_cache.pins.shrink(sum(lacking)):
+        else:
             self._stalled = oldest
         return False
 
@@ -177,9 +179,11 @@ class RunningSet:
     def _rescue(self, oldest: Sequence) -> None:
         """Restart the oldest sequence with a block for its next token, if that is possible at all."""
         num_blocks, victims = self._kv_cache.layout.blocks_for(oldest.num_tokens + 1), self._preemptible
-        if not self._kv_cache.could_start_without(victims, oldest, self._preempted[oldest].keys, num_blocks):
-            self._kv_cache.pins.shrink(num_blocks)  # it is tried again before the next step
+        if self._try_restart(oldest, num_blocks):
             return
+        self._kv_cache.cached.pins.shrink(num_blocks)
+        if not self._kv_cache.could_start_without(victims, oldest, self._preempted[oldest].keys, num_blocks):
+            return  # it is tried again before the next step
         while not self._try_restart(oldest, num_blocks):
             victim = next_victim(self._preemptible, oldest)
             assert victim is not None

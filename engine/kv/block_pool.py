@@ -18,40 +18,10 @@ them. `free + cached >= reserved` always holds.
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 from engine.block_keys import BlockKey
-
-
-class Stored(NamedTuple):
-    """Event: `keys` became cached.
-
-    The first follows `parent`; each is the parent of the next.
-    """
-
-    parent: BlockKey
-    keys: tuple[BlockKey, ...]
-    shared: bool = False
-    """Whether the store that workers share has them, instead of this worker."""
-
-
-class Removed(NamedTuple):
-    """Event: `keys` are no longer cached."""
-
-    keys: tuple[BlockKey, ...]
-    shared: bool = False
-    """Whether they left the store that workers share, instead of this worker."""
-
-
-CacheEvent = Stored | Removed
-
-
-class NamedPlace(NamedTuple):
-    """A block of the pool and its name."""
-
-    block: int
-    parent: BlockKey
-    key: BlockKey
+from engine.kv.events import CacheEvent, Removed, Stored
+from engine.kv.pool import NamedBlock
 
 
 class BlockPool:
@@ -60,14 +30,13 @@ class BlockPool:
     Not thread-safe.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[list[NamedPlace]], None] | None = None) -> None:
-        """Create a pool of free blocks.
+    on_evict: Callable[[list[NamedBlock]], None] | None = None
+    """Function that is called before evicted blocks get another owner."""
 
-        `on_evict` is called before evicted blocks get another owner.
-        """
+    def __init__(self, num_blocks: int) -> None:
+        """Create a pool of free blocks."""
         assert num_blocks > 0
         self.num_blocks = num_blocks
-        self._on_evict = on_evict
         self._free: deque[int] = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._refs: list[int] = [0] * num_blocks
@@ -114,14 +83,14 @@ class BlockPool:
         """Return the number of references on a block."""
         return self._refs[block]
 
-    def oldest(self, count: int) -> list[NamedPlace]:
+    def oldest(self, count: int) -> list[NamedBlock]:
         """Return at most `count` cached blocks, the next to be evicted first."""
-        return [NamedPlace(block, *self._name_of[block]) for block in islice(self._cached, count)]
+        return [NamedBlock(block, *self._name_of[block]) for block in islice(self._cached, count)]
 
-    def named(self, key: BlockKey) -> NamedPlace | None:
+    def named(self, key: BlockKey) -> NamedBlock | None:
         """Return the block of this name with its parent's, or None."""
         block = self._block_of.get(key)
-        return None if block is None else NamedPlace(block, *self._name_of[block])
+        return None if block is None else NamedBlock(block, *self._name_of[block])
 
     def match(self, keys: Iterable[BlockKey]) -> list[int]:
         """Return the blocks of the longest cached prefix of `keys`, without taking references."""
@@ -175,8 +144,8 @@ class BlockPool:
         names = [self._name_of.pop(block) for block in blocks]
         for _, key in names:
             del self._block_of[key]
-        if self._on_evict is not None:
-            self._on_evict([NamedPlace(block, *name) for block, name in zip(blocks, names, strict=True)])
+        if self.on_evict is not None:
+            self.on_evict([NamedBlock(block, *name) for block, name in zip(blocks, names, strict=True)])
         self._events.append(Removed(tuple(key for _, key in names)))
         return blocks
 

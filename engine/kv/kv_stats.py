@@ -1,8 +1,10 @@
-"""Statistics of lookups in each KV tier, and of reads from other workers, since the engine started."""
+"""Statistics of lookups in the pool and the stores below it, and of reads from other workers, since the start."""
 
 from dataclasses import dataclass, field
 
 POOL, HOST, DISK, STORE, REMOTE = "pool", "host", "disk", "store", "remote"
+LOCAL = "local"
+"""Host and disk together, the places of the local store; they are reported one by one."""
 PINNED = "pinned"
 """Part of the pool that is reported like a tier: blocks that stay because a request asked for it."""
 
@@ -11,9 +13,8 @@ PINNED = "pinned"
 class KvStats:
     """Counters, updated on the engine's loop thread.
 
-    A tier is asked for those blocks of a prompt that no earlier tier had, in the order pool, host, disk, and then
-    remote, which means another worker, or store, which workers share: for requests at admission, for loans at their
-    start.
+    A place is asked for those blocks of a prompt that no earlier one had, in the order pool, local, and then remote,
+    which means another worker, or store, which workers share: for requests at admission, for loans at their start.
     """
 
     queries: dict[str, int] = field(default_factory=dict)

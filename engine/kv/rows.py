@@ -1,4 +1,4 @@
-"""Memory for rows of whole blocks, and places from which every rank of an engine can read a whole block."""
+"""Memory for rows of whole blocks."""
 
 from collections.abc import Callable
 
@@ -11,8 +11,6 @@ Allocate = Callable[[int, int], NDArray[np.uint8]]
 """Callable allocate(count, row_bytes) that returns uint8 [count, row_bytes].
 
 Raises MemoryError. An engine of several ranks allocates memory that all of them map."""
-Place = NDArray[np.uint8] | int
-"""Place of a whole block: its row in memory that all ranks map, or the offset of its bytes in the disk tier's file."""
 
 
 def private_rows(count: int, row_bytes: int) -> NDArray[np.uint8]:

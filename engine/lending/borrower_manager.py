@@ -1,9 +1,9 @@
-"""The loans that this engine takes, from its own tiers and from other workers: performs the borrowers' actions.
+"""The loans that this engine takes, from stores and from other workers: performs the borrowers' actions.
 
-A sequence that lacks blocks asks its sources in order: first the tiers below the pool, for the blocks of the chain they
-hold next, then a lender, for the blocks still missing; without a lender, the store that workers share. Each source is
-one loan with a state machine of its own. The sequence may be computed when the last loan is over, however much the
-loans brought.
+A sequence that lacks blocks asks its sources in order: first the local store, for the blocks of the chain that it has
+next, then a lender, for the blocks still missing; without a lender, the store that workers share. Each source is one
+loan with a state machine of its own. The sequence may be computed when the last loan is over, however much the loans
+brought.
 """
 
 import math
@@ -12,8 +12,8 @@ from collections.abc import Sequence as Seq
 from functools import partial
 
 from engine.core_types import Sequence
-from engine.kv.kv_cache_manager import KVCacheManager
-from engine.kv.kv_stats import DISK, HOST, REMOTE, STORE
+from engine.kv.kv_stats import LOCAL, REMOTE, STORE
+from engine.kv.kv_view import KvView
 from engine.lending.borrower import (
     NONE_HELD,
     Abandon,
@@ -34,8 +34,8 @@ from engine.lending.borrower import (
 )
 from engine.lending.fast_path import FastPath, Word
 from engine.lending.loan import BorrowRequest, Loan, Posted, Quarantined, ReadCompletion
-from engine.lending.reads.block_reads import LocalRank, Rank, ReadProgress, RemoteRank
-from engine.lending.sources import LenderSource, LoanSource, TierSource
+from engine.lending.reads.block_reads import LocalRank, Rank, RemoteRank
+from engine.lending.sources import LenderSource, LoanSource
 from engine.lending.store.loans import StoreLoans
 from engine.lending.store.source import StoreSource
 from engine.messages.from_engine import FromEngine
@@ -60,7 +60,7 @@ class BorrowerManager:
 
     def __init__(
         self,
-        kv_cache: KVCacheManager,
+        kv_cache: KvView,
         transport_name: str,
         emit: Callable[[FromEngine], None],
         post: Callable[[Posted], None],
@@ -78,6 +78,7 @@ class BorrowerManager:
         Loans whose reads make no progress for `read_silence_s` fail.
         """
         self._kv_cache = kv_cache
+        self._cached = kv_cache.cached
         self._transport_name = transport_name
         self._emit = emit
         self._post = post
@@ -87,12 +88,10 @@ class BorrowerManager:
         self._fast_path = fast_path
         self._read_silence_s = read_silence_s
         self._looked_at = 0.0
-        self._below = ReadProgress(kv_cache.clock)
-        """Progress of reads from the tiers."""
         self.store = StoreLoans(kv_cache, own, others, post, self._open, self._handle, self._hedge_after_s)
-        """Loans from the shared store."""
+        """Loans from the stores below the pool."""
         self._loans: dict[str, Loan] = {}
-        self._blocks_per_read = max(1, BLOCK_READ_BYTES // kv_cache.layout.block_bytes)
+        self._blocks_per_read = max(1, BLOCK_READ_BYTES // self._cached.layout.block_bytes)
 
     @property
     def num_loans(self) -> int:
@@ -116,7 +115,7 @@ class BorrowerManager:
         """
         loan_id = wanted.sequence.request_id
         assert loan_id not in self._loans
-        return self._restore(wanted) or self.store.take(wanted) or self._borrow(wanted)
+        return self.store.take_local(wanted) or self._take_from_others(wanted)
 
     def started(self, message: LoanStarted) -> None:
         self._fast_path.met(message.endpoint)
@@ -151,7 +150,7 @@ class BorrowerManager:
 
     def _start(self, loan: Loan, lender: LenderSource, message: LoanStarted) -> None:
         times = loan.wanted.account.times
-        times["loan_started"] = loan.heard_at = self._kv_cache.clock()
+        times["loan_started"] = loan.heard_at = self._cached.clock()
         times["lender_queued_s"] = message.queued_ms / 1e3
         lender.cached_end = lender.fetched_end = message.cached_end_block
         course, end = loan.wanted.course, message.end_block
@@ -169,7 +168,7 @@ class BorrowerManager:
 
     def _announce(self, loan: Loan, lender: LenderSource, message: LoanBlocks) -> None:
         times = loan.wanted.account.times
-        times["last_blocks_ready"] = loan.heard_at = self._kv_cache.clock()
+        times["last_blocks_ready"] = loan.heard_at = self._cached.clock()
         times.setdefault("first_blocks_ready", loan.heard_at)
         if message.fetched:
             lender.fetched_end = message.first + len(message.block_ids)
@@ -187,7 +186,7 @@ class BorrowerManager:
         if (pair := self._of_lender(message.request_id)) is None:
             return
         loan, machine, sequence = pair[0], pair[0].machine, pair[0].wanted.sequence
-        silent_s = min(message.silent_s, self._kv_cache.clock() - loan.heard_at)
+        silent_s = min(message.silent_s, self._cached.clock() - loan.heard_at)
         if silent_s < self._hedge_after_s(machine.end - machine.bound_end):
             return
         loan.silent_s = loan.silent_s or silent_s
@@ -199,7 +198,7 @@ class BorrowerManager:
     def claim(self, sequence: Sequence, num_tokens: int) -> None:
         """Take the blocks of the sequence's first `num_tokens` from its hedged loan: a step computes them."""
         loan = self._loans[sequence.request_id]
-        end = self._kv_cache.layout.blocks_for(num_tokens)
+        end = self._cached.layout.blocks_for(num_tokens)
         loan.wanted.account.hedged_blocks += max(0, min(end, loan.machine.end) - loan.machine.claimed_end)
         self._handle(loan, Claimed(end))
 
@@ -209,10 +208,10 @@ class BorrowerManager:
 
     def _hedge_after_s(self, num_blocks: int) -> float:
         """Return the seconds in which this engine would compute `num_blocks`, by its measured speed."""
-        speed = self._kv_cache.rates.prefill_tokens_per_s
+        speed = self._cached.speeds.prefill_tokens_per_s
         if speed is None:
             return HEDGE_UNMEASURED_S
-        return max(HEDGE_AFTER_S, num_blocks * self._kv_cache.layout.block_tokens / speed)
+        return max(HEDGE_AFTER_S, num_blocks * self._cached.layout.block_tokens / speed)
 
     def cancel(self, loan_id: str) -> None:
         """Cancel a loan.
@@ -225,14 +224,14 @@ class BorrowerManager:
     def read_completed(self, message: ReadCompletion) -> None:
         loan = message.loan
         if isinstance(loan.source, LenderSource):
-            self._kv_cache.counts.read_ends(self._kv_cache.clock())
+            self._cached.counts.read_ends(self._cached.clock())
         if message.peer_gone:
             loan.source.gone()
         if (quarantined := loan.quarantined.get(message.first)) is not None:
             quarantined.writing.discard(message.rank)
             if not quarantined.writing:
                 del loan.quarantined[message.first]
-                self._kv_cache.pool.unquarantine(quarantined.blocks)
+                self._cached.pool.unquarantine(quarantined.blocks)
         elif (block_read := loan.block_reads.get(message.first)) is not None:
             del block_read[message.rank]
             if not block_read:
@@ -244,7 +243,7 @@ class BorrowerManager:
 
         The network path or one rank of the lender is broken then. Posted reads stay quarantined.
         """
-        now = self._kv_cache.clock()
+        now = self._cached.clock()
         self.store.give_up(self._loans.values(), now)
         if not self._loans or now - self._looked_at < self._read_silence_s / LOOKS_PER_SILENCE:
             return
@@ -256,29 +255,6 @@ class BorrowerManager:
 
     # ------------------------------------------------------------------ the sources in turn
 
-    def _restore(self, wanted: BorrowRequest) -> bool:
-        """Borrow from the tiers, if they hold the next blocks."""
-        tiers, first = self._kv_cache.tiers, len(wanted.sequence.keys)
-        if tiers is None or first >= len(wanted.course.names):
-            return False
-        count = self._kv_cache.num_restorable(wanted.course.names[first:])
-        held = wanted.course.names[first : first + count]
-        source = TierSource(tiers, held, self._kv_cache.write_block, self._own, self._others, self._below)
-        self._looked_below(len(wanted.course.names) - first, source)
-        if not count:
-            return False
-        loan = self._open(wanted, source, first, first + count)
-        wanted.account.times["restore_started"] = self._kv_cache.clock()
-        self._handle(loan, Started(loan.machine.end))
-        self._handle(loan, Announced(first, tuple(range(count)), source.fingerprints()))
-        return True
-
-    def _looked_below(self, num_blocks: int, source: TierSource) -> None:
-        """Count the lookup; blocks that would take longer to restore than to compute count as misses."""
-        in_host, on_disk = source.num_held(HOST), source.num_held(DISK)
-        self._kv_cache.counts.looked(HOST, num_blocks, in_host)
-        self._kv_cache.counts.looked(DISK, num_blocks - in_host, on_disk)
-
     def _borrow(self, wanted: BorrowRequest) -> bool:
         """Borrow from the lender, if there is one and blocks are missing."""
         sequence = wanted.sequence
@@ -289,16 +265,17 @@ class BorrowerManager:
             sequence.request_id,
             wanted.lender_computes,
             self._ranks,
-            self._kv_cache.layout.block_bytes,
+            self._cached.layout.block_bytes,
             self._emit,
         )
         self._open(wanted, lender, first, len(wanted.course.names), may_be_part=not wanted.lender_computes)
-        self._kv_cache.counts.looked(REMOTE, len(wanted.course.names) - first, 0)
-        wanted.account.times["loan_opened"] = self._kv_cache.clock()
+        self._cached.counts.looked(REMOTE, len(wanted.course.names) - first, 0)
+        wanted.account.times["loan_opened"] = self._cached.clock()
         lender.open(wanted.course.first, wanted.course.end, self._fast_path.expect(sequence.request_id))
         return True
 
     def _open(self, wanted: BorrowRequest, source: LoanSource, first: int, end: int, may_be_part: bool = False) -> Loan:
+        self._kv_cache.wait_for_loan(wanted.sequence)
         machine = Borrower(first, end, self._blocks_per_read, may_be_part, self._grid)
         loan = self._loans[wanted.sequence.request_id] = Loan(wanted, machine, source)
         return loan
@@ -332,12 +309,12 @@ class BorrowerManager:
                     self._close(loan, mismatched, failure, lost_blocks, isinstance(event, Cancelled))
         if sequence.hedged:
             hold = loan.machine.hold_at if not loan.machine.done else None
-            sequence.held_at = None if hold is None else hold * self._kv_cache.layout.block_tokens
+            sequence.held_at = None if hold is None else hold * self._cached.layout.block_tokens
 
     def _read(self, loan: Loan, first: int, block_ids: tuple[int, ...]) -> None:
         blocks = loan.wanted.sequence.blocks[first : first + len(block_ids)]
         if isinstance(loan.source, LenderSource):
-            self._kv_cache.counts.reads_begin(len(self._ranks), self._kv_cache.clock())
+            self._cached.counts.reads_begin(len(self._ranks), self._cached.clock())
         loan.block_reads[first] = dict(
             enumerate(loan.source.start_read(block_ids, blocks, partial(self._quiet, loan, first)))
         )
@@ -375,31 +352,27 @@ class BorrowerManager:
         del self._loans[wanted.sequence.request_id]
         account.mismatched_blocks += mismatched
         if isinstance(loan.source, LenderSource):
-            self._kv_cache.counts.num_mismatched += mismatched
+            self._cached.counts.num_mismatched += mismatched
         if failure and not cancelled:
             self._name_failure(loan, mismatched, failure)
         if isinstance(loan.source, LenderSource):
             self._fast_path.forget(wanted.sequence.request_id)
-            account.times["loan_closed"] = self._kv_cache.clock()
+            account.times["loan_closed"] = self._cached.clock()
             if account.moved_blocks:
                 account.lanes = loan.source.lanes
-        elif isinstance(loan.source, StoreSource):
-            account.times["fetched"] = self._kv_cache.clock()
-            seconds = account.times["fetched"] - account.times["fetch_started"]
-            self._kv_cache.store_rates.restored(account.store_blocks * self._kv_cache.layout.block_bytes, seconds)
         else:
-            account.times["restored"] = self._kv_cache.clock()
-            seconds = account.times["restored"] - account.times["restore_started"]
-            self._kv_cache.rates.restored(account.restored_blocks * self._kv_cache.layout.block_bytes, seconds)
+            self.store.closed(loan)
         loan.source.close()
         if not cancelled and (lost_blocks or not self._ask_next(loan)):
             wanted.owner.loan_over(wanted.sequence, lost_blocks)
 
     def _ask_next(self, loan: Loan) -> bool:
         """Ask the source after a loan's own, if there is one; return whether one was asked."""
-        if isinstance(loan.source, TierSource):
-            return self.store.take(loan.wanted) or self._borrow(loan.wanted)
-        return False
+        is_local = isinstance(loan.source, StoreSource) and loan.source.is_local
+        return is_local and self._take_from_others(loan.wanted)
+
+    def _take_from_others(self, wanted: BorrowRequest) -> bool:
+        return self.store.take_shared(wanted) or self._borrow(wanted)
 
     def _name_failure(self, loan: Loan, mismatched: int, failure: str) -> None:
         """Name a loan's failure in the account, and tell its source of a block that arrived wrong."""
@@ -408,41 +381,39 @@ class BorrowerManager:
             case LenderSource():
                 silence = f"the lender was silent for {loan.silent_s:.1f} s: " if loan.silent_s else ""
                 account.loan_failure = silence + failure
-            case StoreSource():
+            case StoreSource(is_local=is_local):
                 if failure == NONE_HELD:
                     return  # a miss
-                account.store_failure = failure
+                account.store_failed(is_local, failure)
                 if mismatched:
                     loan.source.spoiled(loan.next_name)
-            case _:
-                account.restore_failure = failure
-                loan.source.spoiled(loan.next_name)
 
     def _count(self, loan: Loan, first: int, end: int) -> None:
         account, course = loan.wanted.account, loan.wanted.course
         count = course.num_chain_blocks(first, end)
         if isinstance(loan.source, StoreSource):
-            account.store_blocks += count
-            self._kv_cache.counts.found(STORE, count)
+            if loan.source.is_local:
+                account.restored_blocks += count
+            else:
+                account.store_blocks += count
+            self._cached.counts.found(LOCAL if loan.source.is_local else STORE, count)
             return
-        if not isinstance(loan.source, LenderSource):
-            account.restored_blocks += count
-            return
+        assert isinstance(loan.source, LenderSource)
         cached_end = min(end, max(first, loan.source.cached_end))
         fetched_end = min(end, max(cached_end, loan.source.fetched_end))
         cached = course.num_chain_blocks(first, cached_end)
         fetched = course.num_chain_blocks(cached_end, fetched_end)
         account.moved_blocks += count
-        account.moved_bytes += (end - first) * self._kv_cache.layout.block_bytes
-        self._kv_cache.counts.found(REMOTE, count)
-        self._kv_cache.counts.read_bytes += (end - first) * self._kv_cache.layout.block_bytes
+        account.moved_bytes += (end - first) * self._cached.layout.block_bytes
+        self._cached.counts.found(REMOTE, count)
+        self._cached.counts.read_bytes += (end - first) * self._cached.layout.block_bytes
         account.lender_cached_blocks += cached
         account.lender_fetched_blocks += fetched
         account.lender_computed_blocks += count - cached - fetched
         account.transport = self._transport_name
-        account.times["last_bound"] = self._kv_cache.clock()
+        account.times["last_bound"] = self._cached.clock()
 
     def _split(self, fingerprints: bytes) -> tuple[bytes, ...]:
         """Split fingerprints into one entry per block."""
-        width = 8 * self._kv_cache.layout.kv_heads
+        width = 8 * self._cached.layout.kv_heads
         return tuple(fingerprints[i : i + width] for i in range(0, len(fingerprints), width))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from engine.kv.block_pool import BlockPool
+from engine.kv.pool import KvPool
 from engine.lending.loan import ConnectionRead, Posted
 from engine.lending.reads.block_reads import Rank
 from engine.messages.from_engine import Connected, FromEngine
@@ -38,7 +38,7 @@ class Connections:
 
     def __init__(
         self,
-        pool: BlockPool,
+        pool: KvPool,
         emit: Callable[[FromEngine], None],
         post: Callable[[Posted], None],
         ranks: Seq[Rank],

@@ -7,8 +7,8 @@ from itertools import islice, takewhile
 from engine.block_keys import BlockKey, block_keys, root_key
 from engine.core_types import Sequence
 from engine.kv.course import Course
-from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import POOL
+from engine.kv.kv_view import KvView
 from engine.lending.borrower_manager import BorrowerManager
 from engine.lending.fast_path import FastPath
 from engine.lending.lender import (
@@ -60,7 +60,7 @@ class LenderManager:
 
     def __init__(
         self,
-        kv_cache: KVCacheManager,
+        kv_cache: KvView,
         borrowing: BorrowerManager,
         model_fingerprint: bytes,
         emit: Callable[[FromEngine], None],
@@ -75,6 +75,7 @@ class LenderManager:
         model computes; None: neither adapters nor items.
         """
         self._kv_cache = kv_cache
+        self._cached = kv_cache.cached
         self._borrower_manager = borrowing
         self._model_fingerprint = model_fingerprint
         self._emit = emit
@@ -117,14 +118,14 @@ class LenderManager:
         missing: set[BlockKey] = set()
         for loan_id in self._waiting:
             keys = self._loans[loan_id].keys
-            missing.update(keys[len(self._kv_cache.pool.match(keys)) :])
+            missing.update(keys[len(self._cached.pool.match(keys)) :])
         for loan in self._loans.values():
             if loan.job is not None:
                 missing.difference_update(loan.keys)
-        return len(missing) * self._kv_cache.layout.block_tokens
+        return len(missing) * self._cached.layout.block_tokens
 
     def open(self, request: Lend) -> None:
-        width = self._kv_cache.layout.block_tokens
+        width = self._cached.layout.block_tokens
         num_blocks = request.num_blocks(width)
         if request.loan_id in self._loans or not request.first_block < num_blocks:
             self._refuse(request.loan_id, f"no block is requested in [{request.first_block}, {num_blocks})", bad=True)
@@ -132,17 +133,15 @@ class LenderManager:
             self._refuse(request.loan_id, f"this worker has no adapter {request.adapter.hex()}", bad=True)
         elif request.items and not self._reads_media:
             self._refuse(request.loan_id, "this worker's engine reads no media", bad=True)
-        elif self._kv_cache.layout.blocks_for(num_blocks * width) > self._kv_cache.pool.num_blocks:
-            self._refuse(
-                request.loan_id, f"{num_blocks} blocks in a pool of {self._kv_cache.pool.num_blocks}", bad=False
-            )
+        elif self._cached.layout.blocks_for(num_blocks * width) > self._cached.pool.num_blocks:
+            self._refuse(request.loan_id, f"{num_blocks} blocks in a pool of {self._cached.pool.num_blocks}", bad=False)
         elif request.may_compute and len(self._waiting) >= self._max_queued:
             self._refuse(request.loan_id, f"{len(self._waiting)} loans wait already", bad=False)
         else:
             keys = self._keys(request)
             course = self._kv_cache.course_between(keys, request.first_block, len(keys))
             machine = LenderLoan(course.start)
-            loan = _Loan(request, machine, self._next_arrival(), self._kv_cache.clock(), keys, course, course.start)
+            loan = _Loan(request, machine, self._next_arrival(), self._cached.clock(), keys, course, course.start)
             self._loans[request.loan_id] = loan
             if not request.may_compute:
                 if not self._try_start(loan):
@@ -183,7 +182,7 @@ class LenderManager:
         elif sequence.num_remaining == 0:
             self._end_job(loan)
         elif not loan.request.may_compute:
-            self._lose(loan, "the blocks of a lower tier could not be restored")
+            self._lose(loan, "blocks of the local store could not be restored")
 
     def _end_job(self, loan: _Loan) -> None:
         """End a job that is computed, and the loan with it where a block was not kept that its end needs."""
@@ -229,7 +228,7 @@ class LenderManager:
         computing = [(other.job, other.keys) for other in self._loans.values() if other.job is not None]
         if not computing:
             return False
-        num_cached = len(self._kv_cache.pool.match(loan.keys))
+        num_cached = len(self._cached.pool.match(loan.keys))
         if num_cached == len(loan.keys):
             return False
         missing = loan.keys[num_cached]
@@ -244,10 +243,12 @@ class LenderManager:
         self._waiting.clear()
 
     def _try_start(self, loan: _Loan) -> bool:
-        request, width, keys = loan.request, self._kv_cache.layout.block_tokens, loan.keys
+        request, width, keys = loan.request, self._cached.layout.block_tokens, loan.keys
         if not request.may_compute:
-            num_cached = self._kv_cache.num_cached(keys)
-            keys = keys[: num_cached + self._kv_cache.num_restorable(keys[num_cached:])]
+            end = self._kv_cache.num_cached(keys)
+            if not self._kv_cache.resumes_at_boundaries:
+                end += self._cached.num_restorable(keys[end:])
+            keys = keys[:end]
         end = max(len(keys), request.first_block)
         if end < len(loan.keys):
             loan.course = self._kv_cache.course_between(loan.keys, request.first_block, end)
@@ -266,9 +267,9 @@ class LenderManager:
             tail=tuple(request.token_ids[num_tokens : max(num_tokens + 1, items[-1].end if items else 0)]),
             items=items,
         )
-        if not self._kv_cache.start(job, keys, self._kv_cache.layout.blocks_for(job.num_tokens_with_items)):
+        if not self._kv_cache.start(job, keys, self._cached.layout.blocks_for(job.num_tokens_with_items)):
             return False
-        self._kv_cache.counts.looked(POOL, len(loan.keys), job.num_computed // width)
+        self._cached.counts.looked(POOL, len(loan.keys), job.num_computed // width)
         loan.job, loan.fetching = job, True
         cached = self._next_of(loan, dict(zip(job.keys, job.blocks, strict=True)))
         loan.num_announced += len(cached)
@@ -286,14 +287,14 @@ class LenderManager:
         for action in handle(loan.machine):
             match action:
                 case SendStarting(_, cached_end):
-                    queued_ms = (self._kv_cache.clock() - loan.asked_at) * 1e3
+                    queued_ms = (self._cached.clock() - loan.asked_at) * 1e3
                     self._say(loan, LendStarting(loan_id, loan.course.end, cached_end, queued_ms))
                 case Announce(first, block_ids, fetched):
-                    self._kv_cache.pool.acquire(block_ids)
-                    fingerprints = self._kv_cache.fingerprints_of(block_ids)
+                    self._cached.pool.acquire(block_ids)
+                    fingerprints = self._cached.fingerprints_of(block_ids)
                     self._say(loan, LendReady(loan_id, first, block_ids, fingerprints, fetched))
                 case Unhold(block_ids):
-                    self._kv_cache.pool.release(block_ids)
+                    self._cached.pool.release(block_ids)
                 case StopComputing():
                     self._stop_job(loan)
                 case Refuse(reason, bad_request):
@@ -303,7 +304,7 @@ class LenderManager:
             if loan_id in self._waiting:
                 self._waiting.remove(loan_id)
             else:
-                self._kv_cache.pool.touch(loan.keys)
+                self._cached.pool.touch(loan.keys)
 
     def _say(self, loan: _Loan, message: LendStarting | LendReady) -> None:
         self._fast_path.announce(loan.request.fast_path, message)
@@ -313,7 +314,7 @@ class LenderManager:
         return root_key(self._model_fingerprint, request.cache_salt, request.adapter)
 
     def _keys(self, request: Lend) -> list[BlockKey]:
-        width = self._kv_cache.layout.block_tokens
+        width = self._cached.layout.block_tokens
         token_ids = request.token_ids[: request.num_blocks(width) * width]
         return block_keys(self._root(request), token_ids, width, request.items)
 

@@ -6,7 +6,7 @@ from typing import Protocol
 from engine.block_keys import BlockKey
 from engine.core_types import Sequence
 from engine.kv.course import Course
-from engine.kv.store.shared_store import Fetched
+from engine.kv.store.kv_store import Fetched
 from engine.lending.borrower import Borrower
 from engine.lending.reads.block_reads import RankRead
 from engine.lending.sources import LoanSource
@@ -42,6 +42,11 @@ class BorrowRequest:
     owner: LoanOwner
     reads_store: bool = False
     """Whether the placement counts on blocks in the shared store."""
+
+    @property
+    def missing(self) -> list[BlockKey]:
+        """Names of the blocks that the sequence does not have yet."""
+        return self.course.names[len(self.sequence.keys) :]
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +91,7 @@ class ReadCompletion:
 
 @dataclass(frozen=True, slots=True)
 class StoreFound:
-    """Message from another thread: the shared store seems to hold the next `num_blocks` blocks."""
+    """Message from another thread: a store seems to hold the next `num_blocks` blocks."""
 
     loan: Loan
     num_blocks: int
@@ -94,7 +99,7 @@ class StoreFound:
 
 @dataclass(frozen=True, slots=True)
 class StoreFetched:
-    """Message from another thread: the shared store's answer to the fetch of the blocks from `first` on."""
+    """Message from another thread: a store's answer to the fetch of the blocks from `first` on."""
 
     loan: Loan
     first: int

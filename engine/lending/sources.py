@@ -1,4 +1,4 @@
-"""Sources of a loan's blocks: another worker's pool, this engine's own tiers below its pool, or the shared store.
+"""Sources of a loan's blocks: another worker's pool, or a store below this engine's own.
 
 The borrower's state machine is the same for all. They differ in who reads, who is told of releases, and what happens
 to a block that arrived wrong.
@@ -7,16 +7,12 @@ to a block that arrived wrong.
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.block_keys import BlockKey
-from engine.kv.rows import Place
-from engine.kv.tiers.tier_jobs import Held
-from engine.kv.tiers.tiers import Tiers
 from engine.lending.fast_path import Word
 from engine.lending.reads.block_reads import LocalRank, Rank, RankRead, ReadProgress, ReadRun, RemoteRank
 from engine.messages.from_engine import CloseLoan, FromEngine, OpenLoan, ReleaseLoan
@@ -45,7 +41,7 @@ class LoanSource(ABC):
     def spoiled(self, key: BlockKey) -> None:  # noqa: B027 - a lender checks its own blocks
         """Process that a block could not be read, or differs from its announcement."""
 
-    def gone(self) -> None:  # noqa: B027 - the tiers are always there
+    def gone(self) -> None:  # noqa: B027 - a store has no connection
         """Process that the holder of the blocks is gone."""
 
     @abstractmethod
@@ -139,77 +135,19 @@ class RankCopies:
     def start(
         self,
         read: ReadRun,
-        place: Callable[[int], Place],
+        content: Callable[[int], NDArray[np.uint8]],
         block_ids: Sequence[int],
         blocks: Sequence[int],
         on_quiet: RankQuiet,
     ) -> list[RankRead]:
         """Start copying `block_ids` into `blocks`.
 
-        `read` copies into this process's part. The other ranks copy from the `place` of each block by themselves.
+        `read` copies into this process's part. The other ranks copy the `content` of each block by themselves.
         """
         started: list[RankRead] = []
         if self._own is not None:
             started.append(self._own.follow(read, block_ids, blocks, partial(on_quiet, 0), [self._progress]))
-        places = [place(index) for index in block_ids]
+        contents = [content(index) for index in block_ids]
         for number, rank in enumerate(self._others, len(started)):
-            started.append(rank.start_copy(places, blocks, partial(on_quiet, number)))
+            started.append(rank.start_copy(contents, blocks, partial(on_quiet, number)))
         return started
-
-
-class TierSource(LoanSource):
-    """Blocks that this engine's pool evicted.
-
-    Tiers hold whole blocks, from which each rank reads its part: rank 0 on the tiers' thread, the others by themselves.
-    Block ids are indices into the run of blocks that the loan is for.
-    """
-
-    def __init__(
-        self,
-        tiers: Tiers,
-        keys: Sequence[BlockKey],
-        write_block: WriteBlock,
-        own: LocalRank | None,
-        others: Sequence[RemoteRank],
-        progress: ReadProgress,
-    ) -> None:
-        """Create the source.
-
-        The tiers hold `keys` until `close`; `progress` covers all reads of these tiers.
-        """
-        self._tiers = tiers
-        self._held: list[Held] = tiers.pin(keys)
-        self._write_block = write_block
-        self._copies = RankCopies(own, others, progress)
-        self._progress = progress
-
-    def num_held(self, tier: str) -> int:
-        """Return how many of its blocks are read from `tier`."""
-        return sum(item.tier == tier for item in self._held)
-
-    def fingerprints(self) -> tuple[bytes, ...]:
-        return self._tiers.fingerprints(self._held)
-
-    def start_read(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[RankRead]:
-        def read(block_ids: Sequence[int], blocks: Sequence[int]) -> list[Future[None]]:
-            return [self._read(block_ids, blocks)]
-
-        return self._copies.start(read, self._place, block_ids, blocks, on_quiet)
-
-    def _place(self, index: int) -> Place:
-        return self._tiers.place(self._held[index])
-
-    def _read(self, block_ids: Sequence[int], blocks: Sequence[int]) -> "Future[None]":
-        def write(index: int, content: NDArray[np.uint8]) -> None:
-            self._write_block(blocks[index], content)
-
-        reading = self._tiers.read([self._held[place] for place in block_ids], write)
-        self._progress.follow(reading)
-        return reading
-
-    def spoiled(self, key: BlockKey) -> None:
-        self._tiers.forget([key])
-
-    def close(self) -> None:
-        self._tiers.unpin(self._held)
-        self._held = []

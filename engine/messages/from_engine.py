@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.core_types import FinishReason, GpuDevice, RequestFailure, TokenLogprobs
-from engine.kv.block_pool import CacheEvent
+from engine.kv.events import CacheEvent
 from engine.media.items import Item
 
 
@@ -70,7 +70,7 @@ class KvAccount:
     lender_computed_blocks: int = 0
     lender_fetched_blocks: int = 0
     restored_blocks: int = 0
-    """Blocks restored from this engine's own tiers."""
+    """Blocks restored from the local store, in main memory or on a disk of this host."""
     store_blocks: int = 0
     """Blocks fetched from the store that workers share."""
     transport: str = ""
@@ -79,11 +79,13 @@ class KvAccount:
     """Blocks computed here because the lender was silent, while its loan was open."""
     loan_failure: str = ""
     restore_failure: str = ""
-    """Reason why restoring from the tiers ended early."""
+    """Reason why restoring from the local store ended early."""
     store_failure: str = ""
     """Reason why fetching from the shared store ended early."""
     pinned_blocks: int = 0
     """Blocks of the prompt that stay in the pool, as the request asked."""
+    pins_gave_way: int = 0
+    """Blocks of the prompt that an earlier request pinned and that gave way to other requests before their time."""
     stored_blocks: int = 0
     """Blocks of a request without output that the shared store has, or is being given."""
     preemptions: int = 0
@@ -91,6 +93,13 @@ class KvAccount:
     recomputed_tokens: int = 0
     """Tokens computed again because they were no longer cached after a preemption; `computed_tokens` excludes them."""
     times: dict[str, float] = field(default_factory=dict)
+
+    def store_failed(self, is_local: bool, reason: str) -> None:
+        """Record why reading from the local store, or from the shared one, ended early."""
+        if is_local:
+            self.restore_failure = reason
+        else:
+            self.store_failure = reason
 
 
 class Token(NamedTuple):
@@ -231,6 +240,8 @@ class KvUse(NamedTuple):
     read_s: float
     """Seconds during which reads from other workers were in flight."""
     mismatched: int
+    pins_gave_way: int = 0
+    """Pinned blocks that gave way to requests."""
     store: tuple[tuple[str, int], ...] = ()
     """Blocks of the shared store, by what became of them: see `StoreCounts` of `engine/kv/store/block_store.py`."""
 

@@ -2,15 +2,12 @@
 
 from collections.abc import Callable
 
-from engine.config import WorkerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core_types import GpuDevice
 from engine.engine_kind import OFF
-from engine.kv.layout import KvLayout
-from engine.kv.rows import Allocate, private_rows
-from engine.kv.store.opening import open_store
-from engine.kv.tiers.tiers import TierConfig, Tiers
+from engine.kv.rows import private_rows
+from engine.kv.store.opening import open_stores
 from engine.lending.fast_path import FastPathLink
 from engine.messages.from_engine import FromEngine
 from engine.model_runner import ModelRunner
@@ -42,16 +39,12 @@ def open_core(
     config = spec.config
     fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
     allocate = private_rows if ranks is None else ranks.memory.take
-    tiers = _open_tiers(config, runner.layout, fingerprint, allocate)
-    store = open_store(config, runner.layout, fingerprint, allocate)
+    stores = open_stores(config, runner.layout, fingerprint, allocate)
     others = () if ranks is None else ranks.followers
-    if tiers is not None and tiers.disk_path is not None:
-        for follower in others:
-            follower.open_disk(tiers.disk_path)
     speculator = _open_speculator(spec, runner)
     limits = limits_of(spec, runner.gpu)
     return EngineCore(
-        runner, transport, limits, emit, wake, tiers, store, speculator=speculator, others=others, fast_path=fast_path
+        runner, transport, limits, emit, wake, stores, speculator=speculator, others=others, fast_path=fast_path
     )
 
 
@@ -86,10 +79,3 @@ def _open_speculator(spec: EngineSpec, runner: ModelRunner) -> Speculator | None
     return Speculator(
         NgramProposer() if chosen == NGRAM else DraftModelProposer(runner), spec.config.speculation_tokens
     )
-
-
-def _open_tiers(config: WorkerConfig, layout: KvLayout, model_fingerprint: bytes, allocate: Allocate) -> Tiers | None:
-    if not config.kv_host_memory_mib and config.kv_disk_dir is None:
-        return None
-    tiers = TierConfig(config.kv_host_memory_mib << 20, config.kv_disk_dir, config.kv_disk_mib << 20)
-    return Tiers(tiers, layout.block_bytes, layout.kv_heads, model_fingerprint, allocate=allocate)

@@ -4,13 +4,11 @@ Steps use another way: for followers of the torch engine see `steps.py`; vLLM ha
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.kv.layout import KvLayout
-from engine.tensor_parallel.shared_memory import SharedPlace
 from kvtransfer.ranks import BlockPart
 
 HEARTBEAT_S = 0.2
@@ -31,13 +29,11 @@ class ReadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class CopyBlocks:
-    """Copy this rank's part of whole blocks at `places` into `blocks`; answered by BlocksRead, once.
-
-    A rank on another node gets its parts themselves.
-    """
+    """Copy this rank's part of whole blocks into `blocks`; answered by BlocksRead, once."""
 
     number: int
-    places: tuple[SharedPlace | bytes, ...]
+    sources: tuple[int | bytes, ...]
+    """Offsets of the blocks in shared memory; a rank on another node gets its parts themselves."""
     blocks: tuple[int, ...]
 
 
@@ -50,13 +46,6 @@ class Gather:
 
     blocks: tuple[int, ...]
     offset: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class OpenDisk:
-    """Open the disk tier's file for reading. Rank 0 has locked it."""
-
-    path: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +81,7 @@ class Fingerprint:
     blocks: tuple[int, ...]
 
 
-ToFollower = ReadBlocks | CopyBlocks | Gather | OpenDisk | Withdraw | Copy | Drop | Fingerprint
+ToFollower = ReadBlocks | CopyBlocks | Gather | Withdraw | Copy | Drop | Fingerprint
 
 # ---------------------------------------------------------------------------------------- from a follower
 

@@ -25,7 +25,6 @@ from engine.tensor_parallel.messages import (
     FromFollower,
     Gather,
     Heartbeat,
-    OpenDisk,
     ReadBlocks,
     Withdraw,
 )
@@ -111,8 +110,6 @@ def serve_part(
             case Gather(blocks, int(offset)):
                 copies.gather(blocks, offset)
                 engine.send(Answer())
-            case OpenDisk(path):
-                copies.open_disk(path)
             case Withdraw(number):
                 pending_read = block_reads.get(number)
                 engine.send(Answer(tuple(pending_read.withdraw()) if pending_read is not None else ()))

@@ -5,20 +5,11 @@ The memory is an unnamed file whose descriptor the followers inherit. It only gr
 
 import mmap
 import os
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.hardware.main_memory import check_fits
-
-
-class SharedPlace(NamedTuple):
-    """Place of a whole block, as followers are told it."""
-
-    offset: int
-    on_disk: bool
-    """Whether `offset` is one of the disk tier's file, instead of the shared memory."""
 
 
 class SharedMemory:

@@ -86,6 +86,7 @@ def _of_kv(kv: KvUse) -> Iterator[Metric]:
             "Blocks from other workers with a wrong fingerprint; none of them was used.",
             kv.mismatched,
         ),
+        "kv_pins_gave_way": ("Pinned blocks that gave way to requests before their time.", kv.pins_gave_way),
     }
     for name, (about, value) in reads.items():
         yield CounterMetricFamily(f"tandem_engine_{name}", about, value=float(value))

@@ -5,18 +5,19 @@ take the place's latency. Blocks have no bytes.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.block_keys import BlockKey
-from engine.kv.block_pool import CacheEvent, Removed, Stored
+from engine.kv.events import CacheEvent, Removed, Stored
 from engine.kv.layout import KvLayout
 from engine.kv.store.block_store import FETCH_BYTES, FETCHES_AT_ONCE, WRITE_BYTES
-from engine.kv.store.shared_store import Fetched, SharedStore
+from engine.kv.store.kv_store import Fetched, KvStore
 from simulator.cluster.clock import VirtualClock
 from simulator.cluster.links import Links
 from simulator.cluster.runner import NO_BYTES
@@ -59,7 +60,7 @@ class VirtualPlace:
         return next((at for at, key in enumerate(keys) if key not in self.blocks), len(keys))
 
 
-class VirtualStore(SharedStore):
+class VirtualStore(KvStore):
     """The store of one worker."""
 
     identity = NAME
@@ -76,7 +77,8 @@ class VirtualStore(SharedStore):
         self._max_writes = max(4, WRITE_BYTES // layout.block_bytes)
         self._to_write: dict[BlockKey, BlockKey] = {}
         self._writing: dict[BlockKey, BlockKey] = {}
-        self._known: set[BlockKey] = set()
+        self._known: dict[BlockKey, BlockKey] = {}
+        """Parents by key."""
         self._events: list[CacheEvent] = []
         self._num_fetching = 0
         self._waiting: list[tuple[Sequence[BlockKey], Callable[[Fetched], object]]] = []
@@ -92,6 +94,12 @@ class VirtualStore(SharedStore):
 
     def lacks(self, key: BlockKey) -> bool:
         return key not in self._known and key not in self._to_write and key not in self._writing
+
+    def num_known(self, keys: Iterable[BlockKey]) -> int:
+        return sum(1 for _ in takewhile(self._known.__contains__, keys))
+
+    def known_keys(self) -> list[BlockKey]:
+        return list(self._known)
 
     def put(self, parent: BlockKey, key: BlockKey, content: NDArray[np.uint8], fingerprint: bytes) -> None:
         self._to_write[key] = parent
@@ -129,6 +137,9 @@ class VirtualStore(SharedStore):
     def take_events(self) -> list[CacheEvent]:
         events, self._events = self._events, []
         return events
+
+    def snapshot(self) -> list[CacheEvent]:
+        return [Stored(parent, (key,), shared=True) for key, parent in self._known.items()]
 
     def close(self) -> None:
         self._to_write.clear()
@@ -175,9 +186,9 @@ class VirtualStore(SharedStore):
 
     def _know(self, parent: BlockKey, key: BlockKey) -> None:
         if key not in self._known:
-            self._known.add(key)
+            self._known[key] = parent
             self._events.append(Stored(parent, (key,), shared=True))
 
     def _forget(self, key: BlockKey) -> None:
-        self._known.discard(key)
+        self._known.pop(key, None)
         self._events.append(Removed((key,), shared=True))

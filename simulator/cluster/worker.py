@@ -20,7 +20,7 @@ from engine.core.loan_host import EngineLimits, Input
 from engine.core_types import Chunk
 from engine.core_types import Sequence as Chain
 from engine.kv.layout import KvLayout
-from engine.kv.store.shared_store import SharedStore
+from engine.kv.store.kv_store import KvStore
 from engine.messages.from_engine import FromEngine, Ready
 from simulator.cluster.clock import ScheduledEvent, VirtualClock
 from simulator.cluster.runner import UNLIMITED_CONTEXT, BytelessRunner, token_of
@@ -72,7 +72,7 @@ class SimWorker:
         transport: VirtualTransport,
         listener: Listener,
         skip: bool = True,
-        store: SharedStore | None = None,
+        store: KvStore | None = None,
     ) -> None:
         """Create the worker.
 
@@ -96,7 +96,13 @@ class SimWorker:
         self._runner = BytelessRunner(spec.layout, spec.num_blocks, spec.max_context_tokens)
         self._outgoing: list[FromEngine] = []
         self.core = EngineCore(
-            self._runner, transport, spec.limits, self._outgoing.append, self._wake, store=store, clock=clock.time
+            self._runner,
+            transport,
+            spec.limits,
+            self._outgoing.append,
+            self._wake,
+            [] if store is None else [store],
+            clock=clock.time,
         )
         self._turn_event: ScheduledEvent | None = None
         self._stepping: ScheduledEvent | None = None

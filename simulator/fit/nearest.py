@@ -99,8 +99,6 @@ def _changes(worker: Worker, kind: EngineKind[Any]) -> Iterator[Change]:
         else:
             if worker.gpus:
                 yield change  # which is as many GPUs as ranks
-            if TIERS.keys() & kind.refused_settings.keys():
-                yield from _dropped_tiers(worker, change)  # which are refused whatever the size of the pool
             yield from _resized(worker, change)
             yield from _dropped_tiers(worker, change)
     for change in singles:

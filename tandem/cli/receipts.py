@@ -33,6 +33,8 @@ def describe(receipt: pb.Receipt, ttft_ms: float | None = None, itl_ms: float | 
         text.append(f"; {format_bytes(kv.moved_bytes)} over {over}, {kv.verified_blocks}/{kv.moved_blocks} verified")
     if kv.pinned_blocks:
         text.append(f"; {kv.pinned_blocks} blocks of the prompt stay")
+    if kv.pins_gave_way:
+        text.append(f"; {kv.pins_gave_way} blocks that stayed before gave way to other requests", style="yellow")
     if kv.preemptions:
         text.append(f"; preempted {kv.preemptions} times, {kv.recomputed_tokens} tokens computed again", style="yellow")
     if kv.mismatched_blocks:

@@ -360,3 +360,21 @@ def test_workers_share_a_volume_or_a_bucket_for_kv_blocks() -> None:
         assert volumes["kv-store"]["persistentVolumeClaim"]["claimName"] == "kv"
         assert volumes["kv-store-secret"]["secret"]["secretName"] == "sign"
         assert spec["containers"][0]["envFrom"] == [{"secretRef": {"name": "aws"}}]
+
+
+@pytest.mark.parametrize(("size", "grown"), [("2Gi", "18432Mi"), ("512Mi", "16896Mi")])
+def test_shared_memory_grows_by_the_kv_that_is_kept_there(size: str, grown: str) -> None:
+    model = {
+        "name": "a",
+        "source": {"hostPath": {"path": "/models/a"}},
+        "prefill": {"replicas": 1},
+        "decode": {"replicas": 1, "config": {"kv_host_memory_mib": 16384}},
+    }
+    manifests = render({"models": [model], "worker": {"sharedMemory": size}}, release="x")
+    sizes = {
+        name: volume["emptyDir"]["sizeLimit"]
+        for name, spec in pod_specs(manifests)
+        for volume in spec["volumes"]
+        if volume["name"] == "shm"
+    }
+    assert sizes == {"x-a-prefill": size, "x-a-decode": grown}

@@ -6,8 +6,7 @@ from typing import TypeVar
 
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
-from engine.kv.store.shared_store import SharedStore
-from engine.kv.tiers.tiers import Tiers
+from engine.kv.store.kv_store import KvStore
 from engine.lending.fast_path import FastPathLink
 from engine.lending.reads.block_reads import RemoteRank
 from engine.messages.from_engine import FromEngine
@@ -48,8 +47,7 @@ class CheckedCore:
         speculator: Speculator | None = None,
         others: Sequence[RemoteRank] = (),
         fast_path: FastPathLink | None = None,
-        tiers: Tiers | None = None,
-        store: SharedStore | None = None,
+        stores: Sequence[KvStore] = (),
     ) -> None:
         self.said: list[FromEngine] = []
         self.core = EngineCore(
@@ -57,8 +55,7 @@ class CheckedCore:
             transport,
             limits,
             self.said.append,
-            tiers=tiers,
-            store=store,
+            stores=stores,
             speculator=speculator,
             others=others,
             fast_path=fast_path,

@@ -12,7 +12,7 @@ from itertools import count
 import pytest
 
 from engine.block_keys import block_keys, root_key
-from engine.kv.block_pool import Removed, Stored
+from engine.kv.events import Removed, Stored
 from engine.messages.from_engine import Audited, CacheChanged, CacheInspected, Filled, KvAccount, Rejected, Token
 from engine.messages.to_engine import (
     Audit,

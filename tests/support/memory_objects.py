@@ -1,14 +1,16 @@
-"""A shared store in this process: its objects are a dictionary, and its threads work when a test says so."""
+"""A store in this process: its objects are a dictionary, and its threads work when a test says so."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.kv.kv_stats import HOST
 from engine.kv.store.block_store import BlockStore
+from engine.kv.store.kv_store import PlaceUse
 from engine.kv.store.object_format import ObjectFormat
 from engine.kv.store.objects import ObjectMissing, Objects, ReadFailure, StoreError
 
@@ -24,6 +26,7 @@ class MemoryObjects(Objects):
         self.stored: dict[str, bytes] = {}
         """The longest unused first."""
         self.broken = False
+        self.num_read = 0
 
     def held(self, names: Sequence[str]) -> list[bool]:
         self._check()
@@ -39,6 +42,7 @@ class MemoryObjects(Objects):
                 failures.append(ObjectMissing(name))
             else:
                 row[:] = np.frombuffer(stored, np.uint8)
+                self.num_read += 1
                 failures.append(None)
         return failures
 
@@ -60,6 +64,13 @@ class MemoryObjects(Objects):
         for each in gone:
             del self.stored[each]
         return gone
+
+    def heads(self, folder: str, num_bytes: int) -> Iterator[tuple[str, bytes]]:
+        self._check()
+        return iter([(name, stored[:num_bytes]) for name, stored in self.stored.items()])
+
+    def places(self) -> list[PlaceUse]:
+        return [PlaceUse(HOST, self.max_objects, len(self.stored), self.num_read)]
 
     def _check(self) -> None:
         if self.broken:

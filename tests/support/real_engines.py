@@ -16,8 +16,10 @@ from engine.media.items import begun_items
 from engine.messages.from_engine import (
     Audited,
     CloseLoan,
+    Filled,
     FromEngine,
     ItemsWanted,
+    KvAccount,
     LendReady,
     LendRefused,
     LendStarting,
@@ -147,6 +149,17 @@ class RealEngine(EngineListener):
         await self.until(lambda: self.over(request) or self._said(Rejected))
         assert not self._said(Rejected), self.said
         return self.tokens[request.request_id]
+
+    async def filled(self, request: Generate) -> KvAccount:
+        """Account of a request without output, once its blocks are there."""
+        self.send(request)
+
+        def ends() -> list[Filled]:
+            return [m for m in self.said if isinstance(m, Filled) and m.request_id == request.request_id]
+
+        await self.until(lambda: bool(ends()) or self._said(Rejected))
+        assert ends(), self.said
+        return ends()[0].account
 
     def over(self, request: Generate) -> bool:
         ends = sum(token.finish is not None for token in self.tokens.get(request.request_id, ()))

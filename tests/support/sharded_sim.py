@@ -6,9 +6,7 @@ every rank read its part right.
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,15 +15,12 @@ from engine.backends.sim.runner import SimRunner
 from engine.core.loan_host import EngineLimits
 from engine.core_types import Chunk, SampleResult
 from engine.kv.layout import KvLayout
-from engine.kv.rows import Place
 from engine.kv.store.object_format import ObjectFormat
-from engine.kv.tiers.disk_format import DiskFormat
-from engine.kv.tiers.tiers import TierConfig, Tiers
 from engine.lending.reads.block_reads import BlockRead, LocalRank, OnQuiet, RemoteRank
 from engine.model_runner import ModelRunner
 from engine.tensor_parallel.gathering import GatheredBlocks, GatheringRank
 from engine.tensor_parallel.part_copies import PartCopies
-from engine.tensor_parallel.shared_memory import MappedMemory, SharedMemory, SharedPlace
+from engine.tensor_parallel.shared_memory import MappedMemory, SharedMemory
 from kvtransfer.fingerprint import Fingerprints
 from kvtransfer.local import LocalTransport
 from kvtransfer.ranks import BlockPart
@@ -64,9 +59,8 @@ class NearRank(LocalRank, RemoteRank, GatheringRank):
         self.endpoint = transport.register(sharded.pools[rank])
         self.near_pool = NearPool(sharded.pools[rank])
         self._shared = memory
-        self.executors = StepExecutor(), StepExecutor()
-        executors: tuple[Executor, Executor] = self.executors
-        self.copies = PartCopies(part, self.near_pool, MappedMemory(os.dup(memory.descriptor)), self, executors)
+        self.executor = StepExecutor()
+        self.copies = PartCopies(part, self.near_pool, MappedMemory(os.dup(memory.descriptor)), self, self.executor)
         self.writing: list[tuple[BlockRead, Sequence[int]]] = []
         """Copies that were started, with the blocks they write."""
 
@@ -76,12 +70,8 @@ class NearRank(LocalRank, RemoteRank, GatheringRank):
     def end_gather(self) -> None:
         pass
 
-    def start_copy(self, places: Sequence[Place], blocks: Sequence[int], on_quiet: OnQuiet) -> BlockRead:
-        told = [
-            SharedPlace(place, True) if isinstance(place, int) else SharedPlace(self._shared.offset_of(place), False)
-            for place in places
-        ]
-        copying = self.copies.start(told, blocks, on_quiet)
+    def start_copy(self, contents: Sequence[NDArray[np.uint8]], blocks: Sequence[int], on_quiet: OnQuiet) -> BlockRead:
+        copying = self.copies.start([self._shared.offset_of(content) for content in contents], blocks, on_quiet)
         self.writing = [each for each in self.writing if not each[0].is_quiet] + [(copying, tuple(blocks))]
         return copying
 
@@ -138,30 +128,23 @@ class ShardedSim(ModelRunner):
 
 @dataclass(frozen=True, slots=True)
 class Below:
-    """Places of blocks below a pool: slots in host memory, slots of a file in a directory, and objects."""
+    """Objects of the stores below a pool."""
 
-    host_blocks: int = 0
-    disk_blocks: int = 0
-    directory: Path | None = None
+    local: MemoryObjects | None = None
     objects: MemoryObjects | None = None
     writes_at_once: bool = False
 
-    def open_tiers(self, memory: SharedMemory) -> Tiers | None:
-        if not self.host_blocks and self.directory is None:
-            return None
-        disk = DiskFormat(LAYOUT.block_bytes, LAYOUT.kv_heads)
-        disk_bytes = disk.payload_offset(max(0, self.disk_blocks - 1)) + disk.payload_stride
-        config = TierConfig(self.host_blocks * LAYOUT.block_bytes, self.directory, disk_bytes)
-        fingerprint = LAYOUT.fingerprint(b"sim")
-        return Tiers(config, LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint, threaded=False, allocate=memory.take)
-
-    def open_store(self, memory: SharedMemory) -> StepStore | None:
-        if self.objects is None:
-            return None
+    def open(self, memory: SharedMemory) -> list[StepStore]:
         object_format = ObjectFormat(LAYOUT.block_bytes, LAYOUT.kv_heads, LAYOUT.fingerprint(b"sim"))
-        return StepStore(
-            self.objects, object_format, lambda: 100.0, writes_at_once=self.writes_at_once, allocate=memory.take
-        )
+        options = [
+            (self.local, {"is_local": True}),
+            (self.objects, {"writes_at_once": self.writes_at_once}),
+        ]
+        return [
+            StepStore(objects, object_format, lambda: 100.0, allocate=memory.take, **each)
+            for objects, each in options
+            if objects is not None
+        ]
 
 
 class ShardedEngine(LandingCore):
@@ -183,13 +166,9 @@ class ShardedEngine(LandingCore):
             part = BlockPart(LAYOUT.block_bytes, rank, ranks)
             self.others.append(NearRank(transport, part, self.sharded, self.memory, rank))
         self.sharded.gather_from(self.others, self.memory)
-        self.tiers = below.open_tiers(self.memory) if below is not None else None
-        self.store = below.open_store(self.memory) if below is not None else None
-        if self.tiers is not None and self.tiers.disk_path is not None:
-            for each in self.others:
-                each.copies.open_disk(self.tiers.disk_path)
+        self.stores = below.open(self.memory) if below is not None else []
         limits = EngineLimits(WIDE, 2, report_interval_s=0.0, min_report_interval_s=0.0)
-        super().__init__(self.sharded, self.ranks[0], limits, others=self.others, tiers=self.tiers, store=self.store)
+        super().__init__(self.sharded, self.ranks[0], limits, others=self.others, stores=self.stores)
 
     def land(self) -> bool:
         """One read, of the last rank that has any."""

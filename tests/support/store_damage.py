@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.block_keys import block_keys, root_key
-from engine.kv.store.folder import NUM_FOLDERS, FolderObjects
-from engine.kv.store.object_format import ObjectFormat, ObjectRefused
+from engine.kv.store.folder import FolderObjects
+from engine.kv.store.object_format import ObjectFormat, ObjectRefused, StoredBlock
 from engine.kv.store.objects import ObjectMissing
-from engine.kv.tiers.slots import NamedBlock
 from kvtransfer.fingerprint import fingerprint_blocks
 
 HEADS = 2
@@ -68,12 +67,12 @@ def fingerprint_of(content: NDArray[np.uint8]) -> bytes:
 def object_of(index: int) -> NDArray[np.uint8]:
     row = np.empty(FORMAT.object_bytes, np.uint8)
     row[FORMAT.payload_offset :] = content = content_of(index)
-    FORMAT.pack(NamedBlock(KEYS[index - 1] if index else bytes(16), KEYS[index], fingerprint_of(content)), row)
+    FORMAT.pack(StoredBlock(KEYS[index - 1] if index else bytes(16), KEYS[index], fingerprint_of(content)), row)
     return row
 
 
 def folder(root: Path, files_a_part: int = 1000) -> FolderObjects:
-    return FolderObjects(root, FORMAT.object_bytes, files_a_part * NUM_FOLDERS * FORMAT.object_bytes, 1e9)
+    return FolderObjects(root, FORMAT.object_bytes, files_a_part * 256 * FORMAT.object_bytes, 1e9)
 
 
 def use(objects: FolderObjects, index: int) -> str:

@@ -27,7 +27,7 @@ FAULTS = [
     *2 * ["give away"],
     *2 * ["delay"],
     "exhaust",
-    *3 * ["corrupt tier"],
+    *3 * ["damage local store"],
     *3 * ["damage store"],
     "duplicate",
 ]
@@ -62,7 +62,7 @@ class Cluster(Faults):
         self.objects = MemoryObjects(self.rng.choice([1, 3, 8]), self.rng.choice([20, 1000])) if seed % 5 < 3 else None
         """The store that all nodes share, in three fifths of the trials."""
         self.restoring: list[Node] = []
-        """Whose tier is in the middle of a read, the innermost last."""
+        """Whose store is in the middle of a read, the innermost last."""
         self.nodes = [self.new_node() for _ in range(num_nodes)]
         trunk = self.random_tokens(28)
         self.trunks = [trunk, trunk[:9] + self.random_tokens(19)]
@@ -76,14 +76,14 @@ class Cluster(Faults):
         self.num_started += 1
         budget = StepBudget(rng.randint(2, 16), rng.randint(2, 12))
         name, num_blocks = f"node-{self.num_started}", rng.randint(*self.pool_range)
-        tier_blocks = rng.choice([0, 12, 40])
+        local_blocks = rng.choice([0, 12, 40])
         node = Node(
             self.network,
             name,
             num_blocks,
             budget,
             self.reserve,
-            tier_blocks,
+            MemoryObjects(self.rng.choice([1, 3, 8]), local_blocks) if local_blocks else None,
             self.read_silence,
             lambda: float(self.now),
             TrialLink(self.links) if self.links is not None else None,
@@ -122,12 +122,11 @@ class Cluster(Faults):
         awake, talk = self.awake, self.deliverable()
         transports = [node for node in awake if node.transport.posted or node.transport.busy()]
         new = [client for client in self.clients if client.state == "new"]
-        tiers = [node for node in awake if node.tiers is not None and node not in self.restoring]
         stopped = [node for node in self.nodes if node.stopped]
         unaware = [stream for stream in self.streams if stream.withheld is not None]
         kinds = 4 * ["step"] + 6 * ["deliver"] * bool(talk) + 3 * ["transfer"] * bool(transports)
-        stores = [node for node in awake if node.store is not None and node not in self.restoring]
-        kinds += ["submit"] * bool(new) + ["restore"] * bool(tiers) + 4 * ["store"] * bool(stores)
+        stores = [node for node in awake if node.stores and node not in self.restoring]
+        kinds += ["submit"] * bool(new) + 8 * ["store"] * bool(stores)
         borrowing = [node for node in awake if node.core._borrower_manager.num_loans]
         kinds += ["quiet"] * bool(self.faults and borrowing and rng.random() < 0.1)
         arrived = [node for node in awake if node.verifying.waiting]
@@ -142,8 +141,6 @@ class Cluster(Faults):
                 self.transfer(rng.choice(transports), rng, self.faults, self.now)
             case "submit":
                 self.submit(rng.choice(new), rng.choice(awake))
-            case "restore":
-                self.restore(rng.choice(tiers))
             case "store":
                 self.use_store(rng.choice(stores))
             case "verify":
@@ -173,8 +170,8 @@ class Cluster(Faults):
                 self.delay(self.now)
             case "exhaust":
                 self.exhaust(self.rng.choice(self.awake))
-            case "corrupt tier":
-                self.corrupt_tier()
+            case "damage local store":
+                self.damage_local_store()
             case "damage store":
                 self.damage_store()
             case "duplicate":
@@ -197,19 +194,10 @@ class Cluster(Faults):
         self.route(node)
         return worked
 
-    def restore(self, node: Node) -> bool:
-        """The tier carries out one job; in the middle of it, `in_mid_restore` is called."""
-        assert node.tiers is not None
-        self.restoring.append(node)
-        worked = node.tiers.step()
-        self.restoring.remove(node)
-        return worked
-
     def use_store(self, node: Node) -> bool:
-        """The store reads or writes once; in the middle of a copy into the pool, `in_mid_restore` is called."""
-        assert node.store is not None
+        """A store reads or writes once; in the middle of a copy into the pool, `in_mid_restore` is called."""
         self.restoring.append(node)
-        worked = node.store.step()
+        worked = any(store.step() for store in self.rng.sample(node.stores, len(node.stores)))
         self.restoring.remove(node)
         return worked
 
@@ -234,7 +222,7 @@ class Cluster(Faults):
             self.check(contents=False)
         block = node.runner.writing
         if node.alive and block in node.core._kv_cache.pool._quarantined:
-            self.seen["tier wrote late"] += 1
+            self.seen["store wrote late"] += 1
             self.cells.counts["late write", "borrower", "over"] += 1
 
     def is_out_of_reach(self, peer: str) -> bool:
@@ -286,16 +274,14 @@ class Cluster(Faults):
             while node.transport.posted or node.transport.busy():
                 self.transfer(node, self.rng, faults=False, now=self.now)
                 moved = True
-            while node.tiers is not None and self.restore(node):
-                moved = True
             while node.verifying.waiting:
                 self.verify(node)
                 moved = True
-            while node.store is not None and self.use_store(node):
+            while self.use_store(node):
                 moved = True
             moved |= self.step(node)
         moved |= any(node.transport.busy() for node in self.nodes)
-        moved |= any(node.store is not None and node.store.is_busy for node in self.nodes)
+        moved |= any(store.is_busy for node in self.nodes for store in node.stores)
         return moved or any(s.to_lender or s.to_borrower for s in self.streams)
 
     def relieve(self) -> bool:

@@ -3,10 +3,9 @@
 import math
 import random
 
-from engine.lending.sources import TierSource
 from engine.lending.store.source import StoreSource
 from engine.messages.to_engine import Cancel, LendClosed, LenderSilent, LoanFailed
-from support.memory_objects import MemoryObjects
+from support.memory_objects import MemoryObjects, StepStore
 from support.sim_model import VOCAB, WIDTH
 from support.trial_cells import borrower_state, lender_state
 from support.trial_front import Front
@@ -234,46 +233,37 @@ class Faults(Front):
             node.transport.stalled_until[peer] = now + self.rng.randint(20, 100)
             self._note_always("completion delayed", self.stream_of(str(node.transport.posted[peer].flow)))
 
-    def corrupt_tier(self) -> None:
-        """A bit of a host tier flips, in what is being brought back where there is such a thing."""
-        nodes = [node for node in self.awake if node.tiers is not None]
-        wanted: list[tuple[Node, int]] = []
-        for node in nodes:
-            for loan in node.core._borrower_manager._loans.values():
-                if isinstance(loan.source, TierSource):
-                    wanted += [(node, held.slot) for held in loan.source._held]
-        if wanted:
-            node, slot = self.rng.choice(wanted)
-            self.cells.note_restoring("bytes corrupted", node)
-        elif nodes:
-            node = self.rng.choice(nodes)
-            assert node.tiers is not None
-            slot = self.rng.randrange(node.tiers._host.slots.num_slots)
-        else:
+    def damage_local_store(self) -> None:
+        """An object in the memory of a host is damaged."""
+        stores = [store for node in self.awake for store in node.stores if store.is_local]
+        if not stores:
             return
-        self.seen["tier corrupted"] += 1
-        assert node.tiers is not None
-        row = node.tiers._host.memory[slot]
-        row[self.rng.randrange(len(row))] ^= 1 << self.rng.randrange(8)
+        store = self.rng.choice(stores)
+        assert isinstance(store._objects, MemoryObjects)
+        if store._objects.stored:
+            self.seen["local store damaged"] += 1
+            self.damage(store._objects, is_local=True)
 
     def damage_store(self) -> None:
-        """An object of the shared store is damaged, cut short, mistaken for another or lost, or the store breaks."""
-        objects = self.objects
-        if objects is None:
-            return
-        objects.broken = self.rng.random() < 0.1
-        if not objects.stored:
-            return
-        self.seen["store damaged"] += 1
-        wanted = [
-            node.store._format.name(key)
-            for node in self.awake
-            if node.store is not None
-            for loan in node.core._borrower_manager._loans.values()
-            if isinstance(loan.source, StoreSource)
-            for key in loan.source._keys
-        ]
-        name = self.rng.choice([name for name in wanted if name in objects.stored] or list(objects.stored))
+        """An object of the shared store is damaged, or the store breaks."""
+        if self.objects is not None:
+            self.objects.broken = self.rng.random() < 0.1
+            if self.objects.stored:
+                self.seen["store damaged"] += 1
+                self.damage(self.objects, is_local=False)
+
+    def damage(self, objects: MemoryObjects, is_local: bool) -> None:
+        """An object is damaged, cut short, mistaken for another or lost: one that is being read, where there is one."""
+        wanted: list[str] = []
+        for node in self.awake:
+            for loan in node.core._borrower_manager._loans.values():
+                source = loan.source
+                if isinstance(source, StoreSource) and source.is_local == is_local:
+                    assert isinstance(source._store, StepStore)
+                    names = map(source._store._format.name, source._keys)
+                    wanted += [name for name in names if source._store._objects is objects and name in objects.stored]
+                    self.cells.note_restoring("bytes corrupted", node)
+        name = self.rng.choice(wanted or list(objects.stored))
         stored = bytearray(objects.stored[name])
         match self.rng.randrange(4):
             case 0:

@@ -15,7 +15,6 @@ from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core_types import BeamParams, Chunk, SampleResult, SamplingParams, StepBudget
 from engine.kv.store.object_format import ObjectFormat
-from engine.kv.tiers.tiers import TierConfig, Tiers
 from engine.lending.fast_path import KEY_BYTES, NAME_BYTES, SECRET_BYTES, FastPathLink
 from engine.lending.reads.verification import BatchVerifier
 from engine.messages.from_engine import FromEngine, Token
@@ -29,12 +28,12 @@ from support.slow_transport import SlowTransport
 
 
 class TrialRunner(SimRunner):
-    """Writes what comes back from a tier in two halves; in between, `interrupted` lets anything happen."""
+    """Writes what comes back from a store in two halves; in between, `interrupted` lets anything happen."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(LAYOUT, num_blocks, VOCAB)
         self.writing: int | None = None
-        """A block that half of a tier's bytes have been written into."""
+        """A block that half of a store's bytes have been written into."""
         self.interrupted: Callable[[], None] = lambda: None
 
     def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
@@ -85,16 +84,15 @@ class Node:
         num_blocks: int,
         budget: StepBudget,
         reserve: int = 256,
-        tier_blocks: int = 0,
+        local: MemoryObjects | None = None,
         read_silence_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
         link: TrialLink | None = None,
         objects: MemoryObjects | None = None,
         on_gpu: bool = False,
     ) -> None:
-        """`objects`: of the store that it shares. `tier_blocks`: how many blocks its host memory holds, none
-        with 0. `link`: what lenders say early comes by it. `on_gpu`: blocks that arrive are verified later, as if its
-        pool were in a GPU's memory.
+        """`objects`: of the store that it shares. `local`: of the store of its host. `link`: what lenders say early
+        comes by it. `on_gpu`: blocks that arrive are verified later, as if its pool were in a GPU's memory.
         """
         self.name = name
         self.link = link
@@ -106,23 +104,19 @@ class Node:
         self.transport = SlowTransport(network, name)
         self.runner = TrialRunner(num_blocks)
         limits = EngineLimits(budget, 4, reserve, report_interval_s=0.0, read_silence_s=read_silence_s)
-        self.tiers: Tiers | None = None
-        if tier_blocks:
-            config = TierConfig(tier_blocks * LAYOUT.block_bytes, None, 0)
-            fingerprint = LAYOUT.fingerprint(self.runner.info.weights_fingerprint)
-            self.tiers = Tiers(config, LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint, threaded=False)
-        self.store: StepStore | None = None
+        fingerprint = LAYOUT.fingerprint(self.runner.info.weights_fingerprint)
+        object_format = ObjectFormat(LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint)
+        self.stores: list[StepStore] = []
+        if local is not None:
+            self.stores.append(StepStore(local, object_format, clock, is_local=True))
         if objects is not None:
-            fingerprint = LAYOUT.fingerprint(self.runner.info.weights_fingerprint)
-            object_format = ObjectFormat(LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint)
-            self.store = StepStore(objects, object_format, clock, writes_at_once=num_blocks % 2 == 0)
+            self.stores.append(StepStore(objects, object_format, clock, writes_at_once=num_blocks % 2 == 0))
         self.core = EngineCore(
             self.runner,
             self.transport,
             limits,
             self.said.append,
-            tiers=self.tiers,
-            store=self.store,
+            stores=self.stores,
             clock=clock,
             fast_path=link,
         )
@@ -164,8 +158,6 @@ class Node:
         audited = self.core.audit()
         assert audited.fault == "", f"{self.name}: {audited.fault}"
         assert not self.verified_too_early, f"{self.name}: blocks are verified while they are written"
-        if self.tiers is not None:
-            self.tiers.check_integrity()
         for read in self.transport.posted.values():
             for block in read.blocks():
                 self._check_read_into(block)
@@ -198,7 +190,7 @@ class Node:
         kv_cache = self.core._kv_cache
         blocks = sorted(kv_cache.pool._name_of)
         now = fingerprint_blocks(self.runner.pool.memory, blocks, LAYOUT.kv_heads)
-        assert now.tobytes() == kv_cache.fingerprints_of(blocks), f"{self.name}: a named block has changed"
+        assert now.tobytes() == kv_cache.cached.fingerprints_of(blocks), f"{self.name}: a named block has changed"
 
     def check_at_rest(self) -> None:
         """Nothing is held for anybody, in the pool or below it."""
@@ -206,11 +198,9 @@ class Node:
         assert left == NOTHING_LEFT, f"{self.name} holds {left} at rest"
         assert not self.verifying.waiting, f"{self.name}: blocks wait to be verified at rest"
         assert self.core._borrower_manager.num_loans == 0, f"{self.name} borrows at rest"
-        if self.tiers is not None:
-            assert not any(self.tiers._host.slots._refs), f"{self.name}: a slot of the host tier is held at rest"
-        if self.store is not None:
-            assert self.store._num_fetching == 0, f"{self.name}: a fetch was not given back"
-            assert not self.store._writing, f"{self.name}: a block is still to be written"
+        for store in self.stores:
+            assert store._num_fetching == 0, f"{self.name}: a fetch was not given back"
+            assert not store._writing, f"{self.name}: a block is still to be written"
 
 
 @dataclass(eq=False)

@@ -293,7 +293,7 @@ class Node:
             info,
             TrialSampling(),
             {},
-            None,
+            (),
             (lambda tag, compute: self.unhashed.append((tag, compute))) if self.overlaps else None,
         )
         self.endpoint = self.core.start().endpoint

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.block_keys import BlockKey, block_keys
-from engine.kv.block_pool import CacheEvent, Removed, Stored
+from engine.kv.events import CacheEvent, Removed, Stored
 from engine.kv.store import block_store
+from engine.kv.store.kv_store import Fetched
 from engine.kv.store.object_format import ObjectFormat
-from engine.kv.store.shared_store import Fetched
 from support.memory_objects import MemoryObjects, StepStore
-from support.small_tiers import BLOCK_BYTES, HEADS, MODEL, ROOT, block_of, fingerprint_of
+from support.small_blocks import BLOCK_BYTES, HEADS, MODEL, ROOT, block_of, fingerprint_of
 
 FORMAT = ObjectFormat(BLOCK_BYTES, HEADS, MODEL)
 KEYS = block_keys(ROOT, range(400), 4)

@@ -1,6 +1,4 @@
-"""Dropping of cached blocks: pins stay, tiers and the shared store are asked, and a long drop is cut into parts."""
-
-from pathlib import Path
+"""Dropping of cached blocks: pins stay, both stores are asked, and a long drop is cut into parts."""
 
 import pytest
 
@@ -8,14 +6,13 @@ from engine.block_keys import block_keys, root_key
 from engine.core import cache_queries
 from engine.core.cache_queries import drop_cached
 from engine.core_types import SamplingParams, StepBudget
-from engine.kv.block_pool import Removed, Stored
+from engine.kv.events import Removed, Stored
 from engine.kv.pins import Retention
 from engine.kv.store.bucket import BucketObjects
 from engine.messages.from_engine import CacheChanged, CacheInspected
 from engine.messages.to_engine import CacheDrop, Generate, InspectCache
 from support.memory_objects import MemoryObjects
 from support.sim_model import LAYOUT
-from support.small_tiers import fingerprint_of, tiers_of
 from support.trial_node import Node
 
 WIDE = StepBudget(64, 64)
@@ -24,8 +21,8 @@ PROMPT, OTHER = tuple(range(10, 27)), tuple(range(40, 57))
 
 
 class Engine(Node):
-    def __init__(self, objects: MemoryObjects | None = None) -> None:
-        super().__init__({}, "node", 32, WIDE, clock=lambda: 100.0, objects=objects)
+    def __init__(self, objects: MemoryObjects | None = None, local: MemoryObjects | None = None) -> None:
+        super().__init__({}, "node", 32, WIDE, clock=lambda: 100.0, objects=objects, local=local)
         self.count = 0
 
     def serve(self, prompt: tuple[int, ...], retention: Retention | None = None) -> None:
@@ -38,9 +35,9 @@ class Engine(Node):
     def settle(self) -> None:
         moved = True
         while moved:
-            moved = self.store.step() if self.store is not None else False
+            moved = sum(store.step() for store in self.stores) > 0
             self.receive()
-            moved |= self.core.step() or (self.store is not None and self.store.is_busy)
+            moved |= self.core.step() or any(store.is_busy for store in self.stores)
 
     def ask(self, query: InspectCache) -> CacheInspected:
         self.said.clear()
@@ -80,35 +77,31 @@ def test_a_drop_of_all_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(each.dropped_in_pool, each.is_whole) for each in found] == [(3, False), (3, False), (2, True)]
 
 
-def test_blocks_that_only_tiers_hold_go_too_and_are_told_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Neither comes back after a restart; a block of the pool is not told twice for its copy in a tier."""
-    engine = Engine()
+def test_blocks_that_only_the_local_store_holds_go_too_and_are_told_once() -> None:
+    """Neither comes back after a restart; a block of the pool is not told twice for its copy in the store."""
+    objects = MemoryObjects()
+    engine = Engine(local=objects)
     engine.serve(PROMPT)
-    kv_cache = engine.core._kv_cache
-    tiers = kv_cache.tiers = tiers_of(4, 8, tmp_path)
+    cached, (store,) = engine.core._kv_cache.cached, engine.stores
     keys = block_keys(root_key(engine.core._model_fingerprint, ""), PROMPT, LAYOUT.block_tokens)
     foreign = [bytes([number]) * 16 for number in range(2)]
-    content = kv_cache._memory.read_blocks([0])[0][:64]
+    content, fingerprint = next(iter(cached._memory.read_blocks([0]))), cached.fingerprints_of([0])
     for key in (keys[0], *foreign):
-        tiers.put(bytes(16), key, content, fingerprint_of(content))
-    while tiers.step():
-        pass
-    kv_cache.take_cache_events()
-    assert drop_cached(kv_cache, [keys[0], foreign[0]]) == (1, 1, 0, True)
-    told = [key for event in kv_cache.take_cache_events() if isinstance(event, Removed) for key in event.keys]
+        store.put(bytes(16), key, content, fingerprint)
+    store.settle()
+    cached.take_events()
+    assert drop_cached(cached, [keys[0], foreign[0]]) == (1, 1, 0, True)
+    told = [key for event in cached.take_events() if isinstance(event, Removed) for key in event.keys]
     assert sorted(told) == sorted([keys[0], foreign[0]])
-    assert drop_cached(kv_cache, None) == (3, 1, 0, True)
-    while tiers.step():
-        pass
-    tiers.check_integrity()
-    tiers.close()
-    assert list(tiers_of(4, 8, tmp_path).held_keys()) == []
+    assert drop_cached(cached, None) == (3, 1, 0, True)
+    store.settle()
+    assert objects.stored == {}
 
 
 def test_objects_of_a_prompt_leave_the_store_and_the_index_hears_of_it() -> None:
     objects = MemoryObjects(2)
     engine = Engine(objects)
-    engine.store.writes_at_once = True  # type: ignore[union-attr]
+    engine.stores[0].writes_at_once = True
     for prompt in (PROMPT, OTHER):
         engine.serve(prompt)
     assert len(objects.stored) == 8

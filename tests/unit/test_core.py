@@ -4,7 +4,7 @@ import pytest
 
 from engine.block_keys import block_keys, root_key
 from engine.core_types import FinishReason, SamplingParams, StepBudget
-from engine.kv.block_pool import Removed, Stored
+from engine.kv.events import Removed, Stored
 from engine.messages.from_engine import Audited, CacheChanged, Load, Rejected, Token
 from engine.messages.to_engine import Audit, Cancel, Generate, Lend, PlacementMark, TakeSnapshot
 from support.checked_core import NOTHING_LEFT

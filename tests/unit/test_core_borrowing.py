@@ -1,5 +1,7 @@
 """Two engines, with every message carried by hand. Eight blocks of four tokens; exact values."""
 
+from collections.abc import Callable
+
 import pytest
 
 from engine.backends.sim.runner import SimRunner
@@ -7,7 +9,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget
 from engine.kv.kv_stats import KvStats
-from engine.kv.tiers.tiers import TierConfig, Tiers
+from engine.kv.store.object_format import ObjectFormat
 from engine.messages.from_engine import (
     CloseLoan,
     FromEngine,
@@ -37,6 +39,7 @@ from support.core_engine import (
     tokens_of,
 )
 from support.core_pair import Pair, moved
+from support.memory_objects import MemoryObjects, StepStore
 from support.sim_model import LAYOUT, VOCAB
 
 
@@ -237,19 +240,23 @@ def test_time_in_which_several_reads_are_under_way_counts_once() -> None:
     assert counts.read_s(31.0) == 3.5
 
 
-def test_what_the_tiers_below_the_pool_had_is_counted() -> None:
-    runner = SimRunner(LAYOUT, 4, VOCAB)
+def local_store_of(runner: SimRunner, clock: Callable[[], float]) -> StepStore:
     fingerprint = LAYOUT.fingerprint(runner.info.weights_fingerprint)
-    config = TierConfig(8 * LAYOUT.block_bytes, None, 0)
-    tiers = Tiers(config, LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint, threaded=False)
+    object_format = ObjectFormat(LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint)
+    return StepStore(MemoryObjects(max_objects=8), object_format, clock, is_local=True)
+
+
+def test_what_the_local_store_had_is_counted() -> None:
+    runner = SimRunner(LAYOUT, 4, VOCAB)
+    store = local_store_of(runner, lambda: 100.0)
     said: list[FromEngine] = []
     limits = EngineLimits(WIDE, report_interval_s=0.0, min_report_interval_s=0.0)
-    core = EngineCore(runner, LocalTransport(LocalNetwork(), "one"), limits, said.append, tiers=tiers)
+    core = EngineCore(runner, LocalTransport(LocalNetwork(), "one"), limits, said.append, stores=[store])
     core.start()
     others = range(500, 514)
     for name, prompt in (("first", (*TWELVE, 1, 2)), ("evicts", others), ("again", (*TWELVE, 1, 2))):
         core.handle(generate(name, tuple(prompt), 1))
-        while core.step() or tiers.step():
+        while core.step() or store.step() or store.is_busy:
             core.handle_posted()
     *_, last = (message.kv for message in said if isinstance(message, Load) and message.kv is not None)
     found = {each.tier: each[1:] for each in last.tiers}
@@ -258,30 +265,28 @@ def test_what_the_tiers_below_the_pool_had_is_counted() -> None:
     assert (found["remote"], last.read_bytes) == ((0, 0, 0, 0), 0)
 
 
-def test_a_tier_that_does_not_answer_is_given_up() -> None:
+def test_a_local_store_that_does_not_answer_is_given_up() -> None:
     """A disk that hangs: what it holds is computed instead, now and while it hangs, and is brought back when it does
     not any more."""
     runner = SimRunner(LAYOUT, 4, VOCAB)
-    fingerprint = LAYOUT.fingerprint(runner.info.weights_fingerprint)
-    tiers = Tiers(
-        TierConfig(8 * LAYOUT.block_bytes, None, 0), LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint, threaded=False
-    )
     said: list[FromEngine] = []
     now = 100.0
+    store = local_store_of(runner, lambda: now)
     limits = EngineLimits(WIDE, report_interval_s=0.0, min_report_interval_s=0.0, read_silence_s=5.0)
     transport = LocalTransport(LocalNetwork(), "one")
-    core = EngineCore(runner, transport, limits, said.append, tiers=tiers, clock=lambda: now)
+    core = EngineCore(runner, transport, limits, said.append, stores=[store], clock=lambda: now)
     core.start()
     prompt, others = (*TWELVE, 1, 2), tuple(range(500, 514))
 
     def ask(name: str, prompt: tuple[int, ...], *, answers: bool = True) -> KvAccount:
-        """Where its KV came from. Unless the tiers answer, time passes."""
+        """Where its KV came from. Unless the store answers, time passes."""
         nonlocal now
         core.handle(generate(name, prompt, 1))
         for _ in range(8):
-            while core.step() or (answers and tiers.step()):
+            while core.step() or (answers and (store.step() or store.is_busy)):
                 core.handle_posted()
             now += 0 if answers else 1
+            core.report()
             core.handle_posted()
             assert core.audit().fault == ""
         return account_of([message for message in said if isinstance(message, Token) and message.request_id == name])
@@ -290,7 +295,8 @@ def test_a_tier_that_does_not_answer_is_given_up() -> None:
     ask("evicts", others)
     account = ask("hangs", prompt, answers=False)
     assert (account.restored_blocks, account.computed_blocks) == (0, 4)
-    assert (account.restore_failure, account.loan_failure) == ("no read has ended for 5 s", "")
+    assert account.restore_failure.startswith("the local store was silent for")
+    assert account.loan_failure == ""
     assert held(core) == NOTHING_LEFT
     ask("evicts again", others)
     assert ask("answers", prompt).restored_blocks > 0

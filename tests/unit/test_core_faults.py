@@ -227,7 +227,7 @@ REACHED = {
     "lent on": 5,
     "released": 100,
     "restored": 1,
-    "tier corrupted": 50,
+    "local store damaged": 30,
     "from the store": 10,
     "pinned": 100,
     "store failed": 3,

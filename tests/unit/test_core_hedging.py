@@ -106,12 +106,12 @@ def test_reads_that_hang_are_given_up() -> None:
 
 def test_silence_shorter_than_computing_is_waited_for() -> None:
     both = pair(WIDE)
-    both.borrower.core._kv_cache.rates.prefill_tokens_per_s = 10.0  # 20 tokens take two seconds
+    both.borrower.core._kv_cache.cached.speeds.prefill_tokens_per_s = 10.0  # 20 tokens take two seconds
     both.submit("r", LONG)
     both.carry()
     silent(both, 1.9)
     assert not both.borrower.step()
-    both.borrower.core._kv_cache.rates.prefill_tokens_per_s = 1e6
+    both.borrower.core._kv_cache.cached.speeds.prefill_tokens_per_s = 1e6
     silent(both, HEDGE_AFTER_S - 0.01)
     assert not both.borrower.step()
     silent(both, HEDGE_AFTER_S)

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.core_types import SamplingParams, StepBudget
-from engine.kv.block_pool import Removed, Stored
+from engine.kv.events import Removed, Stored
 from engine.messages.from_engine import CacheChanged, KvAccount, LendReady, LendStarting, Token
 from engine.messages.to_engine import Generate, Lend
 from support.memory_objects import MemoryObjects
@@ -29,12 +29,12 @@ class Site:
 
     def run(self, node: Node) -> None:
         """Everything that the node and its store can do now."""
-        assert node.store is not None
+        (store,) = node.stores
         moved = True
         while moved:
-            moved = node.store.step()
+            moved = store.step()
             node.receive()
-            moved |= node.core.step() or node.store.is_busy
+            moved |= node.core.step() or store.is_busy
             node.check()
 
     def serve(self, node: Node, prompt: tuple[int, ...] = PROMPT, name: str = "r") -> KvAccount:
@@ -116,8 +116,7 @@ def test_a_store_that_hangs_is_given_up_and_avoided() -> None:
     token = next(message for message in node.said if isinstance(message, Token))
     assert token.account is not None
     assert "silent for 1.5 s" in token.account.store_failure
-    assert node.store is not None
-    assert not node.store.answers
+    assert not node.stores[0].answers
     assert site.serve(node, (*range(40, 50),)).store_failure == ""
     node.check_at_rest()
 
@@ -143,16 +142,14 @@ def test_a_request_with_a_lender_leaves_the_store_to_it() -> None:
     site = Site()
     site.serve(site.at_once)
     site.lazy.send(Generate("r", PROMPT, (), SamplingParams(2), "", 0, borrow=True))
-    assert site.lazy.store is not None
-    assert not site.lazy.store.is_busy
+    assert not site.lazy.stores[0].is_busy
 
 
 def test_blocks_without_memory_are_dropped_and_written_later() -> None:
     site = Site()
-    assert site.at_once.store is not None
-    site.at_once.store._max_rows = 3
+    site.at_once.stores[0]._max_rows = 3
     site.serve(site.at_once)
-    assert site.at_once.store.counts.dropped == 1
+    assert site.at_once.stores[0].counts.dropped == 1
     site.now += 1.0
     site.at_once.core.report()
     site.run(site.at_once)

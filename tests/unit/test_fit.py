@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import WorkerConfig
+from engine.kv.store.block_store import BUFFER_BYTES
 from simulator.fit.memory import (
     GPU_RESERVE,
     HOST_RESERVE,
@@ -75,15 +76,15 @@ def test_ranks_have_a_part_of_the_weights_and_of_the_pool() -> None:
     assert step == 8192 * 2 * (4 * 8192 + (144 * 128 + 3 * 28672) / 4) + 1024 * 128256 * 10
 
 
-def test_a_containers_memory_holds_all_ranks_and_tiers() -> None:
+def test_a_containers_memory_holds_all_ranks_and_stores() -> None:
     host = Device("resources.limits.memory", 256e9, is_gpu=False)
     one = need_of(check(worker(host, gpus=0, kv_memory_mib=1024)))
     assert one[0] == LLAMA_8B.weight_bytes
     assert one[3] == HOST_RESERVE
     both = need_of(check(worker(host, gpus=0, kv_memory_mib=1024, tensor_parallel=2)))
     assert (both[0], both[1], both[3]) == (one[0], one[1], 2 * HOST_RESERVE)
-    tiers = need_of(check(worker(host, gpus=0, kv_memory_mib=1024, kv_host_memory_mib=512)))
-    assert tiers[1] == (1024 + 512) * MIB
+    stored = need_of(check(worker(host, gpus=0, kv_memory_mib=1024, kv_host_memory_mib=512)))
+    assert stored[1] == (1024 + 512) * MIB + BUFFER_BYTES
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,6 @@ def test_70b_on_one_h100() -> None:
             "B200 (180.0 GB)",
         ),
         (worker(engine="vllm", kv_memory_mib=1024), "kv_memory_mib: 56730"),
-        (worker(engine="vllm", kv_memory_mib=20480, kv_disk_dir="/d"), "kv_disk_dir: null"),
         (worker(tensor_parallel=3, kv_memory_mib=1024), "tensor_parallel: 4, gpus: 4"),
         (worker(Device("limits", 40e9, False), gpus=0, kv_memory_mib=40000), "kv_memory_mib: 20562"),
         (worker(Device("limits", 30e9, False), gpus=0, kv_memory_mib=16384), "weights: int8"),
@@ -268,10 +268,6 @@ def test_the_nearest_that_fits(refused: Worker, words: str) -> None:
         ({"engine": "vllm", "kv_memory_mib": 20480, "weights": "int8"}, "weights: set vllm_options.quantization"),
         ({"weights": "fp8"}, "weights: fp8 is not a value any more: on a GPU set engine: vllm and vllm_args: "),
         ({"weights": "int8"}, "weights: int8 is for CPUs only: on a GPU set engine: vllm and vllm_args: "),
-        (
-            {"engine": "vllm", "kv_memory_mib": 20480, "kv_host_memory_mib": 1},
-            "kv_host_memory_mib: the vllm engine has no tiers below its pool",
-        ),
         (
             {"adapters": {"a": "/a"}},
             "adapters: the torch engine serves no unmerged adapters: set lora to merge one, or engine: vllm",

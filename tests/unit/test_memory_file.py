@@ -17,7 +17,6 @@ import pytest
 from engine.errors import EngineStartError
 from engine.host.memory import belongs_in_file, huge_memory, pool_memory
 from engine.kv.rows import private_rows
-from engine.kv.tiers.host import HostTier
 from engine.tensor_parallel.shared_memory import SharedMemory
 from kvtransfer.contract.worlds import wait_until
 from kvtransfer.cross_memory import FilePool, ProcessAddress, attach
@@ -143,8 +142,6 @@ def test_one_that_is_larger_than_memory_is_refused(
         with pytest.raises(EngineStartError, match=f"kv_memory_mib: is too large: {reason}"):
             pool_memory(1, 1 << 20, in_file)
         pool_memory(1, 4096, in_file)
-    with pytest.raises(EngineStartError, match=f"kv_host_memory_mib: .*{reason}"):
-        HostTier(1 << 20, 4096)
     assert num_files() <= before + 1, "only that of SharedMemory is left"
 
 

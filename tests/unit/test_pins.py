@@ -46,7 +46,7 @@ def test_a_pinned_prompt_survives_a_flood_and_goes_when_its_time_is_over() -> No
     assert engine.serve(0, 17).reused_blocks == 4
     engine.now += 3601.0
     engine.core.report()
-    assert engine.core._kv_cache.pins.blocks == []
+    assert engine.core._kv_cache.cached.pins.blocks == []
     for number in range(20):
         engine.serve(100 * number + 31, 30)
     assert engine.serve(0, 17).reused_blocks == 0
@@ -66,8 +66,8 @@ def test_a_tenant_has_its_share_and_leading_blocks_are_pinned() -> None:
     assert engine.serve(40, 9, HOUR).pinned_blocks == 0
     assert engine.serve(40, 9, Retention(60.0, "other")).pinned_blocks == 2
     assert engine.serve(0, 29, Retention(7200.0, "other")).pinned_blocks == 6, "four are the first tenant's"
-    assert engine.core._kv_cache.pins.clear("tenant") == 4
-    assert engine.core._kv_cache.pins.clear() == 4
+    assert engine.core._kv_cache.cached.pins.clear("tenant") == 4
+    assert engine.core._kv_cache.cached.pins.clear() == 4
 
 
 def test_a_longer_time_counts() -> None:
@@ -77,10 +77,10 @@ def test_a_longer_time_counts() -> None:
     engine.serve(0, 9, Retention(10.0))
     engine.now += 99.0
     engine.core.report()
-    assert len(engine.core._kv_cache.pins.blocks) == 2
+    assert len(engine.core._kv_cache.cached.pins.blocks) == 2
     engine.now += 2.0
     engine.core.report()
-    assert engine.core._kv_cache.pins.blocks == []
+    assert engine.core._kv_cache.cached.pins.blocks == []
 
 
 def test_pins_give_way_to_a_request_that_would_never_fit() -> None:
@@ -92,7 +92,9 @@ def test_pins_give_way_to_a_request_that_would_never_fit() -> None:
     load = [message for message in engine.said if isinstance(message, Load)][-1]
     assert load.available_blocks == 16, "the router may send it"
     engine.serve(31, 50)
-    assert [pin.tenant for pin in engine.core._kv_cache.pins._pins.values()] == 3 * ["tenant"], "the first to end went"
+    assert [pin.tenant for pin in engine.core._kv_cache.cached.pins._pins.values()] == 3 * ["tenant"], (
+        "the first to end went"
+    )
 
 
 @pytest.mark.parametrize("reserve", [1, 256])
@@ -114,7 +116,7 @@ def test_any_order_of_pins_keeps_books_and_bounds(requests: list[tuple[int, int,
         engine.now += 1.0
         retention = None if seconds is None else Retention(seconds, f"tenant-{tenant}")
         engine.serve(40 * trunk, length, retention)
-        pins = engine.core._kv_cache.pins
+        pins = engine.core._kv_cache.cached.pins
         pins.check_integrity()
         assert len(pins.blocks) <= 8
         assert all(count <= 4 for count in pins._of_tenant.values())

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.block_keys import BlockKey, block_keys
-from engine.kv.block_pool import BlockPool, Removed, Stored
+from engine.kv.block_pool import BlockPool
+from engine.kv.events import Removed, Stored
 
 ROOT = b"root"
 

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.block_keys import KEY_BYTES, block_keys
-from engine.kv.store.folder import NUM_FOLDERS, FolderObjects
-from engine.kv.store.object_format import ObjectFormat, ObjectRefused
+from engine.kv.store.folder import FolderObjects
+from engine.kv.store.object_format import ObjectFormat, ObjectRefused, StoredBlock
 from engine.kv.store.objects import ObjectMissing, StoreError
-from engine.kv.tiers.slots import NamedBlock
-from support.small_tiers import BLOCK_BYTES, HEADS, MODEL, ROOT, block_of, fingerprint_of
+from support.small_blocks import BLOCK_BYTES, HEADS, MODEL, ROOT, block_of, fingerprint_of
 from support.store_damage import damaged
 
 FORMAT = ObjectFormat(BLOCK_BYTES, HEADS, MODEL)
@@ -32,8 +31,8 @@ def stored(index: int, object_format: ObjectFormat = FORMAT) -> np.ndarray:
     return row
 
 
-def named(index: int) -> NamedBlock:
-    return NamedBlock(KEYS[index - 1] if index else ROOT, KEYS[index], fingerprint_of(block_of(index)))
+def named(index: int) -> StoredBlock:
+    return StoredBlock(KEYS[index - 1] if index else ROOT, KEYS[index], fingerprint_of(block_of(index)))
 
 
 @pytest.mark.parametrize("object_format", [FORMAT, SIGNED])
@@ -91,7 +90,7 @@ def test_models_layouts_and_sizes_have_folders_of_their_own() -> None:
 
 def folder(root: Path, max_files: int = 1000, max_age_s: float = 1e9) -> FolderObjects:
     """One of at most `max_files` in each of its 256 parts."""
-    return FolderObjects(root, FORMAT.object_bytes, max_files * NUM_FOLDERS * FORMAT.object_bytes, max_age_s)
+    return FolderObjects(root, FORMAT.object_bytes, max_files * 256 * FORMAT.object_bytes, max_age_s)
 
 
 def read(objects: FolderObjects, *names: str) -> list[object]:

@@ -105,8 +105,6 @@ def check(settings: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("settings", "field", "reason"),
     [
-        ({"kv_host_memory_mib": 64}, "kv_host_memory_mib", "set kv_store"),
-        ({"kv_disk_dir": "d", "kv_host_memory_mib": 64}, "kv_host_memory_mib", "set kv_store"),
         ({"vllm_options": {"kv_offloading_size": 1.0}}, "vllm_options", "kv_offloading_size: it would replace"),
         ({"vllm_options": {"block_size": 16}}, "vllm_options", "block_size is set by Tandem: set block_tokens"),
     ],
@@ -117,8 +115,8 @@ def test_what_the_engine_cannot_do_is_refused_by_name(settings: dict[str, object
     assert refused.value.field == field
 
 
-def test_the_shared_store_is_taken() -> None:
-    check({"kv_store": "d"})
+def test_stores_are_taken() -> None:
+    check({"kv_store": "d", "kv_disk_dir": "d", "kv_host_memory_mib": 64})
 
 
 @pytest.mark.parametrize("block_major", [False, True])

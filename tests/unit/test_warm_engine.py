@@ -33,9 +33,9 @@ class Engine(Node):
     def settle(self) -> None:
         moved = True
         while moved:
-            moved = self.store.step() if self.store is not None else False
+            moved = sum(store.step() for store in self.stores) > 0
             self.receive()
-            moved |= self.core.step() or (self.store is not None and self.store.is_busy)
+            moved |= self.core.step() or any(store.is_busy for store in self.stores)
             self.check()
 
     def filled(self, name: str) -> KvAccount:

@@ -93,7 +93,7 @@ work = st.lists(
 def said_by(runner: SimRunner, work: list[tuple[bool, int, int, int]]) -> list[FromEngine]:
     """All that a new core over `runner` says to this work, its reports and its cache included."""
     core = CheckedCore(runner, LocalTransport(LocalNetwork(), "serving"), LIMITS)
-    core.core._kv_cache.clock = lambda: 0.0
+    core.core._kv_cache.cached.clock = lambda: 0.0
     for number, (is_loan, first_token, length, max_tokens) in enumerate(work):
         prompt = range(first_token, first_token + length)
         core.send(lend(f"{number}", prompt) if is_loan else generate(f"{number}", prompt, max_tokens))

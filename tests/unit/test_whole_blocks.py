@@ -1,7 +1,6 @@
 """Whole blocks in memory that the ranks of an engine map: parts put into them and taken out of them."""
 
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +11,7 @@ from numpy.typing import NDArray
 from engine.lending.reads.block_reads import LocalRank
 from engine.tensor_parallel.gathering import GATHER_BYTES, GatheredBlocks, GatheringRank
 from engine.tensor_parallel.part_copies import PartCopies
-from engine.tensor_parallel.shared_memory import MappedMemory, SharedMemory, SharedPlace
-from kvtransfer.errors import TransferError
+from engine.tensor_parallel.shared_memory import MappedMemory, SharedMemory
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import BlockPart, part_spans
 from kvtransfer.transport import Pool
@@ -118,53 +116,47 @@ class PartPool:
 class Copying:
     """The second of two ranks, its whole blocks and what its copies said."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self) -> None:
         self.whole = random_bytes(4, 64)
         self.memory = SharedMemory()
         self.rows = self.memory.take(4, 64)
         self.rows[:] = self.whole
-        self.path = directory / "blocks"
-        self.path.write_bytes(bytes(100) + self.whole.tobytes())
         part = BlockPart(64, 1, 2)
         self.pool = PartPool(np.zeros((8, 32), np.uint8))
         transport = LocalTransport(LocalNetwork(), "rank")
         transport.register(Pool(self.pool.memory))
         rank = LocalRank(transport, part, lambda blocks: self.pool.memory[list(blocks)].view(np.uint64))
-        self.from_memory, self.from_disk = StepExecutor(), StepExecutor()
+        self.thread = StepExecutor()
         self.copies = PartCopies(
             part,
             self.pool,  # type: ignore[arg-type]
             MappedMemory(os.dup(self.memory.descriptor)),
             rank,
-            (self.from_memory, self.from_disk),
+            self.thread,
             clock=lambda: self.now,
         )
-        self.copies.open_disk(self.path)
         self.now = 0.0
         self.quiet: list[tuple[tuple[bytes, ...] | None, bool]] = []
 
-    def in_memory(self, block: int) -> SharedPlace:
-        return SharedPlace(self.memory.offset_of(self.rows[block]), False)
-
-    def on_disk(self, block: int) -> SharedPlace:
-        return SharedPlace(100 + 64 * block, True)
+    def source(self, block: int) -> int:
+        return self.memory.offset_of(self.rows[block])
 
     def part_of(self, block: int) -> bytes:
         return self.whole[block, 32:].tobytes()
 
     def run(self) -> None:
-        while self.from_memory.step() or self.from_disk.step():
+        while self.thread.step():
             pass
 
 
 @pytest.fixture
-def copying(tmp_path: Path) -> Copying:
-    return Copying(tmp_path)
+def copying() -> Copying:
+    return Copying()
 
 
-def test_parts_are_copied_from_memory_and_from_disk(copying: Copying) -> None:
-    places = [copying.in_memory(0), copying.on_disk(1), copying.in_memory(2), copying.on_disk(3)]
-    read = copying.copies.start(places, [7, 5, 3, 1], lambda *said: copying.quiet.append(said))
+def test_parts_are_copied_from_memory_and_from_messages(copying: Copying) -> None:
+    sources = [copying.source(0), copying.part_of(1), copying.source(2), copying.part_of(3)]
+    read = copying.copies.start(sources, [7, 5, 3, 1], lambda *said: copying.quiet.append(said))
     assert not read.is_quiet
     copying.run()
     assert read.is_quiet
@@ -172,32 +164,14 @@ def test_parts_are_copied_from_memory_and_from_disk(copying: Copying) -> None:
     assert copying.quiet == [(tuple(copying.part_of(index) for index in range(4)), False)], "fingerprints of its part"
 
 
-def test_a_disk_that_hangs_does_not_hold_up_copies_from_memory(copying: Copying) -> None:
-    from_disk = copying.copies.start([copying.on_disk(0)], [0], lambda *_: None)
-    from_memory = copying.copies.start([copying.in_memory(1)], [1], lambda *said: copying.quiet.append(said))
+def test_a_copy_that_has_not_begun_is_withdrawn(copying: Copying) -> None:
+    first = copying.copies.start([copying.source(0)], [0], lambda *_: None)
+    second = copying.copies.start([copying.source(1)], [1], lambda *said: copying.quiet.append(said))
     copying.now = 5.0
-    assert (from_disk.stuck_s(), from_memory.stuck_s()) == (5.0, 5.0)
-    assert copying.from_memory.step()
-    assert (from_disk.stuck_s(), from_memory.stuck_s()) == (5.0, 0.0)
-    assert from_memory.is_quiet
-    assert copying.quiet == [((copying.part_of(1),), False)]
-    assert from_disk.withdraw() == [], "it has not begun"
-    assert from_disk.is_quiet
-
-
-def test_a_file_that_is_too_short_fails_the_read(copying: Copying) -> None:
-    os.truncate(copying.path, 100 + 64 + 40)
-    read = copying.copies.start(
-        [copying.on_disk(0), copying.on_disk(1)], [0, 1], lambda *said: copying.quiet.append(said)
-    )
+    assert (first.stuck_s(), second.stuck_s()) == (5.0, 5.0)
+    assert first.withdraw() == [], "it has not begun"
     copying.run()
-    assert read.is_quiet
-    assert copying.quiet == [(None, False)]
-
-
-def test_a_file_that_cannot_be_opened_is_named(copying: Copying) -> None:
-    with pytest.raises(TransferError, match=r"nothing: No such file"):
-        copying.copies.open_disk(copying.path.with_name("nothing"))
+    assert copying.quiet == [((copying.part_of(1),), False)]
 
 
 def test_parts_are_gathered_into_neighbouring_rows(copying: Copying) -> None:

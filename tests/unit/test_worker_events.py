@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv.block_pool import CacheEvent, Removed, Stored
+from engine.kv.events import CacheEvent, Removed, Stored
 from engine.messages.from_engine import CacheChanged, Load
 from engine.worker.front import worker_events as news
 from engine.worker.front.worker_events import cache_events, messages_of, parts_of, summary

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from engine.block_keys import block_keys, root_key
-from engine.kv.block_pool import Stored
+from engine.kv.events import Stored
 from engine.messages.from_engine import CacheChanged, KvAccount
 from engine.messages.to_engine import Cancel, Generate
 from support.engine_contract import account_of, named

@@ -11,7 +11,6 @@ from engine.backends.vllm.settings import VllmSettings
 from engine.errors import EngineStartError
 from engine.model.adapters import read_adapters
 
-NO_TIERS = "the vllm engine has no tiers below its pool: set kv_store"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of max_lora_rank that vLLM takes on every device."""
 SEVERAL_RANKS = {

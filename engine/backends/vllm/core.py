@@ -25,9 +25,7 @@ from engine.backends.vllm.sampling.sampling import Sampling
 from engine.backends.vllm.submitted import Full, Submissions, Submitted
 from engine.core.loan_host import EngineParts, Input, LoanHost
 from engine.core_types import Sequence
-from engine.kv.store.shared_store import SharedStore
-from engine.lending.borrower_manager import BorrowerManager
-from engine.lending.loan import BorrowRequest
+from engine.kv.store.kv_store import KvStore
 from engine.lending.reads.block_reads import LocalRank
 from engine.messages.to_engine import ItemsFetched
 from engine.model_runner import ModelInfo
@@ -36,18 +34,6 @@ from kvtransfer.ranks import join_endpoints, with_planes, with_stages
 Fingerprint = Callable[[Seq[int]], NDArray[np.uint64]]
 FingerprintLater = Callable[[Any, Callable[[], NDArray[np.uint64]]], None]
 """Callable later(tag, compute) that computes fingerprints on another thread; `VllmCore.name` takes tag and result."""
-
-
-class _HardeningBorrower(BorrowerManager):
-    """Borrower manager whose waiting sequences hold the blocks that they were promised."""
-
-    _kv_cache: VllmKVCache
-
-    def take(self, wanted: BorrowRequest) -> bool:
-        if not super().take(wanted):
-            return False
-        self._kv_cache.harden(wanted.sequence)
-        return True
 
 
 class _Filled:
@@ -73,7 +59,7 @@ class VllmCore(LoanHost):
         info: ModelInfo,
         sampling: Sampling,
         lora: Mapping[bytes, Any],
-        store: SharedStore | None = None,
+        stores: Seq[KvStore] = (),
         fingerprint_later: FingerprintLater | None = None,
     ) -> None:
         """Create the core.
@@ -96,16 +82,18 @@ class VllmCore(LoanHost):
         assert groups is not None
         lookahead = int(engine.vllm_config.num_prefill_lookahead_tokens)
         sampling.num_beyond = max(lookahead, 0 if groups.is_chain else 1)
-        kv_cache = VllmKVCache(memory, block_pool, groups, time.monotonic, self._finished, store)
+        kv_cache = VllmKVCache(memory, block_pool, groups, time.monotonic, self._finished, stores)
         own = None  # where other processes have all KV memory
         if isinstance(memory, VllmKvMemory) and parts.transport is not None:
             own = LocalRank(parts.transport, memory.part, memory.part_fingerprints)
-        super().__init__(parts, info, memory.pool, own, kv_cache, memory, _HardeningBorrower)
+        super().__init__(parts, info, memory.pool, own, kv_cache, memory)
         self._media = Media(self._scheduler, self._emit, info.encoder_fingerprint)
         self._submissions = Submissions(
             self._scheduler, kv_cache, sampling, lora, self._media, self._on_scheduled, self.unblock
         )
-        requests = VllmRequests(self._table_parts(), self._submissions, sampling, self._media)
+        requests = VllmRequests(
+            self._table_parts(), self._submissions, sampling, self._media, lambda: bool(self._unnamed)
+        )
         self._serve(requests, requests if self._scheduler.num_spec_tokens else None)
 
     def unblock(self) -> None:
@@ -168,6 +156,8 @@ class VllmCore(LoanHost):
         wanted = max(budget.max_tokens, per_stream)
         self._scheduler.max_num_scheduled_tokens = min(self._own_budget, wanted, most)
         num_running = len(self._scheduler.running)
+        if len(self._cached.pins):
+            self._cached.pins.shrink(self._submissions.num_lacking())
         output = self._scheduler.schedule()
         self._submissions.after_schedule(output)
         # A request that has preempted itself ends vLLM's look at the others, which the next one finds able to go on.
@@ -177,7 +167,7 @@ class VllmCore(LoanHost):
         if self._blocked:
             self._reports.changed = True
         if not self._kv_cache.in_step:
-            self._reports.step_began(self._kv_cache.clock())
+            self._reports.step_began(self._cached.clock())
         self._kv_cache.num_steps += 1
         return output
 
@@ -204,13 +194,13 @@ class VllmCore(LoanHost):
         prompt_tokens = sum(count for count in counts.values() if count > 1)
         if prompt_tokens:
             self._reports.changed = True
-            self._kv_cache.rates.computed(prompt_tokens, seconds)
+            self._cached.speeds.computed(prompt_tokens, seconds)
         self._submissions.abort_removed()
         outputs = self._scheduler.update_from_output(output, computed)
         self._engine.post_step(output.total_num_scheduled_tokens > 0)  # takes the next drafts, unless asynchronous
         self._kv_cache.num_steps -= 1
         if self._kv_cache.in_step:
-            self._reports.step_began(self._kv_cache.clock())
+            self._reports.step_began(self._cached.clock())
         if output.total_num_scheduled_tokens:
             self._blocked = False
         self._take_full(self._submissions.filled(output))
@@ -266,7 +256,7 @@ class VllmCore(LoanHost):
 
         From any thread.
         """
-        return self._kv_cache.compute_fingerprints(filled.blocks) if filled.blocks else np.empty((0, 0), np.uint64)
+        return self._cached.compute_fingerprints(filled.blocks) if filled.blocks else np.empty((0, 0), np.uint64)
 
     def _named(self, filled: _Filled, fingerprints: NDArray[np.uint64]) -> None:
         self._kv_cache.name(filled.places, fingerprints)
@@ -283,7 +273,7 @@ class VllmCore(LoanHost):
                 names, blocks = [place.key for place in new], [place.block for place in new]
                 self._lender_manager.computed(sequence, names, blocks)
             else:
-                self._requests.fill_if_complete(sequence, end)
+                self._requests.named(sequence, end)
 
     def _submit_jobs(self) -> None:
         """Let vLLM compute what loans lack."""

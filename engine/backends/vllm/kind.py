@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from engine.backends.vllm.arguments import NO_TIERS, vllm_python
+from engine.backends.vllm.arguments import vllm_python
 from engine.backends.vllm.settings import NAME, VllmSettings
 from engine.engine_kind import EngineKind, EngineMemory, Environment, Installation, Launch, MemoryOptions, Option
 from engine.errors import EngineStartError
@@ -74,8 +74,6 @@ class VllmKind(EngineKind[VllmSettings]):
             "lora": "the vllm engine does not merge adapters: set adapters",
             "backend": "set vllm_options.attention_backend",
             "speculation": "set vllm_options.speculative_config, vLLM's own",
-            "kv_host_memory_mib": NO_TIERS,
-            "kv_disk_dir": NO_TIERS,
         }
     )
     lacking = MappingProxyType(

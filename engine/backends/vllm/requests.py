@@ -7,6 +7,7 @@ Each choice of a request is a sequence and a vLLM request of its own. The first 
 others are submitted with its first token and find the prompt cached.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,10 @@ class _Request(Request):
     """Choices to submit with the first choice's first token."""
     reserved: int = 0
     """Blocks reserved for `waiting`."""
+    tells_pins: bool = False
+    """Whether its account is still to say how much of its prompt was pinned."""
+    held_back: Token | None = None
+    """Last token of a request whose prompt is still to be pinned: its account says how much was."""
 
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -39,8 +44,17 @@ class VllmRequests(RequestTable[_Request]):
 
     _kv_cache: VllmKVCache
 
-    def __init__(self, parts: TableParts, submissions: Submissions, sampling: Sampling, media: Media) -> None:
+    def __init__(
+        self,
+        parts: TableParts,
+        submissions: Submissions,
+        sampling: Sampling,
+        media: Media,
+        is_naming: Callable[[], bool],
+    ) -> None:
+        """Create the table; `is_naming` returns whether blocks that a step filled wait for their names."""
         super().__init__(parts)
+        self._is_naming = is_naming
         self._media = media
         self._submissions = submissions
         self._sampling = sampling
@@ -82,8 +96,14 @@ class VllmRequests(RequestTable[_Request]):
     def _request(self, message: Generate, chains: list[Sequence], search: BeamSearch | None) -> _Request:
         by_choice = {chain.choice: chain for chain in chains}
         chains[0].siblings = []
-        # vLLM would have to take blocks from pins when its running requests need them, and cannot
-        return _Request(by_choice, KvAccount(), message.to_store, retention=None, waiting=chains[1:])
+        return _Request(
+            by_choice,
+            KvAccount(),
+            message.to_store,
+            message.retention,
+            waiting=chains[1:],
+            tells_pins=message.retention is not None,
+        )
 
     def _start(self, request: _Request, chains: list[Sequence], keys: list[BlockKey]) -> str:
         lead = chains[0]
@@ -124,6 +144,26 @@ class VllmRequests(RequestTable[_Request]):
         self._fill(sequence)
         return True
 
+    def named(self, sequence: Sequence, num_tokens: int) -> None:
+        """Process that the blocks of a sequence's first `num_tokens` have their names."""
+        if self.fill_if_complete(sequence, num_tokens) or not self.has(sequence):
+            return
+        request = self._requests[sequence.request_id]
+        if request.retention is not None and len(sequence.token_ids) > sequence.num_prompt:
+            self._pin_prompt(request, sequence, is_last_chance=not self._is_naming())
+            if request.held_back is not None and request.retention is None:
+                self._emit(request.held_back)
+                self._end(request, sequence)
+
+    def _pin_prompt(self, request: _Request, sequence: Sequence, is_last_chance: bool) -> None:
+        """Pin the blocks of a prompt that is computed, once they all have names."""
+        retention = request.retention
+        if retention is None or sequence is not next(iter(request.chains.values())):
+            return
+        if is_last_chance or all(name in self._cached.pool for name in self._kv_cache.prompt_names(sequence)):
+            self._pin(request, sequence, retention)
+            request.retention = None
+
     # ------------------------------------------------------------------ from vLLM
 
     def scheduled(self, submitted: Submitted, num_hits: int) -> None:
@@ -132,7 +172,7 @@ class VllmRequests(RequestTable[_Request]):
         account = request.account
         if "compute_started" in account.times:
             return
-        account.times["compute_started"] = self._kv_cache.clock()
+        account.times["compute_started"] = self._cached.clock()
         num_found = num_hits - account.reused_blocks - account.store_blocks - account.moved_blocks
         if num_found > 0:  # blocks that other requests computed meanwhile
             self._count_hits(submitted.sequence, num_found)
@@ -173,25 +213,30 @@ class VllmRequests(RequestTable[_Request]):
         account: KvAccount | None = None
         if len(sequence.token_ids) == sequence.num_prompt:
             account = request.account
-            account.times.setdefault("first_token", self._kv_cache.clock())
+            account.times.setdefault("first_token", self._cached.clock())
         if (new := submitted.request.num_preemptions - sequence.num_preemptions) > 0:
             account = request.account
             sequence.num_preemptions += new
             account.preemptions += new
             self.num_preemptions += new
         sequence.token_ids.append(result.token_id)
-        self._emit(
-            Token(
-                sequence.request_id,
-                result.token_id,
-                result.logprobs,
-                account,
-                finish,
-                sequence.choice,
-                drafted=drafted,
-                followed_draft=followed,
-            )
+        if request.tells_pins:
+            self._pin_prompt(request, sequence, is_last_chance=finish is not None and not self._is_naming())
+            account, request.tells_pins = request.account, request.retention is not None
+        token = Token(
+            sequence.request_id,
+            result.token_id,
+            result.logprobs,
+            account,
+            finish,
+            sequence.choice,
+            drafted=drafted,
+            followed_draft=followed,
         )
+        if finish is not None and request.retention is not None and len(request.chains) == 1:
+            request.held_back = token
+            return
+        self._emit(token)
         if request.waiting:
             self._submit_waiting(request)
         if finish is not None:

@@ -156,6 +156,33 @@ class Submissions:
             removed, self._to_abort = self._to_abort, []
             self._scheduler.finish_requests(removed, RequestStatus.FINISHED_ABORTED)
 
+    def num_lacking(self) -> int:
+        """Return how many blocks the pool lacks for the tokens that vLLM's running and preempted requests have now.
+
+        Without any, for the first request that waits: nobody else would make room for it.
+        """
+        scheduler = self._scheduler
+        preempted = [each for each in scheduler.waiting if each.status == RequestStatus.PREEMPTED]
+        lacking = 0
+        for request in [*scheduler.running, *preempted]:
+            num_tokens = request.num_tokens_with_spec + request.num_output_placeholders
+            lacking += self._num_new_blocks(request, num_tokens + scheduler.num_lookahead_tokens)
+        if not lacking and not scheduler.running and scheduler.waiting:
+            first = scheduler.waiting.peek_request()
+            lacking = self._num_new_blocks(first, first.num_tokens + scheduler.num_lookahead_tokens)
+        return max(0, lacking - self._kv_cache.pool.num_unused)
+
+    def _num_new_blocks(self, request: Any, num_tokens: int) -> int:
+        """Return how many blocks a request needs beyond its own to have `num_tokens` computed."""
+        submitted, unit = self._by_id.get(request.request_id), self._kv_cache.groups.unit
+        if submitted is None:
+            return 0
+        widths = self._kv_cache.groups.widths
+        blocks = submitted.blocks or [[] for _ in widths]
+        return sum(
+            max(0, -(-num_tokens // (width * unit)) - len(its)) for width, its in zip(widths, blocks, strict=True)
+        )
+
     def after_schedule(self, output: SchedulerOutput) -> None:
         """Record which blocks vLLM gave to the sequences of a step, and lower their reservations by these."""
         width = self._kv_cache.layout.block_tokens

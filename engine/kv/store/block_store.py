@@ -1,4 +1,4 @@
-"""The shared store of an engine: rows, threads and counters around a folder or a bucket.
+"""A store of an engine: rows, threads and counters around folders or a bucket.
 
 Thread safety: everything but the functions passed to the executors belongs to the loop thread. Those touch only their
 arguments and the objects, and report through a deque.
@@ -7,7 +7,7 @@ arguments and the objects, and report through a deque.
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 
@@ -15,12 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.block_keys import BlockKey
-from engine.kv.block_pool import CacheEvent, Removed, Stored
+from engine.kv.events import CacheEvent, Removed, Stored
 from engine.kv.rows import Allocate, private_rows
-from engine.kv.store.object_format import ObjectFormat, ObjectRefused
+from engine.kv.store.kv_store import Fetched, KvStore, PlaceUse
+from engine.kv.store.object_format import ObjectFormat, ObjectRefused, StoredBlock
 from engine.kv.store.objects import ObjectMissing, Objects, StoreError
-from engine.kv.store.shared_store import Fetched, SharedStore
-from engine.kv.tiers.slots import NamedBlock
 
 READ_THREADS = 4
 WRITE_THREADS = 2
@@ -59,7 +58,7 @@ class StoreCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    block: NamedBlock
+    block: StoredBlock
     row: NDArray[np.uint8]
     was_there: bool
     evicted: tuple[BlockKey, ...]
@@ -68,15 +67,15 @@ class _Written:
 
 @dataclass(frozen=True, slots=True)
 class _Learned:
-    """Result of a fetch: blocks that are there, and at most one that is not."""
+    """Result of a fetch or a look around: blocks that are there, and at most one that is not."""
 
-    there: tuple[NamedBlock, ...]
+    there: tuple[StoredBlock, ...] = ()
     refused: BlockKey | None = None
     missing: BlockKey | None = None
     error: StoreError | None = None
 
 
-class BlockStore(SharedStore):
+class BlockStore(KvStore):
     """Blocks of one model in `objects`."""
 
     def __init__(
@@ -84,13 +83,15 @@ class BlockStore(SharedStore):
         objects: Objects,
         object_format: ObjectFormat,
         writes_at_once: bool = False,
+        is_local: bool = False,
+        has_other_writers: bool = False,
         clock: Callable[[], float] = time.monotonic,
         executors: tuple[Executor, Executor] | None = None,
         allocate: Allocate = private_rows,
     ) -> None:
         """Create the store; `clock` returns seconds. `executors` replace the threads that read and that write.
 
-        `allocate` returns the memory of fetches.
+        `allocate` returns the memory of fetches. A local store begins with what an earlier process has left there.
         """
         self._objects = objects
         self._format = object_format
@@ -99,6 +100,9 @@ class BlockStore(SharedStore):
         self.identity = objects.identity
         self.keeps_objects = objects.keeps_objects
         self.writes_at_once = writes_at_once
+        self.is_local = is_local
+        self.has_other_writers = has_other_writers
+        self._name = "the local store" if is_local else "the shared store"
         self.blocks_per_fetch = max(1, min(objects.reads_at_once, FETCH_BYTES // object_format.object_bytes))
         self.counts = StoreCounts()
         self._readers, self._writers = executors or (
@@ -112,12 +116,15 @@ class BlockStore(SharedStore):
         self._buffers: list[NDArray[np.uint8]] = []
         self._num_fetching = 0
         self._waiting: deque[tuple[Sequence[BlockKey], Callable[[Fetched], object]]] = deque()
-        self._known: OrderedDict[BlockKey, None] = OrderedDict()
+        self._known: OrderedDict[BlockKey, BlockKey] = OrderedDict()
+        """Parents of the blocks that are known to be stored, by key."""
         self._writing: set[BlockKey] = set()
         self._events: list[CacheEvent] = []
         self._avoid_until = -AVOID_S
         self._complained_at = -COMPLAIN_EVERY_S
         self._closed = False
+        if is_local:
+            _logged(self._readers.submit(self._look_around))
 
     @property
     def answers(self) -> bool:
@@ -131,6 +138,19 @@ class BlockStore(SharedStore):
         self._settle()
         return key not in self._known and key not in self._writing
 
+    def num_known(self, keys: Iterable[BlockKey]) -> int:
+        self._settle()
+        count = 0
+        for key in keys:
+            if key not in self._known:
+                break
+            count += 1
+        return count
+
+    def known_keys(self) -> list[BlockKey]:
+        self._settle()
+        return list(self._known)
+
     def put(self, parent: BlockKey, key: BlockKey, content: NDArray[np.uint8], fingerprint: bytes) -> None:
         if self._rows:
             row = self._rows.pop()
@@ -140,7 +160,7 @@ class BlockStore(SharedStore):
             self._num_rows += 1
         row[self._format.payload_offset :] = content
         self._writing.add(key)
-        _logged(self._writers.submit(self._write, NamedBlock(parent, key, fingerprint), row))
+        _logged(self._writers.submit(self._write, StoredBlock(parent, key, fingerprint), row))
 
     def drop(self, count: int) -> None:
         self.counts.dropped += count
@@ -170,7 +190,7 @@ class BlockStore(SharedStore):
     def remove(self, keys: Sequence[BlockKey], on_removed: Callable[[int, str], object]) -> None:
         for key in keys:
             self._known.pop(key, None)
-        self._events.append(Removed(tuple(keys), shared=True))
+        self._events.append(Removed(tuple(keys), shared=not self.is_local))
         _logged(self._writers.submit(self._remove_all, tuple(keys), on_removed))
 
     def fell_silent(self) -> None:
@@ -180,6 +200,13 @@ class BlockStore(SharedStore):
         self._settle()
         events, self._events = self._events, []
         return events
+
+    def snapshot(self) -> list[CacheEvent]:
+        self._settle()
+        return [Stored(parent, (key,), shared=not self.is_local) for key, parent in self._known.items()]
+
+    def places(self) -> list[PlaceUse]:
+        return self._objects.places() if self.is_local else []
 
     def outcomes(self) -> tuple[tuple[str, int], ...]:
         return tuple((field.name, getattr(self.counts, field.name)) for field in fields(self.counts))
@@ -193,7 +220,7 @@ class BlockStore(SharedStore):
             self._settle()
         self._writers.shutdown(wait=False, cancel_futures=True)
         if self._writing:
-            log.warning("%d blocks were not written to the shared store within %g s", len(self._writing), FLUSH_S)
+            log.warning("%d blocks were not written to %s within %g s", len(self._writing), self._name, FLUSH_S)
         else:
             self._objects.close()
 
@@ -240,29 +267,29 @@ class BlockStore(SharedStore):
         if done.error is not None:
             self._complain("read", done.error)
 
-    def _know(self, block: NamedBlock) -> None:
+    def _know(self, block: StoredBlock) -> None:
         if block.key in self._known:
             self._known.move_to_end(block.key)
             return
-        self._known[block.key] = None
-        self._events.append(Stored(block.parent, (block.key,), shared=True))
-        if len(self._known) > MAX_KNOWN:
+        self._known[block.key] = block.parent
+        self._events.append(Stored(block.parent, (block.key,), shared=not self.is_local))
+        if len(self._known) > MAX_KNOWN and not self.is_local:
             self._known.popitem(last=False)
 
     def _forget(self, key: BlockKey) -> None:
         self._known.pop(key, None)
-        self._events.append(Removed((key,), shared=True))
+        self._events.append(Removed((key,), shared=not self.is_local))
 
     def _complain(self, what: str, error: StoreError) -> None:
         self.counts.failed += 1
         now = time.monotonic()
         if now - self._complained_at >= COMPLAIN_EVERY_S:
             self._complained_at = now
-            log.warning("the shared store cannot be %s: %s", what, error)
+            log.warning("%s cannot be %s: %s", self._name, what, error)
 
     # ------------------------------------------------------------------ on the store's threads
 
-    def _write(self, block: NamedBlock, row: NDArray[np.uint8]) -> None:
+    def _write(self, block: StoredBlock, row: NDArray[np.uint8]) -> None:
         name = self._format.name(block.key)
         was_there, evicted, failure = False, list[BlockKey](), None
         try:
@@ -281,7 +308,7 @@ class BlockStore(SharedStore):
         try:
             self._objects.remove(self._format.name(key))
         except StoreError as error:
-            self._done.append(_Learned((), error=error))
+            self._done.append(_Learned(error=error))
 
     def _remove_all(self, keys: Sequence[BlockKey], on_removed: Callable[[int, str], object]) -> None:
         count, failure = 0, ""
@@ -298,7 +325,7 @@ class BlockStore(SharedStore):
         try:
             num_found = self._num_held(keys)
         except StoreError as error:
-            self._done.append(_Learned((), error=error))
+            self._done.append(_Learned(error=error))
         on_found(num_found)
 
     def _num_held(self, keys: Sequence[BlockKey]) -> int:
@@ -320,13 +347,13 @@ class BlockStore(SharedStore):
         self, keys: Sequence[BlockKey], buffer: NDArray[np.uint8], on_fetched: Callable[[Fetched], object]
     ) -> None:
         names, rows = [self._format.name(key) for key in keys], list(buffer[: len(keys)])
-        blocks: list[NamedBlock] = []
+        blocks: list[StoredBlock] = []
         reason, refused, missing, failed = "", None, None, None
         for key, row, failure in zip(keys, rows, self._objects.read(names, rows), strict=True):
             if isinstance(failure, StoreError):
                 reason, failed = str(failure), failure
             elif isinstance(failure, ObjectMissing):
-                reason, missing = "the shared store holds it no more", key
+                reason, missing = f"{self._name} holds it no more", key
             else:
                 try:
                     blocks.append(self._format.check(key, row))
@@ -334,19 +361,32 @@ class BlockStore(SharedStore):
                     reason, refused = f"the stored block was refused: {error}", key
             if reason:
                 break
-        for name in names[: len(blocks)]:
+        for name in reversed(names[: len(blocks)]):  # the tail of a chain is evicted before its head
             self._objects.used(name)
         self._done.append(_Learned(tuple(blocks), refused, missing, failed))
         contents = tuple(row[self._format.payload_offset :] for row in rows[: len(blocks)])
         on_fetched(Fetched(tuple(block.fingerprint for block in blocks), contents, reason, buffer))
 
+    def _look_around(self) -> None:
+        """Learn what an earlier process has left in a local store; objects that are none are removed."""
+        try:
+            for name, head in self._objects.heads(self._format.folder, self._format.payload_offset):
+                key = _key_of(name)
+                try:
+                    if key is not None:
+                        self._done.append(_Learned((self._format.check_head(key, head),)))
+                except ObjectRefused:
+                    self._done.append(_Learned(refused=key))
+        except StoreError as error:
+            self._done.append(_Learned(error=error))
+
 
 def _logged(future: "Future[None]") -> None:
-    """Log what a thread of the store raises: nothing should."""
+    """Log what a thread of a store raises: nothing should."""
 
     def log_failure(done: "Future[None]") -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
-            log.error("an operation of the shared store failed", exc_info=error)
+            log.error("an operation of a KV store failed", exc_info=error)
 
     future.add_done_callback(log_failure)
 

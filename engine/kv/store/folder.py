@@ -1,16 +1,16 @@
 """Objects as files of a folder that workers share: a local disk, NFS, Lustre, a volume of Kubernetes.
 
-Bounds without a central lock: the keys are hashes, so each of the 256 folders of a model gets an equal share of the
-bytes. A writer counts the folder that it writes into when its own count says that it is full, and every COUNT_EVERY_S,
-and removes the files used longest ago. Together, writers exceed the bound by what they write between two counts. A
-file's modification time is the time of its last use.
+Bounds without a central lock: the keys are hashes, so each of the folders of a model gets an equal share of the bytes.
+A writer counts the folder that it writes into when its own count says that it is full, and every COUNT_EVERY_S, and
+removes the files used longest ago. Together, writers exceed the bound by what they write between two counts. A file's
+modification time is the time of its last use.
 """
 
 import math
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -21,9 +21,9 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.kv.store.kv_store import PlaceUse
 from engine.kv.store.objects import ObjectMissing, Objects, ReadFailure, StoreError
 
-NUM_FOLDERS = 256
 COUNT_EVERY_S = 5.0
 COUNTING_SHARE = 0.05
 """Largest share of a writer's time that goes into counting, which is slow with many files on a network."""
@@ -32,6 +32,7 @@ SURPLUS_PART = 16
 ABANDONED_S = 3600.0
 """Age at which a file that its writer has not finished is removed."""
 TOUCH_EVERY_S = 60.0
+"""Age of a file's time of use from which it is renewed in a shared folder, whose server would see every read."""
 IDENTITY_FILE = "tandem-store"
 UNFINISHED = ".part-"
 
@@ -51,16 +52,23 @@ class FolderObjects(Objects):
         max_bytes: int,
         max_age_s: float,
         clock: Callable[[], float] = time.time,
+        num_folders: int = 256,
+        place: str = "",
     ) -> None:
         """Open the folder, which is created where it is missing.
 
-        `max_bytes` bounds all objects of one model. Objects not used for `max_age_s` are removed. `clock` returns the
-        time of day in seconds. Raises StoreError.
+        `max_bytes` bounds all objects of one model, which are in `num_folders` folders. Objects not used for
+        `max_age_s` are removed. `clock` returns the time of day in seconds. `place` is the name of a local place.
+        Raises StoreError.
         """
         self._root = root
         self._object_bytes = object_bytes
-        self._max_files = max(1, max_bytes // object_bytes // NUM_FOLDERS)
+        self._num_folders = num_folders
+        self._max_files = max(1, max_bytes // object_bytes // num_folders)
         self._max_age_s = max_age_s
+        self._place = place
+        self._touch_every_s = 0.0 if place else TOUCH_EVERY_S
+        self._num_read = 0
         self._clock = clock
         self._writer = uuid4().hex[:12]
         self._numbers = count()
@@ -93,6 +101,8 @@ class FolderObjects(Objects):
                     left = left[os.write(fd, left) :]
             finally:
                 os.close(fd)
+            if self._place:  # the system's own time of a write is the same for many of them
+                os.utime(unfinished, 2 * (self._clock(),))
             unfinished.replace(path)
         except OSError as error:
             with suppress(OSError):
@@ -109,7 +119,7 @@ class FolderObjects(Objects):
         now = self._clock()
         with suppress(OSError):  # the file was evicted, or belongs to a read-only folder
             path = self._root / name
-            if now - path.lstat().st_mtime >= TOUCH_EVERY_S:
+            if now - path.lstat().st_mtime >= self._touch_every_s:
                 os.utime(path, (now, now), follow_symlinks=False)
 
     def trim(self, name: str) -> list[str]:
@@ -126,6 +136,25 @@ class FolderObjects(Objects):
         except OSError as error:
             counted.again_at = time.monotonic() + COUNT_EVERY_S
             raise StoreError(f"{folder}: {error.strerror}") from error
+
+    def heads(self, folder: str, num_bytes: int) -> Iterator[tuple[str, bytes]]:
+        try:
+            names = [name for name in os.listdir(self._root / folder) if not name.startswith(UNFINISHED)]
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise StoreError(f"{folder}: {error.strerror}") from error
+        with self._lock:
+            self._counts.setdefault(folder, _Count()).num_files += len(names)
+        for name in names:
+            row = np.empty(num_bytes, np.uint8)
+            if self._fill(f"{folder}/{name}", row) is None:
+                yield f"{folder}/{name}", row.tobytes()
+
+    def places(self) -> list[PlaceUse]:
+        with self._lock:
+            used = min(self._max_files, sum(counted.num_files for counted in self._counts.values()))
+            return [PlaceUse(self._place, self._max_files * self._num_folders, used, self._num_read)]
 
     def _count(self, folder: str, counted: "_Count") -> list[str]:
         """Count a folder's files and remove those beyond the bounds; return the names of removed objects."""
@@ -148,7 +177,7 @@ class FolderObjects(Objects):
         ended = time.monotonic()
         with self._lock:
             counted.num_files += len(files) - len(gone)
-            counted.again_at = ended + max(COUNT_EVERY_S, (ended - began) * NUM_FOLDERS / COUNTING_SHARE)
+            counted.again_at = ended + max(COUNT_EVERY_S, (ended - began) * self._num_folders / COUNTING_SHARE)
         return [f"{folder}/{file}" for file in gone]
 
     def _is_held(self, name: str) -> bool:
@@ -161,6 +190,13 @@ class FolderObjects(Objects):
         return stat.S_ISREG(status.st_mode) and status.st_size == self._object_bytes
 
     def _read(self, name: str, into: NDArray[np.uint8]) -> ReadFailure | None:
+        if (failure := self._fill(name, into)) is None:
+            with self._lock:
+                self._num_read += 1
+        return failure
+
+    def _fill(self, name: str, into: NDArray[np.uint8]) -> ReadFailure | None:
+        """Read the first bytes of a file that is whole."""
         try:
             fd = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:

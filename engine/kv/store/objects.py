@@ -1,10 +1,12 @@
 """Contract of a place that keeps objects: a folder or a bucket."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from engine.kv.store.kv_store import PlaceUse
 
 
 class StoreError(Exception):
@@ -67,6 +69,17 @@ class Objects(ABC):
         Raises StoreError.
         """
         return []
+
+    def heads(self, folder: str, num_bytes: int) -> Iterator[tuple[str, bytes]]:
+        """Yield the names of all objects of a folder of a local place, with the first `num_bytes` of each.
+
+        Raises StoreError.
+        """
+        raise NotImplementedError("this place is not a local one")
+
+    def places(self) -> list[PlaceUse]:
+        """Return the use of a local place."""
+        raise NotImplementedError("this place is not a local one")
 
     def close(self) -> None:  # noqa: B027 - a folder has nothing to close
         """Release what the place holds; no call follows."""

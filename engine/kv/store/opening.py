@@ -1,4 +1,4 @@
-"""Opening of the store that a worker's settings name."""
+"""Opening of the stores that a worker's settings name."""
 
 from hashlib import blake2b
 from pathlib import Path
@@ -10,15 +10,30 @@ from engine.kv.rows import Allocate, private_rows
 from engine.kv.store.block_store import BlockStore
 from engine.kv.store.bucket import BucketObjects
 from engine.kv.store.folder import FolderObjects
+from engine.kv.store.kv_store import KvStore
+from engine.kv.store.local import open_local_store
 from engine.kv.store.object_format import ObjectFormat
 from engine.kv.store.objects import Objects, StoreError
 from engine.kv.store.settings import StoreSettings
+from engine.settings import CommonSettings
 
 GIB = 1 << 30
 MIN_SECRET_BYTES = 16
 
 
-def open_store(
+def open_stores(
+    settings: CommonSettings, layout: KvLayout, model_fingerprint: bytes, allocate: Allocate = private_rows
+) -> list[KvStore]:
+    """Open the local and the shared store of a worker, as far as it has them.
+
+    `allocate` returns memory for fetches. Raises EngineStartError naming the setting.
+    """
+    local = open_local_store(settings, layout, model_fingerprint, allocate)
+    shared = open_shared_store(settings, layout, model_fingerprint, allocate)
+    return [store for store in (local, shared) if store is not None]
+
+
+def open_shared_store(
     settings: StoreSettings, layout: KvLayout, model_fingerprint: bytes, allocate: Allocate = private_rows
 ) -> BlockStore | None:
     """Open the store, or return None without one.

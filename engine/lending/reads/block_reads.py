@@ -14,7 +14,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kv.rows import Place
 from engine.lending.reads.corruption import Corruption
 from engine.lending.reads.verification import Arrival, BatchVerifier, Entries, entries_of
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
@@ -238,8 +237,8 @@ class RemoteRank(Rank):
     """Name of its transport."""
 
     @abstractmethod
-    def start_copy(self, places: Seq[Place], blocks: Seq[int], on_quiet: OnQuiet) -> RankRead:
-        """Start copying this rank's part of whole blocks at `places`, which the engine process holds, into `blocks`.
+    def start_copy(self, contents: Seq[NDArray[np.uint8]], blocks: Seq[int], on_quiet: OnQuiet) -> RankRead:
+        """Start copying this rank's part of whole blocks, whose `contents` this process holds, into `blocks`.
 
         Never raises, like `start_read`.
         """

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.kv.kv_cache_manager import BlockMemory
+from engine.kv.cached_blocks import BlockMemory
 
 BIT = 16
 """Flipped bit of a block's first byte."""

@@ -1,4 +1,4 @@
-"""The shared store as the source of a loan.
+"""A store below the pool as the source of a loan.
 
     find ──▶ Started ──fetch, FETCHES_AHEAD at once──▶ Announced ──copy into the pool──▶ ReadCompleted ──▶ next fetch
 
@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.block_keys import BlockKey
-from engine.kv.store.shared_store import Fetched, SharedStore
+from engine.kv.cached_blocks import StoreBelow
+from engine.kv.store.kv_store import Fetched
 from engine.lending.borrower import Announced
 from engine.lending.reads.block_reads import LocalRank, RankRead, ReadProgress, RemoteRank
 from engine.lending.sources import LoanSource, RankCopies, RankQuiet, WriteBlock
@@ -24,7 +25,7 @@ FETCHES_AHEAD = 3
 
 
 class StoreSource(LoanSource):
-    """Blocks of the shared store.
+    """Blocks of a store.
 
     Objects are whole blocks. The engine process fetches them, and each rank copies its part out of them. Block ids are
     indices into the run of blocks that the loan is for.
@@ -32,7 +33,7 @@ class StoreSource(LoanSource):
 
     def __init__(
         self,
-        store: SharedStore,
+        below: StoreBelow,
         keys: Sequence[BlockKey],
         first: int,
         write_block: WriteBlock,
@@ -41,7 +42,10 @@ class StoreSource(LoanSource):
         progress: ReadProgress,
     ) -> None:
         """Create the source of chain blocks from `first` on, named `keys`; `progress` covers all copies."""
-        self._store = store
+        self.below = below
+        self.is_local = below.store.is_local
+        self.name = "the local store" if self.is_local else "the shared store"
+        self._store = below.store
         self._keys = keys
         self._first = first
         self._write_block = write_block
@@ -58,9 +62,12 @@ class StoreSource(LoanSource):
         self.shortened: tuple[int, str] | None = None
         """Chain index from which the store has nothing, and why; None while it has all."""
 
-    def open(self, on_found: Callable[[int], object], on_fetched: Callable[[int, Fetched], object]) -> None:
-        """Look the keys up; callbacks come on any thread, `on_fetched` with the first chain index of each fetch."""
+    def open(self, on_fetched: Callable[[int, Fetched], object]) -> None:
+        """Begin; the callback comes on any thread, with the first chain index of each fetch."""
         self._on_fetched = on_fetched
+
+    def look_up(self, on_found: Callable[[int], object]) -> None:
+        """Ask the store how many leading blocks it has; the callback comes on any thread."""
         self._store.find(self._keys, on_found)
 
     def start(self, num_blocks: int) -> None:

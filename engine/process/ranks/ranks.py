@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -24,7 +23,6 @@ from numpy.typing import NDArray
 
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError, RankLost
-from engine.kv.rows import Place
 from engine.lending.reads.block_reads import MAX_PEERS, OnQuiet, RemoteRank
 from engine.tensor_parallel.gathering import FingerprintingRank
 from engine.tensor_parallel.messages import (
@@ -40,12 +38,11 @@ from engine.tensor_parallel.messages import (
     Heartbeat,
     Joined,
     NotJoined,
-    OpenDisk,
     ReadBlocks,
     ToFollower,
     Withdraw,
 )
-from engine.tensor_parallel.shared_memory import SharedMemory, SharedPlace
+from engine.tensor_parallel.shared_memory import SharedMemory
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.ranks import BlockPart
 
@@ -131,17 +128,13 @@ class PartLink(RemoteRank, FingerprintingRank):
     def end_gather(self) -> None:
         self._answer()
 
-    def open_disk(self, path: Path) -> None:
-        """Let the rank read the disk tier's file."""
-        self._tell(OpenDisk(path))
-
-    def start_copy(self, places: Seq[Place], blocks: Seq[int], on_quiet: OnQuiet) -> "_RemoteRead":
+    def start_copy(self, contents: Seq[NDArray[np.uint8]], blocks: Seq[int], on_quiet: OnQuiet) -> "_RemoteRead":
         number = self._new_read(on_quiet, b"")
-        self._tell(CopyBlocks(number, tuple(self._shared(place) for place in places), tuple(blocks)))
+        self._tell(CopyBlocks(number, tuple(self._source(content) for content in contents), tuple(blocks)))
         return _RemoteRead(self, number)
 
-    def _shared(self, place: Place) -> SharedPlace | bytes:
-        return SharedPlace(place, True) if isinstance(place, int) else SharedPlace(self._memory.offset_of(place), False)
+    def _source(self, content: NDArray[np.uint8]) -> int | bytes:
+        return self._memory.offset_of(content)
 
     # ------------------------------------------------------------------ fingerprints
 
@@ -271,9 +264,8 @@ class DistantLink(PartLink):
         for row, content in zip(self._rows, self._answer().contents, strict=True):
             self._part.put(np.frombuffer(content, np.uint8), row)
 
-    def _shared(self, place: Place) -> SharedPlace | bytes:
-        assert not isinstance(place, int), "the engine of several nodes has no disk tier"
-        return self._part.of(place).tobytes()
+    def _source(self, content: NDArray[np.uint8]) -> int | bytes:
+        return self._part.of(content).tobytes()
 
     @property
     def _part(self) -> BlockPart:

@@ -20,8 +20,8 @@ from engine.backends.vllm.environment import computes_at_launch
 from engine.core.loan_host import EngineParts
 from engine.errors import EngineStartError, RankLost
 from engine.kv.rows import Allocate, private_rows
-from engine.kv.store.opening import open_store
-from engine.kv.store.shared_store import SharedStore
+from engine.kv.store.kv_store import KvStore
+from engine.kv.store.opening import open_stores
 from engine.lending.fast_path import FastPathLink
 from engine.messages.from_engine import FromEngine
 from engine.model.model_dir import ModelDir
@@ -174,7 +174,7 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None) -> Open
     hashes, depth = ComputeThread(lambda: None, front.wake), started.num_batches
     hashes_later = depth > 1 or ranks is not None  # the loop waits for no other process
 
-    def core_of(emit: Callable[[FromEngine], None], fast_path: FastPathLink | None, store: SharedStore | None) -> Any:
+    def core_of(emit: Callable[[FromEngine], None], fast_path: FastPathLink | None, stores: Seq[KvStore]) -> Any:
         return VllmCore(
             EngineParts(transport, limits_of(spec, started.gpu), emit, front.wake, fast_path, links, grid),
             started.engine,
@@ -183,7 +183,7 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None) -> Open
             started.info,
             started.sampling,
             started.lora,
-            store,
+            stores,
             hashes.submit if hashes_later else None,
         )
 
@@ -200,7 +200,7 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None) -> Open
 
     num_blocks = memory.num_blocks - 1  # without vLLM's null block
     warming = WarmUp(started.info, layout.block_tokens, num_blocks, ModelDir.open(config.model).has_tokenizer)
-    bare = core_of(warming.emit, None, None)
+    bare = core_of(warming.emit, None, ())
     steps, turn = steps_of(bare), turn_of(front, ranks)
     warm_up_s = warming.run(bare, steps, turn)
     steps.settle(turn)
@@ -209,7 +209,7 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None) -> Open
     core = core_of(
         front.send,
         fast_path,
-        open_store(config, layout, layout.fingerprint(started.info.weights_fingerprint), allocate),
+        open_stores(config, layout, layout.fingerprint(started.info.weights_fingerprint), allocate),
     )
     ready = core.start()._replace(gpu=started.gpu, warm_up_s=warm_up_s)
     return OpenedEngine(core, steps_of(core), ready, GrammarGate(None, front.wake), group=group)

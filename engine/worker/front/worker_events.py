@@ -5,7 +5,7 @@ Pure.
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from engine.kv.block_pool import CacheEvent, Stored
+from engine.kv.events import CacheEvent, Stored
 from engine.messages.from_engine import CacheChanged, Load
 from protos import membership_pb2 as pb
 

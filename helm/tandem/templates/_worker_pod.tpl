@@ -31,6 +31,18 @@ a group, `nodes` of a worker. */ -}}
 {{- $most -}}
 {{- end -}}
 
+{{- /* Size of /dev/shm: sharedMemory, and what the workers of the pod keep of evicted blocks there. */ -}}
+{{- define "tandem.sharedMemory" -}}
+{{- $kv := mul (int (.config.kv_host_memory_mib | default 0)) (int (.local | default 1)) -}}
+{{- $size := toString .size -}}
+{{- if and $kv (regexMatch "^[0-9]+[GM]i$" $size) -}}
+{{- $number := int (regexFind "^[0-9]+" $size) -}}
+{{- printf "%dMi" (add $kv (ternary (mul 1024 $number) $number (hasSuffix "Gi" $size))) -}}
+{{- else -}}
+{{- $size -}}
+{{- end -}}
+{{- end -}}
+
 {{- /* Template of a worker's pod. `settings` are further ones of its program; `headless`: it computes for a worker in another
 pod, and serves nothing. */ -}}
 {{- define "tandem.workerPod" -}}
@@ -93,7 +105,7 @@ spec:
     - name: tmp
       emptyDir: {}
     - name: shm
-      emptyDir: {medium: Memory, sizeLimit: {{ $worker.sharedMemory | quote }}}
+      emptyDir: {medium: Memory, sizeLimit: {{ include "tandem.sharedMemory" (dict "size" $worker.sharedMemory "config" .config "local" .local) | quote }}}
     {{- include "tandem.tlsVolumes" .secrets | nindent 4 }}
     {{- with $worker.kvStore.claimName }}
     - name: kv-store

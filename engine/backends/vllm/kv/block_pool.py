@@ -23,8 +23,9 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash
 from engine.backends.vllm.kv.boundaries import Boundaries, announced, withdrawn
 from engine.backends.vllm.kv.groups import KvGroups
 from engine.block_keys import BlockKey
-from engine.kv.block_pool import BlockPool, CacheEvent, NamedPlace, Removed, Stored
 from engine.kv.course import GroupBlock
+from engine.kv.events import CacheEvent, Removed, Stored
+from engine.kv.pool import NamedBlock
 
 
 class GroupPlace(NamedTuple):
@@ -54,23 +55,23 @@ class _AllocationWatcher:
     def reset(self) -> None: ...
 
 
-class VllmBlockPool(BlockPool):
-    """Adapter with the interface of `engine/kv/block_pool.py`. Block 0 is vLLM's null block and never appears."""
+class VllmBlockPool:
+    """Adapter that implements `KvPool`. Block 0 is vLLM's null block and never appears."""
 
-    def __init__(
-        self, pool: VllmPool, groups: KvGroups, on_evict: Callable[[list[NamedPlace]], None] | None = None
-    ) -> None:
-        """Create the adapter.
-
-        `on_evict` is called with each named block that vLLM reuses, while its bytes are still there.
-        """
-        super().__init__(1, on_evict)  # its records stay empty: vLLM's pool has them
+    def __init__(self, pool: VllmPool, groups: KvGroups) -> None:
+        """Create the adapter."""
+        self.on_evict: Callable[[list[NamedBlock]], None] | None = None
+        """Function that is called with each named block that vLLM reuses, while its bytes are still there."""
         self._pool = pool
-        self.num_blocks = pool.num_gpu_blocks - 1
+        self.num_blocks = int(pool.num_gpu_blocks) - 1
         self._groups = groups
         self._boundaries = None if groups.is_chain else Boundaries(groups.tails())
+        self._block_of: dict[BlockKey, int] = {}
         self._place_of: dict[int, GroupPlace] = {}
         """Place of each named block."""
+        self._quarantined: set[int] = set()
+        self._reserved = 0
+        self._events: list[CacheEvent] = []
         assert pool.enable_caching
         pool.metrics_collector = _AllocationWatcher(self)
 
@@ -85,15 +86,41 @@ class VllmBlockPool(BlockPool):
         return max(0, int(self._pool.get_num_free_blocks()) - self._reserved)
 
     @property
+    def num_unused(self) -> int:
+        """Number of blocks that vLLM could allocate now, reserved ones included."""
+        return int(self._pool.get_num_free_blocks())
+
+    @property
     def num_filled(self) -> int:
         """Number of blocks in use or named, whichever are more: counting both exactly would walk the whole pool."""
-        return max(self.num_blocks - int(self._pool.get_num_free_blocks()), len(self._name_of))
+        return max(self.num_blocks - int(self._pool.get_num_free_blocks()), len(self._place_of))
 
     @property
     def num_held(self) -> int:
         return self.num_blocks - int(self._pool.get_num_free_blocks()) - len(self._quarantined)
 
+    @property
+    def num_reserved(self) -> int:
+        return self._reserved
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
+
+    def num_refs(self, block: int) -> int:
+        return int(self._pool.blocks[block].ref_cnt)
+
     # ------------------------------------------------------------------ names
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._block_of
+
+    def named(self, key: BlockKey) -> NamedBlock | None:
+        return None if (block := self._block_of.get(key)) is None else self._named(block)
+
+    def _named(self, block: int) -> NamedBlock:
+        place = self._place_of[block]
+        return NamedBlock(block, place.parent, place.key)
 
     def match(self, keys: Iterable[BlockKey]) -> list[int]:
         blocks: list[int] = []
@@ -109,7 +136,8 @@ class VllmBlockPool(BlockPool):
 
     def has_name(self, parent: BlockKey, key: BlockKey, block: int) -> bool:
         """Return whether `block` is known to hold the KV of `key`."""
-        return self._name_of.get(block) == (parent, key)
+        place = self._place_of.get(block)
+        return place is not None and (place.parent, place.key) == (parent, key)
 
     def is_cached(self, place: GroupPlace) -> bool:
         """Return whether vLLM has the block in its prefix cache under its name."""
@@ -123,7 +151,6 @@ class VllmBlockPool(BlockPool):
         if present is not None and self._is_named(present):
             return True  # a duplicate, which stays private to its holder
         self._block_of[place.key] = place.block
-        self._name_of[place.block] = (place.parent, place.key)
         self._place_of[place.block] = place
         if place.of.group == self._groups.chain_group:
             self._events.append(Stored(place.parent, (place.key,)))
@@ -148,26 +175,24 @@ class VllmBlockPool(BlockPool):
         chain = [Stored(each.parent, (each.key,)) for each in places if each.of.group == self._groups.chain_group]
         return chain + (announced(self._boundaries.keys) if self._boundaries is not None else [])
 
-    def oldest(self, count: int) -> list[NamedPlace]:
+    def oldest(self, count: int) -> list[NamedBlock]:
         """Return the named blocks among the next `count` that vLLM will reuse, in that order."""
-        blocks = [block for block in islice(self._reused_next(), count) if block in self._name_of]
-        return [NamedPlace(block, *self._name_of[block]) for block in blocks]
+        return [self._named(block) for block in islice(self._reused_next(), count) if block in self._place_of]
 
     def reused(self, block: int) -> None:
         """Process that vLLM gave the block to another owner, which has not written into it yet."""
-        if (name := self._forget(block)) is not None and self._on_evict is not None:
-            self._on_evict([NamedPlace(block, *name)])
+        if (place := self._forget(block)) is not None and self.on_evict is not None:
+            self.on_evict([NamedBlock(block, place.parent, place.key)])
 
-    def _forget(self, block: int) -> tuple[BlockKey, BlockKey] | None:
-        """Forget and return the block's name, if it has one."""
-        if (name := self._name_of.pop(block, None)) is not None:
-            del self._block_of[name[1]]
-            place = self._place_of.pop(block)
+    def _forget(self, block: int) -> GroupPlace | None:
+        """Forget and return the block's place, if it has a name."""
+        if (place := self._place_of.pop(block, None)) is not None:
+            del self._block_of[place.key]
             if place.of.group == self._groups.chain_group:
-                self._events.append(Removed((name[1],)))
+                self._events.append(Removed((place.key,)))
             if self._boundaries is not None:
                 self._events += withdrawn(self._boundaries.remove(place.of))
-        return name
+        return place
 
     def _reused_next(self) -> Iterator[int]:
         """Yield the free blocks, the next to be reused first; vLLM's own list of them would always be whole."""
@@ -186,7 +211,7 @@ class VllmBlockPool(BlockPool):
 
     @property
     def num_named_held(self) -> int:
-        return sum(self._pool.blocks[block].ref_cnt > 0 for block in self._name_of)
+        return sum(self._pool.blocks[block].ref_cnt > 0 for block in self._place_of)
 
     def idle_keys(self, limit: int) -> list[BlockKey]:
         idle = (key for key, block in self._block_of.items() if self._pool.blocks[block].ref_cnt == 0)
@@ -213,14 +238,17 @@ class VllmBlockPool(BlockPool):
         self._reserved += num_new
         return True
 
+    def unreserve(self, count: int) -> None:
+        assert 0 <= count <= self._reserved
+        self._reserved -= count
+
     def soften(self, blocks: Sequence[int]) -> None:
         """Turn held blocks into a reservation, also where vLLM has taken more than was available."""
         self.release(blocks)
         self._reserved += len(blocks)
 
     def allocate(self, count: int) -> list[int]:
-        assert 0 <= count <= self._reserved
-        self._reserved -= count
+        self.unreserve(count)
         return sorted(block.block_id for block in self._pool.get_new_blocks(count))
 
     def acquire(self, blocks: Iterable[int]) -> None:
@@ -240,13 +268,17 @@ class VllmBlockPool(BlockPool):
     def quarantine(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             assert self._pool.blocks[block].ref_cnt == 1
-            assert block not in self._name_of
+            assert block not in self._place_of
             self._quarantined.add(block)
 
     def unquarantine(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             self._quarantined.remove(block)
             self.release([block])
+
+    def take_events(self) -> list[CacheEvent]:
+        events, self._events = self._events, []
+        return events
 
     # ------------------------------------------------------------------ checks
 
@@ -259,9 +291,9 @@ class VllmBlockPool(BlockPool):
         assert unused == set(free), "blocks without a holder and free blocks disagree"
         assert all(block.ref_cnt >= 0 for block in blocks)
         assert {block: key for key, block in self._block_of.items()} == {
-            block: key for block, (_, key) in self._name_of.items()
+            block: place.key for block, place in self._place_of.items()
         }, "names and blocks disagree"
-        assert not set(self._name_of) & self._quarantined, "a quarantined block has a name"
+        assert not set(self._place_of) & self._quarantined, "a quarantined block has a name"
         if holders is not None:
             claimed = Counter(block for held in [*holders, list(self._quarantined)] for block in held)
             counts = {block.block_id: block.ref_cnt for block in blocks if block.ref_cnt}

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from engine.block_keys import BlockKey, resume_name
-from engine.kv.block_pool import CacheEvent, Removed, Stored
 from engine.kv.course import GroupBlock, name_of
+from engine.kv.events import CacheEvent, Removed, Stored
 
 
 class _Tails:
@@ -112,14 +112,15 @@ def withdrawn(keys: Iterable[BlockKey], shared: bool = False) -> list[CacheEvent
 
 
 class StoredBoundaries:
-    """Boundaries of the shared store, as far as this engine knows its content.
+    """Boundaries of a store, as far as this engine knows its content; implements `Translator`.
 
     The store knows names and parents alone. A block of the chain follows its parent; one of a window or a state has the
     chain's block that ends where it does as its parent, and the name that its group gives it.
     """
 
-    def __init__(self, tails: Iterable[tuple[list[int], int]], widths: list[int]) -> None:
+    def __init__(self, tails: Iterable[tuple[list[int], int]], widths: list[int], is_shared: bool = True) -> None:
         """Create it; `widths` are keys of a block, by group."""
+        self._is_shared = is_shared
         tails = list(tails)
         self._boundaries = Boundaries(tails)
         self._groups = [group for members, _ in tails for group in members]
@@ -135,27 +136,30 @@ class StoredBoundaries:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._boundaries.keys
 
+    def snapshot(self) -> list[CacheEvent]:
+        chain: list[CacheEvent] = [Stored(parent, (key,), self._is_shared) for key, parent in self._parents.items()]
+        return chain + announced(self._boundaries.keys, self._is_shared)
+
     def translated(self, events: Iterable[CacheEvent]) -> list[CacheEvent]:
-        """Return what the store's events say of chains and of their boundaries."""
         return [each for event in events for each in self._of(event)]
 
     def _of(self, event: CacheEvent) -> Iterator[CacheEvent]:
         if isinstance(event, Removed):
             for name in event.keys:
                 if (tail := self._tails.pop(name, None)) is not None:
-                    yield from withdrawn(self._boundaries.remove(tail), shared=True)
+                    yield from withdrawn(self._boundaries.remove(tail), self._is_shared)
                 elif (key := self._key_of_early.pop(name, None)) is not None:
                     self._early[key].pop(name, None)
                 else:  # also a block that only others wrote
                     self._parents.pop(name, None)
-                    yield Removed((name,), shared=True)
+                    yield Removed((name,), self._is_shared)
             return
         parent = event.parent
         for name in event.keys:
             group = next((group for group in self._groups if name_of(parent, group) == name), None)
             if group is None:
                 self._parents[name] = parent
-                yield Stored(parent, (name,), shared=True)
+                yield Stored(parent, (name,), self._is_shared)
                 for tail_name, its_group in self._early.pop(name, {}).items():
                     del self._key_of_early[tail_name]
                     yield from self._add(name, tail_name, its_group)
@@ -171,7 +175,7 @@ class StoredBoundaries:
         if name in self._tails:
             return []
         tail = self._tails[name] = GroupBlock(0, group, key, name, self._before(key, self._widths[group]))
-        return announced(self._boundaries.add(tail), shared=True)
+        return announced(self._boundaries.add(tail), self._is_shared)
 
     def _before(self, key: BlockKey, width: int) -> BlockKey:
         """Return the key so many blocks earlier in the chain; empty at its start."""

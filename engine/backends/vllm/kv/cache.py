@@ -21,18 +21,19 @@ from engine.backends.vllm.kv.block_pool import GroupPlace, VllmBlockPool
 from engine.backends.vllm.kv.boundaries import StoredBoundaries
 from engine.backends.vllm.kv.groups import GroupCourse, KvGroups
 from engine.backends.vllm.kv.memory import KvMemory
-from engine.block_keys import BlockKey
+from engine.block_keys import BlockKey, block_keys
 from engine.core_types import Sequence
-from engine.kv.block_pool import CacheEvent, NamedPlace
-from engine.kv.course import Course, GroupBlock
-from engine.kv.kv_cache_manager import KVCacheManager
-from engine.kv.store.shared_store import SharedStore
+from engine.kv.cached_blocks import CachedBlocks, StoreBelow
+from engine.kv.course import Course, GroupBlock, chain_course
+from engine.kv.pool import NamedBlock
+from engine.kv.sequence_blocks import quarantine_unbound, start_chain, usable_keys
+from engine.kv.store.kv_store import KvStore
 
 
-class VllmKVCache(KVCacheManager):
-    """Blocks of sequences before they are submitted, and reservations of all sequences."""
+class VllmKVCache:
+    """Blocks of sequences before they are submitted, and reservations of all sequences; implements `KvView`."""
 
-    pool: VllmBlockPool
+    lingering = ()
 
     def __init__(
         self,
@@ -41,23 +42,29 @@ class VllmKVCache(KVCacheManager):
         groups: KvGroups,
         clock: Callable[[], float],
         on_finish: Callable[[Sequence], None],
-        store: SharedStore | None = None,
+        stores: Seq[KvStore] = (),
     ) -> None:
         """Create the manager over vLLM's BlockPool and its groups.
 
         `on_finish` is called with each sequence that gives its blocks back.
         """
-        pool = VllmBlockPool(block_pool, groups, None if store is None else self._demote)
+        self.pool = VllmBlockPool(block_pool, groups)
         self.groups = groups
-        self._stored = None if groups.is_chain else StoredBoundaries(groups.tails(), groups.widths)
+        self.layout = memory.layout
+        below = [StoreBelow(store, self._translator(store)) for store in stores]
+        self.cached = CachedBlocks(self.pool, memory.layout, memory, clock, below)
         self._courses: dict[Sequence, GroupCourse] = {}
         """Courses of sequences that are not submitted, with several groups."""
-        super().__init__(pool.num_blocks, memory.layout, memory, clock=clock, pool=pool, store=store)
         self._on_finish = on_finish
         self._hardened: dict[Sequence, list[int]] = {}
         """Blocks taken for a reservation and not used yet."""
         self.num_steps = 0
         """Number of steps in flight."""
+
+    def _translator(self, store: KvStore) -> StoredBoundaries | None:
+        if self.groups.is_chain:
+            return None
+        return StoredBoundaries(self.groups.tails(), self.groups.widths, is_shared=not store.is_local)
 
     @property
     def resumes_at_boundaries(self) -> bool:
@@ -65,7 +72,6 @@ class VllmKVCache(KVCacheManager):
 
     @property
     def in_step(self) -> bool:
-        """Whether a step is writing into blocks."""
         return self.num_steps > 0
 
     @property
@@ -73,14 +79,21 @@ class VllmKVCache(KVCacheManager):
         """Block lists of hardened reservations."""
         return list(self._hardened.values())
 
-    def harden(self, sequence: Sequence) -> None:
-        """Take the blocks of a reservation that was made just now."""
+    def wait_for_loan(self, sequence: Sequence) -> None:
+        """Take the blocks of the sequence's reservation, once."""
+        if sequence in self._hardened:
+            return
         count, sequence.num_reserved = sequence.num_reserved, 0
         self._hardened[sequence] = self.pool.allocate(count)
 
     def start(self, sequence: Sequence, keys: Seq[BlockKey], num_total_blocks: int) -> bool:
         if self.groups.is_chain:
-            return super().start(sequence, keys, num_total_blocks)
+            return start_chain(self.cached, sequence, keys, num_total_blocks)
+        if self._start(sequence, keys, num_total_blocks):
+            return True
+        return self.cached.pins.give_way(num_total_blocks) and self._start(sequence, keys, num_total_blocks)
+
+    def _start(self, sequence: Sequence, keys: Seq[BlockKey], num_total_blocks: int) -> bool:
         first, held = self.pool.resumable(keys)
         course = self.groups.course(keys, first, len(keys))
         # a loan brings the tails of another boundary while those of the first one are held
@@ -94,34 +107,44 @@ class VllmKVCache(KVCacheManager):
         self._courses[sequence] = course
         return True
 
-    def take_cache_events(self) -> list[CacheEvent]:
-        if self._stored is None or self.store is None:
-            return super().take_cache_events()
-        return self.pool.take_events() + self._stored.translated(self.store.take_events())
-
-    def stored_course(self, sequence: Sequence, course: Course) -> Course:
-        if self._stored is None or not isinstance(course, GroupCourse) or course.keys[course.end - 1] in self._stored:
+    def stored_course(self, sequence: Sequence, course: Course, below: StoreBelow) -> Course:
+        stored = below.translator
+        if not isinstance(stored, StoredBoundaries) or not isinstance(course, GroupCourse):
             return course
-        ends = range(course.end - 1, course.first, -1)
-        known = next((end for end in ends if course.keys[end - 1] in self._stored), None)
-        return course if known is None else self.cut(sequence, course, known)
+        ends = range(course.end, course.first, -1)
+        known = next((end for end in ends if course.keys[end - 1] in stored), course.end)
+        return course if known == course.end else self.cut(sequence, course, known)
 
     def course(self, sequence: Sequence, keys: Seq[BlockKey]) -> Course:
-        return super().course(sequence, keys) if self.groups.is_chain else self._courses[sequence]
+        if self.groups.is_chain:
+            return chain_course(keys, len(sequence.keys), len(keys))
+        return self._courses[sequence]
 
     def course_between(self, keys: Seq[BlockKey], first: int, end: int) -> Course:
         if self.groups.is_chain:
-            return super().course_between(keys, first, end)
+            return chain_course(keys, first, end)
         return self.groups.course(keys, first, end)
 
     def cut(self, sequence: Sequence, course: Course, end: int) -> Course:
-        shorter = super().cut(sequence, course, end)
+        shorter = course.cut(end)
         if isinstance(shorter, GroupCourse):
             self._courses[sequence] = shorter
         return shorter
 
     def num_cached(self, keys: Seq[BlockKey]) -> int:
-        return super().num_cached(keys) if self.groups.is_chain else self.pool.resumable(keys)[0]
+        return len(self.pool.match(keys)) if self.groups.is_chain else self.pool.resumable(keys)[0]
+
+    def usable_keys(self, sequence: Sequence) -> list[BlockKey]:
+        return usable_keys(sequence, self.layout.block_tokens)
+
+    def prompt_names(self, sequence: Sequence) -> list[BlockKey]:
+        width = self.layout.block_tokens
+        end = sequence.num_prompt // width * width
+        keys = block_keys(sequence.root, sequence.token_ids[:end], width, sequence.items)
+        return keys if self.groups.is_chain else [block.name for block in self.groups.needs(keys)[1]]
+
+    def quarantine_unbound(self, sequence: Sequence, indices: Seq[int], replace: bool) -> bool:
+        return quarantine_unbound(self.pool, sequence, indices, replace)
 
     def grow_to(self, sequence: Sequence, num_blocks: int) -> None:
         missing = num_blocks - len(sequence.blocks)
@@ -168,7 +191,9 @@ class VllmKVCache(KVCacheManager):
         self._courses.pop(sequence, None)
         if taken := self._hardened.pop(sequence, None):
             self.pool.release(taken)
-        super().finish(sequence)
+        self.pool.release(sequence.blocks)
+        self.pool.unreserve(sequence.num_reserved)
+        sequence.blocks, sequence.num_reserved = [], 0
         self._on_finish(sequence)
 
     def name(self, places: Seq[GroupPlace], fingerprints: NDArray[np.uint64]) -> None:
@@ -176,14 +201,16 @@ class VllmKVCache(KVCacheManager):
         new = []
         for each, fingerprint in zip(places, fingerprints, strict=True):
             if self.pool.filled(each):
-                self._fingerprints[each.block] = fingerprint
-                new.append(each)
-        if new and self.store is not None and self.store.writes_at_once:
-            self._store_blocks([NamedPlace(each.block, each.parent, each.key) for each in new])
+                self.cached.set_fingerprints([each.block], fingerprint)
+                new.append(NamedBlock(each.block, each.parent, each.key))
+        self.cached.became_full(new)
 
     def bind(self, sequence: Sequence, keys: Seq[BlockKey], fingerprints: Seq[bytes]) -> None:
-        first_computed = sequence.num_computed
-        super().bind(sequence, keys, fingerprints)
+        first_computed, first = sequence.num_computed, len(sequence.keys)
+        blocks = sequence.blocks[first : first + len(keys)]
+        self.cached.set_fingerprints(blocks, np.frombuffer(b"".join(fingerprints), np.uint64).reshape(len(blocks), -1))
+        self._publish(sequence, keys)
+        sequence.num_computed = len(sequence.keys) * self.layout.block_tokens
         if (course := self._courses.get(sequence)) is not None:
             is_whole = len(sequence.keys) == len(course.names)
             sequence.num_computed = course.end * self.groups.unit if is_whole else first_computed
@@ -194,7 +221,7 @@ class VllmKVCache(KVCacheManager):
         if (course := self._courses.get(sequence)) is not None:
             new = course.blocks[first : first + len(keys)]
         else:
-            parents = [self._last_key(sequence), *keys[:-1]]
+            parents = [sequence.keys[-1] if sequence.keys else sequence.root, *keys[:-1]]
             new = [
                 GroupBlock(end, 0, key, key, parent)
                 for end, (key, parent) in enumerate(zip(keys, parents, strict=True), first + 1)

@@ -1,15 +1,20 @@
-"""Interface of the shared store as an engine's loop sees it; the simulator has a store in virtual time."""
+"""Interface of a store below the pool as an engine's loop sees it; the simulator has a store in virtual time.
+
+An engine has at most two: a *local* one in main memory or on a disk of its host, whose blocks count as this worker's,
+and the *shared* one of all workers.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.block_keys import BlockKey
-from engine.kv.block_pool import CacheEvent
+from engine.kv.events import CacheEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +31,28 @@ class Fetched:
     """Memory behind `contents`."""
 
 
-class SharedStore(ABC):
-    """Blocks that the workers of a model share.
+class PlaceUse(NamedTuple):
+    """Use of one place of a store, in blocks."""
+
+    name: str
+    capacity: int
+    used: int
+    hits: int
+    """Blocks read from it since the start."""
+
+
+class KvStore(ABC):
+    """Blocks that left a pool.
 
     Methods belong to the engine's loop thread and never wait; callbacks come on any thread, once each.
     """
 
     identity: str
     """Name that is equal for workers that use the same store."""
+    is_local: bool = False
+    """Whether it belongs to this host, so that its blocks count as this worker's."""
+    has_other_writers: bool = False
+    """Whether other processes may write to a local store, so that it may have more than this engine knows."""
     writes_at_once: bool = False
     """Whether blocks are put as soon as they are computed, not only when the pool evicts them."""
     blocks_per_fetch: int
@@ -52,6 +71,14 @@ class SharedStore(ABC):
     @abstractmethod
     def lacks(self, key: BlockKey) -> bool:
         """Return whether the block should be written: it is not known to be stored, or being written."""
+
+    @abstractmethod
+    def num_known(self, keys: Iterable[BlockKey]) -> int:
+        """Return how many leading keys this engine knows to be stored."""
+
+    @abstractmethod
+    def known_keys(self) -> list[BlockKey]:
+        """Return the keys that this engine knows to be stored."""
 
     @abstractmethod
     def put(self, parent: BlockKey, key: BlockKey, content: NDArray[np.uint8], fingerprint: bytes) -> None:
@@ -99,9 +126,17 @@ class SharedStore(ABC):
     def take_events(self) -> list[CacheEvent]:
         """Return what this engine learned since the last call of the store's contents."""
 
+    @abstractmethod
+    def snapshot(self) -> list[CacheEvent]:
+        """Return all that this engine knows of the store's contents."""
+
     def outcomes(self) -> tuple[tuple[str, int], ...]:
         """Return numbers of blocks since the start, by what became of them."""
         return ()
+
+    def places(self) -> list[PlaceUse]:
+        """Return the use of each place of a local store."""
+        return []
 
     @abstractmethod
     def close(self) -> None:

@@ -1,18 +1,15 @@
-"""Engines of several ranks with tiers below their pools and a shared store; eight blocks of four tokens, two KV heads.
+"""Engines of several ranks with stores below their pools; eight blocks of four tokens, two KV heads.
 
 A token is a hash of all heads of the KV, so it is right only if every rank has its part of every block.
 """
 
 import random
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv.tiers.disk_format import DiskFormat
 from engine.messages.from_engine import KvAccount, Rejected, Token
 from engine.messages.to_engine import Cancel, Generate
 from kvtransfer.local import LocalNetwork, LocalTransport
@@ -26,7 +23,6 @@ PROMPT = tuple(range(10, 27))
 """Four full blocks and a token."""
 OTHERS = tuple(range(40, 69))
 """A prompt that needs the whole pool."""
-DISK = DiskFormat(LAYOUT.block_bytes, LAYOUT.kv_heads)
 
 
 class Site:
@@ -39,16 +35,13 @@ class Site:
     def moves(self) -> Iterator[bool]:
         """Do one thing after the other; yield whether there was anything to do."""
         engine = self.engine
-        if engine.tiers is not None:
-            yield engine.tiers.step()
-        if engine.store is not None:
-            yield engine.store.step()
+        for store in engine.stores:
+            yield store.step()
         for rank in engine.others:
-            for executor in rank.executors:
-                yield executor.step()
+            yield rank.executor.step()
         yield engine.step()
-        if engine.store is not None:
-            yield engine.store.is_busy
+        for store in engine.stores:
+            yield store.is_busy
 
     def run(self) -> None:
         while any(list(self.moves())):
@@ -69,13 +62,9 @@ def asking(name: str, prompt: tuple[int, ...]) -> Generate:
     return Generate(name, request.prompt, (), request.sampling, "", 0, borrow=False, reads_store=True)
 
 
-@pytest.fixture(params=["host", "disk", "store"])
-def below(request: pytest.FixtureRequest, tmp_path: Path) -> Below:
-    return {
-        "host": Below(host_blocks=16),
-        "disk": Below(host_blocks=8, disk_blocks=16, directory=tmp_path),
-        "store": Below(objects=MemoryObjects()),
-    }[request.param]
+@pytest.fixture(params=["local", "shared"])
+def below(request: pytest.FixtureRequest) -> Below:
+    return Below(MemoryObjects()) if request.param == "local" else Below(objects=MemoryObjects())
 
 
 def came_back(account: KvAccount) -> int:
@@ -83,33 +72,21 @@ def came_back(account: KvAccount) -> int:
 
 
 def evicted(ranks: int, below: Below) -> Site:
-    """A site whose blocks of PROMPT are below its pool; with a disk, in its file alone, after a restart."""
+    """A site whose blocks of PROMPT are below its pool."""
     site = Site(ranks, below)
     assert came_back(site.serve()) == 0
     site.serve(OTHERS, "others")
-    if below.directory is None:
-        return site
-    site.engine.core.close()
-    return Site(ranks, below)
+    return site
 
 
-def flip(site: Site, below: Below, offset: int) -> None:
+def flip(below: Below, offset: int) -> None:
     """Flip a bit of every block below the pool, at this offset within it."""
-    if below.objects is not None:
-        for name, stored in list(below.objects.stored.items()):
-            damaged = bytearray(stored)
-            damaged[len(stored) - LAYOUT.block_bytes + offset] ^= 1
-            below.objects.stored[name] = bytes(damaged)
-        return
-    tiers = site.engine.tiers
-    assert tiers is not None
-    tiers._host.memory[:, offset] ^= 1
-    if (path := tiers.disk_path) is not None:
-        content = bytearray(path.read_bytes())
-        for slot in range(16):
-            if (at := DISK.payload_offset(slot) + offset) < len(content):
-                content[at] ^= 1
-        path.write_bytes(content)
+    objects = below.local or below.objects
+    assert objects is not None
+    for name, stored in list(objects.stored.items()):
+        damaged = bytearray(stored)
+        damaged[len(stored) - LAYOUT.block_bytes + offset] ^= 1
+        objects.stored[name] = bytes(damaged)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -123,17 +100,13 @@ def test_blocks_that_left_the_pool_come_back_on_every_rank(ranks: int, below: Be
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_part_that_comes_back_wrong_on_one_rank_is_dropped_on_all(rank: int, below: Below) -> None:
     site = evicted(2, below)
-    flip(site, below, rank * LAYOUT.block_bytes // 2 + 3)
+    flip(below, rank * LAYOUT.block_bytes // 2 + 3)
     account = site.serve()
     assert came_back(account) == 0
-    assert account.mismatched_blocks == 4 if below.objects is None else account.mismatched_blocks > 0
+    assert account.mismatched_blocks > 0
     assert "block 0 arrived corrupted" in (account.restore_failure, account.store_failure)
-    engine = site.engine
-    if engine.tiers is not None:
-        assert engine.tiers.counters.rejected == 1
-    else:
-        assert engine.store is not None
-        assert engine.store.counts.refused == 1
+    (store,) = site.engine.stores
+    assert store.counts.refused == 1
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1)])
@@ -147,33 +120,24 @@ def test_engines_of_unlike_sizes_share_a_store(writers: int, readers: int) -> No
 
 
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
-def test_a_restart_with_another_number_of_ranks_finds_the_disk(first: int, then: int, tmp_path: Path) -> None:
-    below = Below(host_blocks=8, disk_blocks=16, directory=tmp_path)
-    evicted(first, below).engine.core.close()
-    assert Site(then, below).serve().restored_blocks == 4
+def test_a_restart_with_another_number_of_ranks_finds_the_local_store(first: int, then: int) -> None:
+    below = Below(MemoryObjects())
+    site = evicted(first, below)
+    site.run()
+    again = Site(then, below)
+    again.run()
+    assert again.serve().restored_blocks == 4
 
 
 def test_a_block_is_bound_with_the_last_rank_that_copied_it() -> None:
-    site = evicted(2, Below(host_blocks=16))
+    site = evicted(2, Below(MemoryObjects()))
     engine = site.engine
     engine.send(asking("r", PROMPT))
-    assert engine.tiers is not None
-    while engine.tiers.step() or engine.step():
+    while any(store.step() or store.is_busy for store in engine.stores) or engine.step():
         pass
     assert engine.receive(Token) == [], "rank 0 has its parts, the other has not"
     site.run()
     assert tokens_of(engine.receive(Token), "r") == undisturbed(PROMPT, 2)
-
-
-def test_a_disk_that_one_rank_cannot_read_is_no_source(tmp_path: Path) -> None:
-    site = evicted(2, Below(host_blocks=8, disk_blocks=16, directory=tmp_path))
-    (tmp_path / "empty").touch()
-    site.engine.others[0].copies.open_disk(tmp_path / "empty")
-    account = site.serve()
-    assert account.restore_failure == "the read failed"
-    assert account.restored_blocks == 0
-    assert site.engine.tiers is not None
-    assert site.engine.tiers.counters.rejected == 1
 
 
 PROMPTS = [tuple(range(start, start + length)) for start, length in [(10, 17), (40, 21), (70, 29), (100, 9), (130, 13)]]
@@ -183,10 +147,10 @@ PROMPTS += [(*PROMPTS[0][:8], *range(200, 210))]
 class Storm:
     """Anything in any order: requests, cancellations, steps of every thread of every rank, damage of any part."""
 
-    def __init__(self, seed: int, directory: Path) -> None:
+    def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.objects = MemoryObjects(2, max_objects=12)
-        self.site = Site(2, Below(4, 8, directory, self.objects))
+        self.places = MemoryObjects(2, max_objects=8), MemoryObjects(2, max_objects=12)
+        self.site = Site(2, Below(*self.places))
         self.engine = self.site.engine
         self.asked: dict[str, tuple[int, ...]] = {}
         self.cancelled: set[str] = set()
@@ -204,16 +168,15 @@ class Storm:
             self.num_quarantined += self.engine.core._kv_cache.pool.num_quarantined > 0
 
     def run(self, num_acts: int) -> None:
-        assert self.engine.store is not None
+        local, shared = self.engine.stores
         acts: list[tuple[float, Callable[[], object]]] = [
             (4, self.ask),
             (0.3, lambda: self.cancel(self.rng.choice([*self.asked, "nobody"]))),
             (3, self.site.run),
             (8, self.engine.step),
-            (4, self.engine.tiers.step if self.engine.tiers else self.engine.step),
-            (6, self.engine.store.step),
-            (4, self.other.executors[0].step),
-            (4, self.other.executors[1].step),
+            (6, local.step),
+            (6, shared.step),
+            (6, self.other.executor.step),
             (1.5, self.damage),
         ]
         weights = [weight for weight, _ in acts]
@@ -231,25 +194,13 @@ class Storm:
         self.engine.send(Cancel(name))
 
     def damage(self) -> None:
-        """Flip a bit of some block in host memory, on disk or in the store."""
-        tiers, offset = self.engine.tiers, self.rng.randrange(LAYOUT.block_bytes)
-        assert tiers is not None
-        assert tiers.disk_path is not None
-        where = self.rng.randrange(3)
-        if where == 0:
-            tiers._host.memory[self.rng.randrange(4), offset] ^= 4
-        elif where == 1:
-            at = DISK.payload_offset(self.rng.randrange(8)) + offset
-            with tiers.disk_path.open("r+b") as file:
-                file.seek(at)
-                if found := file.read(1):
-                    file.seek(at)
-                    file.write(bytes([found[0] ^ 4]))
-        elif self.objects.stored:
-            name = self.rng.choice(list(self.objects.stored))
-            damaged = bytearray(self.objects.stored[name])
+        """Flip a bit of some object."""
+        stored = self.rng.choice(self.places).stored
+        if stored:
+            name = self.rng.choice(list(stored))
+            damaged = bytearray(stored[name])
             damaged[self.rng.randrange(len(damaged))] ^= 4
-            self.objects.stored[name] = bytes(damaged)
+            stored[name] = bytes(damaged)
 
     def check(self) -> None:
         """What the follower may still write has no name and one owner at most; every token is right."""
@@ -258,8 +209,6 @@ class Storm:
             if not copying.is_quiet:
                 assert not any(block in pool._name_of for block in blocks), "a named block is written"
                 assert not any(pool.num_refs(block) > 1 for block in blocks), "a shared block is written"
-        assert self.engine.tiers is not None
-        self.engine.tiers.check_integrity()
         said: dict[str, list[int]] = {}
         for message in self.engine.said:
             if isinstance(message, Token):
@@ -276,7 +225,7 @@ class Storm:
         assert answered | self.cancelled >= set(self.asked), "a request was never answered"
         named = sorted(self.engine.core._kv_cache.pool._name_of)
         now = self.engine.sharded.fingerprints(named)
-        assert now.tobytes() == self.engine.core._kv_cache.fingerprints_of(named), "a named block has changed"
+        assert now.tobytes() == self.engine.core._kv_cache.cached.fingerprints_of(named), "a named block has changed"
         self.engine.core.close()
         return [m.account for m in self.engine.said if isinstance(m, Token) and m.account is not None]
 
@@ -285,10 +234,9 @@ RIGHT = {prompt: undisturbed(prompt, 2) for prompt in PROMPTS}
 
 
 def storm(seed: int, num_acts: int = 300) -> tuple[list[KvAccount], int]:
-    with tempfile.TemporaryDirectory() as directory:
-        one = Storm(seed, Path(directory))
-        one.run(num_acts)
-        return one.end(), one.num_quarantined
+    one = Storm(seed)
+    one.run(num_acts)
+    return one.end(), one.num_quarantined
 
 
 @given(seed=st.integers(0, 1 << 32))
