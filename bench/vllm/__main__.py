@@ -1,6 +1,6 @@
 """`make bench-vllm`, or `python -m bench.vllm PART ...` for some parts.
 
-Parts: alone, aggregated, ranks, pair, beside, transfer. .bench/vllm.json is written after each.
+Parts: alone, aggregated, ranks, pair, beside, transfer, restores, hits. .bench/vllm.json is written after each.
 """
 
 import os
@@ -17,11 +17,12 @@ from rich.console import Console
 from bench.models import cpu_dtype, qwen2_half_b
 from bench.support.report import OUT, Bar, Parts, conclude, save
 from bench.vllm.aggregated import aggregated_bars, compare_aggregated, compare_ranks
+from bench.vllm.cache import measure_hits, measure_restores
 from bench.vllm.compared import VLLM, compare_alone, compare_beside, compare_pairs
 from bench.vllm.sides import end_on_sigterm
 from bench.vllm.transfer import measure_transfer
 
-PARTS = ("alone", "aggregated", "ranks", "pair", "beside", "transfer")
+PARTS = ("alone", "aggregated", "ranks", "pair", "beside", "transfer", "restores", "hits")
 
 
 def bars_of(figures: dict[str, Any]) -> list[Bar]:
@@ -46,6 +47,13 @@ def bars_of(figures: dict[str, Any]) -> list[Bar]:
         bars.append(Bar("fingerprints on both sides / TTFT of 1,024 tokens", figures["transfer"]["fingerprints"], 0.03))
         what = "4 chunks: last chunk computed to last block bound / whole transfer"
         bars.append(Bar(what, figures["transfer"]["overlap"], 0.3))
+    if "restores" in figures:
+        times = figures["restores"]
+        what = "0.5 B shape, 4,096 tokens restored from main memory: TTFT, / computed"
+        bars.append(Bar(what, times["restored_s"] / times["computed_s"], 0.2))
+    if "hits" in figures:
+        what = "conversation trace: hit rate with main memory below the pool, / without"
+        bars.append(Bar(what, figures["hits"]["with"] / figures["hits"]["without"], 2.0, at_least=True))
     return bars
 
 
@@ -74,6 +82,8 @@ async def main(parts: list[str]) -> None:
         "pair": lambda: compare_pairs(make_model(), cores, scratch, console),
         "beside": lambda: compare_beside(make_model(), cores, scratch, console),
         "transfer": lambda: measure_transfer(make_model(), cores, console),
+        "restores": lambda: measure_restores(cores, console),
+        "hits": lambda: measure_hits(cores, console),
     }
     try:
         for part in parts:
