@@ -184,6 +184,7 @@ class LoanHost(ABC):
             store=store.identity if store is not None else "",
             resumes_at_boundaries=self._kv_cache.resumes_at_boundaries,
             reads_media=info.reads_media,
+            pooler=info.pooler,
         )
 
     def post(self, message: Posted) -> None:
