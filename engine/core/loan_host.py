@@ -256,8 +256,10 @@ class LoanHost(ABC):
             case SetBudget(budget):
                 self._set_budget(budget)
             case CorruptReads(num_blocks):
-                assert self._own is not None, "the front refuses drills of several ranks"
-                self._own.corruption = Corruption(self._blocks, num_blocks)
+                if self._own is not None:
+                    self._own.corruption = Corruption(self._blocks, num_blocks)
+                else:
+                    self._parts.others[0].corrupt(num_blocks)
             case StoreRemoved():
                 self._cache_queries.removed(message)
             case InspectCache():

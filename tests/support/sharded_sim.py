@@ -22,6 +22,7 @@ from engine.kv.store.object_format import ObjectFormat
 from engine.kv.tiers.disk_format import DiskFormat
 from engine.kv.tiers.tiers import TierConfig, Tiers
 from engine.lending.reads.block_reads import BlockRead, LocalRank, OnQuiet, RemoteRank
+from engine.lending.reads.corruption import Corruption
 from engine.model_runner import ModelRunner
 from engine.tensor_parallel.gathering import GatheredBlocks, GatheringRank
 from engine.tensor_parallel.part_copies import PartCopies
@@ -84,6 +85,9 @@ class NearRank(LocalRank, RemoteRank, GatheringRank):
         copying = self.copies.start(told, blocks, on_quiet)
         self.writing = [each for each in self.writing if not each[0].is_quiet] + [(copying, tuple(blocks))]
         return copying
+
+    def corrupt(self, num_blocks: int) -> None:
+        self.corruption = Corruption(self.near_pool, num_blocks)
 
 
 class ShardedSim(ModelRunner):
