@@ -15,11 +15,11 @@ from decode_worker.embedding import finished_embedding
 from engine.backends.sim.runner import SimRunner
 from engine.backends.sim.states import hidden_states, states_of
 from engine.core.loan_host import EngineLimits
-from engine.core_types import Pooling, SamplingParams, StepBudget
+from engine.core_types import Pooler, Pooling, SamplingParams, StepBudget
 from engine.errors import ModelRefused
 from engine.messages.from_engine import Embedded, Rejected, Token
 from engine.messages.to_engine import Generate
-from engine.model.embedding import EmbeddingConfig, has_output_layer, read_embedding
+from engine.model.embedding import has_output_layer, read_embedding
 from engine.model.model_dir import ModelDir
 from kvtransfer.local import LocalNetwork, LocalTransport
 from protos import decode_pb2 as pb
@@ -44,7 +44,7 @@ def test_embedding_models_are_known_by_their_modules(
     tmp_path: Path, mode: str, pooling: Pooling, normalize: bool
 ) -> None:
     path = make_embedder(write_sim_model(tmp_path / "m", 100, hidden_size=48), mode, normalize)
-    assert read_embedding(ModelDir.open(path)) == EmbeddingConfig(pooling, normalize, 48)
+    assert read_embedding(ModelDir.open(path)) == Pooler(pooling, normalize, 48)
 
 
 def test_a_pooling_layer_may_name_its_mode(tmp_path: Path) -> None:
