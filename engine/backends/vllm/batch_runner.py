@@ -63,7 +63,7 @@ class LaunchedBatches(Batches):
     """
 
     def __init__(
-        self, executor: Any, thread: Thread, samples: bool, mark_launched: Callable[[], Any] | None = None
+        self, executor: Any, thread: Thread, mark_launched: Callable[[], Any] | None = None, samples: bool = True
     ) -> None:
         """Create it; `thread` waits. A pooling runner, which `samples` nothing, has its result with the launch.
 
@@ -172,7 +172,7 @@ class SentBatches(Batches):
     Another thread waits for their results, in the order in which the batches were sent.
     """
 
-    def __init__(self, executor: Any, thread: Thread, samples: bool) -> None:
+    def __init__(self, executor: Any, thread: Thread, samples: bool = True) -> None:
         """Create it; `thread` waits. A pooling runner, which `samples` nothing, has its result with the launch."""
         self._executor = executor
         self._thread = thread

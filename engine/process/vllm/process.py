@@ -193,7 +193,7 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None) -> Open
         if ranks is not None:
             batches = SentBatches(executor, thread, samples)
         elif started.is_native and not computes_at_launch():
-            batches = LaunchedBatches(executor, thread, samples, mark_launched if started.writes_drafts else None)
+            batches = LaunchedBatches(executor, thread, mark_launched if started.writes_drafts else None, samples)
         else:
             batches = ComputedBatches(executor, thread)
         return VllmSteps(core, batches, (thread, hashes), depth, group)
