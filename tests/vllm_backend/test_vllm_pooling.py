@@ -8,16 +8,20 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
 from cluster.errors import InvalidRequest, StartError
+from engine.core_types import SamplingParams
+from engine.messages.from_engine import Embedded
+from engine.messages.to_engine import CorruptReads, Generate
 from protos import inference_pb2 as pb
 from support.embedding_contract import EmbeddingContract, post, prompt_of
 from support.embedding_models import make_embedder, write_classifier
 from support.openai_http import call, http_cluster
 from support.processes import report_of, until
-from support.real_engines import engines
+from support.real_engines import RealEngine, engines
 from support.vllm_engines import BLOCK, OPTIONS, PYTHON, ROOT, V2, need_vllm, vllm_engine
 from support.vllm_models import write_model
 from tandem.client import Client
@@ -157,6 +161,43 @@ async def test_a_classifier_gives_the_labels_of_vllm_alone(tmp_path: Path) -> No
         cluster.prefill[0].process.kill()
         for number, vector in enumerate(await many):
             assert vector == pytest.approx(expected[number], abs=1e-5)
+
+
+@pytest.mark.parametrize(("runner", "ranks"), [("V1", 1), ("V2", 1), ("V1", 2)])
+async def test_pooled_prompts_borrow_what_a_lender_computes(runner: str, ranks: int, tmp_path: Path) -> None:
+    """Also where the borrower has two ranks, and where a block arrives corrupted."""
+    model = embedder(tmp_path, "lasttoken")
+    settings: dict[str, Any] = {"vllm_python": RUNNERS[runner]}
+    lender = vllm_engine("lender", "prefill", model, **settings)
+    borrower = vllm_engine("borrower", "decode", model, tensor_parallel=ranks, **settings)
+    async with engines(lender, borrower):
+
+        async def embedded(engine: RealEngine, name: str, prompt: list[int], lends: RealEngine | None) -> Embedded:
+            sampling = SamplingParams(1, pooling="last")
+            request = Generate(name, tuple(prompt), (), sampling, "", 0, borrow=lends is not None)
+            if lends is not None:
+                engine.lent[name] = lends, request
+            engine.send(request)
+
+            def answers() -> list[Embedded]:
+                return [each for each in engine.said if isinstance(each, Embedded) and each.request_id == name]
+
+            await engine.until(lambda: bool(answers()))
+            return answers()[0]
+
+        for number, corrupt in enumerate((0, 1)):
+            prompt = prompt_of(number, 4 * BLOCK + 5)
+            borrower.send(CorruptReads(corrupt))
+            borrowed = await embedded(borrower, f"borrowed {number}", prompt, lender)
+            own = await embedded(lender, f"own {number}", prompt, None)
+            account = borrowed.account
+            assert (account.moved_blocks, account.mismatched_blocks) == (0 if corrupt else 4, corrupt)
+            assert account.lender_computed_blocks == account.moved_blocks
+            assert np.frombuffer(borrowed.vector, np.float32) == pytest.approx(
+                np.frombuffer(own.vector, np.float32), abs=1e-5
+            )
+        for engine in (lender, borrower):
+            assert (await engine.audited()).reserved_blocks == 0
 
 
 async def test_a_flag_makes_a_generating_model_pool(tmp_path: Path) -> None:
