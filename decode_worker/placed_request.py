@@ -54,7 +54,6 @@ def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> No
     if fault := items_fault(read_items(request.items), len(request.prompt_token_ids)):
         raise InvalidRequest("items", fault)
     asked: dict[Feature, tuple[bool, str]] = {
-        "embeddings": (request.HasField("embedding"), "embedding"),
         "beam search": (sampling.HasField("beam_width"), "sampling.beam_width"),
         "structured output": (read_structured(sampling) is not None, FIELD),
     }

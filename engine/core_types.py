@@ -20,6 +20,19 @@ MAX_CHAINS = 64
 Pooling = Literal["last", "mean"]
 """Way from the hidden states of a prompt's tokens to one vector."""
 
+
+@dataclass(frozen=True, slots=True)
+class Pooler:
+    """Way from hidden states to the vector that a client gets."""
+
+    pooling: Pooling
+    normalize: bool
+    """Whether vectors are scaled to length 1."""
+    dimensions: int
+    classifies: bool = False
+    """Whether a vector has the probability of each label instead of an embedding, and `dimensions` counts labels."""
+
+
 StructureKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 
 

@@ -36,8 +36,8 @@ OFF = "off"
 """No speculation."""
 
 Settings = TypeVar("Settings", bound=CommonSettings)
-Feature = Literal["beam search", "embeddings", "structured output", "corrupt reads"]
-"""Feature that a request, or an operator's fault, asks of an engine."""
+Feature = Literal["beam search", "structured output"]
+"""Feature that a request asks of an engine."""
 RANKS_OF_ONE_HOST = MappingProxyType(
     {
         "nodes": "{value} needs engine: vllm, not {engine}",

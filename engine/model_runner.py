@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core_types import Chunk, GpuDevice, SampleResult
+from engine.core_types import Chunk, GpuDevice, Pooler, SampleResult
 from engine.kv.layout import KvLayout
 from kvtransfer.fingerprint import Fingerprints, Folding
 from kvtransfer.transport import AnyPool, Pool
@@ -35,6 +35,8 @@ class ModelInfo:
     """Whether it computes prompts with items."""
     encoder_fingerprint: bytes = b""
     """Fingerprint of the model, for encode workers (`encoder_fingerprint`); empty: it takes no embeddings from them."""
+    pooler: Pooler | None = None
+    """Pooler of an engine that answers with vectors only; None: it generates."""
 
     @property
     def adapter_fingerprints(self) -> frozenset[bytes]:

@@ -23,7 +23,7 @@ _PASSED = {
         " load_format safetensors_load_strategy safetensors_prefetch_num_threads"
         " safetensors_prefetch_block_size model_loader_extra_config use_tqdm_on_load pt_load_map_location"
         " max_parallel_loading_workers offload_backend cpu_offload_gb cpu_offload_params offload_group_size"
-        " offload_num_in_group offload_prefetch_step offload_params engram_config"
+        " offload_num_in_group offload_prefetch_step offload_params engram_config runner convert pooler_config"
     ),
     "memory and KV": (
         "gpu_memory_utilization num_gpu_blocks_override kv_cache_dtype kv_cache_dtype_skip_layers"
@@ -102,8 +102,6 @@ KEPT: dict[str, tuple[tuple[str, ...], str]] = {
         ("auto",),
         "the router takes defaults from the model's generation_config.json: change it there, or ask in the request",
     ),
-    "runner": (("auto", "generate"), "the vllm engine makes no embeddings: take engine: torch"),
-    "convert": (("auto", "none"), "the vllm engine makes no embeddings: take engine: torch"),
     "data_parallel_external_lb": (("true",), "each data-parallel rank is a worker of its own"),
     "data_parallel_backend": (("mp",), "each data-parallel rank is a worker of its own"),
     "prefill_context_parallel_size": (("1",), "a rank must have KV of whole contexts: set tensor_parallel"),
@@ -171,8 +169,8 @@ REFUSED: dict[str, str] = {
         "reasoning_parser reasoning_parser_plugin reasoning_config"
     ),
     "answers of this API have no such data": "enable_return_routed_experts aux_output_config",
-    "the vllm engine makes no embeddings: take engine: torch": (
-        "pooler_config enable_flash_late_interaction max_lora_cls_labels io_processor_plugin"
+    "pooling models give one vector for each prompt: embeddings, or probabilities of labels": (
+        "enable_flash_late_interaction max_lora_cls_labels io_processor_plugin"
     ),
     "prompts are texts or token ids": "enable_prompt_embeds",
     "a preprocessor reads files and gives vLLM their tensors": (

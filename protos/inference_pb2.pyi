@@ -501,22 +501,31 @@ class EmbeddingOptions(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DIMENSIONS_FIELD_NUMBER: _builtins.int
+    TEXT_PAIR_FIELD_NUMBER: _builtins.int
     dimensions: _builtins.int
     """Keep this many leading dimensions, and scale what is left to length 1 where the model's embeddings have it. For
     models that were trained so. Absent: all.
     """
+    text_pair: _builtins.str
+    """Second text, which a classifier reads after `text` as one prompt. For rerankers and other cross-encoders."""
     def __init__(
         self,
         *,
         dimensions: _builtins.int | None = ...,
+        text_pair: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "dimensions", b"dimensions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_text_pair", b"_text_pair", "dimensions", b"dimensions", "text_pair", b"text_pair"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "dimensions", b"dimensions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_text_pair", b"_text_pair", "dimensions", b"dimensions", "text_pair", b"text_pair"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
     _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
+    _WhichOneofReturnType__text_pair: _TypeAlias = _typing.Literal["text_pair"]  # noqa: Y015
+    _WhichOneofArgType__text_pair: _TypeAlias = _typing.Literal["_text_pair", b"_text_pair"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__text_pair) -> _WhichOneofReturnType__text_pair | None: ...
 
 Global___EmbeddingOptions: _TypeAlias = EmbeddingOptions  # noqa: Y015
 
@@ -1014,7 +1023,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def embedding(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """The prompt's embedding, when asked for."""
+        """The prompt's embedding, when asked for; of a classifier the probability of each label."""
 
     @_builtins.property
     def origin(self) -> Global___Origin:
@@ -1945,6 +1954,7 @@ class Model(_message.Message):
     TASKS_FIELD_NUMBER: _builtins.int
     BASE_MODEL_FIELD_NUMBER: _builtins.int
     EMBEDDING_DIMENSIONS_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_context_tokens: _builtins.int
     vocab_size: _builtins.int
@@ -1964,6 +1974,10 @@ class Model(_message.Message):
     """Dimensions of its embeddings; 0: it is no embedding model."""
     @_builtins.property
     def tasks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Labels of a classifier, by their numbers: its vectors have a probability for each."""
+
     def __init__(
         self,
         *,
@@ -1979,10 +1993,11 @@ class Model(_message.Message):
         tasks: _abc.Iterable[_builtins.str] | None = ...,
         base_model: _builtins.str = ...,
         embedding_dimensions: _builtins.int = ...,
+        labels: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_input_per_million", b"_input_per_million", "_output_per_million", b"_output_per_million", "input_per_million", b"input_per_million", "output_per_million", b"output_per_million"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_input_per_million", b"_input_per_million", "_output_per_million", b"_output_per_million", "base_model", b"base_model", "decode_workers", b"decode_workers", "embedding_dimensions", b"embedding_dimensions", "has_tokenizer", b"has_tokenizer", "input_per_million", b"input_per_million", "max_context_tokens", b"max_context_tokens", "name", b"name", "output_per_million", b"output_per_million", "prefill_workers", b"prefill_workers", "quality", b"quality", "tasks", b"tasks", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_input_per_million", b"_input_per_million", "_output_per_million", b"_output_per_million", "base_model", b"base_model", "decode_workers", b"decode_workers", "embedding_dimensions", b"embedding_dimensions", "has_tokenizer", b"has_tokenizer", "input_per_million", b"input_per_million", "labels", b"labels", "max_context_tokens", b"max_context_tokens", "name", b"name", "output_per_million", b"output_per_million", "prefill_workers", b"prefill_workers", "quality", b"quality", "tasks", b"tasks", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__input_per_million: _TypeAlias = _typing.Literal["input_per_million"]  # noqa: Y015
     _WhichOneofArgType__input_per_million: _TypeAlias = _typing.Literal["_input_per_million", b"_input_per_million"]  # noqa: Y015

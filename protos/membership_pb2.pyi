@@ -666,6 +666,7 @@ class Hello(_message.Message):
     STREAM_ADDRESS_FIELD_NUMBER: _builtins.int
     READS_MEDIA_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    POOLER_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.bytes
     role: Global___Role.ValueType
@@ -722,6 +723,10 @@ class Hello(_message.Message):
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
         """Loaded LoRA adapters, each served as a model of its own."""
 
+    @_builtins.property
+    def pooler(self) -> Global___Pooler:
+        """Pooler of an engine that answers with vectors only; absent: it generates."""
+
     def __init__(
         self,
         *,
@@ -751,14 +756,48 @@ class Hello(_message.Message):
         stream_address: _builtins.str = ...,
         reads_media: _builtins.bool = ...,
         revision: _builtins.bytes = ...,
+        pooler: Global___Pooler | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pooler", b"pooler"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "group", b"group", "group_rank", b"group_rank", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol", b"protocol", "reads_media", b"reads_media", "reserve_output_tokens", b"reserve_output_tokens", "resumes_at_boundaries", b"resumes_at_boundaries", "revision", b"revision", "role", b"role", "start_seconds", b"start_seconds", "store", b"store", "stream_address", b"stream_address", "traffic_share", b"traffic_share", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "group", b"group", "group_rank", b"group_rank", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "pooler", b"pooler", "protocol", b"protocol", "reads_media", b"reads_media", "reserve_output_tokens", b"reserve_output_tokens", "resumes_at_boundaries", b"resumes_at_boundaries", "revision", b"revision", "role", b"role", "start_seconds", b"start_seconds", "store", b"store", "stream_address", b"stream_address", "traffic_share", b"traffic_share", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class Pooler(_message.Message):
+    """Way from hidden states to the vector that a client gets."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OF_LAST_TOKEN_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    CLASSIFIES_FIELD_NUMBER: _builtins.int
+    of_last_token: _builtins.bool
+    """Whether only the last token's hidden state counts, so that cached blocks serve the others; else their mean."""
+    normalize: _builtins.bool
+    """Whether vectors are scaled to length 1."""
+    dimensions: _builtins.int
+    classifies: _builtins.bool
+    """Whether a vector has the probability of each label instead of an embedding."""
+    def __init__(
+        self,
+        *,
+        of_last_token: _builtins.bool = ...,
+        normalize: _builtins.bool = ...,
+        dimensions: _builtins.int = ...,
+        classifies: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classifies", b"classifies", "dimensions", b"dimensions", "normalize", b"normalize", "of_last_token", b"of_last_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pooler: _TypeAlias = Pooler  # noqa: Y015
 
 @_typing.final
 class ModelFilePart(_message.Message):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from cluster.errors import InvalidRequest
-from engine.core_types import MAX_CHAINS
+from engine.core_types import MAX_CHAINS, Pooler
 from engine.media.processor import MediaKind
 from engine.model.detokenizer import check_token_ids
 from engine.model.model_dir import ModelDir
@@ -168,8 +168,8 @@ def check_resumed(resume: pb.Resume, sampling: pb.Sampling, num_prompt: int, voc
         raise InvalidRequest("resume.prompt_logprobs", f"must be at most {most}, not {resume.prompt_logprobs}")
 
 
-def check_embedding(request: pb.GenerateRequest, dimensions: int) -> None:
-    """Check a request for an embedding by a model whose embeddings have so many dimensions.
+def check_embedding(request: pb.GenerateRequest, pooler: Pooler) -> None:
+    """Check a request for a vector by a model with this pooler.
 
     Raises InvalidRequest.
     """
@@ -177,8 +177,10 @@ def check_embedding(request: pb.GenerateRequest, dimensions: int) -> None:
         if request.HasField(field) if field == "sampling" else getattr(request, field):  # type: ignore[arg-type]
             raise InvalidRequest(field, "cannot be combined with embedding")
     wanted = request.embedding
-    if wanted.HasField("dimensions") and not 1 <= wanted.dimensions <= dimensions:
-        raise InvalidRequest("embedding.dimensions", f"must be 1 to {dimensions}, not {wanted.dimensions}")
+    if wanted.HasField("dimensions") and not 1 <= wanted.dimensions <= pooler.dimensions:
+        raise InvalidRequest("embedding.dimensions", f"must be 1 to {pooler.dimensions}, not {wanted.dimensions}")
+    if wanted.HasField("text_pair") and not (pooler.classifies and request.HasField("text")):
+        raise InvalidRequest("embedding.text_pair", "needs text, and a model that classifies pairs of texts")
 
 
 def check_name_length(name: str, field: str) -> None:

@@ -185,6 +185,7 @@ class LoanHost(ABC):
             store="" if below is None else below.store.identity,
             resumes_at_boundaries=self._kv_cache.resumes_at_boundaries,
             reads_media=info.reads_media,
+            pooler=info.pooler,
         )
 
     def post(self, message: Posted) -> None:
@@ -253,8 +254,10 @@ class LoanHost(ABC):
             case SetBudget(budget):
                 self._set_budget(budget)
             case CorruptReads(num_blocks):
-                assert self._own is not None, "the front refuses drills of several ranks"
-                self._own.corruption = Corruption(self._blocks, num_blocks)
+                if self._own is not None:
+                    self._own.corruption = Corruption(self._blocks, num_blocks)
+                else:
+                    self._parts.others[0].corrupt(num_blocks)
             case StoreRemoved():
                 self._cache_queries.removed(message)
             case InspectCache():

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.core_types import FinishReason, GpuDevice, RequestFailure, TokenLogprobs
+from engine.core_types import FinishReason, GpuDevice, Pooler, RequestFailure, TokenLogprobs
 from engine.kv.events import CacheEvent
 from engine.media.items import Item
 
@@ -34,6 +34,8 @@ class Ready(NamedTuple):
     """Whether a request can go on only after some of the blocks held, which the cache events name."""
     reads_media: bool = False
     """Whether it serves requests with items."""
+    pooler: Pooler | None = None
+    """Pooler of an engine that answers with vectors only; None: it generates."""
 
 
 class NodeLinked(NamedTuple):

@@ -5,36 +5,29 @@ config.json of its own, and perhaps a layer that scales to length 1.
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from engine.core_types import Pooling
+from engine.core_types import Pooler, Pooling
 from engine.errors import ModelRefused
 from engine.model.model_dir import ModelDir
 
 MODES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
 """Pooling modes that are served, by their names in the pooling layer's config.json."""
 OUTPUT_WEIGHTS = "lm_head.weight"
+CLASSIFIER = "ForSequenceClassification"
+"""End of the architecture of a model whose output is a score of each label."""
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingConfig:
-    """Way from hidden states to an embedding."""
+def read_embedding(model_dir: ModelDir) -> Pooler:
+    """Read how a model's embeddings, or the probabilities of its labels, are made.
 
-    pooling: Pooling
-    normalize: bool
-    """Whether embeddings are scaled to length 1."""
-    dimensions: int
-
-
-def read_embedding(model_dir: ModelDir) -> EmbeddingConfig:
-    """Read how a model's embeddings are made.
-
-    Raises ModelRefused, with the reason, for a model that is no embedding model, or one that is not served.
+    Raises ModelRefused, with the reason, for a model that is neither kind of model, or one that is not served.
     """
+    if any(str(name).endswith(CLASSIFIER) for name in model_dir.config.get("architectures") or ()):
+        return Pooler("last", normalize=False, dimensions=len(model_dir.labels), classifies=True)
     path = model_dir.path / "modules.json"
     if not path.exists():
         raise ModelRefused("the model is not an embedding model: its folder has no modules.json")
@@ -52,16 +45,15 @@ def read_embedding(model_dir: ModelDir) -> EmbeddingConfig:
         raise ModelRefused("its modules.json has no Pooling layer")
     if model_dir.attends_both_ways:
         raise ModelRefused("its tokens attend to later ones, so no KV of a prefix can be reused")
-    return EmbeddingConfig(pooling, normalize, model_dir.hidden_size)
+    return Pooler(pooling, normalize, model_dir.hidden_size)
 
 
 def is_embedding_model(model_dir: ModelDir) -> bool:
     """Return whether embeddings of the model are served."""
     try:
-        read_embedding(model_dir)
+        return not read_embedding(model_dir).classifies
     except ModelRefused:
         return False
-    return True
 
 
 def has_output_layer(model_dir: ModelDir) -> bool:

@@ -83,6 +83,22 @@ class ModelDir:
         return size
 
     @property
+    def labels(self) -> list[str]:
+        """Names of a classifier's labels, by their numbers; transformers' default is two."""
+        if self._text_config.get("method") == "from_2_way_softmax":  # vLLM's score of two tokens of a generating model
+            return ["LABEL_0"]
+        named = self.config.get("id2label") or {}
+        count = self.config.get("num_labels") or len(named) or 2
+        return [str(named.get(str(number), f"LABEL_{number}")) for number in range(count)]
+
+    @property
+    def separates_pairs(self) -> bool:
+        """Whether the tokenizer reads the two texts of a pair as such; else they are one text, as vLLM has it."""
+        config = self._text_config
+        default = config.get("use_sep_token", config.get("method") is None)
+        return bool(config.get("use_pad_token", default))
+
+    @property
     def ties_embeddings(self) -> bool:
         """Whether the output layer has the weights of the input layer.
 

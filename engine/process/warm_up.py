@@ -48,6 +48,7 @@ class WarmUp:
         self._block_tokens = block_tokens
         self._vocab_size = info.vocab_size
         self._grammars = grammars
+        self._pooler = info.pooler
         self._messages: list[FromEngine] = []
         self._lent = ""
         """Id of the loan that is open and has announced blocks; empty for none."""
@@ -82,6 +83,9 @@ class WarmUp:
         work: list[list[ToEngine]] = []
         if self._num_tokens >= self._block_tokens:
             work.append([Lend("loan", self._prompt(0), 0, SALT, may_compute=True, priority=0)])
+        if self._pooler is not None:
+            pooled = SamplingParams(1, pooling=self._pooler.pooling)
+            return [*work, [self._request("pooled", 0, pooled)], [self._request("beside", 1, pooled)]]
         greedy = SamplingParams(OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
         drawn = SamplingParams(OUTPUT_TOKENS, temperature=0.8, seed=1, ignore_eos=True)
         cut = drawn._replace(top_p=0.9, top_k=20)

@@ -74,6 +74,13 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class Corrupt:
+    """Flip a bit in this rank's part of the next `num_blocks` blocks that it reads, for a drill."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fingerprint:
     """Compute fingerprints of this rank's part of `blocks`, which no step writes; answered by Fingerprinted, once."""
 
@@ -81,7 +88,7 @@ class Fingerprint:
     blocks: tuple[int, ...]
 
 
-ToFollower = ReadBlocks | CopyBlocks | Gather | Withdraw | Copy | Drop | Fingerprint
+ToFollower = ReadBlocks | CopyBlocks | Gather | Withdraw | Copy | Drop | Corrupt | Fingerprint
 
 # ---------------------------------------------------------------------------------------- from a follower
 

@@ -2,28 +2,18 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.lending.reads.block_reads import BlockRead, LocalRank, OnQuiet, ReadProgress
+from engine.lending.reads.corruption import PartMemory
 from engine.tensor_parallel.shared_memory import MappedMemory
 from kvtransfer.ranks import BlockPart
 
 log = logging.getLogger(__name__)
-
-
-class PartMemory(Protocol):
-    """This rank's parts of the pool's blocks."""
-
-    def read_blocks(self, blocks: Sequence[int]) -> Iterable[NDArray[np.uint8]]:
-        """Return this rank's part of blocks that no step writes."""
-
-    def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
-        """Set this rank's part of a block; it is visible on return. From any thread."""
 
 
 class PartCopies:
@@ -46,7 +36,7 @@ class PartCopies:
         `executor` replaces the thread that copies.
         """
         self._part = part
-        self._pool = pool
+        self.pool = pool
         self._memory = memory
         self._rank = rank
         self._thread = executor or ThreadPoolExecutor(1, "rank-copies")
@@ -54,13 +44,13 @@ class PartCopies:
 
     def parts(self, blocks: Sequence[int]) -> tuple[bytes, ...]:
         """Return this rank's parts of `blocks`."""
-        return tuple(content.tobytes() for content in self._pool.read_blocks(blocks))
+        return tuple(content.tobytes() for content in self.pool.read_blocks(blocks))
 
     def gather(self, blocks: Sequence[int], offset: int) -> None:
         """Copy this rank's parts of `blocks` into rows of shared memory, one after the other from `offset` on."""
         width = self._part.block_bytes
         assert self._memory is not None
-        for index, content in enumerate(self._pool.read_blocks(blocks)):
+        for index, content in enumerate(self.pool.read_blocks(blocks)):
             self._part.put(content, self._memory.row(offset + index * width, width))
 
     def start(self, sources: Sequence[int | bytes], blocks: Sequence[int], on_quiet: OnQuiet) -> BlockRead:
@@ -77,7 +67,7 @@ class PartCopies:
         """Copy parts, on a thread of this object; an exception makes the read fail."""
         try:
             for source, block in zip(sources, blocks, strict=True):
-                self._pool.write_block(block, self._part_of(source))
+                self.pool.write_block(block, self._part_of(source))
         except Exception:
             log.exception("blocks could not be copied into the pool")
             raise

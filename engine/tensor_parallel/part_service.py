@@ -13,12 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.lending.reads.block_reads import BlockRead, LocalRank, OnQuiet
+from engine.lending.reads.corruption import Corruption
 from engine.tensor_parallel.messages import (
     HEARTBEAT_S,
     Answer,
     BlocksRead,
     Copy,
     CopyBlocks,
+    Corrupt,
     Drop,
     Fingerprint,
     Fingerprinted,
@@ -119,3 +121,5 @@ def serve_part(
                 engine.send(Answer())
             case Drop(endpoint):
                 rank.drop(endpoint)
+            case Corrupt(num_blocks):
+                rank.corruption = Corruption(copies.pool, num_blocks)

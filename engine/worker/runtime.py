@@ -22,6 +22,7 @@ from cluster.process.life import Addresses
 from cluster.process.loop_watch import watch_loop
 from cluster.roles import ON_WIRE, Role
 from engine.config import WorkerConfig
+from engine.core_types import Pooler
 from engine.messages.from_engine import Ready
 from engine.messages.to_engine import DrainGroup
 from engine.model.model_dir import ModelDir
@@ -373,4 +374,14 @@ def _hello(context: WorkerContext, address: str) -> pb.Hello:
         revision=context.model_dir.revision(ready.revision),
         group=context.config.group,
         group_rank=context.config.data_parallel_rank,
+        pooler=None if ready.pooler is None else _pooler(ready.pooler),
+    )
+
+
+def _pooler(pooler: Pooler) -> pb.Pooler:
+    return pb.Pooler(
+        of_last_token=pooler.pooling == "last",
+        normalize=pooler.normalize,
+        dimensions=pooler.dimensions,
+        classifies=pooler.classifies,
     )

@@ -340,6 +340,7 @@ def _serialised(response: Message | None) -> bytes:
 
 def _listed(model: ModelRuntime) -> pb.Model:
     shown = model.shown()
+    pooler = shown.pooler
     workers = [worker for worker in model.workers() if worker.load is not None and not worker.draining]
     num_decode = sum(worker.decodes for worker in workers)
     prices = model.costs.prices
@@ -355,5 +356,6 @@ def _listed(model: ModelRuntime) -> pb.Model:
         quality=model.entry.quality,
         tasks=model.entry.tasks,
         base_model=model.base_model,
-        embedding_dimensions=shown.embedding.dimensions if shown.embedding is not None else 0,
+        embedding_dimensions=pooler.dimensions if pooler is not None and not pooler.classifies else 0,
+        labels=shown.model_dir.labels if pooler is not None and pooler.classifies else (),
     )

@@ -21,17 +21,22 @@ from router.frontend.anthropic.answer import MessagesAnswer
 from router.frontend.anthropic.answer import error_form as messages_error_form
 from router.frontend.anthropic.counting import token_counter
 from router.frontend.anthropic.messages import read_messages
-from router.frontend.http.caller import caller_of
-from router.frontend.http.endpoint import SPARE_VALUES, BodyLimits, Endpoint, EndpointContext
+from router.frontend.http.caller import Caller, caller_of
+from router.frontend.http.endpoint import SPARE_VALUES, BodyLimits, Endpoint, EndpointContext, Hooks
 from router.frontend.http.errors import ErrorAnswer, error_answer, error_of
 from router.frontend.http.json_endpoint import JsonEndpoint
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
 from router.frontend.openai.embeddings import (
+    ClassifyAnswer,
+    EmbeddingRequest,
     EmbeddingsAnswer,
     RerankAnswer,
     ScoreAnswer,
+    VectorAnswer,
+    fit,
+    read_classify,
     read_embeddings,
     read_rerank,
     read_score,
@@ -58,6 +63,18 @@ from router.models.model_runtimes import ModelRuntimes
 from router.request_path.queries import Queries
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
+
+
+class PoolingHooks(Hooks[EmbeddingRequest, VectorAnswer]):
+    """Fitting of a request for vectors to what its model answers."""
+
+    def __init__(self, models: ModelRuntimes) -> None:
+        self._models = models
+
+    async def before(self, api_request: EmbeddingRequest, caller: Caller) -> None:
+        model, _ = self._models.only(caller.principal.models).asked_for(api_request.requests[0].model)
+        if model is not None and (pooler := (model := model.shown()).pooler) is not None:
+            fit(api_request, model.model_dir.labels if pooler.classifies else [])
 
 
 def make_app(
@@ -87,7 +104,7 @@ def make_app(
         config.strict_fields,
         config.sse_heartbeat_s,
     )
-    responses = _open_responses(config)
+    responses, fitted = _open_responses(config), PoolingHooks(models)
     endpoints: dict[str, Endpoint[Any, Any]] = {
         "/v1/completions": Endpoint(context, read_completion, CompletionAnswer),
         "/v1/chat/completions": Endpoint(context, read_chat, ChatAnswer),
@@ -95,9 +112,10 @@ def make_app(
             context, read_response, ResponsesAnswer, responses_error_form, ResponseHooks(responses)
         ),
         "/v1/messages": Endpoint(context, read_messages, MessagesAnswer, messages_error_form),
-        "/v1/embeddings": Endpoint(context, read_embeddings, EmbeddingsAnswer),
-        "/v1/score": Endpoint(context, read_score, ScoreAnswer),
-        "/v1/rerank": Endpoint(context, read_rerank, RerankAnswer),
+        "/v1/embeddings": Endpoint(context, read_embeddings, EmbeddingsAnswer, hooks=fitted),
+        "/v1/score": Endpoint(context, read_score, ScoreAnswer, hooks=fitted),
+        "/v1/rerank": Endpoint(context, read_rerank, RerankAnswer, hooks=fitted),
+        "/classify": Endpoint(context, read_classify, ClassifyAnswer, hooks=fitted),
     }
     for path in ("score", "rerank"):  # vLLM has these at both places
         endpoints[f"/{path}"] = endpoints[f"/v1/{path}"]

@@ -21,6 +21,7 @@ POSTED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "/v1/embeddings": ("Return the embeddings of texts.", {"input": "Hello"}),
     "/v1/score": ("Return the similarity of texts.", {"text_1": "Hello", "text_2": ["Hallo"]}),
     "/v1/rerank": ("Rank documents by a query.", {"query": "Hello", "documents": ["Hallo"]}),
+    "/classify": ("Return the labels of texts.", {"input": "Hello"}),
     "/v1/messages/count_tokens": ("Count the tokens of messages.", {"messages": USER}),
     "/v1/responses/input_tokens": ("Count the tokens of input items.", {"input": "Hello"}),
     "/tokenize": ("Return the token ids of a text.", {"prompt": "Hello"}),

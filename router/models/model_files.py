@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from cluster.errors import Incompatible, InvalidRequest, StartError, Unavailable
+from engine.core_types import Pooler
 from engine.errors import ModelRefused
-from engine.model.embedding import EmbeddingConfig, has_output_layer, read_embedding
+from engine.model.embedding import has_output_layer, read_embedding
 from engine.model.hub import CONFIG_FILES, fetch_beside
 from engine.model.model_dir import ModelDir
 from protos import membership_pb2 as pb
@@ -34,10 +35,10 @@ class ModelFiles:
     model_dir: ModelDir
     encoder: PromptEncoder
     config_fingerprint: bytes
-    embedding: EmbeddingConfig | None
-    """Way to its embeddings; None for a model that is no embedding model."""
-    embedding_fault: str
-    """Reason why there are no embeddings; empty where there are."""
+    pooler: Pooler | None
+    """Way to its vectors; None for a model that is neither an embedding model nor a classifier."""
+    pooler_fault: str
+    """Reason why there are no vectors; empty where there are."""
     generates: bool
     """Whether it can generate; a model that was saved for embeddings only may not."""
     clamps: bool
@@ -56,12 +57,12 @@ class ModelFiles:
         encoder = PromptEncoder(model_dir, *parsers, config.special_tokens_in_messages)
         log.info("%s: %d tokens, context %d", entry.name or model_dir.name, size, context)
         try:
-            embedding, fault = read_embedding(model_dir), ""
+            pooler, fault = read_embedding(model_dir), ""
         except ModelRefused as reason:
-            embedding, fault = None, reason.reason
-        generates = embedding is None or has_output_layer(model_dir)
+            pooler, fault = None, reason.reason
+        generates = pooler is None or (not pooler.classifies and has_output_layer(model_dir))
         fingerprint, clamps = model_dir.config_fingerprint(), config.clamp_max_tokens
-        return cls(entry, config, model_dir, encoder, fingerprint, embedding, fault, generates, clamps)
+        return cls(entry, config, model_dir, encoder, fingerprint, pooler, fault, generates, clamps)
 
     @property
     def name(self) -> str:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from cluster.errors import InvalidRequest, Unavailable
 from cluster.network.tls import MemberIdentity
 from engine.block_keys import BlockKey, block_keys, root_key
+from engine.core_types import Pooler
 from engine.media.items import Item
-from engine.model.embedding import EmbeddingConfig
 from protos import inference_pb2 as pb
 from protos import membership_pb2
 from router.admission.dispatcher import Dispatcher
@@ -99,7 +99,6 @@ class ModelRuntime:
         self.config_fingerprint = files.config_fingerprint
         self.model_dir = files.model_dir
         self.encoder = files.encoder
-        self.embedding, self.generates = files.embedding, files.generates
         self.clamps = files.clamps
 
     async def close(self) -> None:
@@ -186,14 +185,24 @@ class ModelRuntime:
         own = (each.fingerprint for each in hello.adapters if each.name == self.name) if self.base_model else ()
         return hello.config_fingerprint, next(iter(own), b"")
 
-    def check_embeds(self) -> EmbeddingConfig:
-        """Return the way to the model's embeddings.
+    @property
+    def generates(self) -> bool:
+        """Whether the model can generate; on vLLM's pooling runner none can."""
+        return self.files.generates and self._roster().pooler is None
+
+    @property
+    def pooler(self) -> Pooler | None:
+        """Way to the model's vectors, as the workers' engine has it or as the files say; None: there are none."""
+        return self._roster().pooler or self.files.pooler
+
+    def check_pools(self) -> Pooler:
+        """Return the way to the model's vectors.
 
         Raises InvalidRequest for a model without.
         """
-        if self.embedding is None:
-            raise InvalidRequest("model", f"{self.name!r} makes no embeddings: {self.files.embedding_fault}")
-        return self.embedding
+        if (pooler := self.pooler) is None:
+            raise InvalidRequest("model", f"{self.name!r} makes no embeddings: {self.files.pooler_fault}")
+        return pooler
 
     def media(self, sources: Sequence[MediaSource]) -> MediaClient:
         """Return the client that makes media ready.
@@ -273,6 +282,7 @@ class ModelRuntime:
                 [worker for worker in reporting if not worker.decodes],
                 len({self._variant(worker) for worker in reporting}) > 1,
                 {block_tokens: sorted(each) for block_tokens, each in fingerprints.items()},
+                next((_pooler_of(worker.hello) for worker in reporting if worker.hello.HasField("pooler")), None),
             )
         return roster
 
@@ -390,6 +400,13 @@ class _Roster:
     """Whether they differ in their files, or in the adapter."""
     versions: dict[int, list[bytes]]
     """Fingerprints of the weights of all workers, in order, by the length of their blocks."""
+    pooler: Pooler | None
+    """Pooler of an engine that answers with vectors only, if one has."""
+
+
+def _pooler_of(hello: membership_pb2.Hello) -> Pooler:
+    wire = hello.pooler
+    return Pooler("last" if wire.of_last_token else "mean", wire.normalize, wire.dimensions, wire.classifies)
 
 
 def _hello_for(workers: Sequence[Worker], traffic_hash: float) -> membership_pb2.Hello:

@@ -81,9 +81,10 @@ async def read(
     """
     embeds = request.HasField("embedding")
     if embeds:
-        check_embedding(request, model.check_embeds().dimensions)
+        check_embedding(request, model.check_pools())
     elif not model.generates:
-        raise InvalidRequest("model", f"{model.name!r} has no output layer: it makes embeddings only")
+        reason = "it has no output layer, or vLLM's pooling runner has it"
+        raise InvalidRequest("model", f"{model.name!r} makes embeddings or labels only: {reason}")
     sources = sources_of(request)
     if prompt is None:
         prompt = await encode(model, request, sources, arrival.tenant, context.deadline)

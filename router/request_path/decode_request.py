@@ -73,11 +73,11 @@ def decode_request(
         reserve_output_tokens=placed.demand.expected_output_tokens,
         items=item_messages(prepared.items),
     )
-    if model.embedding is not None and prepared.request.HasField("embedding"):
+    if prepared.request.HasField("embedding") and (pooler := model.pooler) is not None:
         wanted = pb.Embedding(
-            pooling=POOLINGS[model.embedding.pooling],
+            pooling=POOLINGS[pooler.pooling],
             dimensions=prepared.request.embedding.dimensions,
-            normalize=model.embedding.normalize,
+            normalize=pooler.normalize,
         )
         internal.embedding.CopyFrom(wanted)
     if prepared.warm is not None:

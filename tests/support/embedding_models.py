@@ -1,6 +1,7 @@
 """Embedding models: the files of Sentence Transformers beside a model, and what transformers makes of a prompt."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,24 @@ def make_embedder(path: Path, pooling: str = "lasttoken", normalize: bool = True
     ]
     (path / "modules.json").write_text(json.dumps(modules))
     return path
+
+
+def write_classifier(folder: Path, model: Path, *labels: str) -> Path:
+    """Write a random classifier with the configuration and the tokenizer of a model, which has its weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    names = dict(enumerate(labels))
+    config = AutoConfig.from_pretrained(model, id2label=names, label2id={name: at for at, name in names.items()})
+    config.pad_token_id = 0
+    torch.manual_seed(5)
+    classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    with torch.no_grad():  # so that labels differ
+        classifier.score.weight.normal_(0.0, 0.5)
+    classifier.save_pretrained(folder)
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, folder / file.name)
+    return folder
 
 
 def reference(path: Path, prompt: Sequence[int], pooling: str, normalize: bool = True) -> list[float]:

@@ -18,6 +18,7 @@ from engine.messages.to_engine import (
     Audit,
     CacheDrop,
     Cancel,
+    CorruptReads,
     Generate,
     InspectCache,
     Lend,
@@ -128,6 +129,23 @@ class EngineContract:
         assert account.mismatched_blocks >= 1
         assert "corrupted" in account.loan_failure
         assert account.moved_blocks == 4
+        await pair.settled()
+
+    async def test_a_drill_corrupts_as_many_arriving_blocks_as_it_was_told(self, pair: Pair) -> None:
+        prompt = prompt_of(300, 14)
+        expected = ids(await pair.lender.answer(named(prompt)))
+        pair.borrower.send(CorruptReads(1))
+        struck = await pair.borrowed(named(prompt))
+        account = account_of(struck)
+        assert ids(struck) == expected
+        assert (account.moved_blocks, account.mismatched_blocks) == (0, 1)
+        assert account.loan_failure == "block 0 arrived corrupted"
+        whole = prompt_of(300, 15)  # the drill has no blocks left to strike
+        expected = ids(await pair.lender.answer(named(whole)))
+        got = await pair.borrowed(named(whole))
+        account = account_of(got)
+        assert ids(got) == expected
+        assert (account.moved_blocks, account.mismatched_blocks) == (9, 0)
         await pair.settled()
 
     async def test_a_lender_that_refuses_costs_nothing_but_time(self, pair: Pair) -> None:

@@ -17,6 +17,7 @@ from engine.core_types import Chunk, SampleResult
 from engine.kv.layout import KvLayout
 from engine.kv.store.object_format import ObjectFormat
 from engine.lending.reads.block_reads import BlockRead, LocalRank, OnQuiet, RemoteRank
+from engine.lending.reads.corruption import Corruption
 from engine.model_runner import ModelRunner
 from engine.tensor_parallel.gathering import GatheredBlocks, GatheringRank
 from engine.tensor_parallel.part_copies import PartCopies
@@ -74,6 +75,9 @@ class NearRank(LocalRank, RemoteRank, GatheringRank):
         copying = self.copies.start([self._shared.offset_of(content) for content in contents], blocks, on_quiet)
         self.writing = [each for each in self.writing if not each[0].is_quiet] + [(copying, tuple(blocks))]
         return copying
+
+    def corrupt(self, num_blocks: int) -> None:
+        self.corruption = Corruption(self.near_pool, num_blocks)
 
 
 class ShardedSim(ModelRunner):

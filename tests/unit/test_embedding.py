@@ -15,11 +15,11 @@ from decode_worker.embedding import finished_embedding
 from engine.backends.sim.runner import SimRunner
 from engine.backends.sim.states import hidden_states, states_of
 from engine.core.loan_host import EngineLimits
-from engine.core_types import Pooling, SamplingParams, StepBudget
+from engine.core_types import Pooler, Pooling, SamplingParams, StepBudget
 from engine.errors import ModelRefused
 from engine.messages.from_engine import Embedded, Rejected, Token
 from engine.messages.to_engine import Generate
-from engine.model.embedding import EmbeddingConfig, has_output_layer, read_embedding
+from engine.model.embedding import has_output_layer, is_embedding_model, read_embedding
 from engine.model.model_dir import ModelDir
 from kvtransfer.local import LocalNetwork, LocalTransport
 from protos import decode_pb2 as pb
@@ -44,7 +44,7 @@ def test_embedding_models_are_known_by_their_modules(
     tmp_path: Path, mode: str, pooling: Pooling, normalize: bool
 ) -> None:
     path = make_embedder(write_sim_model(tmp_path / "m", 100, hidden_size=48), mode, normalize)
-    assert read_embedding(ModelDir.open(path)) == EmbeddingConfig(pooling, normalize, 48)
+    assert read_embedding(ModelDir.open(path)) == Pooler(pooling, normalize, 48)
 
 
 def test_a_pooling_layer_may_name_its_mode(tmp_path: Path) -> None:
@@ -70,6 +70,21 @@ def test_other_models_are_refused_with_the_reason(tmp_path: Path) -> None:
         (plain / "modules.json").write_text(content)
         with pytest.raises(ModelRefused, match=r"modules\.json is not"):
             read_embedding(ModelDir.open(plain))
+
+
+def test_classifiers_are_known_by_their_architecture(tmp_path: Path) -> None:
+    path = write_sim_model(
+        tmp_path / "m",
+        100,
+        architectures=["Qwen3ForSequenceClassification"],
+        id2label={"0": "sad", "1": "glad", "2": "?"},
+    )
+    model_dir = ModelDir.open(path)
+    assert read_embedding(model_dir) == Pooler("last", normalize=False, dimensions=3, classifies=True)
+    assert not is_embedding_model(model_dir)
+    assert (model_dir.labels, model_dir.separates_pairs) == (["sad", "glad", "?"], True)
+    told = write_sim_model(tmp_path / "told", 100, method="from_2_way_softmax", classifier_from_token=["no", "yes"])
+    assert (ModelDir.open(told).labels, ModelDir.open(told).separates_pairs) == (["LABEL_0"], False)
 
 
 def test_a_model_without_an_output_layer_is_known(tmp_path: Path) -> None:

@@ -26,12 +26,14 @@ class Executor:
     def __init__(self) -> None:
         self.copied: list[Event] = []
         self.num_dummies = 0
+        self.launched: Any = None
+        """What a launch gives; None: nothing was sampled."""
 
     def execute_dummy_batch(self) -> None:
         self.num_dummies += 1
 
     def execute_model(self, output: Any, non_block: bool) -> Any:
-        return SimpleNamespace(result=lambda: f"nothing sampled in {output.name}")
+        return self.launched or SimpleNamespace(result=lambda: f"nothing sampled in {output.name}")
 
     def sample_tokens(self, grammar: Any, non_block: bool) -> Any:
         event = Event()
@@ -105,3 +107,16 @@ def test_a_dummy_batch_ends_in_its_turn() -> None:
     assert batches.take() == (real, "tokens, grammar")
     assert batches.take() == (None, None)
     assert batches.take() is None
+
+
+def test_a_pooling_runner_has_its_result_with_the_launch() -> None:
+    executor, waits = Executor(), Waits()
+    pooled = Event()
+    executor.launched = SimpleNamespace(async_output=SimpleNamespace(copy_event=pooled), result=lambda: "vectors")
+    batches = LaunchedBatches(executor, waits, samples=False)
+    only = batch("only")
+    batches.start(only, None)
+    assert not executor.copied, "nothing is sampled"
+    assert (batches.has_ended, batches.take()) == (False, None)
+    pooled.done = True
+    assert batches.take() == (only, "vectors")

@@ -11,7 +11,7 @@ import pytest
 from cluster.errors import StartError
 from cluster.process.tree import descendants
 from engine.core_types import SamplingParams
-from engine.messages.to_engine import Generate, LoanBlocks
+from engine.messages.to_engine import CorruptReads, Generate, LoanBlocks
 from support.processes import gone, ranks_of
 from support.real_engines import RealEngine, engines, greedy, kill
 from support.vllm_engines import BLOCK, V2, flip_a_byte, ids, need_vllm, vllm_engine
@@ -88,6 +88,20 @@ async def test_a_byte_that_changed_on_the_second_rank_is_found(model: Path) -> N
         assert (account.moved_blocks, account.mismatched_blocks) == (2, 1)
         assert "corrupted" in account.loan_failure
         assert ids(got) == expected
+
+
+async def test_a_drill_corrupts_what_the_first_rank_reads(model: Path) -> None:
+    one, two = vllm_engine("one", "decode", model, cores=cores()[:1]), two_ranks("two", model)
+    async with engines(one, two):
+        for number, (corrupt, moved) in enumerate(((1, 0), (0, 6))):
+            request = greedy(f"drilled {number}", prompt_of(6 * BLOCK + 5 + number), 8, ignore_eos=True)
+            expected = ids(await one.answer(request._replace(request_id=f"whole {number}")))
+            two.send(CorruptReads(corrupt))
+            got = await two.answer(request, one)
+            account = got[0].account
+            assert account is not None
+            assert (account.moved_blocks, account.mismatched_blocks) == (moved, corrupt)
+            assert ids(got) == expected
 
 
 @pytest.mark.parametrize(("kind", "options"), [("llama", {"num_key_value_heads": 1}), ("gemma3", {})])

@@ -62,14 +62,17 @@ class LaunchedBatches(Batches):
     is one in which the loop's thread stands still.
     """
 
-    def __init__(self, executor: Any, thread: Thread, mark_launched: Callable[[], Any] | None = None) -> None:
-        """Create it; `thread` waits.
+    def __init__(
+        self, executor: Any, thread: Thread, mark_launched: Callable[[], Any] | None = None, samples: bool = True
+    ) -> None:
+        """Create it; `thread` waits. A pooling runner, which `samples` nothing, has its result with the launch.
 
         With `mark_launched` a batch ends when all that it launched has run, and not with its samples: draft layers
         write KV after these. It returns an event of the stream on which vLLM launches.
         """
         self._executor = executor
         self._thread = thread
+        self._samples = samples
         self._mark_launched = mark_launched
         self._launched: Any = None
         """vLLM's future of a batch that is launched and not sampled."""
@@ -86,9 +89,9 @@ class LaunchedBatches(Batches):
 
     def sample(self, output: Any, grammar: Any) -> None:
         sampled = None
-        if output.total_num_scheduled_tokens:
+        if output.total_num_scheduled_tokens and self._samples:
             sampled = self._executor.sample_tokens(grammar, non_block=True)
-        events = _ends_of(sampled)
+        events = _ends_of(sampled if self._samples else self._launched)
         if events and self._mark_launched is not None:
             events.append(self._mark_launched())
         self._flying.append((output, self._launched, sampled, events))
@@ -169,10 +172,11 @@ class SentBatches(Batches):
     Another thread waits for their results, in the order in which the batches were sent.
     """
 
-    def __init__(self, executor: Any, thread: Thread) -> None:
-        """Create it; `thread` waits."""
+    def __init__(self, executor: Any, thread: Thread, samples: bool = True) -> None:
+        """Create it; `thread` waits. A pooling runner, which `samples` nothing, has its result with the launch."""
         self._executor = executor
         self._thread = thread
+        self._samples = samples
         self._launched: Any = None
         """vLLM's future of a batch that is launched and not sampled."""
 
@@ -185,7 +189,7 @@ class SentBatches(Batches):
 
     def sample(self, output: Any, grammar: Any) -> None:
         launched, self._launched, sampled = self._launched, None, None
-        if output.total_num_scheduled_tokens:
+        if output.total_num_scheduled_tokens and self._samples:
             sampled = self._executor.sample_tokens(grammar, non_block=True)
         self._thread.submit(output, partial(_received, launched, sampled))
 

@@ -154,7 +154,8 @@ class VllmCore(LoanHost):
             per_stream, num_streams = 1 + num_drafts, num_streams + 1
         most = budget.max_prefill_tokens + num_streams * per_stream
         wanted = max(budget.max_tokens, per_stream)
-        self._scheduler.max_num_scheduled_tokens = min(self._own_budget, wanted, most)
+        if self._scheduler.scheduler_config.enable_chunked_prefill:  # else a prompt is one step
+            self._scheduler.max_num_scheduled_tokens = min(self._own_budget, wanted, most)
         num_running = len(self._scheduler.running)
         if len(self._cached.pins):
             self._cached.pins.shrink(self._submissions.num_lacking())

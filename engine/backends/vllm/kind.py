@@ -79,8 +79,6 @@ class VllmKind(EngineKind[VllmSettings]):
     lacking = MappingProxyType(
         {
             "beam search": "beam search is not available for models that run on vLLM",
-            "embeddings": "embeddings are not available for models that run on vLLM",
-            "corrupt reads": "is not possible with the vllm engine",
         }
     )
 

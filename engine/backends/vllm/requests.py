@@ -18,7 +18,7 @@ from engine.backends.vllm.submitted import Submissions, Submitted
 from engine.block_keys import BlockKey
 from engine.core.request_table import Request, RequestTable, TableParts
 from engine.core_types import FinishReason, SampleResult, Sequence, TokenLogprobs
-from engine.messages.from_engine import KvAccount, PromptScored, Token
+from engine.messages.from_engine import Embedded, Failed, KvAccount, PromptScored, Token
 from engine.messages.to_engine import Generate
 from engine.sampling.beam_search import BeamSearch
 
@@ -87,6 +87,12 @@ class VllmRequests(RequestTable[_Request]):
         return any(each.is_preempted for each in self._submissions.of_requests)
 
     # ------------------------------------------------------------------ of each request
+
+    def admit(self, message: Generate) -> None:
+        if (mismatch := self._sampling.mismatch(message)) is None:
+            super().admit(message)
+        else:
+            self._emit(Failed(message.request_id, mismatch))
 
     def _unsupported(self, message: Generate) -> str:
         if message.sampling.beam is not None:
@@ -187,6 +193,9 @@ class VllmRequests(RequestTable[_Request]):
             self._score(sequence, scores)
         if sequence.only_fills and str(output.finish_reason) in ("None", *FINISH_REASONS):
             return  # vLLM samples a token after every prompt; nobody gets this one
+        if output.pooling_output is not None:
+            self._pooled(submitted, output.pooling_output)
+            return
         results = self._sampling.results(sequence, submitted.request, output)
         reason = None if output.finish_reason is None else str(output.finish_reason)
         for result in results:
@@ -214,11 +223,8 @@ class VllmRequests(RequestTable[_Request]):
         if len(sequence.token_ids) == sequence.num_prompt:
             account = request.account
             account.times.setdefault("first_token", self._cached.clock())
-        if (new := submitted.request.num_preemptions - sequence.num_preemptions) > 0:
+        if self._count_preemptions(submitted, request.account):
             account = request.account
-            sequence.num_preemptions += new
-            account.preemptions += new
-            self.num_preemptions += new
         sequence.token_ids.append(result.token_id)
         if request.tells_pins:
             self._pin_prompt(request, sequence, is_last_chance=finish is not None and not self._is_naming())
@@ -241,6 +247,23 @@ class VllmRequests(RequestTable[_Request]):
             self._submit_waiting(request)
         if finish is not None:
             self._end(request, sequence)
+
+    def _pooled(self, submitted: Submitted, vector: Any) -> None:
+        """Send the vector of a prompt, and end its request."""
+        request = self._requests[submitted.sequence.request_id]
+        request.account.times["first_token"] = self._cached.clock()
+        self._count_preemptions(submitted, request.account)
+        self._emit(Embedded(submitted.sequence.request_id, vector.float().numpy().tobytes(), request.account))
+        self._finish(submitted.sequence.request_id)
+
+    def _count_preemptions(self, submitted: Submitted, account: KvAccount) -> bool:
+        """Count vLLM's preemptions of a sequence that are new; return whether there are any."""
+        sequence = submitted.sequence
+        new = int(submitted.request.num_preemptions) - sequence.num_preemptions
+        sequence.num_preemptions += new
+        account.preemptions += new
+        self.num_preemptions += new
+        return new > 0
 
     def _submit_waiting(self, request: _Request) -> None:
         """Submit the other choices, whose prompt is cached by now."""

@@ -243,6 +243,10 @@ class RemoteRank(Rank):
         Never raises, like `start_read`.
         """
 
+    @abstractmethod
+    def corrupt(self, num_blocks: int) -> None:
+        """Corrupt this rank's part of the next blocks that it reads, for a drill."""
+
 
 class LocalRank(Rank):
     """The rank of this process."""

@@ -1,14 +1,24 @@
 """Corruption of arriving blocks, for drills."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
-
-from engine.kv.cached_blocks import BlockMemory
+from numpy.typing import NDArray
 
 BIT = 16
 """Flipped bit of a block's first byte."""
+
+
+class PartMemory(Protocol):
+    """This rank's parts of the pool's blocks."""
+
+    def read_blocks(self, blocks: Sequence[int]) -> Iterable[NDArray[np.uint8]]:
+        """Return this rank's part of blocks that no step writes."""
+
+    def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
+        """Set this rank's part of a block; it is visible on return. From any thread."""
 
 
 class Corruption:
@@ -18,7 +28,7 @@ class Corruption:
     give them right fingerprints.
     """
 
-    def __init__(self, memory: BlockMemory, num_blocks: int) -> None:
+    def __init__(self, memory: PartMemory, num_blocks: int) -> None:
         self._memory = memory
         self._lock = threading.Lock()
         self._num_left = num_blocks

@@ -30,6 +30,7 @@ from engine.tensor_parallel.messages import (
     BlocksRead,
     Copy,
     CopyBlocks,
+    Corrupt,
     Drop,
     Fingerprint,
     Fingerprinted,
@@ -119,6 +120,9 @@ class PartLink(RemoteRank, FingerprintingRank):
 
     def copy_block(self, source: int, target: int) -> None:
         self._ask(Copy(source, target))
+
+    def corrupt(self, num_blocks: int) -> None:
+        self._tell(Corrupt(num_blocks))
 
     # ------------------------------------------------------------------ whole blocks
 

@@ -188,12 +188,12 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None) -> Open
         )
 
     def steps_of(core: Any) -> VllmSteps:
-        executor = started.engine.model_executor
+        executor, samples = started.engine.model_executor, started.info.pooler is None
         batches: Batches
         if ranks is not None:
-            batches = SentBatches(executor, thread)
+            batches = SentBatches(executor, thread, samples)
         elif started.is_native and not computes_at_launch():
-            batches = LaunchedBatches(executor, thread, mark_launched if started.writes_drafts else None)
+            batches = LaunchedBatches(executor, thread, mark_launched if started.writes_drafts else None, samples)
         else:
             batches = ComputedBatches(executor, thread)
         return VllmSteps(core, batches, (thread, hashes), depth, group)

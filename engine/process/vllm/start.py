@@ -107,7 +107,9 @@ def start_vllm(
     from engine.backends.vllm.sampling.speculation import draft_weights
 
     sampling_class: Any
-    if is_native:
+    if vllm_config.model_config.runner_type == "pooling":
+        from engine.backends.vllm.pooling import PoolingRequests as sampling_class  # noqa: N813
+    elif is_native:
         from engine.backends.vllm.sampling.native_sampling import NativeSampling as sampling_class  # noqa: N813
     else:
         from engine.backends.vllm.sampling.keyed_sampling import KeyedSampling as sampling_class  # noqa: N813
@@ -132,6 +134,7 @@ def start_vllm(
     drafts = vllm_config.speculative_config
     if writes_drafts := drafts is not None and drafts.uses_draft_kv_cache():
         weights += drafts.method.encode() + draft_weights(vllm_config) + _digest_of(drafts.draft_model_config)
+    sampling = sampling_class(engine, model_dir.eos_token_ids)
     info = ModelInfo(
         weights_fingerprint=blake2b(weights, digest_size=32).digest(),
         vocab_size=model_dir.vocab_size,
@@ -141,6 +144,7 @@ def start_vllm(
         adapters=tuple((each.name, each.fingerprint) for each in adapters),
         reads_media=engine.scheduler.max_num_encoder_input_tokens > 0,
         encoder_fingerprint=encoder_fingerprint(files, str(vllm_config.model_config.dtype)),
+        pooler=sampling.pooler,
     )
     lora = {each.fingerprint: request for each, request in zip(adapters, requests, strict=True)}
     num_batches = int(engine.batch_queue_size)
@@ -151,7 +155,6 @@ def start_vllm(
         num_batches,
         vllm_config.cache_config.kv_cache_layout,
     )
-    sampling = sampling_class(engine, model_dir.eos_token_ids)
     return StartedVllm(
         engine, memory, offered.block_pool, gpu, info, is_native, sampling, num_batches, lora, writes_drafts
     )
@@ -230,7 +233,7 @@ def configure_vllm(config: WorkerConfig, role: Role) -> ConfiguredVllm:
 
         vllm_config.ec_transfer_config = consumer()
     os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
-    if not (is_native := bool(vllm_config.use_v2_model_runner)):
+    if not (is_native := bool(vllm_config.use_v2_model_runner)) and vllm_config.model_config.runner_type == "generate":
         from engine.backends.vllm.sampling.keyed_sampling import TandemSampling
 
         vllm_config.model_config.logits_processors = [TandemSampling]
@@ -368,13 +371,27 @@ def _engine_config(config: WorkerConfig, role: Role, arguments: dict[str, Any], 
         if kv_heads % ranks and ranks % kv_heads:
             reason = f"{ranks} neither divides the model's {kv_heads} KV heads nor is a multiple of them"
             raise EngineStartError("tensor_parallel", reason)
+    model_config = options.create_model_config()
     if config.data_parallel > 1:
-        _check_data_parallel(options.create_model_config())
+        _check_data_parallel(model_config)
+    if model_config.runner_type == "pooling":
+        _check_pooling(model_config)
+        if not model_config.is_chunked_prefill_supported:  # the longest prompt is one step
+            options.max_num_batched_tokens = max(options.max_num_batched_tokens or 0, model_config.max_model_len)
     vllm_config = options.create_engine_config()
     if not vllm_config.cache_config.enable_prefix_caching:
         reason = "vLLM turns its prefix cache off for this model here (so it does for MLA on CPUs), and loans need it"
         raise EngineStartError("model", reason)
     return vllm_config
+
+
+def _check_pooling(model_config: Any) -> None:
+    """Raise EngineStartError unless the model's blocks are those of a decoder."""
+    if model_config.attn_type != "decoder":
+        reason = (
+            f"its attention is {model_config.attn_type}: tokens attend to later ones, so there is no KV of a prefix"
+        )
+        raise EngineStartError("model", f"{reason}; decoder-only pooling models are served")
 
 
 def _check_data_parallel(model_config: Any) -> None:

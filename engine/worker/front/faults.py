@@ -125,11 +125,6 @@ class Faults:
     def _corrupt(self, num_blocks: int, seconds: float) -> None:
         if not 1 <= num_blocks <= MAX_BLOCKS:
             raise InvalidRequest("blocks", f"must be in [1, {MAX_BLOCKS}], not {num_blocks}")
-        reason = self._config.kind.lacking.get("corrupt reads")
-        if reason is None and self._config.tensor_parallel > 1:
-            reason = "is not possible with tensor_parallel above 1"
-        if reason is not None:
-            raise InvalidRequest("corrupt", reason)
         if self._end_of_corruption is not None:
             self._end_of_corruption.cancel()
         self._engine.send(CorruptReads(num_blocks))

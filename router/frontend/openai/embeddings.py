@@ -1,6 +1,7 @@
-"""POST /v1/embeddings, and /v1/score and /v1/rerank in vLLM's form: bodies to GenerateRequests, vectors to answers.
+"""POST /v1/embeddings, and /classify, /v1/score and /v1/rerank in vLLM's form: bodies to requests, vectors to answers.
 
-Pure. A score is the cosine of two texts' embeddings.
+Pure. A score is the cosine of two texts' embeddings; of a classifier with one label, such as a reranker, it is the
+label's probability for the pair.
 """
 
 import base64
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.http.blocks import compact
 from router.frontend.http.body.fields import INT32, Fields, one_of
@@ -39,6 +41,10 @@ class EmbeddingRequest(Generation):
     """Texts to rank."""
     num_wanted: int = 0
     """Number of ranked documents to return."""
+    classifies: bool = False
+    """Whether the probability of each label is wanted."""
+    labels: list[str] = field(default_factory=list)
+    """Names of the model's labels; empty for an embedding model."""
 
 
 def read_embeddings(fields: Fields, caller: Caller) -> EmbeddingRequest:
@@ -50,6 +56,16 @@ def read_embeddings(fields: Fields, caller: Caller) -> EmbeddingRequest:
     is_base64 = one_of(fields, "encoding_format", FORMATS) == "base64"
     api_request = _new_request(fields, caller, inputs, "input")
     api_request.is_base64 = is_base64
+    return api_request
+
+
+def read_classify(fields: Fields, caller: Caller) -> EmbeddingRequest:
+    """Read a request for the labels of texts.
+
+    Raises InvalidRequest naming the field at fault.
+    """
+    api_request = _new_request(fields, caller, fields.prompts("input"), "input")
+    api_request.classifies = True
     return api_request
 
 
@@ -80,6 +96,28 @@ def read_rerank(fields: Fields, caller: Caller) -> EmbeddingRequest:
     return api_request
 
 
+def fit(api_request: EmbeddingRequest, labels: list[str]) -> None:
+    """Fit a request to its model, a classifier with `labels` or an embedding model without.
+
+    Raises InvalidRequest for a model that cannot answer it.
+    """
+    api_request.labels = labels
+    if api_request.classifies != bool(labels) and not api_request.pairs:
+        made = "gives probabilities of labels: ask /classify" if labels else "makes embeddings: ask /v1/embeddings"
+        raise InvalidRequest("model", f"the model {made}")
+    if not api_request.pairs or not labels:
+        return
+    if len(labels) > 1:
+        raise InvalidRequest("model", f"the model has {len(labels)} labels, and a score needs one: ask /classify")
+    texts, api_request.requests = api_request.requests, []
+    for number, (left, right) in enumerate(api_request.pairs):
+        one = pb.GenerateRequest()
+        one.CopyFrom(texts[left])
+        one.embedding.text_pair = texts[right].text
+        one.request_id = f"{api_request.request_id}-{number}"
+        api_request.requests.append(one)
+
+
 def _new_request(fields: Fields, caller: Caller, inputs: list[Input], many: str) -> EmbeddingRequest:
     """Read the common fields; `many` names the field with the most inputs."""
     if len(inputs) > MAX_INPUTS:
@@ -92,7 +130,13 @@ def _new_request(fields: Fields, caller: Caller, inputs: list[Input], many: str)
         cache_salt=fields.text("cache_salt"),
         embedding=pb.EmbeddingOptions(dimensions=fields.integer("dimensions", 1, INT32 - 1)),
     )
-    names = {**NAMES, "text": many, "token_ids": many, "embedding.dimensions": "dimensions"}
+    names = {
+        **NAMES,
+        "text": many,
+        "token_ids": many,
+        "embedding.text_pair": many,
+        "embedding.dimensions": "dimensions",
+    }
     api_request = EmbeddingRequest(request.request_id, [], names, deadline_s=read_deadline_s(fields), max_open=MAX_OPEN)
     fields.finish()
     api_request.requests += requests_of(request, inputs)
@@ -152,7 +196,9 @@ class VectorAnswer(Answer):
         """Return the fields that this API adds."""
 
     def _scores(self) -> list[float]:
-        """Return the cosine of each wanted pair."""
+        """Return the score of each wanted pair."""
+        if self._api_request.labels:
+            return [float(self._vectors[number][0]) for number in range(len(self._vectors))]
         return [_cosine(self._vectors[left], self._vectors[right]) for left, right in self._api_request.pairs]
 
 
@@ -173,6 +219,17 @@ class EmbeddingsAnswer(VectorAnswer):
             return base64.b64encode(vector.astype("<f4").tobytes()).decode()
         values: list[float] = vector.tolist()
         return values
+
+
+class ClassifyAnswer(VectorAnswer):
+    id_prefix = "classify-"
+
+    def _data(self) -> dict[str, Any]:
+        return {"data": [self._classified(number, self._vectors[number]) for number in range(len(self._vectors))]}
+
+    def _classified(self, number: int, probs: Vector) -> dict[str, Any]:
+        label = self._api_request.labels[int(probs.argmax())]
+        return {"index": number, "label": label, "probs": probs.tolist(), "num_classes": len(probs)}
 
 
 class ScoreAnswer(VectorAnswer):

@@ -95,6 +95,7 @@ class PromptEncoder:
         self._tokens_per_char = TOKENS_PER_CHAR
         self._forms = TokenForms(self._tokenizer)
         self._max_context_tokens = model_dir.max_context_tokens
+        self._pairs = model_dir.separates_pairs
         longest = max_chars_per_token(self._tokenizer) if self._tokenizer is not None else None
         self._max_chars = None if longest is None else longest * self._max_context_tokens
         """Characters beyond which no text fits in the context; None where that cannot be said."""
@@ -207,7 +208,8 @@ class PromptEncoder:
                 assert control is not None, "it hid something"
                 return control.encode(text, texts.stand_ins)
         # Unlike `encode`, this lets go of the GIL.
-        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special and not is_chat)
+        whole = text if not (pair := request.embedding.text_pair) else (text, pair) if self._pairs else text + pair
+        (encoded,) = self._tokenizer.encode_batch_fast([whole], add_special_tokens=adds_special and not is_chat)
         ids: list[int] = encoded.ids
         return ids
 
@@ -251,7 +253,7 @@ def _keeps_chars(step: dict[str, Any]) -> bool:
 
 def num_chars(request: pb.GenerateRequest) -> int:
     """Return the characters of a prompt that is text, or messages with tools."""
-    return len(request.text) + chars_of(request)
+    return len(request.text) + len(request.embedding.text_pair) + chars_of(request)
 
 
 def _digest(model_dir: ModelDir, names: Sequence[str]) -> bytes:

@@ -65,7 +65,9 @@ def faults_of(text: str) -> tuple[str, ...]:
 
 async def _served(client: Client, name: str) -> pb.Model:
     models = await client.list_models()
-    matches = [model for model in models if name in ("", model.name) and not model.embedding_dimensions]
+    matches = [
+        model for model in models if name in ("", model.name) and not (model.embedding_dimensions or model.labels)
+    ]
     if len(matches) == 1 or (matches and not name and all(model.base_model for model in matches[1:])):
         return matches[0]
     known = ", ".join(model.name for model in models) or "none"

@@ -13,7 +13,7 @@ from typing import Any
 from vllm import SamplingParams as VllmParams
 from vllm.v1.request import Request
 
-from engine.core_types import SampleResult, Sequence
+from engine.core_types import Pooler, RequestFailure, SampleResult, Sequence
 from engine.messages.to_engine import Generate
 
 FILLS = VllmParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -32,6 +32,15 @@ class Sampling(ABC):
         count = max(self.num_beyond, sequence.num_tokens_with_items - sequence.num_tokens)
         beyond = sequence.tail[:count]
         return [*sequence.token_ids, *beyond, *[0] * (count - len(beyond))]
+
+    pooler: Pooler | None = None
+    """Pooler of an engine that answers with vectors only."""
+
+    def mismatch(self, message: Generate) -> RequestFailure | None:
+        """Return why a request is none for this engine's runner; None where it is one."""
+        if message.sampling.pooling is None:
+            return None
+        return RequestFailure("embedding", "the model generates here: set vllm_args: --runner pooling")
 
     def refusal(self, message: Generate) -> str:
         """Return why a request cannot be sampled here, naming the field; empty where it can."""
