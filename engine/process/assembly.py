@@ -6,18 +6,15 @@ from engine.config import WorkerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core_types import GpuDevice
-from engine.engine_kind import OFF
 from engine.kv.layout import KvLayout
-from engine.kv.rows import Allocate, private_rows
+from engine.kv.rows import private_rows
 from engine.kv.store.opening import open_store
 from engine.kv.tiers.tiers import TierConfig, Tiers
 from engine.lending.fast_path import FastPathLink
 from engine.messages.from_engine import FromEngine
 from engine.model_runner import ModelRunner
-from engine.process.ranks.follower_ranks import FollowerRanks
 from engine.process.spec import EngineSpec
 from engine.settings import step_budget
-from engine.speculation.speculator import NGRAM, DraftModelProposer, NgramProposer, Speculator
 from kvtransfer.transport import Transport
 
 IDLE_TURN_S = 0.15
@@ -30,29 +27,18 @@ def open_core(
     transport: Transport,
     emit: Callable[[FromEngine], None],
     wake: Callable[[], None] = lambda: None,
-    ranks: FollowerRanks | None = None,
     fast_path: FastPathLink | None = None,
 ) -> EngineCore:
     """Create the engine core.
 
-    `ranks` are those besides this process's. Raises EngineStartError.
-
-    `fast_path` links to other engines.
+    `fast_path` links to other engines. Raises EngineStartError.
     """
     config = spec.config
     fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
-    allocate = private_rows if ranks is None else ranks.memory.take
-    tiers = _open_tiers(config, runner.layout, fingerprint, allocate)
-    store = open_store(config, runner.layout, fingerprint, allocate)
-    others = () if ranks is None else ranks.followers
-    if tiers is not None and tiers.disk_path is not None:
-        for follower in others:
-            follower.open_disk(tiers.disk_path)
-    speculator = _open_speculator(spec, runner)
+    tiers = _open_tiers(config, runner.layout, fingerprint)
+    store = open_store(config, runner.layout, fingerprint, private_rows)
     limits = limits_of(spec, runner.gpu)
-    return EngineCore(
-        runner, transport, limits, emit, wake, tiers, store, speculator=speculator, others=others, fast_path=fast_path
-    )
+    return EngineCore(runner, transport, limits, emit, wake, tiers, store, fast_path=fast_path)
 
 
 def open_bare_core(
@@ -61,12 +47,9 @@ def open_bare_core(
     transport: Transport,
     emit: Callable[[FromEngine], None],
     wake: Callable[[], None],
-    ranks: FollowerRanks | None,
 ) -> EngineCore:
     """Create an engine core whose blocks never leave the pool, for a warm-up."""
-    others = () if ranks is None else ranks.followers
-    speculator = _open_speculator(spec, runner)
-    return EngineCore(runner, transport, limits_of(spec, runner.gpu), emit, wake, speculator=speculator, others=others)
+    return EngineCore(runner, transport, limits_of(spec, runner.gpu), emit, wake)
 
 
 def limits_of(spec: EngineSpec, gpu: GpuDevice | None) -> EngineLimits:
@@ -80,16 +63,8 @@ def limits_of(spec: EngineSpec, gpu: GpuDevice | None) -> EngineLimits:
     )
 
 
-def _open_speculator(spec: EngineSpec, runner: ModelRunner) -> Speculator | None:
-    if (chosen := spec.config.kind.speculates(spec.config, spec.role)) == OFF:
-        return None
-    return Speculator(
-        NgramProposer() if chosen == NGRAM else DraftModelProposer(runner), spec.config.speculation_tokens
-    )
-
-
-def _open_tiers(config: WorkerConfig, layout: KvLayout, model_fingerprint: bytes, allocate: Allocate) -> Tiers | None:
+def _open_tiers(config: WorkerConfig, layout: KvLayout, model_fingerprint: bytes) -> Tiers | None:
     if not config.kv_host_memory_mib and config.kv_disk_dir is None:
         return None
     tiers = TierConfig(config.kv_host_memory_mib << 20, config.kv_disk_dir, config.kv_disk_mib << 20)
-    return Tiers(tiers, layout.block_bytes, layout.kv_heads, model_fingerprint, allocate=allocate)
+    return Tiers(tiers, layout.block_bytes, layout.kv_heads, model_fingerprint)

@@ -1,10 +1,9 @@
 """Messages between an engine process and the process of a rank that holds a part of every block.
 
-Steps use another way: for followers of the torch engine see `steps.py`; vLLM has its own.
+Steps use vLLM's own way.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,7 @@ from kvtransfer.ranks import BlockPart
 
 HEARTBEAT_S = 0.2
 
-# ------------------------------------------------------------------------------------------ to a follower
+# ------------------------------------------------------------------------------------------ to a rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +52,6 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenDisk:
-    """Open the disk tier's file for reading. Rank 0 has locked it."""
-
-    path: Path
-
-
-@dataclass(frozen=True, slots=True)
 class Withdraw:
     """Cancel what can be cancelled of a block read.
 
@@ -67,14 +59,6 @@ class Withdraw:
     """
 
     number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Make block `target` equal to `source`. Answered when it is done."""
-
-    source: int
-    target: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +76,14 @@ class Fingerprint:
     blocks: tuple[int, ...]
 
 
-ToFollower = ReadBlocks | CopyBlocks | Gather | OpenDisk | Withdraw | Copy | Drop | Fingerprint
+ToFollower = ReadBlocks | CopyBlocks | Gather | Withdraw | Drop | Fingerprint
 
-# ---------------------------------------------------------------------------------------- from a follower
+# ---------------------------------------------------------------------------------------- from a rank
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The shard is loaded and its pool is registered at `endpoint`."""
+    """The model is loaded and its pool is registered at `endpoint`."""
 
     endpoint: bytes
     transport: str
@@ -145,7 +129,7 @@ class Fingerprinted:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer to Withdraw, Copy or Gather, in the order of the questions."""
+    """Answer to Withdraw or Gather, in the order of the questions."""
 
     blocks: tuple[int, ...] = ()
     contents: tuple[bytes, ...] = ()
@@ -154,7 +138,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Heartbeat of the follower's main thread, sent every HEARTBEAT_S."""
+    """Heartbeat of the rank's main thread, sent every HEARTBEAT_S."""
 
     stuck_s: dict[int, float]
     """Block reads without recent progress, by number, and for how many seconds."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.model.quantization import QuantizationConfig
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
@@ -12,7 +13,6 @@ from engine.backends.torch import backends
 from engine.backends.torch.native.decoder_layer import NativeDecoderLayer
 from engine.backends.torch.runner import TorchRunner
 from engine.core_types import Chunk
-from engine.model.quantization import QuantizationConfig
 from support.torch_models import in_blocks, random_prompts, runner_of
 
 LAYERS = 3

@@ -13,7 +13,6 @@ from engine.lending.reads.block_reads import RemoteRank
 from engine.messages.from_engine import FromEngine
 from engine.messages.to_engine import ToEngine
 from engine.model_runner import ModelRunner
-from engine.speculation.speculator import Speculator
 from kvtransfer.transport import Transport
 
 NOTHING_LEFT = (0, 0, 0, 0, 0)
@@ -45,7 +44,6 @@ class CheckedCore:
         runner: ModelRunner,
         transport: Transport,
         limits: EngineLimits,
-        speculator: Speculator | None = None,
         others: Sequence[RemoteRank] = (),
         fast_path: FastPathLink | None = None,
         tiers: Tiers | None = None,
@@ -59,7 +57,6 @@ class CheckedCore:
             self.said.append,
             tiers=tiers,
             store=store,
-            speculator=speculator,
             others=others,
             fast_path=fast_path,
         )

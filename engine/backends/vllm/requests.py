@@ -19,7 +19,6 @@ from engine.core.request_table import Request, RequestTable, TableParts
 from engine.core_types import FinishReason, SampleResult, Sequence, TokenLogprobs
 from engine.messages.from_engine import KvAccount, PromptScored, Token
 from engine.messages.to_engine import Generate
-from engine.sampling.beam_search import BeamSearch
 
 
 @dataclass(slots=True)
@@ -75,11 +74,9 @@ class VllmRequests(RequestTable[_Request]):
     # ------------------------------------------------------------------ of each request
 
     def _unsupported(self, message: Generate) -> str:
-        if message.sampling.beam is not None:
-            return "sampling.beam_width: the vllm engine has no beam search"
         return self._media.refusal(message.items) or self._sampling.refusal(message)
 
-    def _request(self, message: Generate, chains: list[Sequence], search: BeamSearch | None) -> _Request:
+    def _request(self, message: Generate, chains: list[Sequence]) -> _Request:
         by_choice = {chain.choice: chain for chain in chains}
         chains[0].siblings = []
         # vLLM would have to take blocks from pins when its running requests need them, and cannot

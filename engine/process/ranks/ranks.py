@@ -15,9 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +28,6 @@ from engine.tensor_parallel.gathering import FingerprintingRank
 from engine.tensor_parallel.messages import (
     Answer,
     BlocksRead,
-    Copy,
     CopyBlocks,
     Drop,
     Fingerprint,
@@ -40,7 +37,6 @@ from engine.tensor_parallel.messages import (
     Heartbeat,
     Joined,
     NotJoined,
-    OpenDisk,
     ReadBlocks,
     ToFollower,
     Withdraw,
@@ -106,7 +102,7 @@ class PartLink(RemoteRank, FingerprintingRank):
         return self._stuck_s.get(number, 0.0)
 
     def wait_joined(self) -> bool:
-        """Return whether its shard is loaded.
+        """Return whether its model is loaded.
 
         Raises its failure: EngineStartError or RankLost.
         """
@@ -120,9 +116,6 @@ class PartLink(RemoteRank, FingerprintingRank):
         """End the connection, which ends the rank's process."""
         shut_down(self._link)
 
-    def copy_block(self, source: int, target: int) -> None:
-        self._ask(Copy(source, target))
-
     # ------------------------------------------------------------------ whole blocks
 
     def begin_gather(self, blocks: Seq[int], rows: NDArray[np.uint8]) -> None:
@@ -130,10 +123,6 @@ class PartLink(RemoteRank, FingerprintingRank):
 
     def end_gather(self) -> None:
         self._answer()
-
-    def open_disk(self, path: Path) -> None:
-        """Let the rank read the disk tier's file."""
-        self._tell(OpenDisk(path))
 
     def start_copy(self, places: Seq[Place], blocks: Seq[int], on_quiet: OnQuiet) -> "_RemoteRead":
         number = self._new_read(on_quiet, b"")
@@ -343,14 +332,12 @@ class Ranks(ABC):
         joined = [link.wait_joined() for link in self.links]  # each of them, since any may have failed
         return len(joined) == self.num_links and all(joined)
 
-    def wait_for(self, made: "Future[Any] | None" = None) -> None:
-        """Wait until all ranks have joined and `made`, of this process, is done; less long if it failed.
+    def wait_for(self) -> None:
+        """Wait until all ranks have joined.
 
         Raises EngineStartError or RankLost of a rank.
         """
-        while not (self.all_joined() and (made is None or made.done())):
-            if made is not None and made.done() and made.exception() is not None:
-                return
+        while not self.all_joined():
             time.sleep(JOIN_POLL_S)
 
 

@@ -26,12 +26,10 @@ from engine.backends.torch.sampling.drawing import draw
 from engine.backends.torch.sampling.logit_edits import adjusted
 from engine.core_types import (
     AnyPlace,
-    Chunk,
     RequestFailure,
     SampleResult,
     SamplingParams,
     TokenLogprobs,
-    verified,
 )
 from engine.sampling.grammar import Grammars, TokenMasks
 
@@ -48,28 +46,6 @@ def uniform(seed: int, position: int, choice: int = 0, purpose: bytes = b"token"
     keyed = struct.pack("<QQ", seed, position) if choice == 0 else struct.pack("<QQQ", seed, position, choice)
     digest = blake2b(keyed, key=purpose, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
-
-
-def sample_chunks(
-    logits: Tensor,
-    chunks: Seq[Chunk],
-    eos_token_ids: frozenset[int],
-    grammars: Grammars | None = None,
-    argmax: Callable[[Tensor], Tensor] = LIKELIEST,
-) -> list[SampleResult]:
-    """Return the result of each chunk; all chunks sample.
-
-    A result has the token at the chunk's end, and the tokens after correct draft tokens. `logits` is [places, vocab],
-    all places of the chunks in order; the other arguments are as for `sample`.
-
-    The token after a draft token is sampled with the same number as after the token itself. So draft tokens change how
-    soon tokens come, and not which.
-    """
-    places = [place for chunk in chunks for place in chunk.places]
-    answers = iter(sample(logits, places, eos_token_ids, grammars, argmax))
-    return [
-        verified(chunk.draft_tokens, [next(answers) for _ in range(1 + len(chunk.draft_tokens))]) for chunk in chunks
-    ]
 
 
 def sample(
