@@ -65,9 +65,9 @@ class CommonSettings(StoreSettings, HealthSettings, MetricsSettings, LogSettings
     """Tokens of a KV block, equal for all workers of a model. Default: 16; with the vllm engine 32, since vLLM's CPU
     attention takes multiples of 32."""
     kv_memory_mib: PositiveInt | Literal["auto"] = "auto"
-    """Size of the KV pool in MiB. auto: with the torch engine what the weights and a measured step leave of a container's
-    memory, where the worker is alone in one that has a limit; with the vllm engine what vLLM leaves of a GPU; 256
-    everywhere else. Set a number where several workers share a GPU."""
+    """Size of the KV pool in MiB. auto: with the torch engine what the weights and a measured step leave of the
+    container's memory, where the worker is alone in one that has a limit; with the vllm engine what vLLM leaves of a
+    GPU; 256 everywhere else. Set a number where several workers share a GPU."""
     kv_host_memory_mib: NonNegativeInt = 0
     """Host memory for evicted blocks, in MiB. Blocks are restored from there where that is faster than computing."""
     kv_disk_dir: Path | None = None

@@ -75,9 +75,9 @@ def nearest(worker: Worker) -> Proposal | None:
 
     An engine for CPUs only gives way to vllm where the pod has GPUs, or the model is saved quantised.
 
-    The order: as many GPUs as ranks; another size of the KV pool, at least one full context; more ranks; narrower weights; a larger device;
-    then each of the latter with another size of the KV pool; then pairs of them. Tiers below the pool are dropped where
-    the rest does not allow them.
+    The order: as many GPUs as ranks; another size of the KV pool, at least one full context; more ranks; narrower
+    weights; a larger device; then each of the latter with another size of the KV pool; then pairs of them. Tiers below
+    the pool are dropped where the rest does not allow them.
     """
     try:
         kind = worker.kind

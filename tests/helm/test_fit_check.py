@@ -50,7 +50,7 @@ OLD_RDMA: dict[str, Any] = {
     ],
     "worker": {
         "gpus": 1,
-        "config": {"device": "cuda", "strict_lanes": ["rdma"], "kv_memory_mib": 40960, "kv_host_memory_mib": 65536},
+        "config": {"engine": "vllm", "strict_lanes": ["rdma"], "kv_memory_mib": 40960},
         "nodeSelector": {PRODUCT: "NVIDIA-H100-80GB-HBM3"},
     },
 }

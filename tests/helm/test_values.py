@@ -117,7 +117,7 @@ def of_hub(name: str = "a", **source: Any) -> dict[str, Any]:
         ({"planner": {"enabled": True}, "models": [AUTOSCALED]}, "planner.enabled: a.decode has autoscaling too"),
         *((change, f"{at}': additional properties 'kv_memory_mb' not allowed") for change, at in MISSPELT),
         ({"worker": {"config": {"kv_memory_mib": "much"}}}, "'/worker/config/kv_memory_mib': got string, want integer"),
-        ({"worker": {"config": {"device": "gpu"}}}, "'/worker/config/device': value must be one of"),
+        ({"worker": {"config": {"backend": "triton"}}}, "'/worker/config/backend': value must be one of"),
         ({"router": {"config": {"model_rules": [{"task": []}]}}}, "'/router/config/model_rules/0'"),
         (
             {"models": [{"name": "a", "source": {"configMap": {}}, "serving": {"path": "/x"}, "decode": {}}]},

@@ -40,9 +40,9 @@ class TorchRunner(ModelRunner):
         """
         model_dir = ModelDir.open(path)
         model = load_model(model_dir, dtype)
+        self.layout = kv_layout(model, block_tokens)
         self.info = _info_of(model_dir)
         self.grammars: Grammars | None = Grammars(model_dir)
-        self.layout = kv_layout(model, block_tokens)
         if kv_bytes is None:
             kv_bytes = automatic_kv_bytes(model, room, self.info.max_context_tokens)
         num_blocks = kv_bytes // self.layout.block_bytes
