@@ -205,44 +205,6 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplePosition:
-    """Position at which a token may be sampled: after a sequence's tokens and some draft tokens.
-
-    A sequence itself is such a position without draft tokens; sampling uses only their common attributes.
-    """
-
-    sequence: Sequence
-    draft_tokens: tuple[int, ...]
-
-    @property
-    def sampling(self) -> SamplingParams | None:
-        return self.sequence.sampling
-
-    @property
-    def choice(self) -> int:
-        return self.sequence.choice
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [*self.sequence.token_ids, *self.draft_tokens]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.sequence.num_tokens + len(self.draft_tokens)
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return [*self.sequence.output_token_ids, *self.draft_tokens]
-
-    @property
-    def num_sampled(self) -> int:
-        return self.sequence.num_sampled + len(self.draft_tokens)
-
-
-AnyPlace = Sequence | SamplePosition
-
-
-@dataclass(frozen=True, slots=True)
 class Chunk:
     """Work of one step for one sequence: tokens [start, start + count)."""
 

@@ -74,8 +74,7 @@ class TorchRunner(ModelRunner):
             logits = self.logits(batch)
         sampled: list[SampleResult] = []
         if sampling := [chunk.sequence for chunk in batch if chunk.samples]:
-            results = sample(logits, sampling, self.info.eos_token_ids, self.grammars, self.paged.argmax)
-            sampled = [result for result in results if result is not None]  # None follows drafts only: there are none
+            sampled = sample(logits, sampling, self.info.eos_token_ids, self.grammars, self.paged.argmax)
         return self._scorer.score(batch, sampled) if scores else sampled
 
     @torch.inference_mode()
