@@ -147,7 +147,7 @@ test-faults: $(INSTALLED)
 fuzz: $(INSTALLED)
 	TANDEM_FUZZ=100000 $(BIN)/pytest -s tests/integration/bad_input/test_fuzz.py
 
-# docs/first-gpu.md. On a machine with a GPU: $(BIN)/python -m pip install -e '.[cuda]' first.
+# docs/first-gpu.md.
 gpu: $(INSTALLED)
 	@$(BIN)/python -m bench.first_gpu
 
@@ -186,9 +186,8 @@ bench-kv: $(INSTALLED)
 bench-router: $(INSTALLED) $(ROUTERS_VENV)/.installed
 	@$(BIN)/python -m bench.router
 
-# vLLM's part needs vLLM's CUDA build: docs/first-gpu.md.
+# It needs vLLM's CUDA build: docs/first-gpu.md.
 bench-gpu: $(INSTALLED)
-	@$(BIN)/python -m bench.gpu
 	@$(BIN)/python -m bench.gpu_vllm
 
 # An environment for `engine: vllm` on a machine without a GPU; bench-engine holds the torch engine against it, too. The

@@ -50,8 +50,7 @@ class Tandem:
 
     def __init__(self, model: Path, cores: Sequence[int], num_prefill: int, /, **settings: Any) -> None:
         """Start nothing yet; `settings` of the workers override the defaults here."""
-        # vLLM does not speculate by default, and random weights repeat themselves, which would make draft tokens right.
-        worker: dict[str, Any] = {"model": model, "kv_memory_mib": KV_MIB, "speculation": "off"}
+        worker: dict[str, Any] = {"model": model, "kv_memory_mib": KV_MIB}
         if not num_prefill:
             worker["max_prefill_tokens"] = 2048  # throughput, as vLLM's default: no streams to protect
         router = {"model": model, "port": 0}

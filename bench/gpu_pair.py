@@ -1,45 +1,26 @@
 """Two workers on one GPU: 1 prefill + 1 decode beside 2 aggregated, with the same requests.
 
-Part of `make bench-gpu`. The two share the GPU, so the figures are about the KV path and about steps that no prompt
+Part of `bench/gpu_vllm.py`. The two share the GPU, so the figures are about the KV path and about steps that no prompt
 interrupts, not about what a second GPU would add.
 """
 
-import argparse
 import asyncio
-import json
-import os
 import random
 import statistics
-import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from bench.models import LLAMA_8B, SMALL_LLAMA, llama
 from bench.serving import Sample, stream
 from bench.support.report import Bar
 from protos import inference_pb2 as pb
 from tandem.client import Client
-from tandem.local.local_cluster import LocalCluster
-from tandem.topology import Topology, plan_topology
 
-LAYERS = 16
-"""Half of Llama 3 8 B's, so that two workers load soon."""
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS, RATE = 40, 4096, 128, 4.0
 WARM_UPS = 4
 SEED = 1
-MEMORY = Path("/dev/shm")
 APART = "1 + 1"
 POOLS = {APART: (1, 1), "2 aggregated": (0, 2)}
 """Prefill and decode workers of each cluster."""
-
-
-def torch_plan(model: Path, num_prefill: int, num_decode: int, device: str) -> Topology:
-    """Return a cluster of the torch engine."""
-    worker = {"model": model, "device": device, "dtype": "bfloat16"}
-    worker["kv_memory_mib"] = 12_288 if device == "cuda" else 512
-    cores = sorted(os.sched_getaffinity(0))
-    return plan_topology(num_prefill, num_decode, {"model": model, "port": 0}, worker, cores)
 
 
 async def serve(client: Client, requests: int, prompt_tokens: int) -> dict[str, Any]:
@@ -73,24 +54,6 @@ async def serve(client: Client, requests: int, prompt_tokens: int) -> dict[str, 
     }
 
 
-async def serve_torch(model: Path, pools: tuple[int, int], device: str, size: tuple[int, int]) -> dict[str, Any]:
-    """Start a cluster of (prefill, decode) workers and serve `size`: (requests, prompt tokens)."""
-    async with LocalCluster(torch_plan(model, *pools, device)) as cluster, Client(cluster.address) as client:
-        return await serve(client, *size)
-
-
-def measure(device: str = "cuda") -> tuple[list[Bar], dict[str, Any]]:
-    """Serve with both clusters; return bars and figures."""
-    on_gpu = device == "cuda"
-    size, shape = ((REQUESTS, PROMPT_TOKENS), LLAMA_8B | {"num_hidden_layers": LAYERS})
-    if not on_gpu:
-        size, shape = (6, 512), SMALL_LLAMA
-    with tempfile.TemporaryDirectory(dir=MEMORY if on_gpu else None) as folder:
-        model = llama(Path(folder, "model"), shape, "bfloat16", device)
-        figures = {name: asyncio.run(serve_torch(model, pools, device, size)) for name, pools in POOLS.items()}
-    return bars_of("two workers on this GPU", figures, "cuda_ipc" if on_gpu else "memory"), figures
-
-
 def bars_of(what: str, figures: dict[str, dict[str, Any]], lane: str) -> list[Bar]:
     """Return the bars of both clusters; loans must go over `lane`."""
     apart = figures[APART]
@@ -102,16 +65,3 @@ def bars_of(what: str, figures: dict[str, dict[str, Any]], lane: str) -> list[Ba
         Bar(f"{what}: moved blocks that differed, or loans that failed", wrong, 0),
         Bar(f"{what}: share of loans over {lane}", over, 1, at_least=True),
     ]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu_pair", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    bars, figures = measure(parser.parse_args().device)
-    print(json.dumps(figures, indent=1))
-    for bar in bars:
-        print(f"{bar.what}: {bar.measured:g}, {'met' if bar.met else 'short'}")
-
-
-if __name__ == "__main__":
-    main()

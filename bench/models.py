@@ -7,10 +7,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from engine.backends.torch.runner import BuiltModel
+from typing import Any
 
 SIM_VOCAB = 1000
 QWEN2_HALF_B = {
@@ -75,25 +72,6 @@ LLAMA_170M = LLAMA_8B | {
 """A shape of 174 million parameters, whose steps take tens of milliseconds on one core."""
 
 LLAMAS = {"small": SMALL_LLAMA, "170m": LLAMA_170M, "1b": LLAMA_1B, "8b": LLAMA_8B}
-
-
-def llama_8b(device: str) -> "BuiltModel":
-    """Make the shape of Llama 3 8 B in bfloat16 on the device: 16 GB, and no file."""
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    from engine.backends.torch.runner import BuiltModel
-    from engine.model_runner import ModelInfo
-
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA_8B), dtype=torch.bfloat16).eval()
-    info = ModelInfo(
-        weights_fingerprint=bytes(32),
-        vocab_size=LLAMA_8B["vocab_size"],
-        max_context_tokens=LLAMA_8B["max_position_embeddings"],
-        eos_token_ids=frozenset(),
-    )
-    return BuiltModel(model, info)
 
 
 def qwen2_half_b(path: Path, num_layers: int | None = None, dtype: str = "bfloat16") -> Path:

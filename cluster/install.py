@@ -12,7 +12,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
         *("fastapi", "starlette", "uvicorn", "httptools", "python_multipart", "prometheus_client"),
     ),
     "worker": ("torch", "safetensors", "nixl", "nixl_cu12"),
-    "cuda": ("flashinfer", "pynvml"),
+    "cuda": ("pynvml",),
     "ray": ("ray",),
     "ucxx": ("ucxx",),
     "plot": ("matplotlib",),

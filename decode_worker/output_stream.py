@@ -29,13 +29,10 @@ could exceed the connection's limit and break it for every other request."""
 class _Choice:
     """Text of one choice, and its part that is not sent yet."""
 
-    def __init__(self, index: int, text: TextStream, num_completion: int, num_known: int, finished: bool) -> None:
+    def __init__(self, index: int, text: TextStream, num_completion: int, finished: bool) -> None:
         self.index = index
         self.text = text
         self.num_completion = num_completion
-        self.num_known = num_known
-        """Tokens that the engine repeats although the client has them; only beam searches, which start again, have any.
-        """
         self.finished = finished
         self.token_ids: list[int] = []
         self.logprobs: list[pb.TokenLogprobs] = []
@@ -119,11 +116,11 @@ class OutputStream:
                 choice = self._choices[0]
                 choice.embedding = finished_embedding(vector, self._request.embedding)
                 self._changed[choice.index] = None
-                self._finish(choice, pb.FINISH_REASON_STOP, "", None)
+                self._finish(choice, pb.FINISH_REASON_STOP, "")
             case Filled(_, account):
                 self._account = account
                 self._changed[0] = None
-                self._finish(self._choices[0], pb.FINISH_REASON_STOP, "", None)
+                self._finish(self._choices[0], pb.FINISH_REASON_STOP, "")
             case Rejected(_, reason, permanent):
                 raise Overloaded(reason, "max_tokens" if permanent else "", permanent)
             case Failed(_, failure):
@@ -171,8 +168,7 @@ class OutputStream:
             sampling.include_stop_str_in_output,
         )
         text = "".join(stream.push(token_id) for token_id in token_ids)
-        num_known = len(token_ids) if request.sampling.HasField("beam_width") else 0
-        choice = _Choice(index, stream, len(token_ids), num_known, index in request.finished_choices)
+        choice = _Choice(index, stream, len(token_ids), index in request.finished_choices)
         if not choice.finished and (rest := text[num_chars:]):
             choice.pieces.append(rest)
             self._changed[index] = None
@@ -185,9 +181,6 @@ class OutputStream:
         choice = self._choices[token.choice]
         if choice.finished:
             return
-        if choice.num_known:
-            choice.num_known -= 1
-            return
         choice.num_completion += 1
         self._changed[choice.index] = None
         choice.token_ids.append(token.token_id)
@@ -199,19 +192,17 @@ class OutputStream:
         if choice.text.stopped:
             if token.finish is None:
                 self._stopped.append(choice.index)
-            self._finish(choice, pb.FINISH_REASON_STOP, choice.text.stopped, None)
+            self._finish(choice, pb.FINISH_REASON_STOP, choice.text.stopped)
         elif token.finish is not None:
             choice.pieces.append(choice.text.finish())
             is_stop_token = token.token_id in self._request.sampling.stop_token_ids
             stop_match = str(token.token_id) if is_stop_token else ""
-            self._finish(choice, _REASONS[token.finish], stop_match, token.cumulative_logprob)
+            self._finish(choice, _REASONS[token.finish], stop_match)
 
-    def _finish(
-        self, choice: _Choice, reason: pb.FinishReason.ValueType, stop_match: str, cumulative_logprob: float | None
-    ) -> None:
+    def _finish(self, choice: _Choice, reason: pb.FinishReason.ValueType, stop_match: str) -> None:
         choice.finished = True
         self._num_unfinished -= 1
-        finish = choice.finish = pb.Finish(reason=reason, stop_match=stop_match, cumulative_logprob=cumulative_logprob)
+        finish = choice.finish = pb.Finish(reason=reason, stop_match=stop_match)
         finish.usage.completion_tokens = choice.num_completion
         if self.finished:
             self._add_shared(finish)

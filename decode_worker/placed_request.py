@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from cluster.errors import InvalidRequest
 from engine.block_keys import token_array
-from engine.core_types import MAX_CHAINS, BeamParams, Pooling, SamplingParams
+from engine.core_types import MAX_CHAINS, Pooling, SamplingParams
 from engine.engine_kind import Feature, kind_of
 from engine.kv.pins import Retention
 from engine.media.item_messages import read_items
@@ -33,12 +33,11 @@ def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> No
         raise InvalidRequest("prompt_token_ids", "the prompt is empty")
     if request.emitted_prompt_logprobs >= len(request.prompt_token_ids):
         raise InvalidRequest("emitted_prompt_logprobs", "has more entries than the prompt has tokens")
-    for field in ("n", "beam_width"):
-        if sampling.HasField(field) and not 1 <= getattr(sampling, field) <= MAX_CHAINS:
-            raise InvalidRequest(f"sampling.{field}", f"must be 1 to {MAX_CHAINS}, not {getattr(sampling, field)}")
+    if sampling.HasField("beam_width"):
+        raise InvalidRequest("sampling.beam_width", "Tandem serves no beam search")
+    if sampling.HasField("n") and not 1 <= sampling.n <= MAX_CHAINS:
+        raise InvalidRequest("sampling.n", f"must be 1 to {MAX_CHAINS}, not {sampling.n}")
     choices = set(range(num_choices(sampling)))
-    if sampling.HasField("beam_width") and len(choices) > sampling.beam_width:
-        raise InvalidRequest("sampling.n", f"must be at most beam_width, {sampling.beam_width}, not {len(choices)}")
     if not choices - set(request.finished_choices):
         raise InvalidRequest("finished_choices", "nothing to generate: all choices are finished")
     if not {*request.finished_choices, *(emitted.index for emitted in request.emitted_choices)} <= choices:
@@ -46,7 +45,7 @@ def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> No
     longest = max(len(emitted_of(request, choice)[0]) for choice in choices - set(request.finished_choices))
     if request.HasField("warm"):
         _check_warm(request)
-    elif sampling.max_tokens < 1 or (longest >= sampling.max_tokens and not sampling.HasField("beam_width")):
+    elif sampling.max_tokens < 1 or longest >= sampling.max_tokens:
         left = sampling.max_tokens - longest
         raise InvalidRequest("sampling.max_tokens", f"nothing to generate: {left} tokens are left")
     if request.HasField("embedding"):
@@ -54,7 +53,6 @@ def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> No
     if fault := items_fault(read_items(request.items), len(request.prompt_token_ids)):
         raise InvalidRequest("items", fault)
     asked: dict[Feature, tuple[bool, str]] = {
-        "beam search": (sampling.HasField("beam_width"), "sampling.beam_width"),
         "structured output": (read_structured(sampling) is not None, FIELD),
     }
     for feature, reason in kind_of(engine).lacking.items():
@@ -65,7 +63,7 @@ def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> No
 
 def _check_warm(request: pb.DecodeRequest) -> None:
     sampling = request.sampling
-    if sampling.max_tokens or num_choices(sampling) != 1 or sampling.HasField("beam_width"):
+    if sampling.max_tokens or num_choices(sampling) != 1:
         raise InvalidRequest("sampling", "a request without output needs max_tokens 0 and n 1")
     if request.emitted_token_ids or request.HasField("embedding"):
         raise InvalidRequest("warm", "cannot be combined with tokens of an earlier attempt, or with an embedding")
@@ -107,7 +105,6 @@ def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
             structured=structured and replace(structured, scope=request.cache_salt),
             prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
             n=num_choices(sampling),
-            beam=_beam(sampling),
             pooling=POOLINGS[request.embedding.pooling] if request.HasField("embedding") else None,
         ),
         cache_salt=request.cache_salt,
@@ -145,12 +142,4 @@ def emitted_of(request: pb.DecodeRequest, choice: int) -> tuple[tuple[int, ...],
 def lead_tokens(request: pb.DecodeRequest) -> "array[int]":
     """Return the tokens of the first unfinished choice, which borrows the prefix that all choices share."""
     choice = next(c for c in range(num_choices(request.sampling)) if c not in request.finished_choices)
-    emitted = () if request.sampling.HasField("beam_width") else emitted_of(request, choice)[0]
-    return token_array(request.prompt_token_ids) + array("I", emitted)
-
-
-def _beam(sampling: public_pb.Sampling) -> BeamParams | None:
-    if not sampling.HasField("beam_width"):
-        return None
-    length_penalty = sampling.length_penalty if sampling.HasField("length_penalty") else 1.0
-    return BeamParams(sampling.beam_width, length_penalty, sampling.early_stopping)
+    return token_array(request.prompt_token_ids) + array("I", emitted_of(request, choice)[0])

@@ -1,22 +1,14 @@
 # Prefill and decode workers. Build from the repository's root, for CPUs:
 #   docker build -f docker/worker.Dockerfile -t tandem-worker:0.1.0 .
-# for NVIDIA GPUs:
-#   docker build -f docker/worker.Dockerfile -t tandem-worker:0.1.0-cuda \
-#     --build-arg BASE=nvidia/cuda:12.8.1-devel-ubuntu24.04 --build-arg EXTRAS=worker,cuda \
-#     --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128 .
 # Bases are named by the tag of a version; put its digest behind it (`:TAG@sha256:...`) where builds must be repeatable.
-# flashinfer compiles its kernels at their first use, hence a base with nvcc; a CPU's kernels are compiled by g++.
+# The kernels of the torch engine are compiled by g++ at the first start. GPUs are vLLM's: vllm.Dockerfile.
 ARG BASE=python:3.11.11-slim-bookworm
 FROM ${BASE}
 ARG EXTRAS=worker
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ libgomp1 ninja-build \
-    && if ! command -v python3 > /dev/null; then \
-         apt-get install --yes --no-install-recommends python3 python3-dev python3-venv; \
-       fi \
+    && apt-get install --yes --no-install-recommends g++ libgomp1 \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
@@ -34,7 +26,7 @@ COPY protos protos
 COPY router router
 COPY simulator simulator
 COPY tandem tandem
-RUN /opt/tandem/bin/pip install --extra-index-url "${TORCH_INDEX}" -c constraints.txt ".[${EXTRAS}]"
+RUN /opt/tandem/bin/pip install --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt ".[${EXTRAS}]"
 ENV PATH=/opt/tandem/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 RUN groupadd --gid 10001 tandem && useradd --uid 10001 --gid 10001 --no-create-home tandem
 USER 10001:10001

@@ -3,6 +3,7 @@
 import re
 import socket
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Self
 
 from pydantic import model_validator
@@ -13,6 +14,20 @@ from engine.backends.vllm.settings import VllmSettings
 from engine.engine_kind import ONE_RANK, EngineKind, find_kind, kind_of
 from engine.errors import EngineStartError
 from engine.settings import DEFAULT_ENGINE, PLUGIN_NAME
+
+GONE: Mapping[str, str] = MappingProxyType(
+    {
+        "weights": "engine: vllm and vllm_args: --quantization fp8",
+        "kv_dtype": "engine: vllm and vllm_options: {kv_cache_dtype: fp8}",
+        "lora": "engine: vllm and adapters: {NAME: PATH}",
+        "speculation": "engine: vllm and vllm_options: {speculative_config: {method: ngram}}",
+        "speculation_tokens": "engine: vllm and vllm_options: {speculative_config: {num_speculative_tokens: 4}}",
+        "device": "engine: vllm on a GPU, engine: torch on a CPU",
+        "backend: flashinfer": "engine: vllm",
+        "backend: triton": "engine: vllm",
+    }
+)
+"""Settings of earlier versions, or a value of one, with what to set instead."""
 
 
 class WorkerConfig(SimSettings, VllmSettings, TorchSettings):
@@ -60,9 +75,15 @@ class WorkerConfig(SimSettings, VllmSettings, TorchSettings):
     def _settle(cls, values: Any) -> Any:
         """Set what the engine's own settings stand for.
 
-        Raises EngineStartError.
+        Raises EngineStartError, also for a setting that is gone.
         """
-        kind = _kind_in(values) if isinstance(values, dict) else None
+        if not isinstance(values, dict):
+            return values
+        for name, value in values.items():
+            for gone, what in ((name, "setting"), (f"{name}: {value}", "value")):
+                if (instead := GONE.get(gone)) is not None:
+                    raise EngineStartError(name, f"this {what} is gone: leave it out, or set {instead}")
+        kind = _kind_in(values)
         return values if kind is None else kind.settled(values)
 
     @model_validator(mode="after")

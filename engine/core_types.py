@@ -1,7 +1,6 @@
 """Types shared by all parts of the engine: sampling parameters, sequences, chunks and their results."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple
 
@@ -15,7 +14,7 @@ class FinishReason(Enum):
 
 
 MAX_CHAINS = 64
-"""Largest number of choices or beams of one request."""
+"""Largest number of choices of one request."""
 
 Pooling = Literal["last", "mean"]
 """Way from the hidden states of a prompt's tokens to one vector."""
@@ -52,15 +51,6 @@ class StructuredOutput:
         return f"sampling.structured.{self.kind}"
 
 
-@dataclass(frozen=True, slots=True)
-class BeamParams:
-    """Parameters of beam search; `protos/inference.proto` documents the fields."""
-
-    width: int
-    length_penalty: float = 1.0
-    early_stopping: bool = False
-
-
 class SamplingParams(NamedTuple):
     """Sampling parameters, resolved and in range; `protos/inference.proto` documents the fields."""
 
@@ -85,14 +75,8 @@ class SamplingParams(NamedTuple):
     structured: StructuredOutput | None = None
     prompt_logprobs: int | None = None
     n: int = 1
-    beam: BeamParams | None = None
     pooling: Pooling | None = None
     """Pooling of the prompt's hidden states; nothing is sampled then."""
-
-    @property
-    def num_chains(self) -> int:
-        """Number of chains computed at once: choices, or beams."""
-        return self.n if self.beam is None else self.beam.width
 
 
 class TokenLogprobs(NamedTuple):
@@ -141,8 +125,6 @@ class Sequence:
     """Sequences to be forked from this one; they wait, without KV, until it has computed the shared tokens."""
     fork_at: int = 0
     """Number of leading tokens that siblings share. A sequence with `siblings` computes no more than those."""
-    heard: bool = False
-    """Whether a beam's candidates are known, while its search waits for the other beams."""
     num_scored: int = 0
     """Leading prompt positions whose requested scores, see `num_to_score`, were already returned or are not needed."""
     adapter: bytes = b""
@@ -236,90 +218,28 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplePosition:
-    """Position at which a token may be sampled: after a sequence's tokens and some draft tokens.
-
-    A sequence itself is such a position without draft tokens; sampling uses only their common attributes.
-    """
-
-    sequence: Sequence
-    draft_tokens: tuple[int, ...]
-
-    @property
-    def sampling(self) -> SamplingParams | None:
-        return self.sequence.sampling
-
-    @property
-    def choice(self) -> int:
-        return self.sequence.choice
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [*self.sequence.token_ids, *self.draft_tokens]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.sequence.num_tokens + len(self.draft_tokens)
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return [*self.sequence.output_token_ids, *self.draft_tokens]
-
-    @property
-    def num_sampled(self) -> int:
-        return self.sequence.num_sampled + len(self.draft_tokens)
-
-
-AnyPlace = Sequence | SamplePosition
-
-
-@dataclass(frozen=True, slots=True)
 class Chunk:
-    """Work of one step for one sequence: tokens [start, start + count), and draft tokens after them."""
+    """Work of one step for one sequence: tokens [start, start + count)."""
 
     sequence: Sequence
     start: int
     count: int
-    draft_tokens: tuple[int, ...] = ()
-    """Draft tokens of a chunk that samples. Each is verified: the token sampled at its position is equal, or the draft
-    was wrong and its KV is overwritten."""
-    num_drafts: int = 0
-    """Number of draft tokens that the runner should propose with its draft model; `draft_tokens` is empty then."""
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Number of draft tokens, proposed or still to be proposed."""
-        return len(self.draft_tokens) or self.num_drafts
-
-    @property
-    def num_rows(self) -> int:
-        """Number of tokens that the model computes."""
-        return self.count + len(self.draft_tokens)
 
     @property
     def end(self) -> int:
-        """One past the last computed position, draft tokens included."""
-        return self.start + self.count + self.num_draft_tokens
+        """One past the last computed position."""
+        return self.start + self.count
 
     @property
     def token_ids(self) -> list[int]:
-        """Tokens that the model computes, [num_rows]."""
-        tokens = self.sequence.token_ids[self.start : self.start + self.count]
-        return [*tokens, *self.draft_tokens] if self.draft_tokens else tokens
-
-    @property
-    def places(self) -> list[AnyPlace]:
-        """Positions at which a sampling chunk samples: its end, and after each draft token."""
-        return [
-            self.sequence,
-            *(SamplePosition(self.sequence, self.draft_tokens[: j + 1]) for j in range(len(self.draft_tokens))),
-        ]
+        """Tokens that the model computes, [count]."""
+        return self.sequence.token_ids[self.start : self.end]
 
     @property
     def samples(self) -> bool:
         """Whether the chunk reaches the sequence's end, so that the next token is sampled."""
         sampling = self.sequence.sampling
-        at_end = self.start + self.count == len(self.sequence.token_ids)
+        at_end = self.end == len(self.sequence.token_ids)
         return at_end and sampling is not None and sampling.pooling is None and sampling.max_tokens > 0
 
     @property
@@ -334,7 +254,7 @@ class Chunk:
         sequence = self.sequence
         if not (num_to_score := sequence.num_to_score):  # the common case
             return range(0)
-        return range(max(self.start, sequence.num_scored), min(self.start + self.count, num_to_score))
+        return range(max(self.start, sequence.num_scored), min(self.end, num_to_score))
 
     @property
     def answers(self) -> bool:
@@ -365,28 +285,6 @@ class SampleResult:
     """Sum of the hidden states of `Chunk.scored`, float32, where these are pooled."""
     num_pooled: int = 0
     """Number of hidden states in `pooled`."""
-    num_draft_tokens: int = 0
-    """Number of draft tokens that were verified."""
-    following: "tuple[SampleResult, ...]" = ()
-    """Results after this one, in order: as many as draft tokens were accepted."""
-
-
-def verified(draft_tokens: tuple[int, ...], answers: Iterable[SampleResult | None]) -> SampleResult:
-    """Return the result of a chunk with these draft tokens.
-
-    `answers` are the samples after no draft token, after the first, and so on. None means that the next step will give
-    that sample. Only as many are taken as draft tokens were accepted, and one.
-    """
-    of_places = iter(answers)
-    first = next(of_places)
-    assert first is not None
-    last, following = first, list[SampleResult]()
-    for draft_token in draft_tokens:
-        if last.failure is not None or last.token_id != draft_token or (answer := next(of_places)) is None:
-            break
-        following.append(answer)
-        last = answer
-    return replace(first, num_draft_tokens=len(draft_tokens), following=tuple(following)) if draft_tokens else first
 
 
 @dataclass(frozen=True, slots=True)

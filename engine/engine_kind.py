@@ -25,29 +25,22 @@ if TYPE_CHECKING:
     from engine.host.core_allocation import CoreAllocation
     from engine.media.encoder import MediaEncoder
     from engine.media.processor import MediaProcessor
-    from engine.model_runner import ModelRunner, RankInfo
+    from engine.model_runner import ModelRunner
 
 BUILT_IN = ("torch", "vllm", "sim")
 """Engines of this package; `kind.py` in the folder of each has its `KIND`, imported late: backends import this module.
 """
 GROUP = "tandem.engines"
 """Group of the entry points that name engines of other packages."""
-OFF = "off"
-"""No speculation."""
 
 Settings = TypeVar("Settings", bound=CommonSettings)
-Feature = Literal["beam search", "structured output"]
+Feature = Literal["structured output"]
 """Feature that a request asks of an engine."""
-RANKS_OF_ONE_HOST = MappingProxyType(
+ONE_RANK = MappingProxyType(
     {
-        "nodes": "{value} needs engine: vllm, not {engine}",
-        "pipeline_parallel": "{value} needs engine: vllm, not {engine}",
+        **dict.fromkeys(("nodes", "pipeline_parallel", "tensor_parallel"), "{value} needs engine: vllm, not {engine}"),
         "data_parallel": "needs engine: vllm; start more workers instead, each is a replica",
     }
-)
-"""Refused settings of an engine whose ranks are those of `tensor_parallel` on one host."""
-ONE_RANK = MappingProxyType(
-    {**RANKS_OF_ONE_HOST, "tensor_parallel": "{value} cannot be combined with engine: {engine}"}
 )
 """Refused settings of an engine with one rank."""
 
@@ -127,8 +120,6 @@ class EngineMemory(Generic[Settings]):
     """Whether several ranks may hold copies of one KV head."""
     needs_full_context: str = ""
     """Words for a pool that does not hold one context of the longest length; empty: it need not."""
-    quantised_on_gpu: bool = True
-    """Whether it computes with quantised weights on a GPU; else it does on a CPU only."""
     format_bits: Mapping[str, float] = MappingProxyType({})
     """Bits of an element by the names of `MemoryOptions.weights` and `kv_dtype`."""
 
@@ -139,11 +130,8 @@ class EngineMemory(Generic[Settings]):
         """Return the bytes of a KV block of an engine that needs no shape; 0 of others."""
         return 0.0
 
-    def narrowed(self, config: Settings, weights: str) -> dict[str, Any]:
-        """Return settings with which weights become int8 or fp8 at load; none where that is set or impossible.
-
-        They may name another engine, which computes with such weights.
-        """
+    def narrowed(self, config: Settings) -> dict[str, Any]:
+        """Return settings with which weights become fp8 at load; none where that is set or impossible."""
         return {}
 
 
@@ -162,7 +150,7 @@ class EngineKind(ABC, Generic[Settings]):
     reads_weight_files: bool = False
     """Whether it reads weights through the page cache, so that a start tells where they came from."""
     may_use_gpu: bool = True
-    """Whether its pool is in GPU memory, unless `device` is cpu."""
+    """Whether it computes on GPUs, with its pool in their memory."""
     steps_in_group: bool = False
     """Whether workers of a data-parallel group make their steps together."""
     refused_settings: Mapping[str, str] = ONE_RANK
@@ -181,7 +169,7 @@ class EngineKind(ABC, Generic[Settings]):
     def refusals(self, config: Settings, role: Role) -> Iterator[EngineStartError]:
         """Yield what it cannot honour, the most important first."""
         for name, reason in self.refused_settings.items():
-            if (value := getattr(config, name)) not in (_default_of(config, name), OFF):
+            if (value := getattr(config, name)) != _default_of(config, name):
                 yield EngineStartError(name, reason.format(value=value, engine=self.name))
         yield from _refused_ranks(config)
 
@@ -189,10 +177,6 @@ class EngineKind(ABC, Generic[Settings]):
         """Raise EngineStartError for settings that the engine cannot honour."""
         for refusal in self.refusals(config, role):
             raise refusal
-
-    def speculates(self, config: Settings, role: Role) -> str:
-        """Return the source of drafts under Tandem's scheduler: off, ngram, or the directory of a draft model."""
-        return OFF
 
     def finds_own_cores(self, config: Settings) -> bool:
         """Return whether an engine with these settings takes part in the host's core allocation."""
@@ -237,7 +221,7 @@ class RunnerKind(EngineKind[Settings]):
         return self.launch_module(config, "engine.process.engine_process")
 
     def open_core_allocation(self, config: Settings, role: Role) -> "CoreAllocation | None":
-        """Open the core allocation; None when the engine computes on a GPU or was told its cores.
+        """Open the core allocation; None when the engine was told its cores.
 
         Raises EngineStartError.
         """
@@ -245,15 +229,11 @@ class RunnerKind(EngineKind[Settings]):
 
     @abstractmethod
     def open_runner(
-        self,
-        config: Settings,
-        role: Role,
-        rank: "RankInfo | None" = None,
-        core_allocation: "CoreAllocation | None" = None,
+        self, config: Settings, role: Role, core_allocation: "CoreAllocation | None" = None
     ) -> "ModelRunner":
         """Load the model, on the thread that will compute.
 
-        `rank`: place among several, whose share of the settings `config` has. Raises EngineStartError, or StartError.
+        Raises EngineStartError, or StartError.
         """
 
 
@@ -273,11 +253,7 @@ class FunctionKind(RunnerKind[CommonSettings]):
         self._function = function
 
     def open_runner(
-        self,
-        config: CommonSettings,
-        role: Role,
-        rank: "RankInfo | None" = None,
-        core_allocation: "CoreAllocation | None" = None,
+        self, config: CommonSettings, role: Role, core_allocation: "CoreAllocation | None" = None
     ) -> "ModelRunner":
         return self._function(config, role)
 

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,17 +42,6 @@ class ModelInfo:
         return frozenset(fingerprint for _, fingerprint in self.adapters)
 
 
-@dataclass(frozen=True, slots=True)
-class RankInfo:
-    """Rank of this process within its engine."""
-
-    rank: int
-    size: int
-    meeting: Path
-    """File by which the ranks find each other. It does not exist yet, and lies in a folder that only this user reads.
-    """
-
-
 class ModelRunner(ABC):
     """One model with its KV memory.
 
@@ -83,23 +71,13 @@ class ModelRunner(ABC):
         An empty `own_cores` leaves them unchanged.
         """
 
-    @property
-    def draft_pass_s(self) -> float:
-        """Recent seconds that the draft model took per draft token of each sequence; 0 without a draft model."""
-        return 0.0
-
     @abstractmethod
     def execute(self, batch: Sequence[Chunk]) -> list[SampleResult]:
         """Compute the KV of every chunk's tokens into its sequence's blocks; blocks before a chunk are full.
 
         On return the KV is visible to everyone, transports included. Returns one SampleResult per chunk with
-        `chunk.answers`, in order. Writes only slots of the chunks' own tokens and of their draft tokens. May propose
-        fewer than `chunk.num_drafts` draft tokens. Does not change the sequences.
+        `chunk.answers`, in order. Writes only slots of the chunks' own tokens. Does not change the sequences.
         """
-
-    def follow(self, batch: Sequence[Chunk]) -> None:
-        """Compute rank 0's batch on another rank of the engine."""
-        self.execute(batch)
 
     def copy_block(self, source: int, target: int) -> None:
         """Make block `target` equal to `source`.

@@ -3,7 +3,6 @@
 import os
 import re
 import socket
-from pathlib import Path
 from typing import Final, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
@@ -52,7 +51,7 @@ class CommonSettings(StoreSettings, HealthSettings, MetricsSettings, LogSettings
     """Host at which others reach this worker, when it is not `host`."""
 
     engine: str = Field(default=DEFAULT_ENGINE, pattern=PLUGIN_NAME)
-    """Engine. torch: a transformers model, computed by Tandem. vllm: vLLM in an environment of its own. sim: a
+    """Engine. torch: a transformers model, computed by Tandem on CPUs. vllm: vLLM in an environment of its own. sim: a
     simulated model whose tokens are hashes, for tests and for sizing. Another name: an engine of an installed package,
     see docs/extending.md. Only workers of one engine exchange KV."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -61,27 +60,13 @@ class CommonSettings(StoreSettings, HealthSettings, MetricsSettings, LogSettings
     """Directories or repositories of LoRA adapters as PEFT saves them, by name (vllm and sim engines). Clients ask for
     an adapter as for a model of its own. Workers of a model may have different adapters: a request goes to workers that
     have its adapter loaded."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the torch engine. cuda: the first GPU that the process sees. auto: cuda where there is a GPU, else the
-    CPU."""
     block_tokens: int = Field(default=16, ge=1, le=1024)
     """Tokens of a KV block, equal for all workers of a model. Default: 16; with the vllm engine 32, since vLLM's CPU
     attention takes multiples of 32."""
     kv_memory_mib: PositiveInt | Literal["auto"] = "auto"
-    """Size of the KV pool in MiB. auto: what the weights and a measured step leave of the GPU's memory, or of the
-    container's where the worker is alone in one that has a limit; with the vllm engine what vLLM leaves of a GPU; 256
-    everywhere else. Set a number where several workers share a GPU."""
-    kv_host_memory_mib: NonNegativeInt = 0
-    """Host memory for evicted blocks, in MiB, as files in /dev/shm, which must be that large. Blocks are restored from
-    there where that is faster than computing."""
-    kv_host_memory_shared: bool = False
-    """Whether workers of this host share one such memory, as large as the largest of them sets it: blocks that one
-    evicted are restored by another of the same model."""
-    kv_disk_dir: Path | None = None
-    """Directory for evicted blocks, beside host memory. Its contents outlive the worker. Workers of one host may share
-    it: those of one model share its blocks. A block that was not used for a week is removed."""
-    kv_disk_mib: PositiveInt = 4096
-    """Largest size of one model's blocks in `kv_disk_dir`, in MiB. The blocks used longest ago are removed."""
+    """Size of the KV pool in MiB. auto: with the torch engine what the weights and a measured step leave of the
+    container's memory, where the worker is alone in one that has a limit; with the vllm engine what vLLM leaves of a
+    GPU; 256 everywhere else. Set a number where several workers share a GPU."""
     max_batch_tokens: PositiveInt | None = None
     """Largest number of tokens in one step, decodes and prompts together. Default: 2048 on a CPU; 8192 on a GPU, 16384
     on one of at least 160 GiB."""
@@ -103,7 +88,7 @@ class CommonSettings(StoreSettings, HealthSettings, MetricsSettings, LogSettings
     cores: tuple[int, ...] | None = None
     """CPU cores to which the engine process is pinned. Unpinned engines that share cores slow each other several times
     over. Default: torch engines of one host without this setting and `threads` agree on disjoint cores by
-    themselves. Set it for ranks of `tensor_parallel`, and for containers with a network of their own or a CPU limit
+    themselves. Set it for containers with a network of their own or a CPU limit
     below the cores they see."""
     shared_cores: tuple[int, ...] = ()
     """Cores of other engines on which the native backend also computes, one thread bound to each: a prefill worker may
@@ -112,9 +97,8 @@ class CommonSettings(StoreSettings, HealthSettings, MetricsSettings, LogSettings
     """Niceness of the engine process; raise it for an engine that should yield to others on the same cores."""
 
     tensor_parallel: int = Field(default=1, ge=1, le=MAX_RANKS)
-    """Number of processes that share the model's weights, attention heads and KV blocks, one GPU or a part of `cores`
-    each. Memory, disk, threads and cores in these settings are those of all of them together. It must divide the
-    model's heads, and the model needs a tensor-parallel plan in transformers."""
+    """Number of processes that share the model's weights, attention heads and KV blocks (vllm engine), one GPU or a
+    part of `cores` each. Memory, threads and cores in these settings are those of all of them together."""
 
     pipeline_parallel: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Number of pipeline stages of the vllm engine, each with a range of the model's layers, on `tensor_parallel`

@@ -191,7 +191,7 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def resume(self) -> Global___Resume:
         """Continue a stream of this request that broke, at any router. The other fields are those of the stream, with
-        `sampling.temperature` 0 or a `sampling.seed`. Not for beam search, embeddings, media and `stream_tool_calls`.
+        `sampling.temperature` 0 or a `sampling.seed`. Not for embeddings, media and `stream_tool_calls`.
         """
 
     def __init__(
@@ -700,7 +700,7 @@ Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 @_typing.final
 class Sampling(_message.Message):
     """Sampling options. Where temperature, top_p, top_k, min_p or repetition_penalty is absent, the model's
-    generation_config.json decides, as with vLLM, and then the default below. (Not with beam search.)
+    generation_config.json decides, as with vLLM, and then the default below.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -788,18 +788,11 @@ class Sampling(_message.Message):
     equal.
     """
     beam_width: _builtins.int
-    """Number of beams for beam search, 1 to 64. The `n` (at most `beam_width`) completions of the highest score are
-    returned at the end, best first. Temperature must be 0 or absent. Beam search excludes the options that change
-    sampling (top_p, top_k, min_p, penalties, logit_bias, min_tokens), and `stop`, `structured` and `logprobs`.
-    """
+    """Refused, with the two fields after it: Tandem serves no beam search."""
     length_penalty: _builtins.float
-    """Exponent in a beam's score: its cumulative log probability divided by its number of tokens to this power, in [-10,
-    10]. Above 0 favours longer beams. Default 1.
-    """
+    """Refused: of beam search."""
     early_stopping: _builtins.bool
-    """End the beam search once `beam_width` completions are finished. Otherwise it continues while the best unfinished
-    beam scores higher than the worst finished one.
-    """
+    """Refused: of beam search."""
     keep_special_tokens: _builtins.bool
     """Keep special tokens in the text, but for the token that ends it."""
     include_stop_str_in_output: _builtins.bool
@@ -998,7 +991,7 @@ class GenerateResponse(_message.Message):
     incomplete.
     """
     index: _builtins.int
-    """Choice that all other fields but `prompt_logprobs` belong to, from 0. For beam search: its rank, 0 is the best."""
+    """Choice that all other fields but `prompt_logprobs` belong to, from 0."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens sampled since the last message."""
@@ -1136,7 +1129,7 @@ class Finish(_message.Message):
     stop_match: _builtins.str
     """Stop string or token that ended the choice, if one did."""
     cumulative_logprob: _builtins.float
-    """For beam search: the sum of the log probabilities of the choice's tokens."""
+    """Not set any more: of beam search."""
     @_builtins.property
     def usage(self) -> Global___Usage: ...
     @_builtins.property

@@ -12,7 +12,6 @@ from router.models.model_runtime import ModelRuntime
 from router.models.model_selection import Verdict
 from router.models.output.output_plan import OutputPlan
 from router.placement.place import Decision
-from router.placement.request_demand import num_outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class PreparedRequest:
     @property
     def most_tokens(self) -> int:
         """Largest number of tokens, prompt and output."""
-        return len(self.prompt) + self.sampling.max_tokens * num_outputs(self.sampling)
+        return len(self.prompt) + self.sampling.max_tokens * self.sampling.n
 
     def remaining_s(self) -> float:
         """Return the seconds until the deadline.

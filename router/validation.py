@@ -39,22 +39,6 @@ MAX_BIASED_TOKENS = 1024
 MAX_BIAS = 100.0
 MAX_TEMPERATURE = 100.0
 MAX_RETENTION_S = 86_400.0
-MAX_LENGTH_PENALTY = 10.0
-MAX_BEAM_STOP_TOKEN_IDS = 16
-"""Limit of stop tokens in a beam search; each adds candidates to every step."""
-BEAM_NEUTRAL = {
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_tokens": 0,
-}
-"""Options that beam search does not support, with the values that are accepted."""
-BEAM_UNKNOWN = ("logit_bias", "stop", "structured", "logprobs")
-"""Options that may not be set with beam search."""
 
 
 def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir, clamps: bool = False) -> pb.Sampling:
@@ -62,6 +46,9 @@ def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir
 
     `clamps`: lower a `max_tokens` beyond the context instead of refusing it. Raises InvalidRequest.
     """
+    for name in ("beam_width", "length_penalty", "early_stopping"):
+        if name in {field.name for field, _ in sampling.ListFields()}:
+            raise InvalidRequest(f"sampling.{name}", "Tandem serves no beam search")
     resolved = pb.Sampling()
     resolved.CopyFrom(sampling)
     context = model_dir.max_context_tokens
@@ -71,15 +58,10 @@ def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir
         resolved.max_tokens = context - num_prompt
     if not sampling.HasField("n"):
         resolved.n = 1
-    _fill_defaults(resolved, {} if sampling.HasField("beam_width") else model_dir.sampling_defaults)
+    _fill_defaults(resolved, model_dir.sampling_defaults)
     if not sampling.HasField("seed"):
         resolved.seed = secrets.randbits(63)
     _check_numbers(resolved)
-    if sampling.HasField("beam_width"):
-        check_beam_search(sampling, resolved.n, model_dir.vocab_size)
-    elif sampling.HasField("length_penalty") or sampling.early_stopping:
-        field = "length_penalty" if sampling.HasField("length_penalty") else "early_stopping"
-        raise InvalidRequest(f"sampling.{field}", "needs beam_width")
     _check_stops(resolved, model_dir)
     _check_bias(resolved, model_dir.vocab_size)
     _check_structured(resolved, model_dir)
@@ -94,7 +76,7 @@ def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir
 
 def _fill_defaults(sampling: pb.Sampling, recommended: Mapping[str, float]) -> None:
     """Fill unset fields with the model's recommendations, where in range, or with neutral values."""
-    neutral = {"temperature": 0.0 if sampling.HasField("beam_width") else 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
+    neutral = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
     sound = {name: value for name, value in recommended.items() if _is_in_range(name, value)}
     for name, value in (neutral | sound).items():
         if not sampling.HasField(name):  # type: ignore[arg-type]
@@ -130,8 +112,8 @@ def check_resume(request: pb.GenerateRequest) -> None:
     Raises InvalidRequest.
     """
     sampling = request.sampling
-    if request.HasField("embedding") or request.stream_tool_calls or sampling.HasField("beam_width"):
-        raise InvalidRequest("resume", "cannot be combined with embedding, stream_tool_calls and sampling.beam_width")
+    if request.HasField("embedding") or request.stream_tool_calls:
+        raise InvalidRequest("resume", "cannot be combined with embedding and stream_tool_calls")
     if request.media or any(part.HasField("media") for message in request.messages for part in message.parts):
         raise InvalidRequest("resume", "a stream of a prompt with media cannot be continued elsewhere")
     if not (sampling.HasField("seed") or (sampling.HasField("temperature") and sampling.temperature == 0)):
@@ -287,7 +269,7 @@ def check_whole_answer(requests: Sequence[pb.GenerateRequest]) -> None:
     for request in requests:
         sampling = request.sampling
         num_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else DEFAULT_MAX_TOKENS
-        num_choices = max(1, sampling.n, sampling.beam_width)
+        num_choices = max(1, sampling.n)
         num_logprobs = 1 + sampling.logprobs if sampling.HasField("logprobs") else 0
         num_bytes += num_choices * num_tokens * (TOKEN_BYTES + num_logprobs * LOGPROB_BYTES)
     if num_bytes > MAX_ANSWER_MIB << 20:
@@ -314,8 +296,8 @@ def check_retention(request: pb.GenerateRequest) -> None:
     if not 0 < request.cache_retention_s <= MAX_RETENTION_S:
         reason = f"must be above 0 and at most {MAX_RETENTION_S:g}, not {request.cache_retention_s:g}"
         raise InvalidRequest("cache_retention_s", reason)
-    if request.HasField("embedding") or request.sampling.HasField("beam_width"):
-        raise InvalidRequest("cache_retention_s", "is not available for embeddings and beam searches")
+    if request.HasField("embedding"):
+        raise InvalidRequest("cache_retention_s", "is not available for embeddings")
 
 
 def check_quality(request: pb.GenerateRequest) -> None:
@@ -397,30 +379,3 @@ def _check_range(value: float, field: str, low: float, high: float) -> None:
     """Check a range, which NaN is outside of."""
     if not low <= value <= high:
         raise InvalidRequest(f"sampling.{field}", f"must be {low:g} to {high:g}, not {value}")
-
-
-def check_beam_search(sampling: pb.Sampling, num_choices: int, vocab_size: int) -> None:
-    """Check the options of a beam search as the client set them.
-
-    Raises InvalidRequest.
-    """
-    limit = min(MAX_CHAINS, vocab_size)
-    if not 1 <= sampling.beam_width <= limit:
-        raise InvalidRequest("sampling.beam_width", f"must be 1 to {limit}, not {sampling.beam_width}")
-    if num_choices > sampling.beam_width:
-        raise InvalidRequest("sampling.n", f"must be at most beam_width, {sampling.beam_width}, not {num_choices}")
-    if not -MAX_LENGTH_PENALTY <= sampling.length_penalty <= MAX_LENGTH_PENALTY:
-        limits = f"{-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
-        raise InvalidRequest("sampling.length_penalty", f"must be {limits}, not {sampling.length_penalty}")
-    if len(sampling.stop_token_ids) > MAX_BEAM_STOP_TOKEN_IDS:
-        num_ids = len(sampling.stop_token_ids)
-        raise InvalidRequest(
-            "sampling.stop_token_ids", f"at most {MAX_BEAM_STOP_TOKEN_IDS} with beam search, not {num_ids}"
-        )
-    for name, value in BEAM_NEUTRAL.items():
-        if sampling.HasField(name) and getattr(sampling, name) != value:  # type: ignore[arg-type]
-            raise InvalidRequest(f"sampling.{name}", "cannot be combined with beam search")
-    given_fields = {field.name for field, _ in sampling.ListFields()}
-    for name in BEAM_UNKNOWN:
-        if name in given_fields:
-            raise InvalidRequest(f"sampling.{name}", "cannot be combined with beam search")

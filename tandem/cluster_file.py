@@ -20,6 +20,9 @@ from typing import Any
 
 from cluster.config import read_file, unknown_key
 from cluster.errors import StartError
+from engine.config import WorkerConfig
+from engine.engine_kind import kind_of
+from engine.errors import EngineStartError
 from engine.model.hub import absolute
 from router.batches.service import check_folder
 from router.batches.storage.disk import Disk
@@ -97,6 +100,24 @@ class Cluster:
         routers, workers = self.settings.router | one | router, self.settings.worker | one | worker
         topology = plan_topology(only.prefill, only.decode, routers, workers, cores, num_routers, finds_cores)
         return plan_media(topology, self.settings.preprocessor, self.settings.encoder)
+
+    def default_engine(self, worker: dict[str, Any], num_gpus: int) -> dict[str, Any]:
+        """Return the engine where no setting names one, `worker` among them: vllm on a machine with GPUs.
+
+        Empty for the default of all workers. Raises StartError where vLLM is not installed.
+        """
+        settings = self.settings.worker | worker
+        if not num_gpus or "engine" in settings or all("engine" in model.worker for model in self.models):
+            return {}
+        kind = kind_of("vllm")
+        chosen = {name: settings[name] for name in ("vllm_python",) if name in settings} | {"engine": kind.name}
+        try:
+            kind.launch(WorkerConfig.parse({"model": self.models[0].path} | chosen))
+        except EngineStartError as error:
+            assert kind.installation.environment is not None
+            advice = f"{kind.installation.environment.advice}; or set engine: torch, which computes on CPUs"
+            raise StartError("engine", f"vllm is the default on a machine with GPUs, but {error}: {advice}") from None
+        return {"engine": kind.name}
 
     def http_settings(self, port: int | None, off: bool) -> dict[str, Any]:
         """Return the HTTP port setting of every router: the command line's, else the file's, else the default."""

@@ -12,7 +12,6 @@ import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two teams of threads on the same cores only spin
     os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported, by whomever; `make gpu` says 0
 
 from cluster.network.rpc import channel
 from protos import inference_pb2 as pb

@@ -128,7 +128,7 @@ class Site:
             "isolate_tenants": True,
             "tenants": LIMITS,
         }
-        worker = {"model": STORYTELLER, "kv_memory_mib": 256, "speculation": "off"}
+        worker = {"model": STORYTELLER, "kv_memory_mib": 256}
         self.cluster = LocalCluster(plan_topology(1, 1, router, worker, cores, 1))
         self.other = LocalCluster(plan_topology(0, 1, router, worker | {"engine": "sim"}, cores, 1))
 

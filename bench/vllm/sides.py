@@ -88,7 +88,7 @@ class Setting:
             "vllm_options": dict(self.options),
             "tensor_parallel": self.ranks,
         }
-        return settings | ({"device": "cpu", "cores": tuple(self.cores)} if self.cores else {})
+        return settings | ({"cores": tuple(self.cores)} if self.cores else {})
 
     def topology(self, num_prefill: int, num_decode: int, **router: Any) -> Topology:
         """Return a cluster whose vLLM engines have no cores but those that the setting names."""

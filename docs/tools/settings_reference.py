@@ -52,8 +52,8 @@ BASIC: dict[type[BaseModel], tuple[str, ...]] = {
         *("default_deadline_s", "metrics_port", "log_level"),
     ),
     WorkerConfig: (
-        *("model", "routers", "redis_url", "kv_memory_mib", "kv_host_memory_mib", "kv_disk_dir", "weights", "kv_dtype"),
-        *("device", "tensor_parallel", "speculation", "metrics_port"),
+        *("model", "routers", "redis_url", "kv_memory_mib", "kv_host_memory_mib", "kv_disk_dir"),
+        *("tensor_parallel", "metrics_port"),
     ),
     PlannerConfig: (
         *("routers", "model", "executor", "prefill", "decode", "max_total", "ttft_s", "itl_s", "goal", "start_s"),

@@ -23,7 +23,6 @@ from engine.lending.fast_path import FastPathLink
 from engine.lending.reads.block_reads import LocalRank, RemoteRank
 from engine.messages.from_engine import FromEngine
 from engine.model_runner import ModelRunner
-from engine.speculation.speculator import Speculator
 from kvtransfer.ranks import BlockPart, join_endpoints
 from kvtransfer.transport import Transport
 
@@ -44,17 +43,14 @@ class EngineCore(LoanHost):
         wake: Callable[[], None] = lambda: None,
         stores: Seq[KvStore] = (),
         clock: Callable[[], float] = time.monotonic,
-        speculator: Speculator | None = None,
         others: Seq[RemoteRank] = (),
         fast_path: FastPathLink | None = None,
     ) -> None:
         """Create the engine; `EngineParts` describes the arguments that are not here.
 
-        `clock` returns seconds. Evicted blocks go to the `stores`. Without a `speculator` there are no draft tokens.
-        `runner` computes on all ranks.
+        `clock` returns seconds. Evicted blocks go to the `stores`. `runner` computes on all ranks.
         """
         self._runner = runner
-        self._speculator = speculator
         part = BlockPart(runner.layout.block_bytes, 0, 1 + len(others))
         pool = BlockPool(runner.pool.num_blocks)
         cached = CachedBlocks(pool, runner.layout, runner, clock, [StoreBelow(store) for store in stores])
@@ -66,7 +62,7 @@ class EngineCore(LoanHost):
             KVCacheManager(cached, pool),
             runner,
         )
-        self._serve(RequestManager(self._table_parts(), runner.copy_block), speculator)
+        self._serve(RequestManager(self._table_parts(), runner.copy_block))
         self.uniform_decode = UniformDecode(
             self._kv_cache, self._requests, self._lender_manager, self._reports, limits.budget, self._take_arrivals
         )
@@ -104,9 +100,6 @@ class EngineCore(LoanHost):
         self._start_loans()
         batch = self._batch_with_room()
         self._requests.finish_filled()
-        if self._speculator is not None and batch:
-            short = self._requests.running_set.short
-            batch = self._speculator.add_draft_tokens(batch, self._kv_cache, self._limits.budget.max_tokens, short)
         now = self._cached.clock()
         self._reports.step_began(now)
         for chunk in batch:
@@ -127,8 +120,6 @@ class EngineCore(LoanHost):
         if prompts:
             self._reports.changed = True
             self._cached.speeds.computed(sum(chunk.count for chunk in prompts), seconds)
-        elif self._speculator is not None:
-            self._speculator.step_took(batch, sampled, seconds)
         over = set(self._kv_cache.lingering)
         self._kv_cache.end_step()
         tokens = iter(sampled)
@@ -146,8 +137,6 @@ class EngineCore(LoanHost):
             if sequence.sampling is None:
                 self._lender_manager.computed(sequence, sequence.keys[len(sequence.keys) - len(full) :], full)
             elif token is not None:
-                if self._speculator is not None:
-                    self._speculator.record_result(chunk, token)
                 self._requests.computed(sequence, token, chunk.samples)
         self._requests.part()
         # use the blocks that the batch gave back: the loop may sleep before the next step

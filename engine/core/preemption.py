@@ -16,11 +16,6 @@ not count, whatever their priority. The inner 1 is for a borrowing request: when
 and the previous oldest may have waited in vain. Each choice of a request is a sequence of its own here, in order; its
 fork (`engine/sampling/parallel_sampling.py`) counts as one more token of the first.
 
-A beam that waits for the others of its search is not the oldest and may be preempted: its candidates are kept, so the
-search needs nothing more of it now. Preempted, it still does not become the oldest; otherwise it would take the blocks
-of the beam that it waits for, and that beam would take them back. So the search proceeds as long as the oldest of its
-beams without candidates does.
-
 Blocks held by loans given, by borrowing requests and by quarantined reads are not taken back. They return by
 themselves, since no loan starts that could wait for this engine in turn. Steps in which they keep the oldest from its
 blocks do not count in the bound.

@@ -29,14 +29,12 @@ from engine.core_types import Chunk, FinishReason, SampleResult, Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.messages.from_engine import Embedded, KvAccount, PromptScored, Token
 from engine.messages.to_engine import Generate
-from engine.sampling.beam_search import BeamSearch
 
 
 @dataclass(slots=True)
 class _Request(Request):
     num_choices: int
-    """Number of choices wanted; of a beam search, the number of beams returned."""
-    search: BeamSearch | None
+    """Number of choices wanted."""
     num_preemptions_over: int = 0
     """Preemptions of sequences that are over."""
     num_recomputed_over: int = 0
@@ -46,7 +44,7 @@ class _Request(Request):
     @property
     def is_parted(self) -> bool:
         """Whether its sequences are forked from each other, now or later."""
-        return self.num_choices > 1 or self.search is not None
+        return self.num_choices > 1
 
     def count_preemptions(self) -> bool:
         """Update the account's preemptions; return False when nothing changed."""
@@ -72,10 +70,9 @@ class RequestManager(RequestTable[_Request]):
         self._filling: dict[Sequence, None] = {}
         """Sequences of requests without output."""
 
-    def _request(self, message: Generate, chains: list[Sequence], search: BeamSearch | None) -> _Request:
+    def _request(self, message: Generate, chains: list[Sequence]) -> _Request:
         by_choice = {chain.choice: chain for chain in chains}
-        retention, num_choices = message.retention, message.sampling.n
-        return _Request(by_choice, KvAccount(), message.to_store, retention, num_choices, search)
+        return _Request(by_choice, KvAccount(), message.to_store, message.retention, message.sampling.n)
 
     def _start(self, request: _Request, chains: list[Sequence], keys: list[BlockKey]) -> str:
         if self.running_set.admit(chains[0], keys):
@@ -115,8 +112,7 @@ class RequestManager(RequestTable[_Request]):
     def computed(self, sequence: Sequence, sampled: SampleResult, samples: bool) -> None:
         """Process the result of a sequence's chunk.
 
-        `samples`: the result has the sequence's next token, and those after it as far as draft tokens were accepted.
-        The KV cache manager has already counted the chunk's own tokens; accepted draft tokens are counted here.
+        `samples`: the result has the sequence's next token.
         """
         if sampled.prompt:
             sequence.num_scored += len(sampled.prompt)
@@ -125,11 +121,6 @@ class RequestManager(RequestTable[_Request]):
             self._pool(sequence, sampled)
         if samples:
             self._append(sequence, sampled)
-            for following in sampled.following:
-                if not self.has(sequence):
-                    return  # the token before it was the last
-                self._kv_cache.advance(sequence, 1)  # the draft token, which is the sequence's last token by now
-                self._append(sequence, following, followed_draft=True)
 
     def _pool(self, sequence: Sequence, sampled: SampleResult) -> None:
         """Add hidden states to the request's embedding, and end the request with the last of them."""
@@ -144,8 +135,8 @@ class RequestManager(RequestTable[_Request]):
         self._emit(Embedded(sequence.request_id, (request.pooled / num_pooled).tobytes(), request.account))
         self._finish(sequence.request_id)
 
-    def _append(self, sequence: Sequence, sampled: SampleResult, followed_draft: bool = False) -> None:
-        """Add the sequence's next token, or a beam's candidates, or end the request with the failure."""
+    def _append(self, sequence: Sequence, sampled: SampleResult) -> None:
+        """Add the sequence's next token, or end the request with the failure."""
         if sampled.failure is not None:
             self._fail(sequence, sampled.failure)
             return
@@ -158,23 +149,11 @@ class RequestManager(RequestTable[_Request]):
             if request.retention is not None:
                 self._pin(request, sequence, request.retention)
         news = (sequence.num_preemptions > 0 and request.count_preemptions()) or first
-        if request.search is not None:
-            assert sampled.logprobs is not None
-            request.search.add_logprobs(sequence.choice, sampled.logprobs)
-            sequence.heard = True
-            return
         sequence.token_ids.append(sampled.token_id)
         finish = self._finish_reason(sequence, sampled.token_id)
         new_account = account if news else None
         token = Token(
-            sequence.request_id,
-            sampled.token_id,
-            sampled.logprobs,
-            new_account,
-            finish,
-            choice=sequence.choice,
-            drafted=sampled.num_draft_tokens,
-            followed_draft=followed_draft,
+            sequence.request_id, sampled.token_id, sampled.logprobs, new_account, finish, choice=sequence.choice
         )
         self._emit(token)
         if finish is not None:
@@ -192,7 +171,7 @@ class RequestManager(RequestTable[_Request]):
         self._fill(sequence)
 
     def part(self) -> None:
-        """Fork sequences that have computed all shared tokens, and advance beam searches whose candidates are known.
+        """Fork sequences that have computed all shared tokens.
 
         No step may run.
         """
@@ -202,44 +181,6 @@ class RequestManager(RequestTable[_Request]):
             siblings, lead.siblings = lead.siblings, []
             lead.turn = self._next_arrival()
             self.running_set.fork(lead, siblings, lead.fork_at)
-        searches = [r for r in self._requests.values() if r.search is not None and r.search.ready]
-        for request in searches:
-            self._advance(request)
-
-    def _advance(self, request: _Request) -> None:
-        """Advance a search whose candidates are all known: decide which beams continue."""
-        search, chains = request.search, request.chains
-        assert search is not None
-        moves = search.advance()
-        if search.over:
-            self._deliver(request, search)
-            return
-        for slot in chains.keys() - {move.parent for move in moves}:
-            self.running_set.drop(chains[slot])
-            self._kv_cache.preempt(chains[slot])
-        for move in moves:  # all forks before any sequence grows: one that continues twice does so from its present end
-            if move.slot != move.parent:
-                parent, child = chains[move.parent], chains[move.slot]
-                child.token_ids = [*parent.token_ids, move.token_id]
-                self.running_set.fork(parent, [child], parent.num_tokens)
-        for move in moves:
-            chains[move.slot].heard = False
-            if move.slot == move.parent:
-                chains[move.slot].token_ids.append(move.token_id)
-
-    def _deliver(self, request: _Request, search: BeamSearch) -> None:
-        """Send the best beams and end the request."""
-        request_id = next(iter(request.chains.values())).request_id
-        account: KvAccount | None = request.account
-        for rank, finished in enumerate(search.found()[: request.num_choices]):
-            *others, last = finished.beam.token_ids
-            for token_id in others:
-                self._emit(Token(request_id, token_id, account=account, choice=rank))
-                account = None
-            finish = FinishReason.STOP if finished.stopped else FinishReason.LENGTH
-            self._emit(Token(request_id, last, None, account, finish, rank, finished.beam.logprob))
-            account = None
-        self._finish(request_id)
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         sampling = sequence.sampling

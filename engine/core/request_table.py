@@ -20,8 +20,7 @@ from engine.lending.loan import BorrowRequest
 from engine.messages.from_engine import Failed, Filled, FromEngine, KvAccount, Rejected
 from engine.messages.to_engine import Generate
 from engine.model_runner import ModelInfo
-from engine.sampling.beam_search import BeamSearch
-from engine.sampling.parallel_sampling import chains_of, is_complete, num_blocks_at_most, search_of, without_tail
+from engine.sampling.parallel_sampling import chains_of, is_complete, num_blocks_at_most, without_tail
 
 
 @dataclass(slots=True)
@@ -101,8 +100,7 @@ class RequestTable(ABC, Generic[R]):
         """Start a request with blocks reserved for its prompt and some output, or send Rejected."""
         whole, message = message, without_tail(message, self._cached.layout)
         root = root_key(self._model_fingerprint, message.cache_salt, message.adapter)
-        search = search_of(message, self._eos_token_ids)
-        chains = chains_of(message, root, search, self._next_arrival)
+        chains = chains_of(message, root, self._next_arrival)
         for chain in chains:
             chain.tail = tuple(whole.prompt[len(message.prompt) :])
         if refusal := self._unsupported(message) or self._impossible(message, chains):
@@ -110,7 +108,7 @@ class RequestTable(ABC, Generic[R]):
             return
         lead = chains[0]
         keys = self._kv_cache.usable_keys(lead)
-        request = self._request(message, chains, search)
+        request = self._request(message, chains)
         if lack := self._start(request, chains, keys):
             self._reject(message.request_id, lack, permanent=False)
             return
@@ -200,7 +198,7 @@ class RequestTable(ABC, Generic[R]):
         return ""
 
     @abstractmethod
-    def _request(self, message: Generate, chains: list[Sequence], search: BeamSearch | None) -> R:
+    def _request(self, message: Generate, chains: list[Sequence]) -> R:
         """Return the record of a request, which has nothing yet."""
 
     @abstractmethod

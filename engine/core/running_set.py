@@ -2,8 +2,7 @@
 
 A *running* sequence may be computed and holds blocks for all its computed tokens. A *preempted* one holds none and
 waits. A borrowing one holds blocks and is neither: it is added by `run` when its loan is over. A running sequence with
-nothing to compute is about to be forked, or is a beam that waits for the others of its search
-(`engine/sampling/parallel_sampling.py`).
+nothing to compute is about to be forked (`engine/sampling/parallel_sampling.py`).
 """
 
 from collections.abc import Callable
@@ -206,4 +205,4 @@ class RunningSet:
         return True
 
     def _oldest(self) -> Sequence | None:
-        return oldest_of(s for s in [*self._running, *self._preempted] if s.num_remaining and not s.heard)
+        return oldest_of(s for s in [*self._running, *self._preempted] if s.num_remaining)

@@ -66,7 +66,7 @@ class UniformDecode:
             if num_tokens - computed != 1 or num_tokens == sequence.num_prompt or sequence.siblings:
                 return 0
             assert sampling is not None
-            if sequence.num_preemptions or sampling.n > 1 or sampling.beam is not None:
+            if sequence.num_preemptions or sampling.n > 1:
                 return 0
             short = computed >= width * len(sequence.blocks)
             if short and not sequence.num_reserved:

@@ -2,13 +2,8 @@
 
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Literal
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-SCALE_BYTES = 2
-"""Bytes of a quantised vector's scale, a bfloat16."""
-KvDtype = Literal["auto", "int8", "fp8"]
-"""Format of stored keys and values. auto: as computed. fp8: float8_e4m3fn."""
 KV_FORMAT = 2
 """Version of the block format, raised with every change of layout, naming (`block_keys.py`) or fingerprints. Blocks of
 another version are neither moved nor restored."""
@@ -19,8 +14,7 @@ class KvLayout:
     """Layout of a block: `block_tokens` tokens of all layers, head-major.
 
     The pool is [num_blocks, kv_heads, layers, 2, block_tokens, head_dim], so a block is one contiguous span, and the
-    part of any group of KV heads is one too. In a quantised pool each [block_tokens, head_dim] is one byte per element,
-    followed by its `block_tokens` scales; a vector is its values times its scale.
+    part of any group of KV heads is one too.
     """
 
     layers: int
@@ -28,23 +22,12 @@ class KvLayout:
     head_dim: int
     block_tokens: int
     dtype: str
-    """Data type in which keys and values are computed."""
-    kept: KvDtype = "auto"
-
-    @property
-    def quantised(self) -> bool:
-        """Whether each vector is stored with a scale."""
-        return self.kept != "auto"
-
-    @property
-    def vector_bytes(self) -> int:
-        """Bytes of one key or value of one head and layer, its scale included."""
-        return self.head_dim + SCALE_BYTES if self.quantised else self.head_dim * DTYPE_BYTES[self.dtype]
+    """Data type of keys and values."""
 
     @property
     def head_bytes(self) -> int:
         """Bytes of one KV head within a block."""
-        return self.layers * 2 * self.block_tokens * self.vector_bytes
+        return self.layers * 2 * self.block_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:
@@ -57,7 +40,6 @@ class KvLayout:
         32 bytes.
         """
         shape = f"{self.layers},{self.kv_heads},{self.head_dim},{self.block_tokens},{self.dtype}"
-        shape += f",{self.kept}" if self.quantised else ""
         shape += f",{KV_FORMAT}"
         return blake2b(shape.encode() + weights, digest_size=32).digest()
 

@@ -113,8 +113,6 @@ class Token(NamedTuple):
     finish: FinishReason | None = None
     """Reason of the end; set with the last token of the choice."""
     choice: int = 0
-    cumulative_logprob: float | None = None
-    """Log probability of a whole beam; set with its last token."""
     drafted: int = 0
     """Number of draft tokens that the step verified; set with the first token of a step."""
     followed_draft: bool = False

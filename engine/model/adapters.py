@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.block_keys import ADAPTER_BYTES
 from engine.errors import EngineStartError
-from engine.model.quantization import ADAPTER_FILES
+from engine.model.hub import ADAPTER_FILES
 
 FIELD = "adapters"
 

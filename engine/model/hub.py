@@ -19,7 +19,6 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from engine.errors import ModelRefused
-from engine.model.quantization import ADAPTER_FILES
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +41,7 @@ CONFIG_FILES = RepositoryFiles(("*.json", "*.jinja", "*.model", "*.tiktoken", "*
 """Config, tokenizer, chat template, generation config and pooling: all that a router reads."""
 MODEL_FILES = RepositoryFiles((*CONFIG_FILES.patterns, "*.safetensors"), ("config.json", "*.safetensors"))
 """Files of a worker that computes."""
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 LORA_FILES = RepositoryFiles(ADAPTER_FILES, ADAPTER_FILES)
 """Files of a LoRA adapter."""
 IGNORED = ("consolidated*.safetensors", "onnx/*", "openvino/*", "original/*")

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from engine.process.ranks.ranks import Ranks
-
 Made = TypeVar("Made")
 STOP_S = 5.0
 """Seconds for the running call to end when the thread is stopped: an interpreter that exits under it would crash."""
@@ -49,13 +47,11 @@ class ComputeThread(Generic[Made]):
         self._thread = threading.Thread(target=self._run, name="engine-compute", daemon=True)
         self._thread.start()
 
-    def made(self, ranks: Ranks | None = None) -> Made:
-        """Wait until it is made, on all ranks, and return it.
+    def made(self) -> Made:
+        """Wait until it is made, and return it.
 
-        Raises what `make` raised, EngineStartError or RankLost.
+        Raises what `make` raised.
         """
-        if ranks is not None:
-            ranks.wait_for(self._made)
         return self._made.result()
 
     def submit(self, tag: Any, compute: Callable[[], Any]) -> None:

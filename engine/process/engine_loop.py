@@ -2,8 +2,8 @@
 
 One loop on the main thread handles messages, collects results, starts the next steps and sends answers. It never waits
 for a slow front (see `message_socket.py`) and never for a step. The process ends with its front: by the closed socket,
-or at once by the kernel when the front is killed. With several tensor-parallel ranks the others are its children, see
-`engine/process/ranks/ranks.py`.
+or at once by the kernel when the front is killed. With several ranks the others are in processes of their own,
+see `engine/process/ranks/ranks.py`.
 """
 
 import os
@@ -76,8 +76,11 @@ OpenRanks = Callable[[EngineSpec, Callable[[], None]], OtherRanks]
 """Function open(spec, wake) that makes the ranks in other processes; `wake` is called when one is lost."""
 
 
-def run_engine(open_engine: OpenEngine[OtherRanks], open_ranks: OpenRanks[OtherRanks]) -> None:
-    """Serve the front at the other end of the socket whose descriptor is the program's argument."""
+def run_engine(open_engine: OpenEngine[OtherRanks], open_ranks: OpenRanks[OtherRanks] | None = None) -> None:
+    """Serve the front at the other end of the socket whose descriptor is the program's argument.
+
+    `open_ranks`: None for an engine that has no ranks in other processes.
+    """
     become_child()
     link = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
     spec = receive_spec(link)
@@ -86,7 +89,7 @@ def run_engine(open_engine: OpenEngine[OtherRanks], open_ranks: OpenRanks[OtherR
     set_up(spec.role, f"{spec.worker_id}/engine", spec.config)
     try:
         spec.config.kind.check(spec.config, spec.role)
-        if spec.config.num_ranks > 1:
+        if open_ranks is not None and spec.config.num_ranks > 1:
             ranks = open_ranks(spec, front.wake)
         prepare(spec.config if ranks is None else ranks.own_share(spec.config))
         engine = open_engine(spec, front, ranks)

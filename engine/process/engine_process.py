@@ -16,31 +16,30 @@ from engine.process.compute_thread import ComputeThread
 from engine.process.engine_loop import OpenedEngine, Steps, run_engine
 from engine.process.fast_path_socket import open_fast_path_socket
 from engine.process.front_link import FrontLink
-from engine.process.ranks.follower_ranks import FollowerRanks
-from engine.process.spec import EngineSpec, RankSpec
+from engine.process.ranks.ranks import Ranks
+from engine.process.spec import EngineSpec
 from engine.process.start_up import own_transport
 from engine.process.warm_up import WarmUp, turn_of
 from engine.sampling.grammar_gate import GrammarGate
-from engine.tensor_parallel.runner import ParallelRunner
 from kvtransfer.transport import Transport
 
 
 def main() -> None:
     """Serve the front at the other end of the socket whose descriptor is the argument."""
-    run_engine(_open, FollowerRanks)
+    run_engine(_open)
 
 
 class _Maker:
     """Maker of the runner, bound to its cores; used on the compute thread."""
 
-    def __init__(self, spec: EngineSpec, ranks: FollowerRanks | None) -> None:
-        self._spec, self._ranks, self._kind = spec, ranks, runner_kind_of(spec.config.engine)
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec, self._kind = spec, runner_kind_of(spec.config.engine)
         self._allocation: CoreAllocation | None = None
         self._runner: ModelRunner | None = None
 
     def make(self) -> ModelRunner:
         self._allocation = self._kind.open_core_allocation(self._spec.config, self._spec.role)
-        self._runner = self._make()
+        self._runner = self._kind.open_runner(self._spec.config, self._spec.role, self._allocation)
         return self._runner
 
     def settle(self) -> None:
@@ -48,15 +47,6 @@ class _Maker:
         if self._allocation is not None and (share := self._allocation.settle()) is not None:
             assert self._runner is not None
             self._runner.bind(share.own, share.shared)
-
-    def _make(self) -> ModelRunner:
-        spec = self._spec
-        if self._ranks is None:
-            return self._kind.open_runner(spec.config, spec.role, core_allocation=self._allocation)
-        rank = RankSpec(spec, 0, self._ranks.meeting)
-        own = self._kind.open_runner(rank.config, spec.role, rank.info)
-        self._ranks.met()
-        return ParallelRunner(own, self._ranks.followers, self._ranks.memory.take)
 
 
 class _Steps(Steps):
@@ -83,15 +73,15 @@ class _Steps(Steps):
         self._thread.stop()
 
 
-def _open(spec: EngineSpec, front: FrontLink, ranks: FollowerRanks | None) -> OpenedEngine:
+def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngine:
     transport = own_transport(spec.config, spec.agent_name)
-    maker = _Maker(spec, ranks)
+    maker = _Maker(spec)
     thread = ComputeThread(maker.make, front.wake, maker.settle, LOOK_EVERY_S)
-    runner = thread.made(ranks)
-    warm_up_s = _warm_up(spec, front, ranks, runner, thread, transport)
+    runner = thread.made()
+    warm_up_s = _warm_up(spec, front, runner, thread, transport)
     if (fast_path := open_fast_path_socket()) is not None:
         front.watch(fast_path.fileno())
-    core = open_core(spec, runner, transport, front.send, front.wake, ranks, fast_path)
+    core = open_core(spec, runner, transport, front.send, front.wake, fast_path)
     return OpenedEngine(
         core,
         _Steps(core, runner, thread),
@@ -103,18 +93,17 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: FollowerRanks | None) -> Op
 def _warm_up(
     spec: EngineSpec,
     front: FrontLink,
-    ranks: FollowerRanks | None,
     runner: ModelRunner,
     thread: ComputeThread[ModelRunner],
     transport: Transport,
 ) -> float:
     """Warm up the runner and its thread; return the seconds that it took.
 
-    Raises EngineStartError or RankLost.
+    Raises EngineStartError.
     """
     if not runner_kind_of(spec.config.engine).warms_up:
         return 0.0
     has_tokenizer = ModelDir.open(spec.config.model).has_tokenizer
     warming = WarmUp(runner.info, runner.layout.block_tokens, runner.pool.num_blocks, has_tokenizer)
-    core = open_bare_core(spec, runner, transport, warming.emit, front.wake, ranks)
-    return warming.run(core, _Steps(core, runner, thread), turn_of(front, ranks))
+    core = open_bare_core(spec, runner, transport, warming.emit, front.wake)
+    return warming.run(core, _Steps(core, runner, thread), turn_of(front, None))

@@ -1,11 +1,9 @@
 """Start parameters of engine processes, separate from the engine's code, which a front need not import."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from cluster.roles import Role
 from engine.config import WorkerConfig
-from engine.model_runner import RankInfo
 
 LOCAL_RANK = "TANDEM_LOCAL_RANK"
 """Environment variable with a worker's number among those of its program, which see each other's GPUs. Default: 0."""
@@ -28,8 +26,6 @@ class RankSpec:
 
     engine: EngineSpec
     rank: int
-    meeting: Path
-    """File through which the ranks find each other, as in `RankInfo`."""
 
     @property
     def config(self) -> WorkerConfig:
@@ -39,10 +35,6 @@ class RankSpec:
     @property
     def ranks(self) -> int:
         return self.engine.config.num_ranks
-
-    @property
-    def info(self) -> RankInfo:
-        return RankInfo(self.rank, self.ranks, self.meeting)
 
     @property
     def agent_name(self) -> str:

@@ -1,4 +1,4 @@
-"""Preparation of an engine process, rank 0 or follower, before it loads a model."""
+"""Preparation of an engine process, or of one of its ranks, before it loads a model."""
 
 import ctypes
 import logging
@@ -45,8 +45,6 @@ def prepare(config: WorkerConfig) -> None:
     os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    if config.num_ranks > 1 and config.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers would place a shard on any GPU it sees
 
 
 def own_transport(config: WorkerConfig, agent_name: str) -> Transport:
@@ -54,7 +52,7 @@ def own_transport(config: WorkerConfig, agent_name: str) -> Transport:
 
     Raises TransportUnavailable.
     """
-    on_gpu = config.kind.may_use_gpu and config.device != "cpu"
+    on_gpu = config.kind.may_use_gpu
     if on_gpu and (chosen := use_nearest_nics(os.environ)) is not None:
         log.info(chosen)
     host = config.advertise_host or config.host

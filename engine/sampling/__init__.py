@@ -1,1 +1,1 @@
-"""Rules for the next token beyond plain sampling: grammars, parallel sampling and beam search."""
+"""Rules for the next token beyond plain sampling: grammars and parallel sampling."""

@@ -24,7 +24,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from cluster.errors import InvalidRequest
-from engine.core_types import AnyPlace, RequestFailure, SamplePosition, Sequence, StructuredOutput
+from engine.core_types import RequestFailure, Sequence, StructuredOutput
 from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
 from engine.sampling.json_schemas import ANY_OBJECT, SchemaFault, prepared_grammar, prepared_schema, with_one_space
@@ -263,14 +263,6 @@ def _rebuilt(compiler: GrammarCompiler, sequence: Sequence, structured: Structur
     return _State(compiler.compile(last))
 
 
-def _after(matcher: LLMatcher | None, draft_token: int) -> LLMatcher | None:
-    """Return a copy advanced by the draft token, or None where the grammar does not allow it."""
-    if matcher is None:
-        return None
-    copy = matcher.deep_copy()
-    return copy if copy.consume_token(draft_token) else None
-
-
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
     """Masks of one batch."""
@@ -281,8 +273,6 @@ class TokenMasks:
     """Bit masks [rows, words]: bit t % 32 of word t // 32 is set where token t may come next."""
     failures: dict[int, RequestFailure]
     """Rows that cannot continue, with the reason."""
-    unknown: frozenset[int] = frozenset()
-    """Rows after a draft token that the grammar does not allow or that ends it."""
 
 
 class Grammars:
@@ -315,37 +305,23 @@ class Grammars:
         """Return whether sampling needs no compilation for this grammar."""
         return self._compiler is None or self._compiler.knows(forms_of(structured)[0])
 
-    def masks(self, places: Seq[AnyPlace]) -> TokenMasks | None:
-        """Return the masks of a batch, or None when no sequence has a grammar.
-
-        Positions after a sequence's draft tokens follow its own position, in order.
-        """
+    def masks(self, sequences: Seq[Sequence]) -> TokenMasks | None:
+        """Return the masks of a batch, or None when no sequence has a grammar."""
         matchers: dict[int, LLMatcher] = {}
         failures: dict[int, RequestFailure] = {}
-        unknown: set[int] = set()
-        for row, place in enumerate(places):
-            if place.sampling is None or place.sampling.structured is None:
-                continue
-            if isinstance(place, SamplePosition):
-                if (after := _after(matchers.get(row - 1), place.draft_tokens[-1])) is not None:
-                    matchers[row] = after
-                else:
-                    unknown.add(row)
+        for row, sequence in enumerate(sequences):
+            if sequence.sampling is None or sequence.sampling.structured is None:
                 continue
             try:
-                matchers[row] = self._advanced(place, place.sampling.structured)
+                matchers[row] = self._advanced(sequence, sequence.sampling.structured)
             except InvalidRequest as error:
                 failures[row] = RequestFailure(error.field, error.message)
         if not matchers and not failures:
             return None
         bits = self._bits(list(matchers.values()))
-        ended = self._ended(places, matchers, bits)
+        ended = self._ended(sequences, matchers, bits)
         kept = [at for at, row in enumerate(matchers) if row not in ended]
-        unknown |= {
-            row for row in ended if isinstance(places[row], SamplePosition)
-        }  # the next step reports the reason if it becomes relevant
-        failures |= {row: failure for row, failure in ended.items() if row not in unknown}
-        return TokenMasks([row for row in matchers if row not in ended], bits[kept], failures, frozenset(unknown))
+        return TokenMasks([row for row in matchers if row not in ended], bits[kept], failures | ended)
 
     def _advanced(self, sequence: Sequence, structured: StructuredOutput) -> LLMatcher:
         """Return the sequence's matcher.
@@ -370,12 +346,12 @@ class Grammars:
         return self._compiler.masks(matchers)
 
     def _ended(
-        self, places: Seq[AnyPlace], matchers: dict[int, LLMatcher], bits: NDArray[np.int32]
+        self, sequences: Seq[Sequence], matchers: dict[int, LLMatcher], bits: NDArray[np.int32]
     ) -> dict[int, RequestFailure]:
         """Return rows whose grammar exceeded llguidance's limits, or that have no allowed token."""
         failures: dict[int, RequestFailure] = {}
         for at, (row, matcher) in enumerate(matchers.items()):
-            sampling = places[row].sampling
+            sampling = sequences[row].sampling
             assert sampling is not None
             assert sampling.structured is not None
             if matcher.is_error():

@@ -1,4 +1,4 @@
-"""Several choices of one prompt, or the beams of one search: computed once up to their fork.
+"""Several choices of one prompt: computed once up to their fork.
 
 A request starts as one sequence, its lead, whatever number of choices it asks for. The others are its `siblings`:
 
@@ -11,10 +11,6 @@ The shared part is the prompt without its last token. Each sequence computes tha
 earlier attempt emitted of it, so every first token is sampled like any other. A fork shares the full blocks and copies
 a partial one. It happens between steps, when nothing writes that block. After the fork every sequence is one of its own
 for the scheduler, for preemption and for the KV cache manager.
-
-Beams (`engine/sampling/beam_search.py`) end and fork repeatedly: a dropped beam gives its blocks back, and its sequence
-is forked again from one that continues twice. A beam whose candidates are known computes nothing until those of all
-others are. It may be preempted meanwhile; its candidates stay valid.
 """
 
 from collections.abc import Callable
@@ -24,33 +20,16 @@ from engine.core_types import Sequence
 from engine.kv.layout import KvLayout
 from engine.media.items import begun_items
 from engine.messages.to_engine import Generate
-from engine.sampling.beam_search import BeamSearch
 
 
-def search_of(message: Generate, eos_token_ids: frozenset[int]) -> BeamSearch | None:
-    """Return the beam search of a request, or None."""
+def chains_of(message: Generate, root: BlockKey, next_arrival: Callable[[], int]) -> list[Sequence]:
+    """Return the sequences to compute, the lead first; empty when an earlier attempt emitted everything."""
     sampling = message.sampling
-    if sampling.beam is None:
-        return None
-    ends = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_token_ids)
-    return BeamSearch(sampling.beam, sampling.max_tokens, ends)
-
-
-def chains_of(
-    message: Generate, root: BlockKey, search: BeamSearch | None, next_arrival: Callable[[], int]
-) -> list[Sequence]:
-    """Return the sequences to compute, the lead first; empty when an earlier attempt emitted everything.
-
-    A beam search starts again, whatever was emitted; its result is the same.
-    """
-    sampling = message.sampling
-    if search is not None:
-        sampling = sampling._replace(logprobs=search.num_candidates)
     chains: list[Sequence] = []
-    for choice in range(sampling.num_chains):
-        if choice in message.finished and search is None:
+    for choice in range(sampling.n):
+        if choice in message.finished:
             continue
-        emitted = () if search is not None else message.emitted_of(choice)
+        emitted = message.emitted_of(choice)
         tokens = [*message.prompt, *emitted]
         chain = Sequence(
             request_id=message.request_id,

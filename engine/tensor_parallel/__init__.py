@@ -1,1 +1,1 @@
-"""An engine over several tensor-parallel ranks: messages from rank 0 to its followers, and their processes."""
+"""Parts of every block that an engine's ranks hold in processes of their own: messages, reads and whole blocks."""

@@ -1,6 +1,6 @@
 """Messages between an engine process and the process of a rank that holds a part of every block.
 
-Steps use another way: for followers of the torch engine see `steps.py`; vLLM has its own.
+Steps use vLLM's own way.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from kvtransfer.ranks import BlockPart
 
 HEARTBEAT_S = 0.2
 
-# ------------------------------------------------------------------------------------------ to a follower
+# ------------------------------------------------------------------------------------------ to a rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,6 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """Make block `target` equal to `source`. Answered when it is done."""
-
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
 class Drop:
     """Forget the departed worker at this endpoint."""
 
@@ -88,14 +80,14 @@ class Fingerprint:
     blocks: tuple[int, ...]
 
 
-ToFollower = ReadBlocks | CopyBlocks | Gather | Withdraw | Copy | Drop | Corrupt | Fingerprint
+ToFollower = ReadBlocks | CopyBlocks | Gather | Withdraw | Drop | Corrupt | Fingerprint
 
-# ---------------------------------------------------------------------------------------- from a follower
+# ---------------------------------------------------------------------------------------- from a rank
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The shard is loaded and its pool is registered at `endpoint`."""
+    """The model is loaded and its pool is registered at `endpoint`."""
 
     endpoint: bytes
     transport: str
@@ -141,7 +133,7 @@ class Fingerprinted:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer to Withdraw, Copy or Gather, in the order of the questions."""
+    """Answer to Withdraw or Gather, in the order of the questions."""
 
     blocks: tuple[int, ...] = ()
     contents: tuple[bytes, ...] = ()
@@ -150,7 +142,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Heartbeat of the follower's main thread, sent every HEARTBEAT_S."""
+    """Heartbeat of the rank's main thread, sent every HEARTBEAT_S."""
 
     stuck_s: dict[int, float]
     """Block reads without recent progress, by number, and for how many seconds."""

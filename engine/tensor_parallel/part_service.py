@@ -18,7 +18,6 @@ from engine.tensor_parallel.messages import (
     HEARTBEAT_S,
     Answer,
     BlocksRead,
-    Copy,
     CopyBlocks,
     Corrupt,
     Drop,
@@ -62,13 +61,11 @@ def serve_part(
     rank: LocalRank,
     copies: PartCopies,
     fingerprints: FingerprintBlocks,
-    copy: Callable[[int, int], None] | None = None,
     settle: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve the engine process until it is gone.
 
-    `copy(source, target)` copies a block, of engines that fork sequences. `settle` returns when all is written that
-    steps write after their results. Raises EOFError or OSError at the end.
+    `settle` returns when all is written that steps write after their results. Raises EOFError or OSError at the end.
     """
     block_reads: dict[int, BlockRead] = {}
     hashing = ThreadPoolExecutor(1, "rank-fingerprints")
@@ -115,10 +112,6 @@ def serve_part(
             case Withdraw(number):
                 pending_read = block_reads.get(number)
                 engine.send(Answer(tuple(pending_read.withdraw()) if pending_read is not None else ()))
-            case Copy(source, target):
-                assert copy is not None, "this engine forks no sequences"
-                copy(source, target)
-                engine.send(Answer())
             case Drop(endpoint):
                 rank.drop(endpoint)
             case Corrupt(num_blocks):

@@ -97,7 +97,7 @@ async def start_headless(config: WorkerConfig, role: Role) -> HeadlessNode:
     """
     watch_loop()
     config.kind.check(config, role)
-    config = await with_local_files(config, role)
+    config = await with_local_files(config)
     member = member_of(config)
     server = Server(member.credentials if member else None)
     port = await server.start(config.host, config.port, [])

@@ -2,35 +2,27 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
-from cluster.roles import Role
 from engine.config import WorkerConfig
-from engine.engine_kind import OFF
 from engine.errors import ModelRefused
-from engine.model.hub import LORA_FILES, MODEL_FILES, fetch_beside
+from engine.model.hub import LORA_FILES, fetch_beside
 from engine.model.model_dir import ModelDir
 from engine.model.page_cache import in_page_cache
-from engine.speculation.speculator import NGRAM
 from protos import membership_pb2 as pb
 
 PART_BYTES = 1 << 20
 """Bytes of a file in one message; gRPC takes 4 MiB by default."""
 
 
-async def with_local_files(config: WorkerConfig, role: Role) -> WorkerConfig:
+async def with_local_files(config: WorkerConfig) -> WorkerConfig:
     """Return the settings with local directories in place of repositories, after fetching these.
 
     Raises EngineStartError.
     """
     paths: dict[str, object] = {"model": await fetch_beside(config.model, config.kind.model_files)}
-    if config.lora is not None:
-        paths["lora"] = await fetch_beside(config.lora, LORA_FILES, "lora")
     if config.adapters:
         adapters = config.adapters.items()
         paths["adapters"] = {name: await fetch_beside(path, LORA_FILES, "adapters") for name, path in adapters}
-    if (draft := config.kind.speculates(config, role)) not in (OFF, NGRAM):
-        paths["speculation"] = str(await fetch_beside(Path(draft), MODEL_FILES, "speculation"))
     return config.model_copy(update=paths)
 
 

@@ -278,7 +278,7 @@ async def start_worker(
     """
     watch_loop()
     began_at = time.monotonic()
-    config = await with_local_files(config, role)
+    config = await with_local_files(config)
     model_dir = ModelDir.open(config.model)
     member = member_of(config)
     worker_id, incarnation = config.id_for(role), secrets.token_bytes(16)

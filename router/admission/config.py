@@ -21,8 +21,8 @@ class TenantPolicy(Config):
     tokens_per_minute: PositiveInt | None = None
     """Tokens per minute, prompt plus max_tokens; unused tokens are given back at the end."""
     max_running: PositiveInt | None = None
-    """Sequences running at a time: a request with `n` choices counts n times, one with a beam search as many times as
-    the beam is wide. More requests wait without delaying other tenants."""
+    """Sequences running at a time: a request with `n` choices counts n times. More requests wait
+    without delaying other tenants."""
     max_priority: int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
     """Highest priority that the tenant's requests may have. Operators' keys, and clients of a router without keys, may
     set any."""

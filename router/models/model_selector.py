@@ -28,7 +28,6 @@ from router.models.model_selection import (
 )
 from router.models.prompt_reading import PreparedPrompt, encode, read
 from router.models.prompts.prompts import prompt_kind
-from router.placement.request_demand import chains_of
 from router.validation import DEFAULT_MAX_TOKENS
 
 MAX_COUNTED_MODELS = 8
@@ -207,7 +206,7 @@ class _Selection:
         Raises InvalidRequest for a request that no worker of the model could hold.
         """
         sampling = reading.sampling
-        chains = chains_of(reading.prompt, sampling, [()] * sampling.n)
+        chains = [reading.prompt] * sampling.n
         to_score = sampling.HasField("prompt_logprobs")
         demand, keys = model.needs(
             reading.prompt, sampling, self._context.cache_salt, chains, to_score, items=reading.items

@@ -10,16 +10,6 @@ from protos import inference_pb2 as pb
 from router.placement.demand import Demand, num_blocks_of
 
 
-def chains_of(prompt: Sequence[int], sampling: pb.Sampling, unfinished: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the tokens of each unfinished choice, with its emitted tokens in `unfinished`.
-
-    A beam search starts again: it gives the tokens of each beam.
-    """
-    if sampling.HasField("beam_width"):
-        return [list(prompt)] * sampling.beam_width
-    return [[*prompt, *emitted] for emitted in unfinished]
-
-
 def demand_of(
     prompt: Sequence[int],
     sampling: pb.Sampling,
@@ -70,8 +60,3 @@ def demand_of(
         revision=revision,
         embeds=embeds,
     )
-
-
-def num_outputs(sampling: pb.Sampling) -> int:
-    """Return the number of computed choices: those returned, or the beams."""
-    return sampling.beam_width if sampling.HasField("beam_width") else sampling.n

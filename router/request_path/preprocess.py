@@ -24,7 +24,6 @@ from router.models.model_selector import ModelSelector, SelectedModel
 from router.models.prompt_reading import read
 from router.placement.affinity import session_of
 from router.placement.demand import Demand, traffic_hash_of
-from router.placement.request_demand import chains_of
 from router.prepared_request import PreparedRequest
 from router.request_path.stream_state import StreamState
 from router.security.api_keys import Principal
@@ -170,7 +169,7 @@ class Preprocessor:
         prompt, sampling = prepared.prompt, prepared.sampling
         unfinished = [choice.token_ids for choice in emitted.choices if not choice.finished]
         to_score = sampling.HasField("prompt_logprobs") and emitted.num_prompt_logprobs < len(prompt) - 1
-        chains = chains_of(prompt, sampling, unfinished)
+        chains = [[*prompt, *emitted] for emitted in unfinished]
         traffic_hash, new = traffic_hash_of(prepared.request_id), not prepared.info.num_placed
         only_fills = prepared.warm is not None
         demand, keys = model.needs(

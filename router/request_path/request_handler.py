@@ -16,7 +16,6 @@ from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
 from router.placement.fleet.worker_records import ActivePlacement, Worker
 from router.placement.place import Decision
-from router.placement.request_demand import num_outputs
 from router.prepared_request import PreparedRequest, WarmTarget
 from router.request_path.decode_request import decode_request
 from router.request_path.observation import Observer
@@ -87,7 +86,7 @@ class RequestHandler:
                 prepared.warm, prepared.sampling.max_tokens = warm, 0
             observation.checked(prepared)
             on_checked(prepared)
-            num_sequences = num_outputs(prepared.sampling)
+            num_sequences = prepared.sampling.n
             charge = await self._tenant_limits.enter(request.tenant, prepared.most_tokens, num_sequences)
             model, num_choices = prepared.model, prepared.sampling.n
             is_resumed = request.HasField("resume")
@@ -203,8 +202,7 @@ def _learn(
     prepared.finish = finish
     if finish.HasField("receipt"):
         prepared.model.fleet.traffic.finished(finish)
-        # The first message of these is not the first token.
-        other = prepared.sampling.HasField("prompt_logprobs") or prepared.sampling.HasField("beam_width")
+        other = prepared.sampling.HasField("prompt_logprobs")  # whose first message is not the first token
         prepared.model.fleet.finished(placed, finish, None if other else first_message_s)
     return finish
 

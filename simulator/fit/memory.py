@@ -8,7 +8,7 @@ program. A worker has `tensor_parallel` x `pipeline_parallel` ranks. Each takes
 `weights` is, of a stage with the most layers, 1 / `tensor_parallel` of its layers and of its end: the embeddings of the
 first stage, the output layer of the last, both where there is one stage. Of a group of `data_parallel` workers each has
 1 / `data_parallel` of the routed experts, and all else. Embeddings and the output layer stay in the model's dtype
-whatever `weights` says, which is too much by the output layer where Tandem quantises it.
+where the weights are quantised at load.
 
 The KV pool is `kv_memory_mib`, which is of all ranks together; a stage with more layers than others holds fewer tokens.
 `auto` is what the other terms leave. Under vLLM the pool must hold one full context, of which layers with a window keep
@@ -34,16 +34,16 @@ from cluster.errors import StartError
 from cluster.roles import Role
 from engine.config import WorkerConfig
 from engine.core_types import GpuDevice
-from engine.engine_kind import OFF, EngineKind, EngineMemory, Option, kind_of
+from engine.engine_kind import EngineKind, EngineMemory, Option, kind_of
 from engine.host.memory import UNMEASURED_KV_BYTES
 from engine.kv.layout import DTYPE_BYTES, KvLayout
-from engine.model.quantization import ONLY_ON_CPUS
 from engine.settings import BATCH_TOKENS_ON_CPU, DEFAULT_ENGINE, max_step_tokens
-from engine.speculation.speculator import NGRAM
 from simulator.errors import BadSetup, shown
 from simulator.models.model_shape import ModelShape
 
 AUTO: Final = "auto"
+ON_GPUS: Final = "engine: vllm"
+"""Advice where an engine does not compute on GPUs, or lacks what the model needs."""
 GPU_RESERVE = 2e9
 """Bytes of a GPU for CUDA's context, kernels' workspaces, graphs, NCCL and fragmentation."""
 HOST_RESERVE = 0.78e9
@@ -181,7 +181,7 @@ def check(worker: Worker) -> Fit:
     need, kv_mib = _need(worker, config)
     context = full_context_bytes(worker.shape, config, worker.device)
     refusals += _too_little(worker, config, need, kv_mib, context)
-    return Fit(worker, tuple(refusals), need, kv_mib, tuple(_not_counted(config, worker.role)))
+    return Fit(worker, tuple(refusals), need, kv_mib, tuple(_not_counted(config)))
 
 
 def weight_bytes(shape: ModelShape | None, config: WorkerConfig) -> float:
@@ -312,8 +312,8 @@ def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
     placed = config.model_copy(update={"master_addr": config.master_addr or "the first pod"})  # set at the start
     refusals = [str(refusal) for refusal in config.kind.refusals(placed, worker.role)]
     shape = worker.shape
-    if config.kind.may_use_gpu and config.device == "cuda" and not worker.gpus:
-        refusals.append("device: cuda, but gpus is 0: the pod gets no GPU")
+    if worker.gpus and not config.kind.may_use_gpu and shape is not None:
+        refusals.append(f"engine: {config.engine} computes on CPUs only, and its pod has gpus: set {ON_GPUS}")
     refusals += _refused_ranks(shape, config)
     if worker.gpus and worker.gpus != (gpus := gpus_of(config)):
         refusals.append(f"gpus: {worker.gpus} is not {gpus}, the ranks of a pod: each has one GPU")
@@ -324,20 +324,10 @@ def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
         )
     if shape is not None and (refusal := _refused_memory(shape, config)):
         refusals.append(refusal)
-    if lacks_quantised_weights(config, worker):
-        if (weights := config.kind.memory.options(config).weights) is not None:
-            refusals.append(f"{weights.setting}: {weights.value} {ONLY_ON_CPUS}")
-        if shape is not None and shape.layer_bits is not None:
-            refusals.append(
-                f"engine: {config.engine} serves models that are saved quantised, as {shape.name} is, on CPUs only: set"
-                " engine: vllm"
-            )
+    if shape is not None and shape.layer_bits is not None and config.kind.memory.keeps_whole_contexts:
+        quantised = f"does not serve models that are saved quantised, as {shape.name} is"
+        refusals.append(f"engine: {config.engine} {quantised}: set {ON_GPUS}")
     return list(dict.fromkeys(refusals))
-
-
-def lacks_quantised_weights(config: WorkerConfig, worker: Worker) -> bool:
-    """Return whether the engine does not compute with quantised weights on the worker's device."""
-    return worker.device.is_gpu and config.device != "cpu" and not config.kind.memory.quantised_on_gpu
 
 
 def gpus_of(config: WorkerConfig) -> int:
@@ -371,7 +361,7 @@ def _refused_memory(shape: ModelShape, config: WorkerConfig) -> str:
     """Return why the engine does not keep the memory that the model's layers need; empty: it does."""
     kind = "recurrent layers" if shape.state_bytes else "MLA" if shape.latent else ""
     if config.kind.memory.keeps_whole_contexts and kind:
-        return f"engine: {config.engine} does not serve {kind}, which {shape.name} has: set engine: vllm"
+        return f"engine: {config.engine} does not serve {kind}, which {shape.name} has: set {ON_GPUS}"
     if config.num_ranks > 1 and shape.undivided:
         taken = f"1 is all that the {config.engine} engine takes"
         return f"tensor_parallel: {taken} with {shape.undivided}, as {shape.name} has"
@@ -395,23 +385,19 @@ def _too_little(worker: Worker, config: WorkerConfig, need: Need, kv_mib: int, c
     return []
 
 
-def _not_counted(config: WorkerConfig, role: Role) -> list[str]:
+def _not_counted(config: WorkerConfig) -> list[str]:
     parts = []
-    if config.kind.speculates(config, role) not in (OFF, NGRAM):
-        parts.append("speculation: the draft model")
     drafts = config.kind.memory.options(config).drafts
     if drafts is not None and not drafts.value.endswith("mtp") and not drafts.value.startswith("ngram"):
         parts.append(f"{drafts.setting}: the draft model")
     if config.adapters:
         parts.append("adapters")
-    if config.lora is not None and "lora" not in config.kind.refused_settings:
-        parts.append("lora: while it is merged")
     return parts
 
 
 def _layout(shape: ModelShape, config: WorkerConfig) -> KvLayout:
     dtype = shape.kv_dtype if config.dtype == AUTO else config.dtype
-    return KvLayout(shape.layers, shape.kv_heads, shape.head_dim, config.block_tokens, dtype, kept=config.kv_dtype)
+    return KvLayout(shape.layers, shape.kv_heads, shape.head_dim, config.block_tokens, dtype)
 
 
 def _gpu(device: Device | None) -> GpuDevice | None:

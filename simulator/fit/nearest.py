@@ -4,13 +4,13 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from cluster.errors import StartError
 from engine.engine_kind import EngineKind
 from kvtransfer.ranks import MAX_RANKS
 from simulator.fit.memory import (
-    AUTO,
     MIB,
     Device,
     Fit,
@@ -20,7 +20,6 @@ from simulator.fit.memory import (
     full_context_bytes,
     gb,
     gpus_of,
-    lacks_quantised_weights,
 )
 from simulator.gpus import GPUS, HOST_GPUS
 
@@ -74,19 +73,27 @@ class Proposal:
 def nearest(worker: Worker) -> Proposal | None:
     """Return the first change that fits, from the nearest to the farthest; None: none does.
 
-    The order: another size of the KV pool, at least one full context; more ranks; narrower weights; a larger device;
-    then each of the latter with another size of the KV pool; then pairs of them. Tiers below the pool are dropped where
-    the rest does not allow them.
+    An engine for CPUs only gives way to vllm where the pod has GPUs, or the model is saved quantised.
+
+    The order: as many GPUs as ranks; another size of the KV pool, at least one full context; more ranks; narrower
+    weights; a larger device; then each of the latter with another size of the KV pool; then pairs of them. Tiers below
+    the pool are dropped where the rest does not allow them.
     """
     try:
         kind = worker.kind
     except StartError:
         return None  # the engine is not installed here, whatever the other settings
-    for change in _changes(worker, kind):
+    base = Change()
+    is_quantised = worker.shape is not None and worker.shape.layer_bits is not None
+    if kind.memory.needs_shape and not kind.may_use_gpu and (worker.gpus or is_quantised):
+        base = Change({"engine": "vllm"})
+        worker = base.of(worker)
+        kind = worker.kind
+    for change in chain([Change()], _changes(worker, kind)):
         with contextlib.suppress(Unchecked):
             fit = check(change.of(worker))
             if fit.fits:
-                return Proposal(change, fit)
+                return Proposal(base | change, fit)
     return None
 
 
@@ -97,8 +104,6 @@ def _changes(worker: Worker, kind: EngineKind[Any]) -> Iterator[Change]:
         if change.settings or change.device:
             yield from _without_tiers(worker, change)
         else:
-            if worker.gpus:
-                yield change  # which is as many GPUs as ranks
             yield from _resized(worker, change)
             yield from _dropped_tiers(worker, change)
     for change in singles:
@@ -156,21 +161,13 @@ def _more_ranks(worker: Worker, kind: EngineKind[Any]) -> Iterator[Change]:
 
 
 def _narrower(worker: Worker) -> Iterator[Change]:
-    """Yield a quantisation at load, of a model that is not saved quantised; otherwise an engine that serves it."""
-    if worker.shape is None:
+    """Yield fp8 at load, of a model that is not saved quantised."""
+    if worker.shape is None or worker.shape.layer_bits is not None:
         return
     with contextlib.suppress(StartError):  # settings that `check` reports
         config = worker.config()
-        memory = config.kind.memory
-        if worker.shape.layer_bits is None and (
-            settings := memory.narrowed(config, "fp8" if worker.device.is_gpu else "int8")
-        ):
+        if settings := config.kind.memory.narrowed(config):
             yield Change(settings)
-        if lacks_quantised_weights(config, worker):
-            if (option := memory.options(config).weights) is not None:
-                yield Change({option.setting: AUTO})
-            elif worker.shape.layer_bits is not None:
-                yield Change({"engine": "vllm"})
 
 
 def _larger(worker: Worker) -> Iterator[Change]:

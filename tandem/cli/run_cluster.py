@@ -33,10 +33,12 @@ def serve_cluster(
 ) -> None:
     """Serve until Ctrl-C, `tandem down`, or the end of `work`; `router` and `worker` override the file's settings."""
     from engine.host.cpu_affinity import available_cores
+    from kvtransfer.hardware.sysfs import read_host
 
     for each in cluster.models:
         console.print(f"tandem: {each.known_as}, {each.prefill} prefill + {each.decode} decode")
     cluster.check()  # before Ray is started in vain
+    worker = cluster.default_engine(worker, len(read_host().gpus)) | worker
     # An engine that is told its cores keeps them for good, but workers come and go here.
     topology = cluster.plan(
         router, worker, available_cores(), routers, finds_cores=lambda config: config.finds_own_cores

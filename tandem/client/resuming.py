@@ -39,7 +39,7 @@ class StreamProgress:
         self.has_begun = False
         """Whether a response came."""
         sampling = request.sampling
-        has_no_resume = request.stream_tool_calls or sampling.HasField("beam_width") or request.HasField("embedding")
+        has_no_resume = request.stream_tool_calls or request.HasField("embedding")
         self._keeps = has_others and not (has_no_resume or _has_media(request))
         if self._keeps and not sampling.HasField("seed") and not _is_greedy(sampling):
             self._request = pb.GenerateRequest()

@@ -17,7 +17,7 @@ SHARED_MEMORY_PER_WORKER = 64 << 20
 OPEN_FILES = 4096
 SLOW = 0.8
 """Speed of the CPU kernels beside torch's, below which something is wrong."""
-PACKAGES = ("nixl", "ucxx", "torch", "flashinfer")
+PACKAGES = ("nixl", "ucxx", "torch")
 """Packages of extras that workers may need."""
 INSTALL = {
     package: how_to_install(extra) for extra, names in EXTRAS.items() for package in names if package in PACKAGES
@@ -51,16 +51,13 @@ def check_all(
 def check_packages(machine: Machine, config: WorkerConfig) -> list[Finding]:
     """Check the packages that the configuration needs; list the others."""
     needed = ({config.transport} & INSTALL.keys()) | set(config.kind.installation.packages)
-    if machine.torch_gpus and config.device != "cpu" and config.backend in ("auto", "flashinfer"):
-        needed.add("flashinfer")
     missing = [name for name in sorted(needed) if machine.versions.get(name) is None]
     versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items() if number is not None)
     findings = [Finding("packages", "ok", versions)]
     for name in missing:
-        optional = name == "flashinfer" and config.backend == "auto"
-        other = "transport" if name in ("nixl", "ucxx") else "engine or backend"
+        other = "transport" if name in ("nixl", "ucxx") else "engine"
         advice = f"{INSTALL.get(name, f'pip install {name}')}, or set another {other}"
-        findings.append(Finding("packages", "warning" if optional else "broken", f"{name} is not installed", advice))
+        findings.append(Finding("packages", "broken", f"{name} is not installed", advice))
     return findings
 
 
@@ -82,13 +79,14 @@ def check_environment(machine: Machine, config: WorkerConfig) -> list[Finding]:
 
 
 def check_gpus(machine: Machine, config: WorkerConfig) -> list[Finding]:
-    """List the GPUs of the machine, and those that torch computes on."""
+    """List the GPUs of the machine, and those that torch sees."""
     on_bus, seen = len(machine.host.gpus), machine.torch_gpus or ()
     gpus = f"torch sees {', '.join(seen)}" if seen else "torch sees none"
-    if "torch" in config.kind.installation.packages and config.device == "cuda" and not seen:
-        return [Finding("gpus", "broken", gpus, "set device: cpu, or install a CUDA build of torch and the driver")]
-    if on_bus > len(seen) and config.device != "cpu":
-        advice = "install the driver and a CUDA build of torch, or widen CUDA_VISIBLE_DEVICES; device: cpu if intended"
+    if on_bus and not config.kind.may_use_gpu:
+        advice = "set engine: vllm to compute on them"
+        return [Finding("gpus", "warning", f"the PCI bus has {on_bus}, the {config.engine} engine uses none", advice)]
+    if on_bus > len(seen):
+        advice = "install the driver and a CUDA build of torch, or widen CUDA_VISIBLE_DEVICES"
         return [Finding("gpus", "warning", f"{gpus}, the PCI bus has {on_bus}", advice)]
     return [Finding("gpus", "ok", gpus)]
 
@@ -175,7 +173,7 @@ def check_open_files(machine: Machine) -> list[Finding]:
 
 def check_compiler(machine: Machine, config: WorkerConfig) -> list[Finding]:
     """Check for a compiler: the native backend is compiled at the first start."""
-    if not uses_cpu_kernels(config, machine.torch_gpus):
+    if not uses_cpu_kernels(config):
         return []
     if machine.compiler is None:
         level: Level = "broken" if config.backend == "native" else "warning"

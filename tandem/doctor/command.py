@@ -134,7 +134,7 @@ def _settled(settings: dict[str, Any], model: Path | None) -> tuple[WorkerConfig
 
 
 def _on_gpu(machine: Machine, config: WorkerConfig) -> bool:
-    return bool(machine.torch_gpus) and config.device != "cpu"
+    return bool(machine.torch_gpus) and config.kind.may_use_gpu
 
 
 def _address_toward(other: str) -> str:

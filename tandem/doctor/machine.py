@@ -24,7 +24,6 @@ PACKAGES = {
     "torch": ("torch",),
     "grpc": ("grpcio",),
     "transformers": ("transformers",),
-    "flashinfer": ("flashinfer-python",),
 }
 """Distributions by the name used here, any of which will do."""
 COMPILERS = ("c++", "g++", "clang++")
@@ -99,19 +98,15 @@ def read_machine(config: WorkerConfig) -> Machine:
         host=read_host(),
         environment=environment,
         environment_fault=_fault(config, needed) if needed and _is_whole(environment) else "",
-        kernels=_kernels(config.kind.installation.kernels) if uses_cpu_kernels(config, torch_gpus) else None,
+        kernels=_kernels(config.kind.installation.kernels)
+        if uses_cpu_kernels(config) and torch_gpus is not None
+        else None,
     )
 
 
-def uses_cpu_kernels(config: WorkerConfig, torch_gpus: tuple[str, ...] | None) -> bool:
+def uses_cpu_kernels(config: WorkerConfig) -> bool:
     """Return whether a worker of this configuration computes with the CPU kernels where these can be compiled."""
-    on_gpu = config.device != "cpu" and bool(torch_gpus)
-    return (
-        bool(config.kind.installation.kernels)
-        and torch_gpus is not None
-        and not on_gpu
-        and config.backend in ("auto", "native")
-    )
+    return bool(config.kind.installation.kernels) and config.backend != "sdpa"
 
 
 def _kernels(module: str) -> KernelSpeed | str:

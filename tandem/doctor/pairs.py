@@ -120,7 +120,7 @@ def better_lanes(machine: Machine, config: WorkerConfig, across_hosts: bool = Fa
     if across_hosts:
         return GROUPS["rdma"] if machine.host.active_rdma else ()
     if config.transport == "nixl":
-        on_gpu = bool(machine.torch_gpus) and config.device != "cpu"
+        on_gpu = bool(machine.torch_gpus) and config.kind.may_use_gpu
         ours = machine.compiler is not None or not machine.ptrace_scope  # otherwise neither Tandem nor UCX can read it
         return ("cuda_ipc",) if on_gpu else ("posix",) if ours else ()
     return GROUPS["rdma"] if machine.host.active_rdma else ()

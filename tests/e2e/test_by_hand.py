@@ -36,7 +36,7 @@ async def settled(role: RoleProcess, share: CoreShare) -> None:
 
 
 def told_nothing(num_prefill: int, num_decode: int) -> Topology:
-    worker = {"model": STORYTELLER, "kv_memory_mib": 32, "device": "cpu"}
+    worker = {"model": STORYTELLER, "kv_memory_mib": 32}
     router = {"model": STORYTELLER, "port": 0} | LENDER_ALWAYS
     return plan_topology(
         num_prefill, num_decode, router, worker, CORES, finds_cores=lambda config: config.finds_own_cores

@@ -24,7 +24,7 @@ RUNNERS = {"V2": "1", "V1": "0"}
 STATES, STATES_FROM = ("qwen3_next", "qwen3_5"), 300
 """Kinds with recurrent states, which vLLM keeps at few boundaries, and prompts that have one for sure."""
 LENGTHS = (33, 64, 100, 300, 900)
-BFLOAT16 = {"dtype": "bfloat16", "device": "auto", "kv_memory_mib": 256, "max_prefill_tokens": 256}
+BFLOAT16 = {"dtype": "bfloat16", "kv_memory_mib": 256, "max_prefill_tokens": 256}
 
 
 @pytest.fixture(params=RUNNERS)

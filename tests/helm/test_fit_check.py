@@ -39,6 +39,7 @@ GIVEN: dict[str, dict[str, Any]] = {"several-models": {"shapes": {"large": LLAMA
 STORYTELLER = {"storyteller.prefill", "storyteller.decode"}
 UNKNOWN = {"laptop": STORYTELLER, "laptop-restricted": STORYTELLER, "several-models": {"small.decode"}}
 """Pools without GPUs of models that nobody knows."""
+VLLM = {"engine": "vllm"}
 OLD_RDMA: dict[str, Any] = {
     "models": [
         {
@@ -50,7 +51,7 @@ OLD_RDMA: dict[str, Any] = {
     ],
     "worker": {
         "gpus": 1,
-        "config": {"device": "cuda", "strict_lanes": ["rdma"], "kv_memory_mib": 40960, "kv_host_memory_mib": 65536},
+        "config": {"engine": "vllm", "strict_lanes": ["rdma"], "kv_memory_mib": 40960},
         "nodeSelector": {PRODUCT: "NVIDIA-H100-80GB-HBM3"},
     },
 }
@@ -257,7 +258,7 @@ async def test_the_job_takes_the_gpu_that_values_name(tmp_path: Path) -> None:
     values = {
         "models": [{"name": "qwen3-8b", "source": {"hub": {"repository": "Qwen/Qwen3-8B"}}, "decode": {"replicas": 1}}]
     }
-    manifests = checking(values | {"worker": {"gpus": 1}}, "--set", "fitCheck.gpu=L40S")
+    manifests = checking(values | {"worker": {"gpus": 1, "config": VLLM}}, "--set", "fitCheck.gpu=L40S")
     code, said = await run_job(manifests, tmp_path, {})
     assert code == 0, said
     assert "1 x L40S, 48.0 GB" in said

@@ -54,13 +54,6 @@ def test_it_keeps_the_bytecode_that_pip_compiles(dockerfile: Path) -> None:
     assert text.index("pip install") < text.index("PYTHONDONTWRITEBYTECODE=1")
 
 
-def test_the_image_of_gpus_has_the_cuda_that_its_torch_was_built_for() -> None:
-    text = (ROOT / "docker" / "worker.Dockerfile").read_text()
-    (base,) = re.findall(r"--build-arg BASE=(\S+)", text)
-    (major, minor) = re.fullmatch(r"nvidia/cuda:(\d+)\.(\d+)\.\d+-devel-ubuntu24\.04", base).groups()
-    assert f"TORCH_INDEX=https://download.pytorch.org/whl/cu{major}{minor} " in text
-
-
 def test_it_is_given_all_that_is_installed(dockerfile: Path) -> None:
     assert copied(dockerfile) >= PACKAGES
     ignored = (ROOT / ".dockerignore").read_text().splitlines()

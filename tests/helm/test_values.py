@@ -117,7 +117,7 @@ def of_hub(name: str = "a", **source: Any) -> dict[str, Any]:
         ({"planner": {"enabled": True}, "models": [AUTOSCALED]}, "planner.enabled: a.decode has autoscaling too"),
         *((change, f"{at}': additional properties 'kv_memory_mb' not allowed") for change, at in MISSPELT),
         ({"worker": {"config": {"kv_memory_mib": "much"}}}, "'/worker/config/kv_memory_mib': got string, want integer"),
-        ({"worker": {"config": {"device": "gpu"}}}, "'/worker/config/device': value must be one of"),
+        ({"worker": {"config": {"backend": "cudnn"}}}, "'/worker/config/backend': value must be one of"),
         ({"router": {"config": {"model_rules": [{"task": []}]}}}, "'/router/config/model_rules/0'"),
         (
             {"models": [{"name": "a", "source": {"configMap": {}}, "serving": {"path": "/x"}, "decode": {}}]},
@@ -288,13 +288,12 @@ def test_what_is_made_of_values_and_settings_is_up_to_date(name: str) -> None:
 
 
 def test_what_pods_would_take_is_not_refused() -> None:
-    """YAML reads `off` as false, and the worker takes it so."""
-    worker = {"speculation": False, "threads": 2, "lora": "/models/adapter", "cores": [0, 1], "peer_silence_s": 5}
+    worker = {"adapters": {"a": "/models/adapter"}, "threads": 2, "cores": [0, 1], "peer_silence_s": 5}
     tenants = {"a": {"max_running": 2}}
     rules = [{"name": "drafts", "tasks": ["draft"], "models": ["storyteller"], "max_ttft_ms": 0.5}]
     manifests = render({"worker": {"config": worker}, "router": {"config": {"tenants": tenants, "model_rules": rules}}})
     taken = WorkerConfig.parse(config_of(manifests, "demo-storyteller-decode", "worker"))
-    assert (taken.speculation, taken.threads, taken.cores) == ("off", 2, (0, 1))
+    assert (taken.threads, taken.cores) == (2, (0, 1))
     assert RouterConfig.parse(config_of(manifests, "demo-router", "router")).tenants["a"].max_running == 2
 
 
@@ -424,7 +423,7 @@ def test_valid_values_render_to_valid_manifests(values: dict[str, Any], release:
         if "planner" in values:  # it does what autoscaling would
             pool.pop("autoscaling", None)
         if pool.get("gpus"):
-            pool["config"] = {**pool.get("config", {}), "tensor_parallel": pool["gpus"]}
+            pool["config"] = {**pool.get("config", {}), "engine": "vllm", "tensor_parallel": pool["gpus"]}
         least = 2 if "planner" in values else HPA["minReplicas"] if "autoscaling" in pool else pool["replicas"]
         if "minAvailable" in pool:
             pool["minAvailable"] = min(pool["minAvailable"], max(least - 1, 0))

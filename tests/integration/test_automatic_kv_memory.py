@@ -1,13 +1,12 @@
-"""The KV pool of automatic size, of the torch engine on a CPU."""
+"""The KV pool of automatic size, of the torch engine."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine.backends.torch.kv import room as kv_room
-from engine.backends.torch.kv.room import KvRoom, automatic_kv_bytes, measured_step
+from engine.backends.torch.kv.room import KvRoom, measured_step
 from engine.backends.torch.runner import TorchRunner
 from engine.core_types import SamplingParams, StepBudget
 from engine.errors import EngineStartError
@@ -15,7 +14,6 @@ from engine.host.memory import UNMEASURED_KV_BYTES
 from support.torch_engine import TorchEngine, ids, request
 from support.torch_models import random_prompts, runner_of
 
-CPU = torch.device("cpu")
 GIB = 1 << 30
 
 
@@ -31,7 +29,7 @@ ROOM = KvRoom(512)
 
 
 def runner(path: Path, room: KvRoom = ROOM) -> TorchRunner:
-    return TorchRunner(path, "float32", block_tokens=16, kv_bytes=None, device="cpu", room=room)
+    return TorchRunner(path, "float32", block_tokens=16, kv_bytes=None, room=room)
 
 
 def test_outside_of_a_container_the_size_is_fixed(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,21 +66,8 @@ def test_nothing_left_is_refused_with_the_sum(tiny_model: Path, container: Any) 
         runner(tiny_model)
 
 
-def test_ranks_that_share_a_container_get_the_fixed_size(container: Any) -> None:
-    """And none of them waits for another."""
-    container(4 * GIB, 4 * GIB)
-    group: Any = object()
-    assert automatic_kv_bytes(torch.nn.Module(), CPU, ROOM, 512, group=group) == UNMEASURED_KV_BYTES
-
-
-def test_a_draft_model_needs_a_number(container: Any) -> None:
-    container(4 * GIB, GIB)
-    with pytest.raises(EngineStartError, match="draft model"):
-        automatic_kv_bytes(torch.nn.Module(), CPU, KvRoom(16), 512, with_draft=True)
-
-
 def test_more_tokens_need_more_memory(make_model: Any) -> None:
-    model = runner_of(make_model("llama"), "float32")._model
-    few, many = measured_step(model, CPU, 64), measured_step(model, CPU, 8192)
+    model = runner_of(make_model("llama"), "float32").paged.model
+    few, many = measured_step(model, 64), measured_step(model, 8192)
     assert many > few
     assert many > 8192 * 64 * 4, "at least the hidden states of all tokens"

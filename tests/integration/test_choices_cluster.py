@@ -1,4 +1,4 @@
-"""Choices, beams and prompt log probabilities through real processes, and through the death of a decode worker.
+"""Choices and prompt log probabilities through real processes, and through the death of a decode worker.
 
 The sim engine: its tokens, candidates and log probabilities are made of the KV it reads.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from protos import inference_pb2 as pb
-from support.processes import busiest_decoder, report_of, until
+from support.processes import busiest_decoder
 from tandem.client import Client
 
 VOCAB = 600
@@ -102,26 +102,16 @@ async def test_choices_are_streamed_each_by_itself(speaking_model: Path, cluster
         await audit([worker.address for worker in cluster.workers])
 
 
-@pytest.mark.parametrize("options", [{"n": 3, "prompt_logprobs": 0}, {"n": 2, "beam_width": 3, "temperature": 0}])
-async def test_they_survive_their_decode_worker(
-    speaking_model: Path, cluster_of: Any, audit: Any, options: dict[str, Any]
-) -> None:
-    options = options | {"max_tokens": 120}
+async def test_they_survive_their_decode_worker(speaking_model: Path, cluster_of: Any, audit: Any) -> None:
+    options = {"n": 3, "prompt_logprobs": 0, "max_tokens": 120}
     async with cluster_of(speaking_model, decode=2, **SIM) as cluster, Client(cluster.address) as client:
         expected = await Answer(client, prompt_of(3, 70), salt="undisturbed", **options).ended()
         early = expected.choices[0].token_ids[5]
-        ends = {"stop_token_ids": [early]} if "beam_width" not in options else {}
+        ends = {"stop_token_ids": [early]}
         expected = await Answer(client, prompt_of(3, 70), salt="undisturbed 2", **options, **ends).ended()
         answers = [Answer(client, prompt_of(3, 70), salt=str(number), **options, **ends) for number in range(4)]
-        if "beam_width" in options:
-
-            async def all_there() -> bool:
-                return sum([(await report_of(worker.address)).requests for worker in cluster.decode]) == len(answers)
-
-            await until(all_there, "all have begun")
-        else:
-            await asyncio.gather(*(answer.reached(60) for answer in answers))
-            assert all(answer.choices[0].finish is not None for answer in answers), "one is finished by then"
+        await asyncio.gather(*(answer.reached(60) for answer in answers))
+        assert all(answer.choices[0].finish is not None for answer in answers), "one is finished by then"
         victim, num_lost = await busiest_decoder(cluster)
         victim.process.kill()
         for answer in answers:

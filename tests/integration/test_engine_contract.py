@@ -11,7 +11,7 @@ from support.real_engines import RealEngine, engines
 from support.vllm_engines import BLOCK, STORYTELLER
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-TORCH: dict[str, Any] = {"dtype": "float32", "threads": 1, "speculation": "off"}
+TORCH: dict[str, Any] = {"dtype": "float32", "threads": 1}
 SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 5.0}
 
 

@@ -23,7 +23,7 @@ def asking(name: str, structured: StructuredOutput) -> Generate:
 
 
 async def test_a_stream_goes_on_while_a_grammar_is_compiled() -> None:
-    engine = RealEngine("engine", STORYTELLER, speculation="off")
+    engine = RealEngine("engine", STORYTELLER)
     async with engines(engine):
         stream = greedy("stream", PROMPT, 1800, ignore_eos=True)
         engine.send(stream)

@@ -77,29 +77,26 @@ async def test_a_router_fetches_no_weights_and_a_worker_does(hub: Hub) -> None:
         sim = WorkerConfig.parse({"model": "org/story", "engine": "sim", "routers": [router.address]})
         await stop_process((await start_role("decode_worker", "sim", sim)).process)
         assert set(hub.bodies()) == CONFIGS, "nor does a simulated worker"
-        found = await with_local_files(WorkerConfig.parse({"model": "org/story"}), "decode")
+        found = await with_local_files(WorkerConfig.parse({"model": "org/story"}))
         assert hub.bodies(WEIGHTS) == [WEIGHTS]
         assert {file.name for file in found.model.iterdir()} == {*CONFIGS, WEIGHTS}
     finally:
         await stop_process(router.process)
 
 
-async def test_draft_models_and_adapters_may_be_repositories(hub: Hub, tmp_path: Path) -> None:
+async def test_adapters_may_be_repositories(hub: Hub, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     for name in (*LORA_FILES.patterns, "optimizer.bin"):
         (adapter / name).write_bytes(b"{}")
     hub.repositories["org/adapter"] = Served({"main": adapter})
-    values = {"model": STORYTELLER, "lora": "org/adapter", "adapters": {"a": "org/adapter"}, "speculation": "org/story"}
-    found = await with_local_files(WorkerConfig.parse(values), "decode")
+    values = {"model": STORYTELLER, "adapters": {"a": "org/adapter"}}
+    found = await with_local_files(WorkerConfig.parse(values))
     assert found.model == STORYTELLER
-    assert found.lora is not None
-    assert {file.name for file in found.lora.iterdir()} == set(LORA_FILES.patterns)
-    assert found.adapters == {"a": found.lora}
-    assert found.speculation == str(fetch(Path("org/story"), MODEL_FILES))
-    assert (await with_local_files(WorkerConfig.parse(values), "prefill")).speculation == "org/story"
-    with pytest.raises(StartError, match=r"lora: no directory 'org/gone'; the Hub at .* has no repository 'org/gone'"):
-        await with_local_files(WorkerConfig.parse(values | {"lora": "org/gone"}), "decode")
+    assert {file.name for file in found.adapters["a"].iterdir()} == set(LORA_FILES.patterns)
+    gone = WorkerConfig.parse(values | {"adapters": {"a": "org/gone"}})
+    with pytest.raises(StartError, match=r"adapters: no directory 'org/gone'; the Hub at .* has no repository 'org/g"):
+        await with_local_files(gone)
 
 
 @pytest.mark.parametrize(

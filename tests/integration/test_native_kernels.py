@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from engine.backends.torch.native.attention import NativePagedAttention
-from engine.backends.torch.native.kernels import LAYERS, LINEAR, QUANTISED, TYPES, Kernels, attention_part
+from engine.backends.torch.native.kernels import LAYERS, LINEAR, TYPES, Kernels, attention_part
 from engine.backends.torch.native.modules import NativeRmsNorm
 from engine.backends.torch.runner import TorchRunner
 from engine.backends.torch.sdpa import SdpaPagedAttention
@@ -169,7 +169,7 @@ def test_unread_memory_does_not_matter(kernels: Kernels) -> None:
 def test_a_norm_that_computes_something_else_is_kept(make_model) -> None:  # type: ignore[no-untyped-def]
     def native_norms(family: str) -> int:
         runner = TorchRunner(make_model(family), "float32", 16, 1 << 20, backend="native")
-        return sum(isinstance(module, NativeRmsNorm) for module in runner._model.modules())
+        return sum(isinstance(module, NativeRmsNorm) for module in runner.paged.model.modules())
 
     assert native_norms("llama") == 7
     assert native_norms("gemma2") == 0, "Gemma's norm multiplies by 1 + weight"
@@ -177,11 +177,10 @@ def test_a_norm_that_computes_something_else_is_kept(make_model) -> None:  # typ
 
 @pytest.mark.parametrize("cpu", ["x86-64", "haswell", "skylake-avx512", "cooperlake", "sapphirerapids"])
 def test_every_source_is_code_for_every_cpu(cpu: str) -> None:
-    """Of CPUs that multiply bfloat16 or do not, and permute bytes or do not; only this machine's is run elsewhere."""
+    """Of CPUs that multiply bfloat16 or do not; only this machine's is run elsewhere."""
     if platform.machine() != "x86_64":
         pytest.skip("these CPUs are x86-64's")
-    attention = [attention_part(dtype, quantised) for dtype in TYPES for quantised in (False, True)]
-    for part in (LAYERS, LINEAR, QUANTISED, *attention):
+    for part in (LAYERS, LINEAR, *map(attention_part, TYPES)):
         source = part.compiled()
         command = ["g++", "-fsyntax-only", "-std=c++20", "-w", f"-march={cpu}", *source.flags, str(source.path)]
         checked = subprocess.run(command, capture_output=True, text=True, check=False)

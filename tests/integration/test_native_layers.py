@@ -12,25 +12,24 @@ from engine.backends.torch import backends
 from engine.backends.torch.native.decoder_layer import NativeDecoderLayer
 from engine.backends.torch.runner import TorchRunner
 from engine.core_types import Chunk
-from engine.model.quantization import QuantizationConfig
 from support.torch_models import in_blocks, random_prompts, runner_of
 
 LAYERS = 3
 
 
 def num_native(runner: TorchRunner) -> int:
-    return sum(isinstance(module, NativeDecoderLayer) for module in runner._model.modules())
+    return sum(isinstance(module, NativeDecoderLayer) for module in runner.paged.model.modules())
 
 
-def bfloat16_runner(path: Path, **options: Any) -> TorchRunner:
-    return runner_of(path, "bfloat16", backend="native", **options)
+def bfloat16_runner(path: Path) -> TorchRunner:
+    return runner_of(path, "bfloat16", backend="native")
 
 
-def as_transformers_calls_them(path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> TorchRunner:
+def as_transformers_calls_them(path: Path, monkeypatch: pytest.MonkeyPatch) -> TorchRunner:
     """One whose layers are transformers', of the same kernels."""
     with monkeypatch.context() as patch:
         patch.setattr(backends, "use_native_layers", lambda *arguments: 0)
-        runner = bfloat16_runner(path, **options)
+        runner = bfloat16_runner(path)
     assert not num_native(runner)
     return runner
 
@@ -51,24 +50,12 @@ def mixed_steps(runner: TorchRunner) -> list[Tensor]:
     return steps
 
 
-@pytest.mark.parametrize(
-    ("family", "quantization"),
-    [
-        ("llama", QuantizationConfig()),
-        ("qwen2", QuantizationConfig()),
-        ("qwen3", QuantizationConfig()),
-        ("mistral", QuantizationConfig()),
-        ("llama", QuantizationConfig(weights="int8")),
-        ("qwen2", QuantizationConfig(weights="int4", kv_dtype="int8")),
-    ],
-)
-def test_logits_are_the_same_to_the_bit(
-    make_model: Any, monkeypatch: pytest.MonkeyPatch, family: str, quantization: QuantizationConfig
-) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_logits_are_the_same_to_the_bit(make_model: Any, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     path = make_model(family, dtype="bfloat16")
-    native = bfloat16_runner(path, quantization=quantization)
+    native = bfloat16_runner(path)
     assert num_native(native) == LAYERS - 1, "the last one computes only what is read, and stays"
-    expected = mixed_steps(as_transformers_calls_them(path, monkeypatch, quantization=quantization))
+    expected = mixed_steps(as_transformers_calls_them(path, monkeypatch))
     assert all(map(torch.equal, mixed_steps(native), expected))
 
 

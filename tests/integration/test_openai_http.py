@@ -282,6 +282,7 @@ async def test_fields_without_effect_are_named(site: Site) -> None:
         (400, "stop", {"stop": ["x"] * 17}),
         (400, "suffix", {"suffix": "the end"}),
         (400, "best_of", {"best_of": 3}),
+        (400, "beam_width", {"beam_width": 2}),
         (400, "prompt", {"prompt": []}),
         (400, "prompt", {"prompt": [1 << 20]}),
         (400, "structured_outputs", {"structured_outputs": {"regex": "(a"}}),

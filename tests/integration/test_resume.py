@@ -165,9 +165,8 @@ async def test_any_client_can_continue_a_stream_and_is_told_why_it_cannot(story:
             with pytest.raises(kind) as caught:
                 await whole(client, resumed(25, **changes))
             assert caught.value.field == field, changes
-        for changed, field in ((pb.Sampling(temperature=1), "sampling.seed"), (pb.Sampling(beam_width=2), "resume")):
-            request = resumed(5)
-            request.sampling.CopyFrom(changed)
-            with pytest.raises(InvalidRequest) as refused:
-                await whole(client, request)
-            assert refused.value.field == field
+        request = resumed(5)
+        request.sampling.CopyFrom(pb.Sampling(temperature=1))
+        with pytest.raises(InvalidRequest) as refused:
+            await whole(client, request)
+        assert refused.value.field == "sampling.seed"

@@ -16,9 +16,7 @@ from engine.core_types import FinishReason, SamplingParams, Sequence, StepBudget
 from engine.messages.from_engine import Failed, Token
 from engine.model.model_dir import ModelDir
 from engine.sampling.grammar import Grammars
-from engine.speculation.speculator import Speculator
 from support.checked_core import of_kinds
-from support.drafting import Recording, always
 from support.long_runs import mostly_long
 from support.torch_engine import TorchEngine, ids, request
 from support.torch_models import copy_with, runner_of
@@ -107,10 +105,8 @@ def text_of(model: Path) -> Callable[[list[int]], str]:
     return lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
-def engine_of(model: Path, num_blocks: int | None = None, speculator: Speculator | None = None) -> TorchEngine:
-    return TorchEngine(
-        runner_of(model, num_blocks=num_blocks), StepBudget(256, 64), speculator, reserve_output_tokens=16
-    )
+def engine_of(model: Path, num_blocks: int | None = None) -> TorchEngine:
+    return TorchEngine(runner_of(model, num_blocks=num_blocks), StepBudget(256, 64), reserve_output_tokens=16)
 
 
 @pytest.fixture
@@ -173,24 +169,6 @@ def test_a_replay_from_any_token_goes_on_the_same(engine: TorchEngine, model: Pa
     for cut, rest in enumerate(ask(other, **cuts).values()):
         assert ids(rest) == ids(whole[cut:])
         assert rest[-1].finish is whole[-1].finish
-
-
-@pytest.mark.parametrize("name", mostly_long(CASES, "regex"))
-def test_guesses_change_nothing(engine: TorchEngine, model: Path, name: str) -> None:
-    """Right ones, and others, which a grammar mostly forbids; after an end as well."""
-    requests = {f"{seed}": (params(name, seed=seed, temperature=0.8, logprobs=1), ()) for seed in range(4)}
-    requests |= {"likeliest": (params(name, temperature=0.0), ()), "plain": (SamplingParams(60, seed=4), ())}
-    expected = ask(engine, **requests)
-    said = {(request_id, 0): [*ids(tokens), EOS[0], 70, 71] for request_id, tokens in expected.items()}
-    source = Recording(said, VOCAB, mistakes=0.2)
-    other = engine_of(model, speculator=always(source))
-    got = ask(other, **requests)
-    assert {request_id: ids(tokens) for request_id, tokens in got.items()} == {
-        request_id: ids(tokens) for request_id, tokens in expected.items()
-    }
-    assert all(got[request_id][-1].finish is tokens[-1].finish for request_id, tokens in expected.items())
-    assert sum(token.followed_draft for tokens in got.values() for token in tokens) > 0
-    assert failures(other) == {}
 
 
 def test_preemption_changes_nothing(engine: TorchEngine, model: Path) -> None:

@@ -12,7 +12,6 @@ from engine.lending.reads.block_reads import RemoteRank
 from engine.messages.from_engine import FromEngine
 from engine.messages.to_engine import ToEngine
 from engine.model_runner import ModelRunner
-from engine.speculation.speculator import Speculator
 from kvtransfer.transport import Transport
 
 NOTHING_LEFT = (0, 0, 0, 0, 0)
@@ -44,7 +43,6 @@ class CheckedCore:
         runner: ModelRunner,
         transport: Transport,
         limits: EngineLimits,
-        speculator: Speculator | None = None,
         others: Sequence[RemoteRank] = (),
         fast_path: FastPathLink | None = None,
         stores: Sequence[KvStore] = (),
@@ -56,7 +54,6 @@ class CheckedCore:
             limits,
             self.said.append,
             stores=stores,
-            speculator=speculator,
             others=others,
             fast_path=fast_path,
         )

@@ -5,41 +5,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.backends.sim.runner import SimRunner
-from engine.backends.sim.states import likeliest
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core.scheduler import max_wait_steps
 from engine.core_types import Chunk, FinishReason, SamplingParams, StepBudget
 from engine.messages.from_engine import FromEngine, KvAccount, Rejected, Token
 from engine.messages.to_engine import Cancel, Generate, ToEngine
-from engine.speculation.speculator import Speculator
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.checked_core import NOTHING_LEFT, M, held, of_kinds
 from support.core_engine import WIDE
 from support.sim_model import LAYOUT, VOCAB, WIDTH, undisturbed
-
-
-def searched(prompt: Sequence[int], sampling: SamplingParams) -> list[tuple[list[int], float]]:
-    """The beams that are to be found, with no engine about it, and the logarithms of their probabilities."""
-    assert sampling.beam is not None
-    width, ends = sampling.beam.width, sampling.stop_token_ids
-    live: list[tuple[list[int], float]] = [([], 0.0)]
-    found: list[tuple[float, list[int], float]] = []
-    for length in range(1, sampling.max_tokens + 1):
-        candidates = []
-        for chosen, logprob in live:
-            (token,) = undisturbed([*prompt, *chosen], 1)
-            of = likeliest(token, (1 + len(ends)) * width, VOCAB)
-            more = zip(of.top_token_ids, of.top_logprobs, strict=True)
-            candidates += [([*chosen, other], logprob + value) for other, value in more]
-        candidates = sorted(candidates, key=lambda c: -c[1])[: (1 + len(ends)) * width]
-        over = length == sampling.max_tokens
-        found += [(c[1] / length, *c) for c in candidates[:width] if over or c[0][-1] in ends]
-        found = sorted(found, key=lambda f: -f[0])[:width]
-        live = [c for c in candidates if c[0][-1] not in ends][:width]
-        if over or (len(found) == width and live[0][1] / length <= found[-1][0]):
-            break
-    return [(chosen, logprob) for _, chosen, logprob in found]
 
 
 @dataclass
@@ -84,21 +59,14 @@ def name_of(request_id: str, choice: int) -> str:
 class Engine:
     """An engine core that nobody lends to, held to its bound at every step."""
 
-    def __init__(
-        self,
-        num_blocks: int = 8,
-        budget: StepBudget = WIDE,
-        reserve: int = 1,
-        bounded: bool = True,
-        speculator: Speculator | None = None,
-    ) -> None:
+    def __init__(self, num_blocks: int = 8, budget: StepBudget = WIDE, reserve: int = 1, bounded: bool = True) -> None:
         self.said: list[FromEngine] = []
         self.budget = budget
         runner = SimRunner(LAYOUT, num_blocks, VOCAB)
         self.runner = runner
         limits = EngineLimits(budget, 4, reserve, report_interval_s=0.0, min_report_interval_s=0.0)
         transport = LocalTransport(LocalNetwork(), "engine")
-        self.core = EngineCore(runner, transport, limits, self.said.append, speculator=speculator)
+        self.core = EngineCore(runner, transport, limits, self.said.append)
         self.core.start()
         self.streams: dict[str, Stream] = {}
         self.num_steps = 0
@@ -143,7 +111,7 @@ class Engine:
     def begin_step(self) -> list[Chunk]:
         batch = self.core.begin_step()
         self.check()
-        assert sum(chunk.count + chunk.num_draft_tokens for chunk in batch) <= self.budget.max_tokens
+        assert sum(chunk.count for chunk in batch) <= self.budget.max_tokens
         prompts = [chunk for chunk in batch if not chunk.sequence.decoding]
         assert sum(chunk.count for chunk in prompts) <= self.budget.max_prefill_tokens
         runnable = self.core._runnable()
@@ -158,11 +126,10 @@ class Engine:
         self.core.end_step(batch, self.runner.execute(batch))
         self.num_steps += 1
         self.check()
-        if self._bounded:
-            for name, stream in self.streams.items():
-                for wait in stream.waits:
-                    waited, bound = self.num_steps - wait.since, wait.longest_period * wait.num_periods
-                    assert waited < max(bound, 1), f"{name} waits for {waited} steps, the bound is {bound}"
+        for name, stream in self.streams.items() if self._bounded else ():
+            for wait in stream.waits:
+                waited, bound = self.num_steps - wait.since, wait.longest_period * wait.num_periods
+                assert waited < max(bound, 1), f"{name} waits for {waited} steps, the bound is {bound}"
 
     def step(self) -> bool:
         batch = self.begin_step()
@@ -202,8 +169,7 @@ class Engine:
         """Everybody who was admitted has all its tokens, or went away by itself."""
         for stream in self.streams.values():
             assert stream.over
-            if stream.request.sampling.beam is None:
-                assert stream.tokens == self._expected(stream)[: len(stream.tokens)]
+            assert stream.tokens == self._expected(stream)[: len(stream.tokens)]
         assert self.block_counts() == NOTHING_LEFT
 
     def _on_token(self, message: Token) -> None:
@@ -213,12 +179,6 @@ class Engine:
         self.served.append(message.request_id)
         if message.account is not None:
             stream.accounts.append(message.account)
-        if stream.request.sampling.beam is not None:
-            if message.finish is not None:
-                expected = searched(stream.request.prompt, stream.request.sampling)[stream.choice]
-                assert (stream.tokens, message.cumulative_logprob) == expected
-                self._on_over(stream)
-            return
         assert (message.finish is None) == (stream.num_left > 0)
         if message.finish is not None:
             assert message.finish is FinishReason.LENGTH

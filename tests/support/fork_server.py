@@ -51,7 +51,7 @@ VLLM_PYTHON = "vllm_python="
 ENGINE = "engine.process.engine_process"
 OF_KINDS = {
     "roles": (ENGINE,),
-    "torch": (ENGINE, "engine.backends.torch.runner", "engine.process.ranks.follower_process"),
+    "torch": (ENGINE, "engine.backends.torch.runner"),
     "vllm": (
         "engine.process.vllm.process",
         "engine.process.vllm.node",

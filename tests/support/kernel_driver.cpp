@@ -1,6 +1,6 @@
 // Runs the kernels on numbers of its own and prints a line for each: its name, the largest error against sums in double,
 // and all results in hexadecimal. Two CPUs whose kernels compute in the same order print the same.
-// Linked with linear.cpp, quantised.cpp and layers.cpp; attention.cpp is included, since its structs are its own.
+// Linked with linear.cpp and layers.cpp; attention.cpp is included, since its structs are its own.
 
 #include "attention.cpp"
 
@@ -13,13 +13,6 @@ void tandem_pack(const bfloat16*, long, long, bfloat16*, long, long, long);
 void tandem_linear(const bfloat16*, long, long, const bfloat16*, long, long, const bfloat16*, bfloat16*, long, bool);
 void tandem_gated(const bfloat16*, long, long, const bfloat16*, long, long, bfloat16*, long);
 void tandem_embed(const int64_t*, long, const bfloat16*, long, bfloat16*);
-long tandem_packed_bytes_int8(long, long);
-void tandem_pack_int8(const int8_t*, long, long, uint8_t*, long, long, long);
-void tandem_linear_int8(const bfloat16*, long, long, const uint8_t*, const float*, long, long, const bfloat16*, bfloat16*,
-                        long, bool);
-long tandem_packed_bytes_int4(long, long);
-void tandem_pack_int4(const int8_t*, const bfloat16*, long, long, uint8_t*, long, long, long);
-void tandem_linear_int4(const bfloat16*, long, long, const uint8_t*, long, long, const bfloat16*, bfloat16*, long, bool);
 void tandem_rms_norm_float32(const float*, long, long, const float*, float, float*);
 void tandem_argmax_bfloat16(const bfloat16*, long, long, int64_t*);
 }
@@ -72,23 +65,20 @@ void linear_layers(long m) {
     char name[32];
     const auto x = halves(m * K), bias = halves(N);
     const auto weights = halves(N * K, 0.1), others = halves(N * K, 0.1);
-    const auto product = [&](long row, long column, const auto& weight) {
+    const auto product = [&](long row, long column, const auto& from) {
         double sum = 0;
-        for (long i = 0; i < K; i++) sum += double(value_of(x[row * K + i])) * weight(column, i);
+        for (long i = 0; i < K; i++) sum += double(value_of(x[row * K + i])) * value_of(from[column * K + i]);
         return sum;
     };
     std::vector<bfloat16> out(m * N);
     std::vector<double> expected(m * N);
-    const auto plain = [&](const auto& from) {
-        return [&](long column, long i) { return double(value_of(from[column * K + i])); };
-    };
 
     std::vector<uint8_t> packed(tandem_packed_bytes(2 * N, K));
     auto* panels = reinterpret_cast<bfloat16*>(packed.data());
     tandem_pack(weights.data(), N, K, panels, N, 0, 0);
     tandem_linear(x.data(), K, m, panels, N, K, bias.data(), out.data(), N, false);
     for (long r = 0; r < m; r++)
-        for (long c = 0; c < N; c++) expected[r * N + c] = product(r, c, plain(weights)) + value_of(bias[c]);
+        for (long c = 0; c < N; c++) expected[r * N + c] = product(r, c, weights) + value_of(bias[c]);
     std::snprintf(name, sizeof name, "linear-%ld", m);
     say(name, out, expected);
 
@@ -98,36 +88,10 @@ void linear_layers(long m) {
     tandem_gated(x.data(), K, m, panels, N, K, out.data(), N);
     for (long r = 0; r < m; r++)
         for (long c = 0; c < N; c++) {
-            const double gate = product(r, c, plain(weights));
-            expected[r * N + c] = gate / (1 + std::exp(-gate)) * product(r, c, plain(others));
+            const double gate = product(r, c, weights);
+            expected[r * N + c] = gate / (1 + std::exp(-gate)) * product(r, c, others);
         }
     std::snprintf(name, sizeof name, "gated-%ld", m);
-    say(name, out, expected);
-
-    std::vector<int8_t> bytes(N * K), nibbles(N * K);
-    std::vector<float> scales(N);
-    for (auto& each : bytes) each = int8_t(drawn() * 127);
-    for (auto& each : nibbles) each = int8_t(drawn() * 7);
-    for (auto& each : scales) each = float(0.001 + 0.0005 * drawn());
-    std::vector<uint8_t> packed8(tandem_packed_bytes_int8(N, K));
-    tandem_pack_int8(bytes.data(), N, K, packed8.data(), N, 0, 0);
-    tandem_linear_int8(x.data(), K, m, packed8.data(), scales.data(), N, K, nullptr, out.data(), N, false);
-    for (long r = 0; r < m; r++)
-        for (long c = 0; c < N; c++)
-            expected[r * N + c] = product(r, c, [&](long at, long i) { return double(bytes[at * K + i]) * scales[at]; });
-    std::snprintf(name, sizeof name, "int8-%ld", m);
-    say(name, out, expected);
-
-    const auto group_scales = halves(N * (K / 32), 0.02);
-    std::vector<uint8_t> packed4(tandem_packed_bytes_int4(N, K));
-    tandem_pack_int4(nibbles.data(), group_scales.data(), N, K, packed4.data(), N, 0, 0);
-    tandem_linear_int4(x.data(), K, m, packed4.data(), N, K, nullptr, out.data(), N, false);
-    const auto of_nibbles = [&](long at, long i) {
-        return double(nibbles[at * K + i]) * value_of(group_scales[at * (K / 32) + i / 32]);
-    };
-    for (long r = 0; r < m; r++)
-        for (long c = 0; c < N; c++) expected[r * N + c] = product(r, c, of_nibbles);
-    std::snprintf(name, sizeof name, "int4-%ld", m);
     say(name, out, expected);
 }
 

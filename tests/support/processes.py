@@ -156,8 +156,8 @@ def engine_of(role: RoleProcess) -> int:
 
 
 def ranks_of(engine: int) -> list[int]:
-    """Processes of an engine's ranks besides the engine process itself: followers, or all of vLLM's workers."""
-    programs = ("engine.process.ranks.follower_process", "spawn_main", "VLLM::Worker")
+    """Processes of an engine's ranks besides the engine process itself: vLLM's workers."""
+    programs = ("spawn_main", "VLLM::Worker")
     return [pid for program in programs for pid in children_running(engine, program)]
 
 

@@ -55,7 +55,7 @@ class RealEngine(EngineListener):
     """One engine, and all it said so far."""
 
     def __init__(self, name: str, model: Path, role: Role = "decode", **settings: Any) -> None:
-        config = WorkerConfig.parse({"model": model, "kv_memory_mib": 8, "device": "cpu"} | settings)
+        config = WorkerConfig.parse({"model": model, "kv_memory_mib": 8} | settings)
         self.host = ChildEngine(EngineSpec(config, role, f"{name}-{os.getpid()}-{id(self)}", name))
         self.tokens: dict[str, list[Token]] = {}
         self.said: list[FromEngine] = []

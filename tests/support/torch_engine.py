@@ -8,7 +8,6 @@ from engine.core.loan_host import EngineLimits
 from engine.core_types import SamplingParams, StepBudget
 from engine.messages.from_engine import Token
 from engine.messages.to_engine import Generate
-from engine.speculation.speculator import Speculator
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.checked_core import NOTHING_LEFT, CheckedCore
 
@@ -20,18 +19,12 @@ Said = dict[tuple[str, int], list[Token]]
 class TorchEngine(CheckedCore):
     """Nobody lends to it. Its books are checked after every step, and when nobody is served any more."""
 
-    def __init__(
-        self,
-        runner: TorchRunner,
-        budget: StepBudget = BUDGET,
-        speculator: Speculator | None = None,
-        reserve_output_tokens: int = 1,
-    ) -> None:
+    def __init__(self, runner: TorchRunner, budget: StepBudget = BUDGET, reserve_output_tokens: int = 1) -> None:
         """By default requests are admitted without regard to what they will say: where blocks are few, they are
         preempted."""
         self.runner = runner
         limits = EngineLimits(budget, reserve_output_tokens=reserve_output_tokens)
-        super().__init__(runner, LocalTransport(LocalNetwork(), "one"), limits, speculator)
+        super().__init__(runner, LocalTransport(LocalNetwork(), "one"), limits)
 
     def ask(self, *requests: Generate) -> Said:
         """Serve them all, beside whom it serves already: what is said of each choice meanwhile. One that fails at once

@@ -15,10 +15,10 @@ from support.memory_objects import MemoryObjects
 from support.sim_model import VOCAB, undisturbed
 from support.trial_cells import lender_state
 from support.trial_faults import Faults
-from support.trial_node import Client, Node, TrialLink, searched
+from support.trial_node import Client, Node, TrialLink
 
-KINDS = 6 * [(1, 0)] + [(2, 0), (3, 0), (1, 2), (2, 3)]
-"""Choices and beams of a request."""
+NUM_CHOICES = 6 * [1] + [2, 3]
+"""Choices of a request."""
 FAULTS = [
     *4 * ["cancel"],
     *4 * ["cut"],
@@ -100,7 +100,7 @@ class Cluster(Faults):
             length = self.crowded_length if self.crowded else self.rng.randint(1, 28)
             prompt = tuple(self.rng.choice(self.trunks)[:length])
             client = Client(prompt, self.rng.randint(1, self.max_tokens), self.rng.randint(0, 1))
-            client.num_choices, client.num_beams = self.rng.choice(KINDS)
+            client.num_choices = self.rng.choice(NUM_CHOICES)
             client.scored = self.rng.random() < 0.1
             if self.faults and self.rng.random() < 0.15:
                 client.deadline = self.rng.randint(1, num_moves)
@@ -306,9 +306,6 @@ class Cluster(Faults):
     def check_answer(self, client: Client) -> None:
         """It is that of an engine which nothing disturbed, or the beginning of it."""
         done = client.state == "done"
-        if client.num_beams:
-            assert client.tokens == (searched(client) if done else {}), "a wrong beam"
-            return
         for choice, tokens in client.tokens.items():
             expected = undisturbed(client.prompt, client.max_tokens, choice)
             assert tokens == expected[: None if done else len(tokens)], "a wrong token"

@@ -182,7 +182,7 @@ class Front:
         if message.account is not None:
             account = message.account
             given = account.moved_blocks + account.reused_blocks + account.restored_blocks + account.store_blocks
-            if not account.preemptions and client.num_choices == 1 and not client.num_beams:
+            if not account.preemptions and client.num_choices == 1:
                 known = len(client.prompt) + len(tokens) - 1
                 assert given + account.computed_blocks == LAYOUT.blocks_for(known)
                 assert account.computed_tokens == known - given * WIDTH
@@ -201,8 +201,7 @@ class Front:
             client.finished.add(message.choice)
             if len(client.finished) == client.num_choices:
                 client.state = "done"
-                self.seen["parted"] += client.num_choices > 1 and not client.num_beams
-                self.seen["searched"] += client.num_beams > 0
+                self.seen["parted"] += client.num_choices > 1
 
     def on_rejected(self, client: Client, message: Rejected) -> None:
         assert not message.permanent or "the pool has" in message.reason, message.reason

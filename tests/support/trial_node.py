@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from engine.backends.sim.runner import SimRunner
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
-from engine.core_types import BeamParams, Chunk, SampleResult, SamplingParams, StepBudget
+from engine.core_types import Chunk, SampleResult, SamplingParams, StepBudget
 from engine.kv.store.object_format import ObjectFormat
 from engine.lending.fast_path import KEY_BYTES, NAME_BYTES, SECRET_BYTES, FastPathLink
 from engine.lending.reads.verification import BatchVerifier
-from engine.messages.from_engine import FromEngine, Token
-from engine.messages.to_engine import Generate, ToEngine
+from engine.messages.from_engine import FromEngine
+from engine.messages.to_engine import ToEngine
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.transport import Pool
 from support.checked_core import NOTHING_LEFT, held
@@ -211,7 +211,6 @@ class Client:
     max_tokens: int
     priority: int
     num_choices: int = 1
-    num_beams: int = 0
     scored: bool = False
     """It wants log probabilities of its prompt."""
     deadline: float = float("inf")
@@ -226,14 +225,11 @@ class Client:
 
     @property
     def sampling(self) -> SamplingParams:
-        beam = BeamParams(self.num_beams) if self.num_beams else None
         scores = 0 if self.scored else None
-        return SamplingParams(self.max_tokens, n=self.num_choices, beam=beam, prompt_logprobs=scores)
+        return SamplingParams(self.max_tokens, n=self.num_choices, prompt_logprobs=scores)
 
     def chain(self) -> tuple[int, ...]:
         """The tokens of the choice that borrows for all."""
-        if self.num_beams:
-            return self.prompt
         lead = next(choice for choice in range(self.num_choices) if choice not in self.finished)
         return (*self.prompt, *self.tokens.get(lead, ()))
 
@@ -271,16 +267,3 @@ class Stream:
     @property
     def over(self) -> bool:
         return self.closed or self.broken
-
-
-def searched(client: Client) -> dict[int, list[int]]:
-    """The beams that an engine finds which has room for all, and nobody beside it."""
-    node = Node({}, "alone", 200, StepBudget(64, 64))
-    node.send(Generate("r", client.prompt, (), client.sampling, "", 0, borrow=False))
-    while node.core.step():
-        pass
-    found: dict[int, list[int]] = {}
-    for message in node.said:
-        if isinstance(message, Token):
-            found.setdefault(message.choice, []).append(message.token_id)
-    return found

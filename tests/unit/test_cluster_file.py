@@ -1,5 +1,6 @@
 """What `tandem up` starts: the models of a file, their workers, and what of it is refused before anything starts."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +223,19 @@ def test_a_folder_that_cannot_be_used_is_told_and_stops_nothing(folder: Path, mo
     settings, fault = read_cluster(None, folder / "small", 1, 1).with_files_folder({"http_port": 8000})
     assert settings == {"http_port": 8000}
     assert fault.startswith("cannot be used")
+
+
+def test_a_machine_with_gpus_takes_vllm_unless_an_engine_is_named(folder: Path) -> None:
+    python = {"vllm_python": sys.executable}
+    plain, named = read_cluster(None, folder / "small", 1, 1), {"engine": "torch"}
+    assert plain.default_engine(python, 2) == {"engine": "vllm"}
+    assert plain.default_engine(python, 0) == plain.default_engine(python | named, 2) == {}
+    in_file = read_cluster(write(folder, worker=named), folder / "small", 1, 1)
+    each = read_cluster(write(folder, models=[{"path": str(folder / "small"), "worker": named}]), None, 1, 1)
+    assert in_file.default_engine(python, 2) == each.default_engine(python, 2) == {}
+
+
+def test_where_vllm_is_missing_it_says_how_to_install_it(folder: Path) -> None:
+    cluster = read_cluster(None, folder / "small", 1, 1)
+    with pytest.raises(StartError, match=r"default on a machine with GPUs, but .*make vllm, or set vllm_python"):
+        cluster.default_engine({"vllm_python": str(folder / "nowhere")}, 1)

@@ -11,7 +11,7 @@ from cluster.config import parse_overrides, read_file, to_overrides
 from cluster.errors import InvalidRequest, Overloaded, StartError, Unavailable
 from cluster.network.error_status import MAX_RETRY_AFTER_S, from_proto, from_rpc_error, to_proto, to_status
 from cluster.roles import Role
-from engine.config import WorkerConfig
+from engine.config import GONE, WorkerConfig
 from engine.core_types import GpuDevice, StepBudget
 from engine.errors import ModelRefused
 from engine.model.model_dir import ModelDir
@@ -101,51 +101,21 @@ def check(config: WorkerConfig, role: Role) -> None:
     config.kind.check(config, role)
 
 
-def test_speculation_is_of_decode_workers_of_the_torch_engine() -> None:
-    def chosen(role: Role, *settings: str) -> str:
-        overrides = [f"--set={setting}" for setting in ("model=m", *settings)]
-        config = WorkerConfig.from_command_line("w", overrides)
-        config.kind.check(config, role)
-        return config.kind.speculates(config, role)
-
-    assert chosen("decode") == "ngram"
-    assert chosen("prefill") == "ngram", "it may become a decode worker"
-    assert chosen("prefill", "speculation=models/small") == "ngram", "which shall not take memory meanwhile"
-    assert chosen("prefill", "speculation=off") == "off"
-    assert chosen("decode", "speculation=off") == "off"
-    assert chosen("decode", "speculation=models/small") == "models/small"
-    assert chosen("decode", "engine=sim") == "off"
-    with pytest.raises(StartError, match="tokens are hashes") as caught:
-        chosen("decode", "engine=sim", "speculation=ngram")
-    assert caught.value.field == "speculation"
-
-
-@pytest.mark.parametrize(
-    ("settings", "role", "named"),
-    [
-        ({"engine": "sim"}, "decode", "engine: sim"),
-        ({"lora": "adapter", "weights": "int8"}, "prefill", "weights: int8, lora"),
-        ({"speculation": "models/small"}, "decode", "a draft model in speculation"),
-        ({"weights": "int8"}, "decode", "weights: int8"),
-        ({"weights": "int4"}, "prefill", "weights: int4"),
-        ({"lora": "adapter"}, "decode", "lora"),
-    ],
-)
-def test_what_does_not_go_with_tensor_parallelism_is_named(settings: dict[str, object], role: Role, named: str) -> None:
-    check(WorkerConfig.parse({"model": "m"} | settings), role)
+@pytest.mark.parametrize("gone", GONE)
+@pytest.mark.parametrize("engine", ["torch", "vllm", "sim"])
+def test_a_setting_that_is_gone_is_refused_with_what_to_set(gone: str, engine: str) -> None:
+    name, _, value = gone.partition(": ")
     with pytest.raises(StartError) as caught:
-        check(WorkerConfig.parse({"model": "m", "tensor_parallel": 2} | settings), role)
-    assert str(caught.value) == f"tensor_parallel: 2 cannot be combined with {named}"
+        WorkerConfig.parse({"model": "m", "engine": engine, name: value or "int8"})
+    assert caught.value.field == name
+    what = "value" if value else "setting"
+    assert caught.value.reason == f"this {what} is gone: leave it out, or set {GONE[gone]}"
 
 
-def test_weights_are_quantised_on_cpus() -> None:
-    check(WorkerConfig.parse({"model": "m", "weights": "int4"}), "decode")
-    with pytest.raises(StartError, match=r"weights: int4 is for CPUs only: .* vllm_args: --quantization fp8"):
-        check(WorkerConfig.parse({"model": "m", "weights": "int4", "device": "cuda"}), "decode")
-    for others in ({}, {"engine": "vllm"}):
-        with pytest.raises(StartError, match="fp8 is not a value any more: on a GPU set engine: vllm") as caught:
-            WorkerConfig.parse({"model": "m", "weights": "fp8"} | others)
-        assert caught.value.field == "weights"
+@pytest.mark.parametrize("engine", ["torch", "sim"])
+def test_ranks_are_those_of_the_vllm_engine(engine: str) -> None:
+    with pytest.raises(StartError, match=f"tensor_parallel: 2 needs engine: vllm, not {engine}"):
+        check(WorkerConfig.parse({"model": "m", "engine": engine, "tensor_parallel": 2}), "decode")
 
 
 def test_stages_are_those_of_the_vllm_engine() -> None:
@@ -171,14 +141,6 @@ def test_nodes_need_ranks_and_a_first_one(settings: dict[str, object], error: st
     assert [config.of_rank(rank).cores for rank in range(4)] == [(4,), (5,)] * 2, "cores are those of a host"
     with pytest.raises(StartError, match=error):
         check(WorkerConfig.parse(good | settings), "decode")
-
-
-def test_what_goes_with_it() -> None:
-    config = WorkerConfig.parse({"model": "m", "tensor_parallel": 2, "speculation": "ngram", "kv_dtype": "int8"})
-    check(config, "decode")
-    check(WorkerConfig.parse({"model": "m", "tensor_parallel": 2, "speculation": "models/small"}), "prefill")
-    below = {"kv_host_memory_mib": 1, "kv_disk_dir": "d", "kv_store": "d"}
-    check(WorkerConfig.parse({"model": "m", "tensor_parallel": 2} | below), "decode")
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,6 @@ REACHED = {
     "lost blocks": 3,
     "preempted": 30,
     "parted": 50,
-    "searched": 50,
     "said early": 100,
     "lent on": 5,
     "released": 100,

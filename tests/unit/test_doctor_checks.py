@@ -15,9 +15,9 @@ from tandem.doctor.pairs import PairResult, judge_pairs
 SWITCH = ("pci0000:16", "0000:16:01.0")
 NIC = Nic("mlx5_0:1", True, True, Place((*SWITCH, "0000:18:00.0"), 0), "400 Gb/sec")
 GPU = Gpu("0000:1b:00.0", Place((*SWITCH, "0000:1b:00.0"), 0))
-VERSIONS = {"nixl": "1.5.1", "ucxx": "0.52.0", "torch": "2.13.0", "grpc": "1.85.1", "flashinfer": "0.7.2"}
+VERSIONS = {"nixl": "1.5.1", "ucxx": "0.52.0", "torch": "2.13.0", "grpc": "1.85.1"}
 LAPTOP = Machine(
-    versions=VERSIONS | {"flashinfer": None},
+    versions=VERSIONS,
     memlock_bytes=8 << 20,
     shared_memory_bytes=16 << 30,
     ptrace_scope=None,
@@ -26,7 +26,7 @@ LAPTOP = Machine(
     torch_gpus=(),
     host=Host(),
 )
-SERVER = replace(LAPTOP, versions=VERSIONS, memlock_bytes=None, torch_gpus=("H200",), host=Host((NIC,), (GPU,)))
+SERVER = replace(LAPTOP, memlock_bytes=None, torch_gpus=("H200",), host=Host((NIC,), (GPU,)))
 CONFIG = WorkerConfig(model=Path())
 
 
@@ -39,9 +39,9 @@ def settings(**values: object) -> WorkerConfig:
     return WorkerConfig.parse({"model": Path()} | values)
 
 
-@pytest.mark.parametrize("machine", [LAPTOP, SERVER])
-def test_machines_that_are_all_right(machine: Machine) -> None:
-    findings = check_all(machine, CONFIG, 2, {})
+@pytest.mark.parametrize(("machine", "engine"), [(LAPTOP, "torch"), (SERVER, "vllm")])
+def test_machines_that_are_all_right(machine: Machine, engine: str) -> None:
+    findings = check_all(machine, settings(engine=engine), 2, {})
     assert [finding for finding in findings if finding.level != "ok"] == []
     assert exit_code(findings) == 0
 
@@ -61,12 +61,6 @@ def test_packages_that_are_not_needed_may_be_missing() -> None:
     assert [level for level, _ in of(machine, "packages", settings(engine="sim"))] == ["ok"]
 
 
-@pytest.mark.parametrize(("backend", "level"), [("auto", "warning"), ("flashinfer", "broken")])
-def test_flashinfer_where_there_is_a_gpu(backend: str, level: Level) -> None:
-    machine = replace(SERVER, versions=VERSIONS | {"flashinfer": None})
-    assert (level, "flashinfer is not installed") in of(machine, "packages", settings(backend=backend))
-
-
 def test_the_environment_of_vllm() -> None:
     vllm = settings(engine="vllm")
     assert of(replace(LAPTOP, environment={"vllm": None}), "vllm") == [], "the torch engine needs none"
@@ -83,9 +77,9 @@ def test_the_environment_of_vllm() -> None:
 
 def test_gpus_that_torch_does_not_see() -> None:
     blind = replace(SERVER, torch_gpus=())
-    assert of(blind, "gpus") == [("warning", "torch sees none, the PCI bus has 1")]
-    assert of(blind, "gpus", settings(device="cuda")) == [("broken", "torch sees none")]
-    assert of(blind, "gpus", settings(device="cpu")) == [("ok", "torch sees none")]
+    assert of(blind, "gpus", settings(engine="vllm")) == [("warning", "torch sees none, the PCI bus has 1")]
+    assert of(blind, "gpus") == [("warning", "the PCI bus has 1, the torch engine uses none")]
+    assert of(LAPTOP, "gpus") == [("ok", "torch sees none")]
 
 
 def test_rdma_that_is_down_or_demanded() -> None:
@@ -131,7 +125,7 @@ def test_open_files_and_compiler() -> None:
     assert of(bare, "compiler") == [("warning", "no C++ compiler")]
     assert of(bare, "compiler", settings(backend="native")) == [("broken", "no C++ compiler")]
     assert of(bare, "compiler", settings(backend="sdpa")) == of(bare, "compiler", settings(engine="sim")) == []
-    assert of(replace(SERVER, compiler=None), "compiler") == []
+    assert of(replace(SERVER, compiler=None), "compiler", settings(engine="vllm")) == []
 
 
 def test_the_cpu_kernels_and_their_speed() -> None:
@@ -149,7 +143,7 @@ def test_the_cpu_kernels_and_their_speed() -> None:
 
 
 def test_this_machine_s_kernels_are_timed() -> None:
-    machine = read_machine(settings(device="cpu"))
+    machine = read_machine(settings())
     assert isinstance(machine.kernels, KernelSpeed), machine.kernels
     assert all(figure > 0 for of_rows in machine.kernels.gflops.values() for figure in of_rows.values())
     assert read_machine(settings(engine="sim")).kernels is None

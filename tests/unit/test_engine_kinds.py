@@ -23,12 +23,12 @@ from engine.engine_kind import BUILT_IN, GROUP, ONE_RANK, FunctionKind, Installa
 from engine.errors import EngineStartError
 from engine.host.core_allocation import CoreAllocation
 from engine.kv.layout import KvLayout
-from engine.model_runner import ModelInfo, ModelRunner, RankInfo
+from engine.model_runner import ModelInfo, ModelRunner
 from engine.process.spec import EngineSpec
 from kvtransfer import plugins
 from kvtransfer.transport import Pool
 from protos.decode_pb2 import DecodeRequest
-from protos.inference_pb2 import Sampling
+from protos.inference_pb2 import Sampling, StructuredOutput
 from simulator.fit.memory import Device, Fit, Worker, check
 from simulator.fit.nearest import nearest
 from simulator.models.known_models import known_shape
@@ -65,14 +65,10 @@ class AbacusKind(RunnerKind[AbacusConfig]):
     installation = Installation(packages=("beads",))
     block_tokens = 4
     refused_settings = MappingProxyType({**ONE_RANK, "adapters": "an abacus has no adapters"})
-    lacking = MappingProxyType({"beam search": "an abacus has one row of beads for each request"})
+    lacking = MappingProxyType({"structured output": "beads follow no grammar"})
 
     def open_runner(
-        self,
-        config: AbacusConfig,
-        role: Role,
-        rank: RankInfo | None = None,
-        core_allocation: CoreAllocation | None = None,
+        self, config: AbacusConfig, role: Role, core_allocation: CoreAllocation | None = None
     ) -> AbacusRunner:
         return AbacusRunner(config.abacus_rows)
 
@@ -133,7 +129,7 @@ def test_settings_of_an_engine_of_another_package_are_its_own() -> None:
     ("values", "error"),
     [
         ({"adapters": {"a": "b"}}, "adapters: an abacus has no adapters"),
-        ({"tensor_parallel": 2}, "tensor_parallel: 2 cannot be combined with engine: abacus"),
+        ({"tensor_parallel": 2}, "tensor_parallel: 2 needs engine: vllm, not abacus"),
         ({"pipeline_parallel": 2}, "pipeline_parallel: 2 needs engine: vllm, not abacus"),
         ({"nodes": 2}, "nodes: 2 needs engine: vllm, not abacus"),
     ],
@@ -150,11 +146,12 @@ def test_its_refusals_are_told_before_it_starts(values: dict[str, object], error
 def test_a_request_for_what_it_lacks_is_refused_with_its_reason() -> None:
     plain = DecodeRequest(prompt_token_ids=[1, 2], sampling=Sampling(max_tokens=2))
     check_request(plain, 100, "abacus")
-    beams = DecodeRequest(prompt_token_ids=[1, 2], sampling=Sampling(max_tokens=2, beam_width=2))
-    check_request(beams, 100, "torch")
-    with pytest.raises(InvalidRequest, match="an abacus has one row of beads") as caught:
-        check_request(beams, 100, "abacus")
-    assert caught.value.field == "sampling.beam_width"
+    structured = Sampling(max_tokens=2, structured=StructuredOutput(regex="[a-z]+"))
+    formed = DecodeRequest(prompt_token_ids=[1, 2], sampling=structured)
+    check_request(formed, 100, "torch")
+    with pytest.raises(InvalidRequest, match="beads follow no grammar") as caught:
+        check_request(formed, 100, "abacus")
+    assert caught.value.field == "sampling.structured"
 
 
 @pytest.mark.usefixtures("installed")
@@ -169,7 +166,7 @@ def test_a_function_is_an_engine_with_one_rank() -> None:
     assert isinstance(config.kind, FunctionKind)
     assert config.kind.open_runner(config, "decode").rows == 7
     two = WorkerConfig.parse({"model": "m", "engine": "counted", "tensor_parallel": 2})
-    with pytest.raises(EngineStartError, match=r"^tensor_parallel: 2 cannot be combined with engine: counted"):
+    with pytest.raises(EngineStartError, match=r"^tensor_parallel: 2 needs engine: vllm, not counted"):
         two.kind.check(two, "decode")
 
 

@@ -42,6 +42,7 @@ def worker(
     device: Device = H100, shape: ModelShape | None = LLAMA_8B, gpus: int | None = None, **others: Any
 ) -> Worker:
     ranks = others.get("tensor_parallel", 1)
+    others = {"engine": "vllm" if device.is_gpu else "torch", **others}
     return Worker("decode", {"model": "/m", **others}, device, shape, ranks if gpus is None else gpus)
 
 
@@ -81,7 +82,7 @@ def test_a_containers_memory_holds_all_ranks_and_stores() -> None:
     one = need_of(check(worker(host, gpus=0, kv_memory_mib=1024)))
     assert one[0] == LLAMA_8B.weight_bytes
     assert one[3] == HOST_RESERVE
-    both = need_of(check(worker(host, gpus=0, kv_memory_mib=1024, tensor_parallel=2)))
+    both = need_of(check(worker(host, gpus=0, engine="vllm", kv_memory_mib=1024, tensor_parallel=2)))
     assert (both[0], both[1], both[3]) == (one[0], one[1], 2 * HOST_RESERVE)
     stored = need_of(check(worker(host, gpus=0, kv_memory_mib=1024, kv_host_memory_mib=512)))
     assert stored[1] == (1024 + 512) * MIB + BUFFER_BYTES
@@ -90,8 +91,6 @@ def test_a_containers_memory_holds_all_ranks_and_stores() -> None:
 @pytest.mark.parametrize(
     ("others", "size"),
     [
-        ({"weights": "int8"}, 2 * 1_050_673_152 + 6_979_321_856),
-        ({"weights": "int4"}, 2 * 1_050_673_152 + 6_979_321_856 * 4.5 / 8),
         ({"dtype": "float32"}, 4 * 8_029_995_008),
         ({"engine": "vllm", "vllm_options": {"quantization": "fp8"}}, 2 * 1_050_673_152 + 6_979_321_856),
         ({"engine": "vllm", "vllm_args": "-q fp8"}, 2 * 1_050_673_152 + 6_979_321_856),
@@ -119,7 +118,6 @@ def test_auto_is_what_the_other_terms_leave() -> None:
     [
         ({}, 131072, 131072),
         ({"block_tokens": 64}, 131072, 131072),
-        ({"kv_dtype": "int8"}, 2 * 32 * 8 * (128 + 2), 131072),
         ({"engine": "vllm", "vllm_options": {"max_model_len": 1000}}, 131072, 1024),
         ({"engine": "vllm", "vllm_options": {"kv_cache_dtype": "fp8"}}, 65536, 131072),
         ({"engine": "vllm", "vllm_args": "--max-model-len 1k --kv_cache_dtype fp8"}, 65536, 1024),
@@ -180,8 +178,16 @@ def test_windows_and_states_in_one_context() -> None:
 @pytest.mark.parametrize(
     ("name", "others", "said"),
     [
-        ("deepseek-v3", {}, "engine: torch does not serve MLA, which deepseek-v3 has: set engine: vllm"),
-        ("qwen3.5-35b-a3b", {}, "engine: torch does not serve recurrent layers, which qwen3.5-35b-a3b has"),
+        (
+            "deepseek-v3",
+            {"engine": "torch"},
+            "engine: torch does not serve MLA, which deepseek-v3 has: set",
+        ),
+        (
+            "qwen3.5-35b-a3b",
+            {"engine": "torch"},
+            "engine: torch does not serve recurrent layers, which",
+        ),
         (
             "qwen3.5-35b-a3b",
             {"engine": "vllm", "tensor_parallel": 2},
@@ -197,10 +203,9 @@ def test_memory_that_an_engine_does_not_keep(name: str, others: dict[str, Any], 
 # ------------------------------------------------------------------ refusals, and the nearest that fits
 
 OLD_RDMA: dict[str, Any] = {
-    "device": "cuda",
+    "engine": "vllm",
     "strict_lanes": ["rdma"],
     "kv_memory_mib": 40960,
-    "kv_host_memory_mib": 65536,
 }
 """Settings of helm/examples/gpu-rdma.yaml before `tandem plan --values`."""
 
@@ -226,26 +231,22 @@ def test_70b_on_one_h100() -> None:
         (worker(kv_memory_mib=70000), "kv_memory_mib: 56730"),
         (worker(shape=LLAMA_70B, kv_memory_mib=40960), "tensor_parallel: 4, gpus: 4"),
         (worker(shape=LLAMA_70B, kv_memory_mib=140000), "tensor_parallel: 4, gpus: 4"),
-        (worker(Device("L4", 24e9), kv_memory_mib=8192, speculation="draft"), "L40S (48.0 GB)"),
+        (
+            worker(Device("L4", 24e9), vllm_options={"max_model_len": 65536}, kv_memory_mib=8192),
+            "tensor_parallel: 2, gpus: 2",
+        ),
         (
             worker(shape=shape_named("llama-3.1-405b"), tensor_parallel=8, kv_memory_mib=65536),
-            "engine: vllm, vllm_args: --quantization fp8, gpus: 8",
+            "tensor_parallel: 8, pipeline_parallel: 2, nodes: 2, gpus: 8",
         ),
-        (
-            worker(Device("A100", 80e9), kv_memory_mib=20480, weights="int8"),
-            "weights: auto, engine: vllm, vllm_args: --quantization fp8",
-        ),
-        (worker(kv_memory_mib=20480, weights="int8", lora="x"), "weights: auto"),
-        (worker(shape=shape_named("qwen3-32b-fp8"), kv_memory_mib=20480), "engine: vllm"),
-        (worker(gpus=4, kv_memory_mib=1024), "gpus: 1"),
-        (
-            worker(H100, LLAMA_70B, kv_memory_mib=4096, lora="x"),
-            "B200 (180.0 GB)",
-        ),
+        (worker(engine="torch", kv_memory_mib=20480), "engine: vllm"),
+        (worker(engine="torch", kv_memory_mib=20480, kv_disk_dir="/d"), "engine: vllm"),
+        (worker(engine="torch", shape=shape_named("qwen3-32b-fp8"), kv_memory_mib=20480), "engine: vllm"),
+        (worker(gpus=4, kv_memory_mib=20480), "gpus: 1"),
         (worker(engine="vllm", kv_memory_mib=1024), "kv_memory_mib: 56730"),
-        (worker(tensor_parallel=3, kv_memory_mib=1024), "tensor_parallel: 4, gpus: 4"),
+        (worker(tensor_parallel=3, kv_memory_mib=20480), "tensor_parallel: 4, gpus: 4"),
         (worker(Device("limits", 40e9, False), gpus=0, kv_memory_mib=40000), "kv_memory_mib: 20562"),
-        (worker(Device("limits", 30e9, False), gpus=0, kv_memory_mib=16384), "weights: int8"),
+        (worker(Device("limits", 30e9, False), gpus=0, kv_memory_mib=16384), "limits: 34Gi"),
         (worker(Device("limits", 4e9, False), gpus=0, kv_memory_mib=1024), "limits: 19Gi"),
     ],
 )
@@ -259,21 +260,12 @@ def test_the_nearest_that_fits(refused: Worker, words: str) -> None:
 @pytest.mark.parametrize(
     ("others", "said"),
     [
-        (
-            {"tensor_parallel": 2, "kv_host_memory_mib": 1, "lora": "/lora"},
-            "tensor_parallel: 2 cannot be combined with lora",
-        ),
+        ({"engine": "torch"}, "engine: torch computes on CPUs only, and its pod has gpus: set engine: vllm"),
         ({"tensor_parallel": 3}, "tensor_parallel: 3 does not divide the 8 KV heads and 32 heads of llama-3.1-8b"),
         ({"gpus": 1, "tensor_parallel": 2}, "gpus: 1 is not 2, the ranks of a pod: each has one GPU"),
-        ({"engine": "vllm", "kv_memory_mib": 20480, "weights": "int8"}, "weights: set vllm_options.quantization"),
-        ({"weights": "fp8"}, "weights: fp8 is not a value any more: on a GPU set engine: vllm and vllm_args: "),
-        ({"weights": "int8"}, "weights: int8 is for CPUs only: on a GPU set engine: vllm and vllm_args: "),
-        (
-            {"adapters": {"a": "/a"}},
-            "adapters: the torch engine serves no unmerged adapters: set lora to merge one, or engine: vllm",
-        ),
+        ({"weights": "int8"}, "weights: this setting is gone: leave it out, or set engine: vllm and vllm_args: "),
+        (),
         ({"kv_memory_mb": 1}, "kv_memory_mb: unknown key"),
-        ({"kv_memory_mib": 7, "block_tokens": 64}, "kv_memory_mib: 7 is below 8, a KV block"),
         ({"kv_memory_mib": 0}, "kv_memory_mib: Input should be greater than 0"),
         (
             {"engine": "vllm", "kv_memory_mib": 16383},
@@ -286,25 +278,25 @@ def test_settings_that_a_worker_would_refuse(others: dict[str, Any], said: str) 
     assert found.startswith(said)
 
 
-def test_quantised_files_on_a_gpu_need_vllm() -> None:
-    narrow = shape_named("qwen3-32b-fp8")
-    assert check(worker(shape=narrow, kv_memory_mib=1024)).refusals == (
-        "engine: torch serves models that are saved quantised, as qwen3-32b-fp8 is, on CPUs only: set engine: vllm",
+def test_quantised_files_need_vllm() -> None:
+    narrow, host = shape_named("qwen3-32b-fp8"), Device("limits", 80e9, False)
+    on_cpu = worker(host, narrow, gpus=0, kv_memory_mib=20480)
+    assert check(on_cpu).refusals == (
+        "engine: torch does not serve models that are saved quantised, as qwen3-32b-fp8 is: set engine: vllm",
     )
-    assert check(worker(shape=narrow, kv_memory_mib=20480, engine="vllm")).fits
-    assert check(worker(Device("limits", 80e9, False), narrow, gpus=0, kv_memory_mib=1024)).fits
+    found = nearest(on_cpu)
+    assert found is not None
+    assert found.change.settings == {"engine": "vllm"}
+    assert check(worker(shape=narrow, kv_memory_mib=20480)).fits
 
 
-def test_a_gpu_that_the_pod_does_not_get() -> None:
+def test_a_cpu_worker_of_the_torch_engine() -> None:
     host = Device("limits", 64e9, False)
-    cuda = Worker("decode", {"model": "/m", "device": "cuda"}, host, LLAMA_8B, 0)
-    assert check(cuda).refusals == ("device: cuda, but gpus is 0: the pod gets no GPU",)
-    assert nearest(cuda) is None
-
-
-def test_what_is_not_counted_is_named() -> None:
-    fit = check(worker(speculation="/draft", lora="/lora"))
-    assert fit.unknown == ("speculation: the draft model", "lora: while it is merged")
+    assert check(worker(host, gpus=0, kv_memory_mib=1024)).fits
+    (small,) = check(worker(host, gpus=0, kv_memory_mib=7, block_tokens=64)).refusals
+    assert small == "kv_memory_mib: 7 is below 8, a KV block"
+    (adapters,) = check(worker(host, gpus=0, kv_memory_mib=1024, adapters={"a": "/a"})).refusals
+    assert adapters == "adapters: the torch engine serves no adapters: set engine: vllm"
 
 
 def test_ranks_beyond_the_kv_heads_hold_copies() -> None:
@@ -317,7 +309,7 @@ def test_ranks_beyond_the_kv_heads_hold_copies() -> None:
     llama = worker(engine="vllm", tensor_parallel=16, kv_memory_mib=65536)
     assert check(llama).fits
     (refusal,) = check(worker(engine="torch", tensor_parallel=16, kv_memory_mib=65536)).refusals[:1]
-    assert refusal.startswith("tensor_parallel: 16 does not divide the 8 KV heads")
+    assert refusal == "tensor_parallel: 16 needs engine: vllm, not torch"
 
 
 @pytest.mark.parametrize(
@@ -381,17 +373,12 @@ gpus = st.sampled_from([Device(gpu.name, gpu.memory_bytes) for gpu in GPUS.value
 hosts = st.builds(lambda gib: Device("limits", float(gib << 30), False), st.integers(1, 400))
 shapes = st.sampled_from([shape_named(name) for name in (*NAMES, "llama-3.1-70b-fp8", "qwen3-32b-fp8")])
 torch_settings = st.fixed_dictionaries(
-    {"kv_memory_mib": st.one_of(st.integers(1, 400_000), st.just("auto"))},
+    {"engine": st.just("torch"), "kv_memory_mib": st.one_of(st.integers(1, 400_000), st.just("auto"))},
     optional={
-        "tensor_parallel": st.integers(1, 9),
         "kv_host_memory_mib": st.sampled_from([0, 65536]),
         "kv_disk_dir": st.just("/disk"),
-        "weights": st.sampled_from(["auto", "int8", "int4"]),
-        "kv_dtype": st.sampled_from(["auto", "int8"]),
         "dtype": st.sampled_from(["auto", "float32"]),
-        "lora": st.just("/lora"),
         "max_batch_tokens": st.sampled_from([128, 2048, 16384]),
-        "speculation": st.sampled_from(["off", "/draft"]),
     },
 )
 vllm_settings = st.fixed_dictionaries(
@@ -424,15 +411,15 @@ def test_what_a_refusal_proposes_fits(device: Device, shape: ModelShape, chosen:
 
 
 @settings(max_examples=60, deadline=None)
-@given(gpus, st.floats(0.1, 6), st.integers(1, 400_000))
+@given(gpus, st.floats(0.1, 40), st.integers(1, 400_000))
 def test_a_change_is_found_where_there_is_one(device: Device, times: float, kv_mib: int) -> None:
-    """By trying all GPUs, ranks and engines, with as much KV as they leave; four times 405B is too much for any."""
+    """By trying all GPUs and ranks, with as much KV as they leave; thirty times 405B is too much for any."""
     shape = shape_named("llama-3.1-405b")
     shape = replace(shape, params=round(shape.params * times))
     given_worker = worker(device, shape, kv_memory_mib=kv_mib)
     if check(given_worker).fits:
         return
-    fp8 = {"engine": "vllm", "vllm_args": "--quantization fp8"}
+    fp8 = {"vllm_args": "--quantization fp8"}
     any_fits = any(
         check(worker(larger, shape, tensor_parallel=ranks, kv_memory_mib="auto", **engine)).fits
         for larger in [device, *(Device(gpu.name, gpu.memory_bytes) for gpu in GPUS.values())]
@@ -442,7 +429,7 @@ def test_a_change_is_found_where_there_is_one(device: Device, times: float, kv_m
     )
     found = nearest(given_worker)
     assert (found is not None) >= any_fits
-    assert found is None or times < 4
+    assert found is None or times < 30
 
 
 # ------------------------------------------------------------------ stages, nodes and groups

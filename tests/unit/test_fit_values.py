@@ -20,6 +20,7 @@ from tandem.cli.common import console
 from tandem.cli.main import app
 
 H100 = Device("H100", 80e9)
+VLLM = {"engine": "vllm", "vllm_options": {"max_model_len": 8192}}
 LLAMA_8B = known_shape("llama-3.1-8b")
 assert LLAMA_8B is not None
 
@@ -105,7 +106,7 @@ def test_pools_are_merged_as_the_chart_does_it() -> None:
 
 
 def test_what_is_unknown_is_named() -> None:
-    worker = {"gpus": 1, "config": {"kv_memory_mib": 256}}
+    worker = {"gpus": 1, "config": VLLM | {"kv_memory_mib": 1024}}
     values = {"worker": worker, "models": [MODEL, MODEL | {"name": "mine"}]}
     known, unknown = verdicts(values, {}, gpu="L4")
     assert known.said == "fits"
@@ -132,7 +133,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, folder: Path, values: object, *opti
     return done.exit_code, done.output
 
 
-ON_GPUS = {"worker": {"gpus": 1, "config": {"kv_memory_mib": 30000}}, "models": [MODEL]}
+ON_GPUS = {"worker": {"gpus": 1, "config": {"engine": "vllm", "kv_memory_mib": 30000}}, "models": [MODEL]}
 
 
 def test_the_table_and_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +156,7 @@ def test_a_pool_that_does_not_fit_is_the_exit_code(tmp_path: Path, monkeypatch: 
 
 def test_later_files_come_over_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     over = tmp_path / "over.yaml"
-    over.write_text("worker: {config: {kv_memory_mib: 1024}}")
+    over.write_text("worker: {config: {kv_memory_mib: 1024, vllm_options: {max_model_len: 4096}}}")
     code, said = planned(monkeypatch, tmp_path, ON_GPUS, "--gpu", "L4", "--values", str(over))
     assert code == 0, said
     assert "1.1 GB" in said

@@ -48,9 +48,9 @@ def test_a_directory_that_is_there_is_no_repository(tmp_path: Path, monkeypatch:
 def test_a_path_that_begins_with_a_dot_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     router = ModelsConfig.parse({"model": "./org/name"})
-    worker = WorkerConfig.parse({"model": "./org/name", "lora": "./org/adapter", "adapters": {"a": "./org/other"}})
-    named = (router.model, worker.model, worker.lora, worker.adapters["a"])
-    assert named == tuple(tmp_path / "org" / each for each in ("name", "name", "adapter", "other"))
+    worker = WorkerConfig.parse({"model": "./org/name", "adapters": {"a": "./org/other"}})
+    named = (router.model, worker.model, worker.adapters["a"])
+    assert named == tuple(tmp_path / "org" / each for each in ("name", "name", "other"))
     assert WorkerConfig.parse({"model": "org/name@main"}).model == Path("org/name@main")
 
 

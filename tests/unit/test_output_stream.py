@@ -246,17 +246,6 @@ def test_a_second_attempt_goes_on_with_each_choice(tokenizer: Tokenizer) -> None
     assert message.finish.HasField("receipt")
 
 
-def test_beams_that_are_found_again_are_sent_from_where_they_were(tokenizer: Tokenizer) -> None:
-    made = choices_request(2, emitted_token_ids=[ALPHABET.index("a")], emitted_chars=1, finished_choices=[1])
-    made.sampling.beam_width = 2
-    generation = OutputStream(made, tokenizer, "d0", 4)
-    generation.absorb(token("a", account=ACCOUNT))
-    generation.absorb(token("b", finish=FinishReason.LENGTH, cumulative_logprob=-2.5))
-    generation.absorb(token("c", choice=1, finish=FinishReason.LENGTH, cumulative_logprob=-3.5))
-    (message,) = messages_of(generation)
-    assert (message.text, message.finish.cumulative_logprob, message.finish.usage.completion_tokens) == ("b", -2.5, 2)
-
-
 def test_the_price_is_that_of_all_choices_on_whatever_workers(tokenizer: Tokenizer) -> None:
     """An earlier attempt streamed two tokens of the one choice, and all three of the other."""
     resumed = request(

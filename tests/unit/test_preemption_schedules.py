@@ -1,13 +1,12 @@
 """Any schedule of requests, forks and cancels on a pool that is too small; books and bounds checked at every step."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core_types import BeamParams, StepBudget
+from engine.core_types import StepBudget
 from engine.messages.from_engine import Rejected
 from engine.messages.to_engine import Cancel
 from support.core_engine import WIDE
@@ -21,7 +20,6 @@ class New:
     max_tokens: int
     priority: int
     n: int = 1
-    beams: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,18 +33,9 @@ class Abort:
 news = st.builds(New, st.integers(0, 3), st.integers(1, 12), st.integers(1, 12), st.integers(-1, 1))
 aborts = st.builds(Abort, st.integers(0, 40), st.booleans(), st.booleans())
 parting = st.builds(
-    New, st.integers(0, 3), st.integers(1, 12), st.integers(1, 6), st.integers(-1, 1), st.integers(2, 4), st.just(0)
+    New, st.integers(0, 3), st.integers(1, 12), st.integers(1, 6), st.integers(-1, 1), st.integers(2, 4)
 )
-beams = st.builds(
-    New,
-    st.integers(0, 3),
-    st.integers(1, 12),
-    st.integers(1, 6),
-    st.integers(-1, 1),
-    st.integers(1, 2),
-    st.integers(2, 4),
-)
-mixed_events = st.lists(st.one_of(st.none(), news, parting, parting, beams, aborts), min_size=30, max_size=60)
+mixed_events = st.lists(st.one_of(st.none(), news, parting, parting, aborts), min_size=30, max_size=60)
 events = st.lists(st.one_of(st.none(), news, news, news, news, aborts), min_size=30, max_size=90)
 budgets = st.one_of(
     st.builds(StepBudget, st.integers(1, 12), st.integers(1, 12)), st.sampled_from([StepBudget(1, 1), WIDE])
@@ -59,33 +48,27 @@ def test_any_schedule(num_blocks: int, budget: StepBudget, reserve: int, moves: 
     run_schedule(Engine(num_blocks, budget, reserve), moves)
 
 
-@given(st.integers(4, 14), budgets, st.sampled_from([1, 1, 4, 100]), mixed_events, st.booleans())
+@given(st.integers(4, 14), budgets, st.sampled_from([1, 1, 4, 100]), mixed_events)
 def test_any_schedule_of_forks(
-    num_blocks: int, budget: StepBudget, reserve: int, moves: list[New | Abort | None], has_beams: bool
+    num_blocks: int, budget: StepBudget, reserve: int, moves: list[New | Abort | None]
 ) -> None:
-    """Choices and beams that share blocks: a block written by two, or copied wrongly, gives a wrong token."""
-    if not has_beams:  # whose steps give no tokens, so that bounds on the waiting for one say nothing
-        moves = [None if isinstance(move, New) and move.beams else move for move in moves]
-    run_schedule(Engine(num_blocks, budget, reserve, bounded=not has_beams), moves)
+    """Choices that share blocks: a block written by two, or copied wrongly, gives a wrong token."""
+    run_schedule(Engine(num_blocks, budget, reserve), moves)
 
 
 def run_schedule(engine: Engine, moves: list[New | Abort | None]) -> None:
     for number, move in enumerate(moves):
         match move:
-            case New(trunk, length, max_tokens, priority, n, width):
+            case New(trunk, length, max_tokens, priority, n):
                 # Trunks share their first block, so that prefix hits and blocks of several holders occur.
                 prompt = (*tokens(0, 4), *tokens(100 * (1 + trunk), 8))[:length]
-                options: dict[str, Any] = {"n": n}
-                if width:
-                    options |= {"beam": BeamParams(width), "stop_token_ids": frozenset({7, 300, 600})}
-                engine.ask(f"r{number}", prompt, max_tokens, priority, **options)
+                engine.ask(f"r{number}", prompt, max_tokens, priority, n=n)
             case Abort(place, in_step, only_one):
                 streams = list(engine.streams.values())
                 batch = engine.begin_step() if in_step else []
                 if streams:
                     stream = streams[place % len(streams)]
-                    begun = stream.tokens and stream.request.sampling.beam is None
-                    choice = stream.choice if only_one and begun else None
+                    choice = stream.choice if only_one and stream.tokens else None
                     engine.send(Cancel(stream.request.request_id, choice))
                 if batch:
                     engine.end_step(batch)
@@ -111,36 +94,6 @@ def test_choices_that_could_not_all_end_here_are_rejected_for_good() -> None:
     assert not engine.ask("a", tokens(10, 9), 8, n=3)
     reason = "prompt + 3 x max_tokens need 11 KV blocks, the pool has 8"
     assert engine.rejected == [Rejected("a", reason, permanent=True)]
-
-
-def test_beams_are_found_whatever_the_pool() -> None:
-    preemptions = []
-    for length, fewest in ((1, 6), (4, 9), (5, 7), (8, 10)):
-        for num_blocks in (fewest, 40):
-            engine = Engine(num_blocks, StepBudget(7, 5), reserve=1, bounded=False)
-            assert engine.ask("other", tokens(50, 7), 4 * fewest - 8, priority=1)
-            assert engine.ask("a", tokens(10, length), 7, n=2, beam=BeamParams(3))
-            engine.run()
-            engine.check_finished()
-            assert len(engine.streams["a#1"].tokens) == 7
-            preemptions.append(engine.core._requests.running_set.num_preemptions)
-    assert sum(preemptions[0::2]) > 0
-    assert sum(preemptions[1::2]) == 0
-
-
-@pytest.mark.parametrize("num_blocks", [10, 11, 12])
-@pytest.mark.parametrize("budget", [StepBudget(11, 2), StepBudget(11, 3)])
-def test_beams_of_one_search_do_not_take_each_others_blocks_for_ever(num_blocks: int, budget: StepBudget) -> None:
-    """The beams of "a" are the first victims: a beam that is done with its step waits for its sibling, and has nothing
-    to gain from blocks."""
-    for length, other in ((7, 5), (7, 9), (9, 7), (11, 7), (13, 5), (13, 9)):
-        engine = Engine(num_blocks, budget, reserve=1, bounded=False)
-        assert engine.ask("a", tokens(10, length), 8, n=2, beam=BeamParams(2))
-        engine.ask("b", tokens(50, other), 8, priority=1, n=3, beam=BeamParams(3))
-        for _ in range(600):
-            if not engine.step():
-                break
-        engine.check_finished()
 
 
 @pytest.mark.parametrize("reserve", [1, 5])

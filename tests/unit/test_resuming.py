@@ -53,7 +53,6 @@ def begun(request: pb.GenerateRequest, has_others: bool = True, origin: pb.Origi
 @pytest.mark.parametrize(
     "fields",
     [
-        {"sampling": pb.Sampling(beam_width=2)},
         {"embedding": pb.EmbeddingOptions()},
         {"stream_tool_calls": True},
         {"media": [pb.Media(kind="image", url="http://x")]},

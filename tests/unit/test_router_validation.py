@@ -41,7 +41,6 @@ def test_what_a_model_recommends_is_its_default(model_dir: ModelDir) -> None:
     given = pb.Sampling(temperature=0, top_p=1, top_k=0, min_p=0, repetition_penalty=1)
     resolved = resolve_sampling(given, 10, wise)
     assert tuple(getattr(resolved, name) for name in names) == (0, 1, 0, 0, 1, 1)
-    assert resolve_sampling(pb.Sampling(beam_width=2), 10, wise).temperature == 0
 
 
 def test_what_no_request_could_ask_for_is_not_recommended(model_dir: ModelDir) -> None:
@@ -96,6 +95,9 @@ def test_what_was_given_stays(model_dir: ModelDir) -> None:
         ("stop", pb.Sampling(stop=[""])),
         ("stop", pb.Sampling(stop=["x" * 257])),
         ("stop_token_ids", pb.Sampling(stop_token_ids=[VOCAB])),
+        ("beam_width", pb.Sampling(beam_width=2)),
+        ("length_penalty", pb.Sampling(length_penalty=1.0)),
+        ("early_stopping", pb.Sampling(early_stopping=True)),
     ],
 )
 def test_out_of_range_names_the_field(model_dir: ModelDir, field: str, sampling: pb.Sampling) -> None:

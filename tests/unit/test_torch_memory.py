@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.torch.device import allocate
 from engine.backends.torch.memory import huge_tensor, populate
-from engine.kv.layout import KvDtype, KvLayout
-from kvtransfer.transport import Pool
 
 SIZE = 40 << 20
 OLD = platform.system() != "Linux" or tuple(map(int, platform.release().split(".")[:2])) < (5, 14)
@@ -44,15 +41,3 @@ def test_memory_is_taken_slowly_only_while_requests_are_served(monkeypatch: pyte
     populate(memory, lambda: next(asked)).join()
     assert len(slept) == 2
     assert resident(memory) == 1
-
-
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("in_file", [False, True])
-def test_the_pool_is_what_the_model_writes(kv_dtype: KvDtype, in_file: bool) -> None:
-    layout = KvLayout(2, 2, 64, 16, "bfloat16", kv_dtype)
-    memory = allocate(layout, 3, torch.device("cpu"), in_file)
-    assert isinstance(memory.pool, Pool)
-    assert (memory.pool.file is not None) is in_file
-    assert memory.pool.memory.shape == (3, layout.block_bytes)
-    memory.tensor[1] = 1
-    assert [bool(block.any()) for block in memory.pool.memory] == [False, True, False]

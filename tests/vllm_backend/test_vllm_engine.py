@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from engine.core_types import BeamParams, StructuredOutput
-from engine.messages.from_engine import Rejected, Token
+from engine.core_types import StructuredOutput
+from engine.messages.from_engine import Token
 from engine.messages.to_engine import Generate, LoanFailed
 from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
@@ -193,17 +193,6 @@ async def test_log_probabilities_of_the_prompt_come_once(pair: Pair) -> None:
     await pair.borrower.answer(rest)
     told = pair.borrower.scored(rest.request_id)
     assert [each.logprob for each in told] == pytest.approx([each.logprob for each in scored[20:]], abs=1e-4)
-
-
-async def test_beam_search_is_refused_by_name(pair: Pair) -> None:
-
-    request = named(prompt_of(10), beam=BeamParams(2))
-    pair.lender.send(request)
-    await pair.lender.until(lambda: any(isinstance(message, Rejected) for message in pair.lender.said))
-    (refused,) = [message for message in pair.lender.said if isinstance(message, Rejected)]
-    pair.lender.said.clear()
-    assert refused.permanent
-    assert "beam_width" in refused.reason
 
 
 async def test_preemption_by_vllm_loses_nothing(pair: Pair, kind: dict[str, Any]) -> None:

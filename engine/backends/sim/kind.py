@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from engine.backends.sim.media_processor import SimMediaProcessor
     from engine.backends.sim.runner import SimRunner
     from engine.host.core_allocation import CoreAllocation
-    from engine.model_runner import RankInfo
-
-NO_WEIGHTS = "the sim engine has no weights"
 
 
 class SimMemory(EngineMemory[SimSettings]):
@@ -40,23 +37,13 @@ class SimKind(RunnerKind[SimSettings]):
     warms_up = False  # nothing is slow at first
     refused_settings = MappingProxyType(
         {name: reason for name, reason in ONE_RANK.items() if name != "data_parallel"}  # each steps by itself
-        | {
-            "speculation": "the sim engine cannot speculate: its tokens are hashes",
-            "weights": NO_WEIGHTS,
-            "lora": NO_WEIGHTS,
-            "kv_dtype": "the sim engine has one KV format",
-        }
     )
     lacking = MappingProxyType(
         {"structured output": "the sim engine cannot follow a grammar: its tokens are hashes of its KV blocks"}
     )
 
     def open_runner(
-        self,
-        config: SimSettings,
-        role: Role,
-        rank: "RankInfo | None" = None,
-        core_allocation: "CoreAllocation | None" = None,
+        self, config: SimSettings, role: Role, core_allocation: "CoreAllocation | None" = None
     ) -> "SimRunner":
         return open_sim_runner(config, belongs_in_file(role))
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from engine.backends.sim.states import (
     choice_token,
     hidden_states,
-    likeliest,
     prompt_logprob,
     state_after,
     states_of,
@@ -24,7 +23,7 @@ from engine.backends.sim.states import (
     tokens_seen,
 )
 from engine.backends.sim.timing import AT_ONCE, StepTiming
-from engine.core_types import Chunk, SampleResult, TokenLogprobs, verified
+from engine.core_types import Chunk, SampleResult, TokenLogprobs
 from engine.host.memory import pool_memory
 from engine.kv.layout import KvLayout
 from engine.model.embedding import is_embedding_model
@@ -88,7 +87,7 @@ class SimRunner(ModelRunner):
         before = self._root ^ int.from_bytes(sequence.adapter[:8], "little")
         if start:
             before = int(self._words[sequence.blocks[(start - 1) // width], 0, (start - 1) % width, 0])
-        if chunk.num_rows == 1:  # the common case
+        if chunk.count == 1:  # the common case
             token_id = sequence.token_ids[start]
             if sequence.items:
                 (token_id,) = tokens_seen(sequence.items, [token_id], start)
@@ -97,7 +96,7 @@ class SimRunner(ModelRunner):
             return
         token_ids = tokens_seen(sequence.items, chunk.token_ids, start) if sequence.items else chunk.token_ids
         states = states_of(before, token_ids, start)
-        first, end = start // width, start + chunk.num_rows
+        first, end = start // width, chunk.end
         blocks = np.array(sequence.blocks[first : (end - 1) // width + 1])
         positions = np.arange(start, end)
         self._words[blocks[positions // width - first], :, positions % width] = states[:, None, None]
@@ -112,10 +111,9 @@ class SimRunner(ModelRunner):
             prompt = tuple(TokenLogprobs(prompt_logprob(self._sample(chunk, p + 1)), (), ()) for p in scored)
         if not chunk.samples:
             return SampleResult(-1, prompt=prompt)
-        if not chunk.draft_tokens:  # the common case
-            return self._next(chunk, chunk.start + chunk.count, prompt)
-        ends = range(chunk.start + chunk.count, chunk.start + chunk.num_rows + 1)
-        return verified(chunk.draft_tokens, (self._next(chunk, end, prompt) for end in ends))
+        token, sampling = self._sample(chunk, chunk.end), chunk.sequence.sampling
+        assert sampling is not None
+        return SampleResult(choice_token(token, chunk.sequence.choice, self.info.vocab_size), prompt=prompt)
 
     def _states(self, chunk: Chunk, positions: range) -> NDArray[np.uint64]:
         """Return the states of some positions, [len(positions)], as the pool holds them."""
@@ -123,13 +121,6 @@ class SimRunner(ModelRunner):
         blocks = np.array(chunk.sequence.blocks)[places // width]
         states: NDArray[np.uint64] = self._words[blocks, 0, places % width, 0]
         return states
-
-    def _next(self, chunk: Chunk, end: int, prompt: tuple[TokenLogprobs, ...]) -> SampleResult:
-        token, sampling = self._sample(chunk, end), chunk.sequence.sampling
-        assert sampling is not None
-        if sampling.beam is not None:
-            return SampleResult(token, likeliest(token, sampling.logprobs or 1, self.info.vocab_size), prompt=prompt)
-        return SampleResult(choice_token(token, chunk.sequence.choice, self.info.vocab_size), prompt=prompt)
 
     def _sample(self, chunk: Chunk, end: int) -> int:
         """Return the token after the sequence's first `end` tokens."""

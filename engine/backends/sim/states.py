@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core_types import TokenLogprobs
 from engine.media.items import Item
 
 _OF_TOKENS, _OF_PLACES, _OF_BOTH = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xFF51AFD7ED558CCD
@@ -60,15 +59,6 @@ def token_of(folded: int, vocab_size: int) -> int:
 def choice_token(token: int, choice: int, vocab_size: int) -> int:
     """Return the token that `choice` samples where choice 0 would sample `token`."""
     return (token + choice * (1 + token % 7)) % vocab_size
-
-
-def likeliest(token: int, count: int, vocab_size: int) -> TokenLogprobs:
-    """Return `count` distinct tokens as the likeliest of a beam search, where `token` would be sampled."""
-    count = min(count, vocab_size)
-    token_ids = tuple((token + rank) % vocab_size for rank in range(count))
-    first, step = token * 0.618034 % 1, 0.05 + token * 0.754878 % 0.3  # different for any two tokens
-    logprobs = tuple(-first - rank * step for rank in range(count))
-    return TokenLogprobs(logprobs[0], token_ids, logprobs)
 
 
 def prompt_logprob(token: int) -> float:

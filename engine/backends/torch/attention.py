@@ -1,8 +1,8 @@
 """Paged attention behind transformers' attention interface.
 
 Every attention layer of a model calls a `PagedAttention` instead of its own kernel. It writes the new keys and values
-into the pool, and attends over the blocks of each sequence. Backends: `sdpa.py` (any device, the reference),
-`native/attention.py` (CPU), `cuda/flashinfer_attention.py` and `cuda/triton_attention.py` (GPUs).
+into the pool, and attends over the blocks of each sequence. Backends: `sdpa.py` (the reference) and
+`native/attention.py`.
 """
 
 import itertools

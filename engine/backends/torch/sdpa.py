@@ -1,10 +1,8 @@
-"""The `sdpa` backend: paged attention by torch's own kernel, on any device.
-
-The reference for the other backends.
+"""The `sdpa` backend: paged attention by torch's own kernel, the reference for the native one.
 
 The pool [num_blocks, kv_heads, layers, 2, block_tokens, head_dim] is read as rows, one per (block, head, layer, K or
 V), each [block_tokens * head_dim]. Gathering whole rows gives keys in the order SDPA wants, and is eight times as fast
-as indexing the strided view of a layer. Only `kv/rows.py` knows the content of a row.
+as indexing the strided view of a layer.
 """
 
 from collections.abc import Sequence
@@ -17,7 +15,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.backends.torch.attention import PagedAttention
-from engine.backends.torch.kv.rows import kv_rows
 from engine.core_types import Chunk
 from engine.kv.layout import KvLayout
 
@@ -42,33 +39,31 @@ class PagedBatch:
     """Slots and masks of a flattened batch's tokens, made once per step and used by every layer."""
 
     layout: KvLayout
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     prefills: list[_Span] = field(default_factory=list)
     decodes: list[_Span] = field(default_factory=list)
     slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     """Slot of each token's key in layer 0, [tokens * kv_heads], in units of head_dim."""
 
     @classmethod
-    def of(cls, layout: KvLayout, chunks: Sequence[Chunk], device: torch.device) -> "PagedBatch":
-        batch, offset, width = cls(layout, device), 0, layout.block_tokens
+    def of(cls, layout: KvLayout, chunks: Sequence[Chunk]) -> "PagedBatch":
+        batch, offset, width = cls(layout), 0, layout.block_tokens
         blocks: list[int] = []
         offsets: list[int] = []
         for chunk in chunks:
-            end = chunk.start + chunk.num_rows
-            table = torch.tensor(chunk.sequence.blocks[: layout.blocks_for(end)], device=device)
-            span = _Span(offset, chunk.start, chunk.num_rows, table, _rows(layout, table[None]))
-            (batch.decodes if chunk.num_rows == 1 else batch.prefills).append(span)
-            blocks += (chunk.sequence.blocks[position // width] for position in range(chunk.start, end))
-            offsets += (position % width for position in range(chunk.start, end))
-            offset += chunk.num_rows
-        rows = _rows(layout, torch.tensor(blocks, device=device)[:, None])[:, :, 0]  # [tokens, kv_heads]
-        batch.slots = (rows * width + torch.tensor(offsets, device=device)[:, None]).reshape(-1)
+            table = torch.tensor(chunk.sequence.blocks[: layout.blocks_for(chunk.end)])
+            span = _Span(offset, chunk.start, chunk.count, table, _rows(layout, table[None]))
+            (batch.decodes if chunk.count == 1 else batch.prefills).append(span)
+            blocks += (chunk.sequence.blocks[position // width] for position in range(chunk.start, chunk.end))
+            offsets += (position % width for position in range(chunk.start, chunk.end))
+            offset += chunk.count
+        rows = _rows(layout, torch.tensor(blocks)[:, None])[:, :, 0]  # [tokens, kv_heads]
+        batch.slots = (rows * width + torch.tensor(offsets)[:, None]).reshape(-1)
         return batch
 
     @cached_property
     def decode_places(self) -> Tensor:
         """Places of the single-token chunks in the flattened batch, [decodes]."""
-        return torch.tensor([span.offset for span in self.decodes], device=self.device)
+        return torch.tensor([span.offset for span in self.decodes])
 
     @cached_property
     def decode_tables(self) -> Tensor:
@@ -87,15 +82,15 @@ class PagedBatch:
     def decode_mask(self, window: int | None) -> Tensor:
         """Return the positions that each single token sees, [decodes, 1, 1, positions]."""
         if (mask := self._masks.get(("decode", window))) is None:
-            positions = torch.arange(self.decode_tables.shape[1] * self.layout.block_tokens, device=self.device)
-            own = torch.tensor([span.start for span in self.decodes], device=self.device)[:, None]
+            positions = torch.arange(self.decode_tables.shape[1] * self.layout.block_tokens)
+            own = torch.tensor([span.start for span in self.decodes])[:, None]
             mask = self._masks[("decode", window)] = _visible(own, positions, window)[:, None, None]
         return mask
 
     def prefill_mask(self, span: _Span, window: int | None) -> Tensor:
         """Return the positions that each token of a chunk sees, [count, positions]."""
         if (mask := self._masks.get((span.offset, window))) is None:
-            positions = torch.arange(span.end, device=self.device)
+            positions = torch.arange(span.end)
             mask = self._masks[(span.offset, window)] = _visible(positions[span.start :, None], positions, window)
         return mask
 
@@ -107,15 +102,16 @@ def _visible(own: Tensor, positions: Tensor, window: int | None) -> Tensor:
 
 
 class SdpaPagedAttention(PagedAttention):
-    """Paged attention over a pool shaped as `KvMemory.tensor`."""
+    """Paged attention over a pool [blocks, kv_heads, layers, 2, block_tokens, head_dim]."""
 
     def __init__(self, pool: Tensor, layout: KvLayout) -> None:
-        self.batch = PagedBatch(layout, pool.device)
+        self.batch = PagedBatch(layout)
         self._layout = layout
-        self._rows = kv_rows(pool, layout)
+        self._rows = pool.view(-1, layout.block_tokens * layout.head_dim)
+        self._slots = pool.view(-1, layout.head_dim)
 
     def prepare(self, chunks: Sequence[Chunk]) -> None:
-        self.batch = PagedBatch.of(self._layout, chunks, self.batch.device)
+        self.batch = PagedBatch.of(self._layout, chunks)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float
@@ -134,16 +130,16 @@ class SdpaPagedAttention(PagedAttention):
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write new keys and values, [1, kv_heads, tokens, head_dim], into their slots."""
         slots = self.batch.slots + 2 * layer * self._layout.block_tokens
-        self._rows.write(slots, key[0].transpose(0, 1).reshape(-1, key.shape[-1]))
+        self._slots.index_copy_(0, slots, key[0].transpose(0, 1).reshape(-1, key.shape[-1]))
         slots = slots + self._layout.block_tokens
-        self._rows.write(slots, value[0].transpose(0, 1).reshape(-1, value.shape[-1]))
+        self._slots.index_copy_(0, slots, value[0].transpose(0, 1).reshape(-1, value.shape[-1]))
 
     def _gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of `rows` [n, kv_heads, blocks], each [n, kv_heads, positions, head_dim]."""
         n, kv_heads, blocks = rows.shape
         shape = (n, kv_heads, blocks * self._layout.block_tokens, self._layout.head_dim)
         flat = rows.reshape(-1) + 2 * layer
-        return self._rows.read(flat).view(shape), self._rows.read(flat + 1).view(shape)
+        return self._rows[flat].view(shape), self._rows[flat + 1].view(shape)
 
     def _prefill(
         self,
@@ -194,7 +190,7 @@ def _rows(layout: KvLayout, tables: Tensor) -> Tensor:
 
     Keys of layer l are 2 * l rows further, and its values one row more.
     """
-    heads = torch.arange(layout.kv_heads, device=tables.device)[None, :, None]
+    heads = torch.arange(layout.kv_heads)[None, :, None]
     return (tables[:, None, :] * layout.kv_heads + heads) * (layout.layers * 2)
 
 

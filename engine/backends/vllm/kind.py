@@ -43,10 +43,10 @@ class VllmMemory(EngineMemory[VllmSettings]):
             drafts=Option(drafts, "vllm_options.speculative_config") if (drafts := _drafts(config)) else None,
         )
 
-    def narrowed(self, config: VllmSettings, weights: str) -> dict[str, Any]:
-        if weights not in FLOAT8 or config.vllm_option("quantization") is not None:
+    def narrowed(self, config: VllmSettings) -> dict[str, Any]:
+        if config.vllm_option("quantization") is not None:
             return {}
-        return {"vllm_options": {**config.vllm_options, "quantization": weights}}
+        return {"vllm_options": {**config.vllm_options, "quantization": "fp8"}}
 
 
 class VllmKind(EngineKind[VllmSettings]):
@@ -69,18 +69,10 @@ class VllmKind(EngineKind[VllmSettings]):
     steps_in_group = True
     refused_settings = MappingProxyType(
         {
-            "weights": "set vllm_options.quantization",
-            "kv_dtype": "set vllm_options.kv_cache_dtype",
-            "lora": "the vllm engine does not merge adapters: set adapters",
             "backend": "set vllm_options.attention_backend",
-            "speculation": "set vllm_options.speculative_config, vLLM's own",
         }
     )
-    lacking = MappingProxyType(
-        {
-            "beam search": "beam search is not available for models that run on vLLM",
-        }
-    )
+    lacking = MappingProxyType({})
 
     def settled(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return settings by flags of vLLM and by the program's number.

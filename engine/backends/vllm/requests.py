@@ -20,7 +20,6 @@ from engine.core.request_table import Request, RequestTable, TableParts
 from engine.core_types import FinishReason, SampleResult, Sequence, TokenLogprobs
 from engine.messages.from_engine import Embedded, Failed, KvAccount, PromptScored, Token
 from engine.messages.to_engine import Generate
-from engine.sampling.beam_search import BeamSearch
 
 
 @dataclass(slots=True)
@@ -95,11 +94,9 @@ class VllmRequests(RequestTable[_Request]):
             self._emit(Failed(message.request_id, mismatch))
 
     def _unsupported(self, message: Generate) -> str:
-        if message.sampling.beam is not None:
-            return "sampling.beam_width: the vllm engine has no beam search"
         return self._media.refusal(message.items) or self._sampling.refusal(message)
 
-    def _request(self, message: Generate, chains: list[Sequence], search: BeamSearch | None) -> _Request:
+    def _request(self, message: Generate, chains: list[Sequence]) -> _Request:
         by_choice = {chain.choice: chain for chain in chains}
         chains[0].siblings = []
         return _Request(

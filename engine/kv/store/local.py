@@ -29,7 +29,7 @@ from engine.kv.store.folder import FolderObjects
 from engine.kv.store.kv_store import PlaceUse
 from engine.kv.store.object_format import ObjectFormat
 from engine.kv.store.objects import ObjectMissing, Objects, ReadFailure, StoreError
-from engine.settings import CommonSettings
+from engine.kv.store.settings import StoreSettings
 from kvtransfer.hardware.main_memory import check_fits
 
 MEMORY = Path("/dev/shm")
@@ -112,7 +112,7 @@ class MemoryFolder(FolderObjects):
 
 
 def open_local_store(
-    settings: CommonSettings, layout: KvLayout, model_fingerprint: bytes, allocate: Allocate = private_rows
+    settings: StoreSettings, layout: KvLayout, model_fingerprint: bytes, allocate: Allocate = private_rows
 ) -> BlockStore | None:
     """Open the store of evicted blocks below a pool, or return None without one.
 
@@ -131,7 +131,7 @@ def open_local_store(
     return BlockStore(LayeredObjects(places), object_format, is_local=True, has_other_writers=others, allocate=allocate)
 
 
-def _open_memory(settings: CommonSettings, object_format: ObjectFormat) -> MemoryFolder:
+def _open_memory(settings: StoreSettings, object_format: ObjectFormat) -> MemoryFolder:
     num_bytes = settings.kv_host_memory_mib * MIB
     if num_bytes < object_format.object_bytes:
         reason = f"is less than one KV block of {object_format.object_bytes} bytes with its header"

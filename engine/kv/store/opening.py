@@ -15,14 +15,13 @@ from engine.kv.store.local import open_local_store
 from engine.kv.store.object_format import ObjectFormat
 from engine.kv.store.objects import Objects, StoreError
 from engine.kv.store.settings import StoreSettings
-from engine.settings import CommonSettings
 
 GIB = 1 << 30
 MIN_SECRET_BYTES = 16
 
 
 def open_stores(
-    settings: CommonSettings, layout: KvLayout, model_fingerprint: bytes, allocate: Allocate = private_rows
+    settings: StoreSettings, layout: KvLayout, model_fingerprint: bytes, allocate: Allocate = private_rows
 ) -> list[KvStore]:
     """Open the local and the shared store of a worker, as far as it has them.
 

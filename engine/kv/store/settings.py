@@ -1,9 +1,9 @@
-"""Settings of the store that workers share."""
+"""Settings of the stores below a worker's pool."""
 
 from pathlib import Path
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt, field_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from cluster.config import Config
 
@@ -11,6 +11,17 @@ from cluster.config import Config
 class StoreSettings(Config):
     """Part of a worker's settings."""
 
+    kv_host_memory_mib: NonNegativeInt = 0
+    """Host memory for evicted blocks, in MiB, as files in /dev/shm, which must be that large. Blocks are restored from
+    there where that is faster than computing."""
+    kv_host_memory_shared: bool = False
+    """Whether workers of this host share one such memory, as large as the largest of them sets it: blocks that one
+    evicted are restored by another of the same model."""
+    kv_disk_dir: Path | None = None
+    """Directory for evicted blocks, beside host memory. Its contents outlive the worker. Workers of one host may share
+    it: those of one model share its blocks. A block that was not used for a week is removed."""
+    kv_disk_mib: PositiveInt = 4096
+    """Largest size of one model's blocks in `kv_disk_dir`, in MiB. The blocks used longest ago are removed."""
     kv_store: str = ""
     """Store for KV blocks that all workers share and that outlives them: a folder that all of them mount, or
     s3://bucket/prefix. Blocks are fetched from there where that is faster than computing them, and verified. S3 takes

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +27,6 @@ from engine.tensor_parallel.gathering import FingerprintingRank
 from engine.tensor_parallel.messages import (
     Answer,
     BlocksRead,
-    Copy,
     CopyBlocks,
     Corrupt,
     Drop,
@@ -104,7 +102,7 @@ class PartLink(RemoteRank, FingerprintingRank):
         return self._stuck_s.get(number, 0.0)
 
     def wait_joined(self) -> bool:
-        """Return whether its shard is loaded.
+        """Return whether its model is loaded.
 
         Raises its failure: EngineStartError or RankLost.
         """
@@ -117,9 +115,6 @@ class PartLink(RemoteRank, FingerprintingRank):
     def close(self) -> None:
         """End the connection, which ends the rank's process."""
         shut_down(self._link)
-
-    def copy_block(self, source: int, target: int) -> None:
-        self._ask(Copy(source, target))
 
     def corrupt(self, num_blocks: int) -> None:
         self._tell(Corrupt(num_blocks))
@@ -339,14 +334,12 @@ class Ranks(ABC):
         joined = [link.wait_joined() for link in self.links]  # each of them, since any may have failed
         return len(joined) == self.num_links and all(joined)
 
-    def wait_for(self, made: "Future[Any] | None" = None) -> None:
-        """Wait until all ranks have joined and `made`, of this process, is done; less long if it failed.
+    def wait_for(self) -> None:
+        """Wait until all ranks have joined.
 
         Raises EngineStartError or RankLost of a rank.
         """
-        while not (self.all_joined() and (made is None or made.done())):
-            if made is not None and made.done() and made.exception() is not None:
-                return
+        while not self.all_joined():
             time.sleep(JOIN_POLL_S)
 
 

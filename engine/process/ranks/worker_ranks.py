@@ -50,9 +50,8 @@ class WorkerRanks(Ranks):
         self._failures: list[BaseException] = []
         """Failures of ranks to start, in the order in which they came."""
         self._folder = Path(tempfile.mkdtemp(prefix="tandem-ranks-"))  # only this user may enter it
-        self._meeting = self._folder / "socket"
-        self._listener = Listener(str(self._meeting))
-        os.environ[ADDRESS] = str(self._meeting)
+        self._listener = Listener(str(self._folder / "socket"))
+        os.environ[ADDRESS] = str(self._folder / "socket")
         threading.Thread(target=self._accept, name="rank-listener", daemon=True).start()
         self._is_closing = False
         self._nodes: Nodes | None = None
@@ -112,7 +111,7 @@ class WorkerRanks(Ranks):
             try:
                 connection = self._listener.accept()
                 rank = int(connection.recv())
-                connection.send(RankSpec(self._spec, rank, self._meeting))
+                connection.send(RankSpec(self._spec, rank))
                 reduction.send_handle(connection, self.memory.descriptor, None)
             except (EOFError, OSError) as error:
                 log.warning("a worker process of vLLM did not connect: %s", error)  # vLLM notices its end

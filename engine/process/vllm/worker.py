@@ -102,11 +102,10 @@ class _Part:
 
     def _connect_to_node_0(self, rank: int) -> tuple[RankSpec, Connection, MappedMemory | None]:
         """Connect to the engine process of node 0; settings are those of this node."""
-        path = Path(os.environ[NODE_SPEC])
-        spec: EngineSpec = pickle.loads(path.read_bytes())
+        spec: EngineSpec = pickle.loads(Path(os.environ[NODE_SPEC]).read_bytes())
         connection = connect_to(address_of(spec.config), key_of(spec.config))
         connection.send(RankHello(rank))
-        return RankSpec(spec, rank, path), connection, None
+        return RankSpec(spec, rank), connection, None
 
     def serve(self, memory: VllmKvMemory, device: Any) -> None:
         """Start the thread that serves this rank's KV memory on `device`."""

@@ -45,8 +45,6 @@ PromptLogprobs = Annotated[
     typer.Option(help="show log probabilities of the prompt's tokens, and those of this many likeliest tokens"),
 ]
 Choices = Annotated[int | None, typer.Option("--n", help="number of completions")]
-BeamWidth = Annotated[int | None, typer.Option(help="number of beams, for beam search")]
-LengthPenalty = Annotated[float | None, typer.Option(help="length penalty of beam search; above 0 favours longer text")]
 STRUCTURED = "Structured output (one of)"
 JsonSchema = Annotated[
     str | None,
@@ -99,8 +97,6 @@ def generate(
     logprobs: Logprobs = None,
     prompt_logprobs: PromptLogprobs = None,
     n: Choices = None,
-    beam_width: BeamWidth = None,
-    length_penalty: LengthPenalty = None,
     json_schema: JsonSchema = None,
     json_object: JsonObject = False,
     regex: Regex = None,
@@ -142,8 +138,6 @@ def generate(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         n=n,
-        beam_width=beam_width,
-        length_penalty=length_penalty,
         structured=structured,
     )
     options = {"model": model, "task": task, "min_quality": min_quality, "max_ttft_ms": max_ttft_ms}

@@ -47,8 +47,6 @@ async def stream_text(
             console.print(Rule(_title(index, choice), align="left"))
             console.print(choice.text, end="", markup=False, soft_wrap=True)
         console.print()
-        if alone and choice.finish is not None and choice.finish.HasField("cumulative_logprob"):
-            console.print(f"log probability {choice.finish.cumulative_logprob:.3f}", style="dim")
         if choice.logprobs:
             console.print(_logprob_table(choice.logprobs))
     if prompt_logprobs:
@@ -61,10 +59,7 @@ def _title(index: int, choice: _Choice) -> str:
     if finish is None:
         return str(index)
     reason = "max tokens" if finish.reason == pb.FINISH_REASON_LENGTH else "stopped"
-    words = [str(index), reason, f"{finish.usage.completion_tokens} tokens"]
-    if finish.HasField("cumulative_logprob"):
-        words.append(f"log probability {finish.cumulative_logprob:.3f}")
-    return "  ".join(words)
+    return f"{index}  {reason}  {finish.usage.completion_tokens} tokens"
 
 
 def _logprob_table(logprobs: Sequence[tuple[int, pb.TokenLogprobs]]) -> Table:

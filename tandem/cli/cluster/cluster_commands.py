@@ -49,7 +49,10 @@ def up(
     ] = None,
     no_http: Annotated[bool, typer.Option("--no-http", help="serve gRPC only")] = False,
     engine: Annotated[
-        str | None, typer.Option(help="engine of every worker: torch, vllm, sim or a plug-in; default: torch")
+        str | None,
+        typer.Option(
+            help="engine of every worker: torch, vllm, sim or a plug-in; default: vllm where there is a GPU, else torch"
+        ),
     ] = None,
     worker: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of every worker")] = None,
     router: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of every router")] = None,

@@ -37,16 +37,7 @@ DECODES: dict[str, tuple[dict[str, Any], type[ServiceError], str]] = {
     "all emitted already": ({"emitted_token_ids": [1, 2, 3, 4]}, InvalidRequest, "sampling.max_tokens"),
     "no choice": ({"sampling": pb.Sampling(max_tokens=4, n=0)}, InvalidRequest, "sampling.n"),
     "too many choices": ({"sampling": pb.Sampling(max_tokens=4, n=1 << 30)}, InvalidRequest, "sampling.n"),
-    "too many beams": (
-        {"sampling": pb.Sampling(max_tokens=4, beam_width=1 << 30)},
-        InvalidRequest,
-        "sampling.beam_width",
-    ),
-    "more choices than beams": (
-        {"sampling": pb.Sampling(max_tokens=4, n=3, beam_width=2)},
-        InvalidRequest,
-        "sampling.n",
-    ),
+    "beam search": ({"sampling": pb.Sampling(max_tokens=4, beam_width=2)}, InvalidRequest, "sampling.beam_width"),
     "all choices finished": ({"finished_choices": [0]}, InvalidRequest, "finished_choices"),
     "a choice that there is not": ({"finished_choices": [7]}, InvalidRequest, "emitted_choices"),
     "tokens of a choice that there is not": (

@@ -47,7 +47,6 @@ class _Spy:
         q_length: int,
         kv_length: int,
         mask_function: Any,
-        device: Any = None,
         local_size: int | None = None,
         **others: object,
     ) -> Tensor:
@@ -65,7 +64,7 @@ class _Spy:
             raise ModelRefused("its attention is neither causal nor causal within a window")
         shape = (1, 1, q_length, kv_length)
         own, others_at = torch.arange(q_length)[:, None], torch.arange(kv_length)
-        mask: Tensor = mask_function(none, none, own, others_at).expand(shape).to(device)
+        mask: Tensor = mask_function(none, none, own, others_at).expand(shape)
         self._windows.append((mask, local_size))
         return mask
 
@@ -136,12 +135,11 @@ def _refuse_other_ways(model: torch.nn.Module) -> None:
 
 
 def _run(model: torch.nn.Module, token_ids: list[int], positions: list[int]) -> None:
-    device = next(model.parameters()).device
     try:
         with torch.inference_mode():
             model(
-                input_ids=torch.tensor([token_ids], device=device),
-                position_ids=torch.tensor([positions], device=device),
+                input_ids=torch.tensor([token_ids]),
+                position_ids=torch.tensor([positions]),
                 use_cache=False,
             )
     # any error that the model's code may raise

@@ -1,5 +1,4 @@
-// Paged attention, and what fills its pool. Compiled for one type that is computed in, COMPUTED, and one that keys and
-// values are kept in, KEPT: the same, or int8_t.
+// Paged attention, and what fills its pool. Compiled for one type, COMPUTED, of queries, keys and values.
 
 #include <cstdlib>
 
@@ -58,7 +57,7 @@ inline void transpose16(const uint32_t* from, long from_stride, uint32_t* to, lo
 #endif
 }
 
-// The shape of the pool [blocks, kv_heads, layers, 2, block_tokens, head_dim] (int8 also has scales), and of one call.
+// The shape of the pool [blocks, kv_heads, layers, 2, block_tokens, head_dim], and of one call.
 struct AttentionShape {
     int64_t heads, kv_heads, head_dim, block_tokens, layers, layer;
     int64_t query_head_stride, query_token_stride;  // in elements; the last dimension is contiguous
@@ -74,33 +73,28 @@ struct AttentionItem {
 
 inline long round_up(long x, long unit) { return (x + unit - 1) / unit * unit; }
 
-// Keys and values are kept as they are computed, or as int8: then the vectors of a block's head, layer, and K or V are
-// followed by their scales in bfloat16.
-template <typename P>
 inline long row_elements(const AttentionShape& s) {  // of one head and layer, K or V
-    return s.block_tokens * (s.head_dim + (sizeof(P) == 1 ? sizeof(bfloat16) : 0));
+    return s.block_tokens * s.head_dim;
 }
 
-template <typename P>
 inline long row_of(const AttentionShape& s, long block, long kv_head) {  // that of the keys; the values' is the next
-    return ((block * s.kv_heads + kv_head) * s.layers + s.layer) * 2 * row_elements<P>(s);
+    return ((block * s.kv_heads + kv_head) * s.layers + s.layer) * 2 * row_elements(s);
 }
 
-// Memory of one thread, and the work on one item and KV head. P: what the pool has.
-template <typename T, typename P>
+// Memory of one thread, and the work on one item and KV head.
+template <typename T>
 class Attention {
     typedef typename Operand<T>::Element E;
     static constexpr long PAIR = Operand<T>::PAIR;
-    static constexpr bool QUANTISED = sizeof(P) == 1;
 
    public:
     Attention(const AttentionShape& shape, long max_rows)
         : s_(shape),
           group_(shape.heads / shape.kv_heads),
           depth_(round_up(shape.head_dim, PANEL)),
-          to_value_(row_elements<P>(shape)) {
+          to_value_(row_elements(shape)) {
         const long words = max_rows * depth_ * 2 + 2 * TILE_KEYS * depth_ + 2 * ROWS * TILE_KEYS + 4 * max_rows +
-                           LANES * depth_ + 2 * TILE_KEYS + 16 * LANES;
+                           LANES * depth_ + 16 * LANES;
         memory_ = static_cast<float*>(std::aligned_alloc(64, round_up(words * 4, 64)));
         float* at = memory_;
         const auto take = [&at](long count) {
@@ -118,14 +112,12 @@ class Attention {
         total_ = take(max_rows + LANES);
         positions_ = reinterpret_cast<int64_t*>(take(2 * max_rows));
         rows_ = reinterpret_cast<E*>(take(LANES * depth_));
-        key_scales_ = take(TILE_KEYS);
-        value_scales_ = take(TILE_KEYS);
     }
     ~Attention() { std::free(memory_); }
     Attention(const Attention&) = delete;
     Attention& operator=(const Attention&) = delete;
 
-    void run(const AttentionItem& item, long kv_head, const T* query, const P* pool, const int32_t* tables, T* out) {
+    void run(const AttentionItem& item, long kv_head, const T* query, const T* pool, const int32_t* tables, T* out) {
         const long num_rows = item.count * group_, end = item.position + item.count;
         read_queries(item, kv_head, query);
         std::fill(outputs_, outputs_ + num_rows * depth_, 0.0f);
@@ -151,16 +143,8 @@ class Attention {
             }
     }
 
-    const P* key_row(const P* pool, const int32_t* table, long kv_head, long position) const {
-        return pool + row_of<P>(s_, table[position / s_.block_tokens], kv_head) + position % s_.block_tokens * s_.head_dim;
-    }
-
-    // A vector of int8, without its scale.
-    void widen_row(const int8_t* from, E* to) const {
-        long d = 0;
-        for (; d + LANES <= s_.head_dim; d += LANES) store(to + d, load(from + d));
-        for (; d < s_.head_dim; d++) to[d] = narrow<E>(float(from[d]));
-        std::memset(static_cast<void*>(to + s_.head_dim), 0, (depth_ - s_.head_dim) * sizeof(E));
+    const T* key_row(const T* pool, const int32_t* table, long kv_head, long position) const {
+        return pool + row_of(s_, table[position / s_.block_tokens], kv_head) + position % s_.block_tokens * s_.head_dim;
     }
 
     // A vector as operands, zeros up to the panel's end.
@@ -176,9 +160,8 @@ class Attention {
     }
 
     // Keys [first, first + count) to strips of keys, values to strips of dimensions; zeros after them.
-    void pack(const P* pool, const int32_t* table, long kv_head, long first, long count) {
+    void pack(const T* pool, const int32_t* table, long kv_head, long first, long count) {
         const long words = depth_ / PAIR;
-        if constexpr (QUANTISED) read_scales(pool, table, kv_head, first, count);
         for (long k0 = 0; k0 < round_up(count, PANEL); k0 += LANES) {
             const long keys = std::clamp(count - k0, 0L, LANES);
             if (k0 + LANES < count) fetch(key_row(pool, table, kv_head, first + k0 + LANES));
@@ -193,30 +176,11 @@ class Attention {
         }
     }
 
-    void read_scales(const P* pool, const int32_t* table, long kv_head, long first, long count) {
-        for (long k = 0, run; k < count; k += run) {
-            const long offset = (first + k) % s_.block_tokens;
-            run = std::min(s_.block_tokens - offset, count - k);
-            const P* keys = key_row(pool, table, kv_head, first + k - offset);
-            widen_scales(keys, offset, run, key_scales_ + k);
-            widen_scales(keys + to_value_, offset, run, value_scales_ + k);
-        }
-        std::fill(key_scales_ + count, key_scales_ + TILE_KEYS, 0.0f);
-        std::fill(value_scales_ + count, value_scales_ + TILE_KEYS, 0.0f);
-    }
-
-    void widen_scales(const P* row, long offset, long count, float* to) const {
-        const bfloat16* from = reinterpret_cast<const bfloat16*>(row + s_.block_tokens * s_.head_dim) + offset;
-        long i = 0;
-        for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
-        for (; i < count; i++) to[i] = widen(from[i]);
-    }
-
     // 16 rows of keys (or, `to_value` further on, values) and how far apart they are: where they lie in the pool if
     // they lie there as operands, else copied. Zeros after `count`.
-    const E* rows_of(const P* pool, const int32_t* table, long kv_head, long first, long count, long to_value,
+    const E* rows_of(const T* pool, const int32_t* table, long kv_head, long first, long count, long to_value,
                      long& stride) {
-        if constexpr (sizeof(P) == sizeof(E)) {
+        if constexpr (sizeof(T) == sizeof(E)) {
             if (count == LANES && s_.head_dim == depth_ && first % s_.block_tokens + LANES <= s_.block_tokens) {
                 stride = s_.head_dim;
                 return reinterpret_cast<const E*>(key_row(pool, table, kv_head, first) + to_value);
@@ -230,8 +194,8 @@ class Attention {
     }
 
     // The keys and values of a block come from memory one after the other: ask for the next while this is used.
-    void fetch(const P* keys) const {
-        const long bytes = std::min(s_.block_tokens, LANES) * s_.head_dim * sizeof(P);
+    void fetch(const T* keys) const {
+        const long bytes = std::min(s_.block_tokens, LANES) * s_.head_dim * sizeof(T);
         const char* at = reinterpret_cast<const char*>(keys);
         const char* values = reinterpret_cast<const char*>(keys + to_value_);
         for (long i = 0; i < bytes; i += 64) {
@@ -280,10 +244,7 @@ class Attention {
                 rows, queries_ + r * depth_, depth_, keys_ + k * depth_, depth_, nullptr, 0,
                 [](int, int) { return Vec{}; },
                 [&](int i, const Vec* sums) {
-                    for (long j = 0; j < VECTORS; j++) {
-                        const Vec sum = QUANTISED ? sums[j] * load(key_scales_ + k + j * LANES) : sums[j];
-                        store(scores_ + i * TILE_KEYS + k + j * LANES, sum);
-                    }
+                    for (long j = 0; j < VECTORS; j++) store(scores_ + i * TILE_KEYS + k + j * LANES, sums[j]);
                 });
     }
 
@@ -305,11 +266,6 @@ class Attention {
             for (long k = 0; k < span; k += STRIP)
                 multiply_strip<M, false>(queries_ + r * depth_, depth_, keys_ + k * depth_, depth_, scores_ + k, TILE_KEYS);
         });
-        for (long i = 0; QUANTISED && i < rows; i++)
-            for (long k = 0; k < span; k += REGISTER_LANES) {
-                float* at = scores_ + i * TILE_KEYS + k;
-                keep(at, widened(at) * widened(key_scales_ + k));
-            }
     }
 
     void add_values(long r, int rows, long span, const float* fade) {
@@ -374,7 +330,7 @@ class Attention {
                         const Register exponent = widened(scores_ + at) * scale - now[i0 + i];
                         const Register weight = power_of_two<sizeof(T) == 4 ? 6 : 4, true>(exponent);
                         sums[i][p] += weight;
-                        keep_weight(at, k + p * REGISTER_LANES, weight);
+                        keep_weight(at, weight);
                     }
 #pragma GCC unroll 6
             for (int i = 0; i < SIDE; i++) added[i0 + i] = sum(whole(sums[i]));
@@ -389,12 +345,11 @@ class Attention {
         return all;
     }
 
-    void keep_weight(long at, long key, Register weight) {
-        const Register scaled = QUANTISED ? weight * widened(value_scales_ + key) : weight;
+    void keep_weight(long at, Register weight) {
         if constexpr (sizeof(E) == sizeof(float))
-            keep(weights_ + at, scaled);
+            keep(weights_ + at, weight);
         else
-            store(weights_ + at, scaled);
+            store(weights_ + at, weight);
     }
 
     // HIDDEN for the scores of what a row must not see; its own key is number `own` of the tile.
@@ -420,59 +375,35 @@ class Attention {
 
     const AttentionShape s_;
     const long group_, depth_, to_value_;
-    float *memory_, *outputs_, *scores_, *most_, *total_, *key_scales_, *value_scales_;
+    float *memory_, *outputs_, *scores_, *most_, *total_;
     int64_t* positions_;  // of rows
     E *queries_, *keys_, *values_, *weights_, *rows_;
 };
 
-template <typename T, typename P>
-void attention(const AttentionShape* shape, const T* query, const P* pool, const int32_t* tables,
+template <typename T>
+void attention(const AttentionShape* shape, const T* query, const T* pool, const int32_t* tables,
                const AttentionItem* items, long num_items, long max_rows, T* out) {
 #pragma omp parallel
     {
-        Attention<T, P> worker(*shape, max_rows);
+        Attention<T> worker(*shape, max_rows);
 #pragma omp for schedule(dynamic)
         for (long i = 0; i < num_items * shape->kv_heads; i++)
             worker.run(items[i / shape->kv_heads], i % shape->kv_heads, query, pool, tables, out);
     }
 }
 
-// A vector into place `offset` of its row, as it is.
-template <typename T>
-inline void keep(const AttentionShape& s, const T* vector, T* row, long offset) {
-    std::memcpy(row + offset * s.head_dim, vector, s.head_dim * sizeof(T));
-}
-
-// As int8 with a scale of its own, rounded up to bfloat16, or the largest element would be clipped.
-template <typename T>
-inline void keep(const AttentionShape& s, const T* vector, int8_t* row, long offset) {
-    Vec sizes{};
-    long d = 0;
-    for (; d + LANES <= s.head_dim; d += LANES) sizes = maximum(sizes, maximum(load(vector + d), -load(vector + d)));
-    float size = largest(sizes);
-    for (; d < s.head_dim; d++) size = std::max(size, std::fabs(widen(vector[d])));
-    const float exact = size / 127.0f;
-    uint32_t bits;
-    std::memcpy(&bits, &exact, 4);
-    const bfloat16 scale{uint16_t((bits + 0xffffu) >> 16)};
-    const float divisor = widen(scale) > 0 ? widen(scale) : 1.0f;
-    int8_t* to = row + offset * s.head_dim;
-    for (d = 0; d + LANES <= s.head_dim; d += LANES) store(to + d, load(vector + d) / divisor);
-    for (; d < s.head_dim; d++) to[d] = int8_t(std::nearbyint(widen(vector[d]) / divisor));
-    std::memcpy(row + s.block_tokens * s.head_dim + offset * sizeof scale, &scale, sizeof scale);
-}
-
 // keys and values [tokens, kv_heads, head_dim], strided, to their slots: slots[t] = block * block_tokens + offset.
-template <typename T, typename P>
-void write_kv(const AttentionShape& s, P* pool, const int64_t* slots, long tokens, const T* keys, long key_head_stride,
+template <typename T>
+void write_kv(const AttentionShape& s, T* pool, const int64_t* slots, long tokens, const T* keys, long key_head_stride,
               long key_token_stride, const T* values, long value_head_stride, long value_token_stride) {
 #pragma omp parallel for schedule(static) if (tokens > 64)
     for (long t = 0; t < tokens; t++)
         for (long head = 0; head < s.kv_heads; head++) {
             const long block = slots[t] / s.block_tokens, offset = slots[t] % s.block_tokens;
-            P* row = pool + row_of<P>(s, block, head);
-            keep(s, keys + t * key_token_stride + head * key_head_stride, row, offset);
-            keep(s, values + t * value_token_stride + head * value_head_stride, row + row_elements<P>(s), offset);
+            T* row = pool + row_of(s, block, head) + offset * s.head_dim;
+            std::memcpy(row, keys + t * key_token_stride + head * key_head_stride, s.head_dim * sizeof(T));
+            std::memcpy(row + row_elements(s), values + t * value_token_stride + head * value_head_stride,
+                        s.head_dim * sizeof(T));
         }
 }
 
@@ -480,12 +411,12 @@ void write_kv(const AttentionShape& s, P* pool, const int64_t* slots, long token
 
 extern "C" {
 
-void tandem_attention(const AttentionShape* shape, const COMPUTED* query, const KEPT* pool, const int32_t* tables,
+void tandem_attention(const AttentionShape* shape, const COMPUTED* query, const COMPUTED* pool, const int32_t* tables,
                       const AttentionItem* items, long num_items, long max_rows, COMPUTED* out) {
     attention(shape, query, pool, tables, items, num_items, max_rows, out);
 }
 
-void tandem_write_kv(const AttentionShape* shape, KEPT* pool, const int64_t* slots, long tokens, const COMPUTED* keys,
+void tandem_write_kv(const AttentionShape* shape, COMPUTED* pool, const int64_t* slots, long tokens, const COMPUTED* keys,
                      long key_head_stride, long key_token_stride, const COMPUTED* values, long value_head_stride,
                      long value_token_stride) {
     write_kv(*shape, pool, slots, tokens, keys, key_head_stride, key_token_stride, values, value_head_stride,

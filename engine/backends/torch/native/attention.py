@@ -40,7 +40,7 @@ class NativePagedAttention(PagedAttention):
         step = max(1, ITEM_ROWS // group)
         token = 0
         for chunk in chunks:
-            blocks, count = chunk.sequence.blocks, chunk.num_rows
+            blocks, count = chunk.sequence.blocks, chunk.count
             end = chunk.start + count
             slots += (blocks[p // width] * width + p % width for p in range(chunk.start, end))
             table = len(tables)
@@ -53,8 +53,7 @@ class NativePagedAttention(PagedAttention):
                 for first in range(chunk.scored.start, chunk.scored.stop, step)
             )
             if chunk.samples:
-                places = 1 + len(chunk.draft_tokens)
-                sampled.append((token + count - places, places, end - places, table))
+                sampled.append((token + count - 1, 1, end - 1, table))
             token += count
         self._slots = torch.tensor(slots, dtype=torch.long)
         self._tables = torch.tensor(tables, dtype=torch.int32)

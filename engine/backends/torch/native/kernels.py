@@ -37,16 +37,6 @@ _LINEAR: _Signatures = {
     "tandem_gated": [_POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG],
     "tandem_embed": [_POINTER, _LONG, _POINTER, _LONG, _POINTER],
 }
-_QUANTISED: _Signatures = {
-    "tandem_packed_bytes_int4": [_LONG, _LONG],
-    "tandem_pack_int4": [_POINTER, *_LINEAR["tandem_pack"]],
-    "tandem_linear_int4": _LINEAR["tandem_linear"],
-    "tandem_gated_int4": _LINEAR["tandem_gated"],
-    "tandem_packed_bytes_int8": [_LONG, _LONG],
-    "tandem_pack_int8": _LINEAR["tandem_pack"],
-    "tandem_linear_int8": [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _BOOL],
-    "tandem_gated_int8": [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG],
-}
 _ATTENTION: _Signatures = {
     "tandem_attention": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _POINTER],
     "tandem_write_kv": [_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG],
@@ -67,31 +57,20 @@ class Part:
 
     source: str
     computed: str = ""
-    """Dtype of the computation, where the source has one."""
-    kept: str = ""
-    """Dtype suffix of the stored input: `_int8`, or empty."""
+    """Dtype of the computation and of KV, where the source has one."""
 
     def compiled(self) -> Source:
-        defined = []
-        if self.computed:
-            computed = _CPP_TYPES[self.computed]
-            defined = [f"-DCOMPUTED={computed}", f"-DKEPT={'int8_t' if self.kept else computed}"]
+        defined = (f"-DCOMPUTED={_CPP_TYPES[self.computed]}",) if self.computed else ()
         return Source(FOLDER / self.source, (*FLAGS, *defined))
 
 
-LAYERS, LINEAR, QUANTISED = Part("layers.cpp"), Part("linear.cpp"), Part("quantised.cpp")
+LAYERS, LINEAR = Part("layers.cpp"), Part("linear.cpp")
+_ATTENTION_PARTS = {dtype: Part("attention.cpp", name) for dtype, name in TYPES.items()}
 
 
-_ATTENTION_PARTS = {
-    (dtype, quantised): Part("attention.cpp", TYPES[dtype], "_int8" if quantised else "")
-    for dtype in TYPES
-    for quantised in (False, True)
-}
-
-
-def attention_part(dtype: torch.dtype, quantised: bool) -> Part:
-    """Return the attention library that computes in `dtype`, over a pool of the same dtype or of int8."""
-    return _ATTENTION_PARTS[dtype, quantised]
+def attention_part(dtype: torch.dtype) -> Part:
+    """Return the attention library that computes in `dtype`."""
+    return _ATTENTION_PARTS[dtype]
 
 
 class AttentionShape(ctypes.Structure):
@@ -108,23 +87,13 @@ class AttentionShape(ctypes.Structure):
 
 
 class PackedMatrix:
-    """Weights [n, k] in the order in which the kernels read them.
+    """Weights [n, k], bfloat16, in the order in which the kernels read them."""
 
-    They are bfloat16, int8 with a scale for each of the n, or int4 with scales between the weights.
-    """
+    __slots__ = ("k", "n", "pointer", "storage")
 
-    __slots__ = ("k", "kind", "n", "pointer", "scales", "storage")
-
-    def __init__(self, n: int, k: int, storage: Tensor, kind: str = "", scales: Tensor | None = None) -> None:
-        self.n, self.k, self.storage, self.scales = n, k, storage, scales
-        self.kind = kind
-        """Suffix of the functions that read the matrix."""
+    def __init__(self, n: int, k: int, storage: Tensor) -> None:
+        self.n, self.k, self.storage = n, k, storage
         self.pointer = storage.data_ptr()
-
-    @property
-    def arguments(self) -> tuple[int, ...]:
-        """Pointers that the kernels take for the matrix."""
-        return (self.pointer,) if self.scales is None else (self.pointer, self.scales.data_ptr())
 
 
 class Kernels:
@@ -157,18 +126,12 @@ class Kernels:
             return typed | {"tandem_bind": [_POINTER, ctypes.c_int]}
         if part == LINEAR:
             return _LINEAR
-        if part == QUANTISED:
-            return _QUANTISED
         return _ATTENTION
 
     def _function(self, part: Part, name: str) -> Callable[..., Any]:
         if part not in self._loaded:
             self._load([part])
         return self._loaded[part][name]
-
-    def _of_kind(self, name: str, kind: str) -> Callable[..., Any]:
-        """Return the function for bfloat16 weights, or for a quantised kind."""
-        return self._function(QUANTISED if kind else LINEAR, name + kind)
 
     def bind_threads(self, cores: Sequence[int]) -> None:
         """Bind the calling thread to the first core, and each thread of its later teams to one of the others.
@@ -199,45 +162,6 @@ class Kernels:
             forget_file_pages(weights)
         return packed
 
-    def pack_int8(self, values: Tensor, scales: Tensor) -> PackedMatrix:
-        """Pack int8 [n, k] from -127 to 127 with float32 scales [n], one for each row."""
-        n, k = values.shape
-        packed = self._empty_matrix(n, k, "_int8", scales)
-        pack = self._function(QUANTISED, "tandem_pack_int8")
-        pack(values.contiguous().data_ptr(), n, k, packed.pointer, n, 0, 0)
-        return packed
-
-    def pack_gated_int8(self, gate: tuple[Tensor, Tensor], up: tuple[Tensor, Tensor]) -> PackedMatrix:
-        """Pack two pairs of int8 values and scales whose products are taken together; n must be a multiple of 32."""
-        n, k = gate[0].shape
-        half = PANEL // 2
-        scales = torch.stack([gate[1].view(-1, half), up[1].view(-1, half)], 1).reshape(-1)
-        packed = self._empty_matrix(2 * n, k, "_int8", scales)
-        for shift, values in ((0, gate[0].contiguous()), (half, up[0].contiguous())):
-            self._function(QUANTISED, "tandem_pack_int8")(values.data_ptr(), n, k, packed.pointer, half, PANEL, shift)
-        return packed
-
-    def pack_int4(self, values: Tensor, scales: Tensor) -> PackedMatrix:
-        """Pack int8 [n, k] from -8 to 7; each 32 of a row have a scale, bfloat16 [n, k / 32], so 32 divides k."""
-        n, k = values.shape
-        packed = self._empty_matrix(n, k, "_int4")
-        self._pack_int4(values, scales, packed, (n, 0, 0))
-        return packed
-
-    def pack_gated_int4(self, gate: tuple[Tensor, Tensor], up: tuple[Tensor, Tensor]) -> PackedMatrix:
-        """Pack two pairs of int4 values and scales, as `pack_gated_int8` does."""
-        n, k = gate[0].shape
-        packed = self._empty_matrix(2 * n, k, "_int4")
-        for shift, weights in ((0, gate), (PANEL // 2, up)):
-            self._pack_int4(*weights, packed, (PANEL // 2, PANEL, shift))
-        return packed
-
-    def _pack_int4(self, values: Tensor, scales: Tensor, to: PackedMatrix, columns: tuple[int, int, int]) -> None:
-        assert scales.dtype is torch.bfloat16
-        values, scales = values.contiguous(), scales.contiguous()
-        pack = self._function(QUANTISED, "tandem_pack_int4")
-        pack(values.data_ptr(), scales.data_ptr(), *values.shape, to.pointer, *columns)
-
     def linear(self, x: Tensor, weights: PackedMatrix, bias: Tensor | None) -> Tensor:
         """Return [..., k] @ weights.T + bias: [..., n].
 
@@ -255,11 +179,11 @@ class Kernels:
         self._linear(x, weights, bias, to, True)
 
     def _linear(self, x: Tensor, weights: PackedMatrix, bias: Tensor | None, out: Tensor, adds: bool) -> None:
-        self._of_kind("tandem_linear", weights.kind)(
+        self._function(LINEAR, "tandem_linear")(
             x.data_ptr(),
             weights.k,
             x.numel() // weights.k,
-            *weights.arguments,
+            weights.pointer,
             weights.n,
             weights.k,
             None if bias is None else bias.data_ptr(),
@@ -276,8 +200,8 @@ class Kernels:
         n = weights.n // 2
         out = torch.empty((*x.shape[:-1], n), dtype=torch.bfloat16)
         rows = x.numel() // weights.k
-        function = self._of_kind("tandem_gated", weights.kind)
-        function(x.data_ptr(), weights.k, rows, *weights.arguments, n, weights.k, out.data_ptr(), n)
+        function = self._function(LINEAR, "tandem_gated")
+        function(x.data_ptr(), weights.k, rows, weights.pointer, n, weights.k, out.data_ptr(), n)
         return out
 
     def embed(self, token_ids: Tensor, weights: PackedMatrix) -> Tensor:
@@ -321,7 +245,7 @@ class Kernels:
 
         `slots` is int64 [tokens]: block * block_tokens + offset.
         """
-        self._function(_part_of(key, pool), "tandem_write_kv")(
+        self._function(attention_part(key.dtype), "tandem_write_kv")(
             ctypes.addressof(shape),
             pool.data_ptr(),
             slots.data_ptr(),
@@ -343,7 +267,7 @@ class Kernels:
         query rows of an item: tokens times query heads per KV head. Tokens in no item are left undefined.
         """
         out = torch.empty((1, query.shape[2], query.shape[1], query.shape[3]), dtype=query.dtype)
-        self._function(_part_of(query, pool), "tandem_attention")(
+        self._function(attention_part(query.dtype), "tandem_attention")(
             ctypes.addressof(shape),
             query.data_ptr(),
             pool.data_ptr(),
@@ -355,18 +279,8 @@ class Kernels:
         )
         return out
 
-    def _empty_matrix(self, n: int, k: int, kind: str = "", scales: Tensor | None = None) -> PackedMatrix:
-        size = self._of_kind("tandem_packed_bytes", kind)
-        padded: Tensor | None = None
-        if scales is not None:
-            padded = torch.zeros(-(-n // PANEL) * PANEL)
-            padded[:n] = scales
-        return PackedMatrix(n, k, self._arena.take(size(n, k)), kind, padded)
-
-
-def _part_of(computed: Tensor, pool: Tensor) -> Part:
-    """Return the attention library for the pool: quantised KV is bytes."""
-    return attention_part(computed.dtype, pool.dtype is torch.uint8)
+    def _empty_matrix(self, n: int, k: int) -> PackedMatrix:
+        return PackedMatrix(n, k, self._arena.take(self._function(LINEAR, "tandem_packed_bytes")(n, k)))
 
 
 def attention_shape(layout: KvLayout, heads: int) -> AttentionShape:

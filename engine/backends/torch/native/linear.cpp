@@ -23,13 +23,13 @@ void tandem_pack(const bfloat16* weights, long n, long k, bfloat16* packed, long
 // out[m, n] = x[m, k] @ weights.T (+ bias), or out += that. Strides are in elements.
 void tandem_linear(const bfloat16* x, long x_stride, long m, const bfloat16* packed, long n, long k,
                    const bfloat16* bias, bfloat16* out, long out_stride, bool adds) {
-    multiply_packed(x, x_stride, m, PlainWeights{packed}, n, k, Plain{out, out_stride, bias, n, adds});
+    multiply_packed(x, x_stride, m, packed, n, k, Plain{out, out_stride, bias, n, adds});
 }
 
 // out[m, n] = silu(x @ gate.T) * (x @ up.T), both [n, k]; n must be a multiple of 32.
 void tandem_gated(const bfloat16* x, long x_stride, long m, const bfloat16* packed, long n, long k, bfloat16* out,
                   long out_stride) {
-    multiply_packed(x, x_stride, m, PlainWeights{packed}, 2 * n, k, Gated{out, out_stride});
+    multiply_packed(x, x_stride, m, packed, 2 * n, k, Gated{out, out_stride});
 }
 
 // out[count, k] = rows `ids` of packed weights [n, k]: an embedding that shares the output layer's memory.

@@ -1,8 +1,7 @@
-// Linear layers over packed weights, of whatever kind: where units of work go, and what becomes of their sums.
+// Linear layers over packed weights in bfloat16: where units of work go, and what becomes of their sums.
 //
-// A kind of weights says how a slice of a panel is opened, which is to say made factors, for many rows to share. Factors
-// are bfloat16 where the CPU multiplies these, and float32 elsewhere. Where they are bfloat16, a kind that is smaller also
-// multiplies few rows in its own way (`few_rows_of`).
+// Factors are bfloat16 where the CPU multiplies these, and float32 elsewhere: then a slice of a panel is widened once for
+// many rows, and as it is read for few.
 
 #pragma once
 
@@ -106,70 +105,40 @@ struct WideRoom {
 
     float* at(long k, long column) { return panel + column / STRIP * WIDE_DEPTH * STRIP + k * STRIP + column % STRIP; }
 
-    // Rows [depth][PANEL] of weights without scales.
-    template <typename T>
-    void widen_all(const T* from, long depth) {
+    const float* open(const bfloat16* from, long depth) {
         for (long k = 0; k < depth; k++, from += PANEL)
 #pragma GCC unroll 16
             for (long c = 0; c < PANEL; c += REGISTER_LANES) keep(at(k, c), widened(from + c));
+        return panel;
     }
 };
 
-// Weights in bfloat16.
-struct PlainWeights {
-    static constexpr long OPENED = WIDENS ? WIDE_DEPTH : DEPTH, FEW = DEPTH, STEP = PANEL;
-    static constexpr bool GROUPED = false, FEW_ROWS = WIDENS;
-    const bfloat16* packed;
-#if defined(__AVX512BF16__)
-    struct Room {};
-
-    const bfloat16* open(const bfloat16* slice, long, Room&) const { return slice; }
-#else
-    typedef WideRoom Room;
-
-    const float* open(const bfloat16* slice, long depth, Room& room) const {
-        room.widen_all(slice, depth);
-        return room.panel;
-    }
-#endif
+// A slice that is factors as it is.
+struct NoRoom {
+    const bfloat16* open(const bfloat16* slice, long) { return slice; }
 };
 
-#if !defined(__AVX512BF16__)
-template <typename Begin, typename End>
-inline void few_rows_of(PlainWeights, int rows, const float* a, long stride, const bfloat16* panel, long depth, Begin begin,
-                        End end) {
-    tile_of<float, 1>(rows, a, stride, panel, depth, nullptr, 0, begin, end);
-}
-#endif
-
-// Of the reduction, at a time: what is opened for many rows to share, or read once by few.
-template <typename Weights>
-inline long most_of(long rows) {
-    return rows > ROWS ? Weights::OPENED : Weights::FEW;
-}
-
-template <typename Weights, typename Write>
-void multiply_packed(const bfloat16* x, long x_stride, long m, Weights weights, long n, long k, Write write) {
-    typedef std::remove_cvref_t<decltype(*weights.packed)> Element;
+template <typename Write>
+void multiply_packed(const bfloat16* x, long x_stride, long m, const bfloat16* packed, long n, long k, Write write) {
     const Factor* rows_of_x = factors_of(x, x_stride, m, k);
-    const long num_panels = panels(n), panel_size = paired(k) * Weights::STEP;
+    const long num_panels = panels(n), panel_size = paired(k) * PANEL;
     const long blocks = (m + BLOCK_ROWS - 1) / BLOCK_ROWS, units = blocks * num_panels;
     const int threads = omp_get_max_threads();
     Deal deal(units, threads);
 #pragma omp parallel num_threads(threads)
     {
         alignas(64) float partial[BLOCK_ROWS * PANEL];
-        typename Weights::Room room;
+        std::conditional_t<WIDENS, WideRoom, NoRoom> room;
         for (long unit; (unit = deal.take(omp_get_thread_num())) >= 0;) {
             const long block = unit / num_panels, panel = unit % num_panels;
             const long row0 = m * block / blocks, rows = m * (block + 1) / blocks - row0;
-            const long most = most_of<Weights>(rows);
+            const long most = WIDENS && rows > ROWS ? WIDE_DEPTH : DEPTH;
             for (long k0 = 0; k0 < k; k0 += most) {
                 const long depth = std::min(most, k - k0);
-                const Element* slice = weights.packed + panel * panel_size + k0 * Weights::STEP;
+                const bfloat16* slice = packed + panel * panel_size + k0 * PANEL;
                 const bool first = k0 == 0, last = k0 + depth == k;
-                const char* next = reinterpret_cast<const char*>(slice + paired(depth) * Weights::STEP);
-                const long next_lines = std::min(most, last ? k : k - k0 - depth) * Weights::STEP * sizeof(Element) / 64;
+                const char* next = reinterpret_cast<const char*>(slice + paired(depth) * PANEL);
+                const long next_lines = std::min(most, last ? k : k - k0 - depth) * PANEL * sizeof(bfloat16) / 64;
                 const auto begin = [&](long row, int j) {
                     return first ? Vec{} : load(partial + row * PANEL + j * LANES);
                 };
@@ -177,13 +146,14 @@ void multiply_packed(const bfloat16* x, long x_stride, long m, Weights weights, 
                     if (last) return write(row0 + row, panel, sums);
                     for (long j = 0; j < VECTORS; j++) store(partial + row * PANEL + j * LANES, sums[j]);
                 };
-                if constexpr (Weights::FEW_ROWS) {
+                if constexpr (WIDENS) {
                     if (rows <= ROWS) {
-                        few_rows_of(weights, rows, rows_of_x + row0 * x_stride + k0, x_stride, slice, depth, begin, end);
+                        const Factor* a = rows_of_x + row0 * x_stride + k0;
+                        tile_of<Factor, PAIR>(rows, a, x_stride, slice, depth, nullptr, 0, begin, end);
                         continue;
                     }
                 }
-                const Factor* opened = weights.open(slice, paired(depth), room);
+                const Factor* opened = room.open(slice, paired(depth));
 #if !defined(__AVX512F__)
                 const float* a = rows_of_x + row0 * x_stride + k0;
                 if (first) std::fill(partial, partial + rows * PANEL, 0.0f);
@@ -200,12 +170,8 @@ void multiply_packed(const bfloat16* x, long x_stride, long m, Weights weights, 
                     const long fetched = groups == 1 ? 0 : lines;
                     const auto begin_at = [&](int i, int j) { return begin(r + i, j); };
                     const auto end_at = [&](int i, const Vec* sums) { end(r + i, sums); };
-                    if constexpr (Weights::GROUPED)
-                        many_rows_of(weights, count, a, x_stride, opened, slice, depth, next + line * 64, fetched,
-                                     begin_at, end_at);
-                    else
-                        tile_of<Factor, PAIR>(count, a, x_stride, opened, depth, next + line * 64, fetched, begin_at,
-                                              end_at);
+                    tile_of<Factor, PAIR>(count, a, x_stride, opened, depth, next + line * 64, fetched, begin_at,
+                                          end_at);
                 });
 #endif
             }

@@ -9,15 +9,13 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from engine.backends.torch.loading.quantised import QuantisedLinear
 from engine.backends.torch.memory import forget_file_pages
 from engine.backends.torch.native.kernels import TYPES, Kernels, PackedMatrix
-from engine.backends.torch.native.packing import can_pack, is_packable, pack, pack_gated
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +58,9 @@ class PackedLinear(nn.Module):
         self._kernels = kernels
 
     @classmethod
-    def of(cls, kernels: Kernels, linear: nn.Linear | QuantisedLinear) -> "PackedLinear":
-        return cls(kernels, pack(kernels, linear), None if linear.bias is None else linear.bias.data)
+    def of(cls, kernels: Kernels, linear: nn.Linear) -> "PackedLinear":
+        """Pack the weights of a layer, which must not be used after this."""
+        return cls(kernels, kernels.pack(linear.weight.data), None if linear.bias is None else linear.bias.data)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.last_rows is not None:
@@ -90,8 +89,8 @@ class PackedGatedMlp(nn.Module):
     def __init__(self, kernels: Kernels, mlp: nn.Module) -> None:
         super().__init__()
         gate, up, down = (_linear(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
-        self.gated = pack_gated(kernels, gate, up)
-        self.down = pack(kernels, down)
+        self.gated = kernels.pack_gated(gate.weight.data, up.weight.data)
+        self.down = kernels.pack(down.weight.data)
         self.last_rows: LastRows | None = None
         self._kernels = kernels
 
@@ -140,20 +139,13 @@ def use_kernels(model: nn.Module, kernels: Kernels) -> Replaced:
     if linears:
         _leave_file(model)
     log.info("CPU kernels serve %d linear layers, %d MLPs and %d norms", linears, mlps, norms)
-    if slow := sum(isinstance(module, QuantisedLinear) for module in model.modules()):
-        log.warning("%d quantised layers have no CPU kernel, expect many times slower steps", slow)
     return Replaced(linears, mlps, norms, rotary, _trim_last_layer(model) if linears else None)
 
 
 def _leave_file(model: nn.Module) -> None:
-    """Copy the remaining weights to memory of their own, otherwise they keep the whole file of weights mapped.
-
-    Tensors of other classes, as torchao's, stay: their storage is unknown here.
-    """
+    """Copy the remaining weights to memory of their own, otherwise they keep the whole file of weights mapped."""
     for tensor in [*model.parameters(), *model.buffers()]:
         mapped = tensor.data
-        if type(mapped) is not Tensor:
-            continue
         tensor.data = mapped.clone()
         forget_file_pages(mapped)
 
@@ -193,9 +185,12 @@ def _is_gated_mlp(module: nn.Module) -> bool:
     if not {"gate_proj", "up_proj", "down_proj"} <= names or names - {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return False
     parts = [getattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")]
-    if not all(can_pack(part) and part.bias is None for part in parts):
-        return False
-    return type(parts[0]) is type(parts[1]) and parts[0].out_features % 32 == 0
+    return all(_can_pack(part) and part.bias is None for part in parts) and parts[0].out_features % 32 == 0
+
+
+def _can_pack(module: object) -> TypeGuard[nn.Linear]:
+    """Return whether the module is exactly a linear layer of bfloat16: subclasses may compute something else."""
+    return type(module) is nn.Linear and module.weight.dtype is torch.bfloat16 and module.in_features % 2 == 0
 
 
 def _replace_linears(model: nn.Module, kernels: Kernels) -> int:
@@ -203,11 +198,10 @@ def _replace_linears(model: nn.Module, kernels: Kernels) -> int:
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     count = 0
     for parent, name, module in _children(model):
-        if not can_pack(module):
+        if not _can_pack(module):
             continue
-        assert is_packable(module)
         native = PackedLinear.of(kernels, module)
-        shares = isinstance(module, nn.Linear) and module.weight is getattr(embedding, "weight", None)
+        shares = module.weight is getattr(embedding, "weight", None)
         if shares and type(embedding) is nn.Embedding and embedding.padding_idx is None:
             model.set_input_embeddings(PackedEmbedding(kernels, native.packed))  # type: ignore[operator]
         setattr(parent, name, native)
@@ -289,7 +283,7 @@ def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
 
 
-def _linear(module: nn.Module, name: str) -> nn.Linear | QuantisedLinear:
+def _linear(module: nn.Module, name: str) -> nn.Linear:
     linear = getattr(module, name)
-    assert is_packable(linear)
+    assert isinstance(linear, nn.Linear)
     return linear

@@ -1,4 +1,4 @@
-// Vectors of 16 floats, and bfloat16, int8 and integers as what they are loaded from and stored to.
+// Vectors of 16 floats, and bfloat16 as what they are loaded from and stored to.
 //
 // They are GCC's, so the code compiles for any CPU; what only newer ones have is used where it is there.
 
@@ -23,7 +23,6 @@ typedef Vec UnalignedVec __attribute__((aligned(4)));
 typedef uint16_t HalfVec __attribute__((vector_size(32)));
 typedef HalfVec UnalignedHalfVec __attribute__((aligned(2)));
 typedef uint32_t UIntVec __attribute__((vector_size(64)));
-typedef int8_t ByteVec __attribute__((vector_size(16)));
 
 struct bfloat16 {
     uint16_t bits;
@@ -90,36 +89,14 @@ inline V rounded(V x) {
     }
 }
 
-inline Vec load(const int8_t* p) {
-    ByteVec bytes;
-    std::memcpy(&bytes, p, LANES);
-    return __builtin_convertvector(bytes, Vec);
-}
-
-// Integers from -128 to 127 after rounding to the nearest, to even between two.
-inline void store(int8_t* p, Vec x) {
-    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23
-    const IntVec whole = __builtin_convertvector((x + magic) - magic, IntVec);
-    const auto bytes = __builtin_convertvector(whole, ByteVec);
-    std::memcpy(p, &bytes, LANES);
-}
-
 // A register of floats from what is loaded as such.
 #if defined(__AVX512F__)
 inline Register widened(const bfloat16* p) { return load(p); }
-inline Register widened(const int8_t* p) { return load(p); }
 #else
-typedef int8_t ByteRegister __attribute__((vector_size(sizeof(Register) / 4)));
-
 inline Register widened(const bfloat16* p) {
     HalfRegister halves;
     std::memcpy(&halves, p, sizeof halves);
     return (Register)(__builtin_convertvector(halves, BitsRegister) << 16);
-}
-inline Register widened(const int8_t* p) {
-    ByteRegister bytes;
-    std::memcpy(&bytes, p, sizeof bytes);
-    return __builtin_convertvector(bytes, Register);
 }
 
 inline void store(bfloat16* p, Register x) {

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.torch.device import staged
-from engine.core_types import AnyPlace, SamplePosition, SamplingParams, Sequence
+from engine.core_types import SamplingParams, Sequence
 
 LEAST_REPETITION_PENALTY = 1e-6
 """Smallest repetition penalty: dividing or multiplying by less leaves float32."""
@@ -56,20 +56,6 @@ class DistinctTokens:
                 self._size += 1
             self._counts[place] += 1
 
-    def with_more(self, token_ids: Iterable[int]) -> tuple[Tokens, Values]:
-        """Return tokens and counts as they would be after further tokens; this object stays as it is."""
-        tokens, counts = self.tokens, self.counts.copy()
-        new: dict[int, float] = {}
-        for token_id in token_ids:
-            if (place := self._at.get(token_id)) is not None:
-                counts[place] += 1
-            else:
-                new[token_id] = new.get(token_id, 0.0) + 1.0
-        if not new:
-            return tokens, counts
-        added = np.array(list(new), np.int64), np.array(list(new.values()), np.float32)
-        return np.concatenate((tokens, added[0])), np.concatenate((counts, added[1]))
-
     def _grow(self) -> None:
         room = max(16, len(self._tokens))
         self._tokens = np.concatenate((self._tokens, np.zeros(room, np.int64)))
@@ -91,21 +77,12 @@ class _State:
 _states: WeakKeyDictionary[Sequence, _State] = WeakKeyDictionary()
 
 
-def _counted(place: AnyPlace, known: DistinctTokens | None, start: int) -> DistinctTokens:
-    """Return the distinct tokens from position `start` of the place's sequence on."""
-    sequence = place.sequence if isinstance(place, SamplePosition) else place
-    num_tokens = sequence.num_tokens - start
-    if known is None or known.num_seen > num_tokens:
+def _counted(sequence: Sequence, known: DistinctTokens | None, start: int) -> DistinctTokens:
+    """Return the distinct tokens of a sequence from position `start` on."""
+    if known is None or known.num_seen > sequence.num_tokens - start:
         return DistinctTokens(sequence.token_ids[start:])
     known.add(sequence.token_ids[start + known.num_seen :])
     return known
-
-
-def _now(place: AnyPlace, known: DistinctTokens) -> tuple[Tokens, Values]:
-    """Return tokens and counts at a place, draft tokens included."""
-    if isinstance(place, SamplePosition):
-        return known.with_more(place.draft_tokens)
-    return known.tokens, known.counts
 
 
 @dataclass(slots=True)
@@ -134,19 +111,18 @@ class _Edits:
 
 
 def adjusted(
-    logits: Tensor, places: Seq[AnyPlace], params: Seq[SamplingParams], eos_token_ids: frozenset[int]
+    logits: Tensor, sequences: Seq[Sequence], params: Seq[SamplingParams], eos_token_ids: frozenset[int]
 ) -> Tensor:
-    """Apply bias, penalties and min_tokens to logits [places, vocab].
+    """Apply bias, penalties and min_tokens to logits [sequences, vocab].
 
     Returns `logits` itself when no row asks for any, and a copy otherwise.
     """
     biased, repeated, penalised, held_back = (_Edits.none() for _ in range(4))
-    for row, (place, sampling) in enumerate(zip(places, params, strict=True)):
+    for row, (sequence, sampling) in enumerate(zip(sequences, params, strict=True)):
         penalises = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-        ends = _held_back(place, sampling, eos_token_ids)
+        ends = _held_back(sequence, sampling, eos_token_ids)
         if not (sampling.logit_bias or sampling.repetition_penalty != 1 or penalises or ends):
             continue
-        sequence = place.sequence if isinstance(place, SamplePosition) else place
         if (state := _states.get(sequence)) is None:
             state = _states[sequence] = _State()
         if sampling.logit_bias:
@@ -155,14 +131,13 @@ def adjusted(
                 state.bias = np.array(tokens, np.int64), np.array(biases, np.float32)
             biased.add(row, *state.bias)
         if sampling.repetition_penalty != 1:
-            state.all_tokens = _counted(place, state.all_tokens, 0)
+            state.all_tokens = _counted(sequence, state.all_tokens, 0)
             penalty = max(sampling.repetition_penalty, LEAST_REPETITION_PENALTY)
-            repeated.add(row, _now(place, state.all_tokens)[0], penalty)
+            repeated.add(row, state.all_tokens.tokens, penalty)
         if penalises:
-            state.output = _counted(place, state.output, sequence.num_prompt - sequence.num_emitted_before)
-            output, counts = _now(place, state.output)
-            values = np.float32(sampling.presence_penalty) + np.float32(sampling.frequency_penalty) * counts
-            penalised.add(row, output, values)
+            state.output = _counted(sequence, state.output, sequence.num_prompt - sequence.num_emitted_before)
+            counts = np.float32(sampling.frequency_penalty) * state.output.counts
+            penalised.add(row, state.output.tokens, np.float32(sampling.presence_penalty) + counts)
         if ends:
             if state.ends is None or state.ends[0] != ends:
                 state.ends = ends, np.array(sorted(ends), np.int64)
@@ -197,12 +172,12 @@ def _hold_back(changed: Tensor, ends: _Edits, params: Seq[SamplingParams]) -> No
         changed[at] = torch.where(possible, changed[at], before)
 
 
-def _held_back(place: AnyPlace, sampling: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+def _held_back(sequence: Sequence, sampling: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
     """Return the ends that may not come yet.
 
     Ends are held back by min_tokens, and by ignore_eos with a grammar that still allows other tokens.
     """
-    early = sampling.stop_token_ids if place.num_sampled < sampling.min_tokens else frozenset()
+    early = sampling.stop_token_ids if sequence.num_sampled < sampling.min_tokens else frozenset()
     if sampling.structured is not None and sampling.ignore_eos:
         return early | eos_token_ids
-    return early if sampling.ignore_eos or place.num_sampled >= sampling.min_tokens else early | eos_token_ids
+    return early if sampling.ignore_eos or sequence.num_sampled >= sampling.min_tokens else early | eos_token_ids

@@ -25,13 +25,11 @@ from engine.backends.torch.device import read_back, staged
 from engine.backends.torch.sampling.drawing import draw
 from engine.backends.torch.sampling.logit_edits import adjusted
 from engine.core_types import (
-    AnyPlace,
-    Chunk,
     RequestFailure,
     SampleResult,
     SamplingParams,
+    Sequence,
     TokenLogprobs,
-    verified,
 )
 from engine.sampling.grammar import Grammars, TokenMasks
 
@@ -43,89 +41,63 @@ _WORD = 32
 LIKELIEST: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1)
 
 
-def uniform(seed: int, position: int, choice: int = 0, purpose: bytes = b"token") -> float:
+def uniform(seed: int, position: int, choice: int = 0) -> float:
     """Return a number in [0, 1) that depends only on the arguments."""
     keyed = struct.pack("<QQ", seed, position) if choice == 0 else struct.pack("<QQQ", seed, position, choice)
-    digest = blake2b(keyed, key=purpose, digest_size=8).digest()
+    digest = blake2b(keyed, key=b"token", digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
-
-
-def sample_chunks(
-    logits: Tensor,
-    chunks: Seq[Chunk],
-    eos_token_ids: frozenset[int],
-    grammars: Grammars | None = None,
-    argmax: Callable[[Tensor], Tensor] = LIKELIEST,
-) -> list[SampleResult]:
-    """Return the result of each chunk; all chunks sample.
-
-    A result has the token at the chunk's end, and the tokens after correct draft tokens. `logits` is [places, vocab],
-    all places of the chunks in order; the other arguments are as for `sample`.
-
-    The token after a draft token is sampled with the same number as after the token itself. So draft tokens change how
-    soon tokens come, and not which.
-    """
-    places = [place for chunk in chunks for place in chunk.places]
-    answers = iter(sample(logits, places, eos_token_ids, grammars, argmax))
-    return [
-        verified(chunk.draft_tokens, [next(answers) for _ in range(1 + len(chunk.draft_tokens))]) for chunk in chunks
-    ]
 
 
 def sample(
     logits: Tensor,
-    places: Seq[AnyPlace],
+    sequences: Seq[Sequence],
     eos_token_ids: frozenset[int],
     grammars: Grammars | None = None,
     argmax: Callable[[Tensor], Tensor] = LIKELIEST,
-) -> list[SampleResult | None]:
-    """Return the next token at each place, or the reason why there is none.
+) -> list[SampleResult]:
+    """Return the next token of each sequence, or the reason why there is none.
 
-    `logits` is [places, vocab] in any float dtype. `grammars` holds the states of structured outputs; without it no
-    sequence may ask for one. `argmax` gives the first largest of each contiguous row. The result is None at a place
-    after a draft token that the grammar did not allow.
+    `logits` is [sequences, vocab] in any float dtype. `grammars` holds the states of structured outputs; without it no
+    sequence may ask for one. `argmax` gives the first largest of each contiguous row.
     """
-    params = [_params(place) for place in places]
-    plain = [_plain(place, sampling) for place, sampling in zip(places, params, strict=True)]
+    params = [_params(sequence) for sequence in sequences]
+    plain = [_plain(sequence, sampling) for sequence, sampling in zip(sequences, params, strict=True)]
     if all(plain):
         return [_of_token(token) for token in read_back(_finite(argmax(logits), logits))]
     if any(plain):  # requests with options cost the others nothing
-        sampled: list[SampleResult | None] = [None] * len(places)
+        sampled: dict[int, SampleResult] = {}
         for kind in (True, False):
             part = [row for row, row_is_plain in enumerate(plain) if row_is_plain == kind]
             own = logits[staged(part, torch.long, logits.device)]
-            drawn = sample(own, [places[row] for row in part], eos_token_ids, grammars, argmax)
-            for row, result in zip(part, drawn, strict=True):
-                sampled[row] = result
-        return sampled
-    masks = _masks(places, params, grammars)  # first: a GPU is still busy with the logits meanwhile
+            drawn = sample(own, [sequences[row] for row in part], eos_token_ids, grammars, argmax)
+            sampled |= zip(part, drawn, strict=True)
+        return [sampled[row] for row in range(len(sequences))]
+    masks = _masks(sequences, params, grammars)  # first: a GPU is still busy with the logits meanwhile
     logits = logits.float()
     allowed = logits if masks is None else _mask(logits, masks)
-    changed = adjusted(allowed, places, params, eos_token_ids)
+    changed = adjusted(allowed, sequences, params, eos_token_ids)
     likeliest = argmax(changed)
     tokens = likeliest.clone()
     drawing = [row for row, sampling in enumerate(params) if not _greedy(sampling)]
     if drawing:
-        targets = [uniform(params[row].seed, places[row].num_tokens, places[row].choice) for row in drawing]
+        targets = [uniform(params[row].seed, sequences[row].num_tokens, sequences[row].choice) for row in drawing]
         at = staged(drawing, torch.long, logits.device)
         rows = changed if len(drawing) == len(params) else changed[at]
         tokens[at] = draw(rows, [params[row] for row in drawing], targets)
     chosen = read_back(torch.where(_finite(likeliest, changed) < 0, -1, tokens))
     logprobs = _logprobs(logits, chosen, params)
-    results: list[SampleResult | None] = [
+    results = [
         _of_token(token) if token < 0 else SampleResult(token, logprobs.get(row)) for row, token in enumerate(chosen)
     ]
     if masks is not None:
         for row, failure in masks.failures.items():
             results[row] = SampleResult(-1, failure=failure)
-        for row in masks.unknown:
-            results[row] = None
     return results
 
 
-def _params(place: AnyPlace) -> SamplingParams:
-    assert place.sampling is not None
-    return place.sampling
+def _params(sequence: Sequence) -> SamplingParams:
+    assert sequence.sampling is not None
+    return sequence.sampling
 
 
 def _greedy(sampling: SamplingParams) -> bool:
@@ -144,23 +116,23 @@ def _of_token(token: int) -> SampleResult:
     return SampleResult(token) if token >= 0 else SampleResult(-1, failure=NO_NUMBERS)
 
 
-def is_plain(place: AnyPlace) -> bool:
+def is_plain(sequence: Sequence) -> bool:
     """Return whether the likeliest token is wanted and no option changes which one that is."""
-    return _plain(place, _params(place))
+    return _plain(sequence, _params(sequence))
 
 
-def _plain(place: AnyPlace, sampling: SamplingParams) -> bool:
+def _plain(sequence: Sequence, sampling: SamplingParams) -> bool:
     changed = sampling.logit_bias or sampling.repetition_penalty != 1 or sampling.structured is not None
     penalised = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-    early = place.num_sampled < sampling.min_tokens
+    early = sequence.num_sampled < sampling.min_tokens
     return _greedy(sampling) and sampling.logprobs is None and not (changed or penalised or early)
 
 
-def _masks(places: Seq[AnyPlace], params: Seq[SamplingParams], grammars: Grammars | None) -> TokenMasks | None:
+def _masks(sequences: Seq[Sequence], params: Seq[SamplingParams], grammars: Grammars | None) -> TokenMasks | None:
     if all(sampling.structured is None for sampling in params):
         return None
     assert grammars is not None
-    return grammars.masks(places)
+    return grammars.masks(sequences)
 
 
 def _mask(logits: Tensor, masks: TokenMasks) -> Tensor:

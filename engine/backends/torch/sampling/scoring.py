@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.backends.torch.device import staged
 from engine.core_types import Chunk, SampleResult, TokenLogprobs
 
 SLICE_LOGITS = 1 << 23
@@ -68,25 +67,14 @@ class PromptScorer:
                         answers.append(self._pool(rows))
                     else:
                         answers.append(replace(token, prompt=tuple(self._score(chunk, rows))))
-                first_row += chunk.num_rows
+                first_row += chunk.count
         self._hidden = None
         return answers
-
-    def follow(self, batch: Seq[Chunk]) -> None:
-        """Take part in rank 0's scoring, on a rank that holds a part of the output layer."""
-        first_row = 0
-        with self._replaced(lambda *args, **options: self._hidden):
-            for chunk in batch:
-                if not chunk.pools:
-                    for _ in self._slices(scored_rows(chunk, first_row)):
-                        pass
-                first_row += chunk.num_rows
-        self._hidden = None
 
     def _pool(self, rows: range) -> SampleResult:
         """Return the sum of the hidden states of `rows`."""
         hidden: Tensor = self._hidden.last_hidden_state[0, rows.start : rows.stop]
-        total = hidden.sum(0, dtype=torch.float32).cpu().numpy()
+        total = hidden.sum(0, dtype=torch.float32).numpy()
         return SampleResult(-1, pooled=total.tobytes(), num_pooled=len(rows))
 
     def _score(self, chunk: Chunk, rows: range) -> Iterator[TokenLogprobs]:
@@ -94,14 +82,13 @@ class PromptScorer:
         num_top = (sampling.prompt_logprobs if sampling is not None else None) or 0
         following = chunk.sequence.token_ids[chunk.scored.start + 1 : chunk.scored.stop + 1]
         for first, logits in self._slices(rows):
-            targets = staged(following[first : first + self._slice_rows], torch.long, logits.device)
+            targets = torch.tensor(following[first : first + self._slice_rows])
             yield from _logprobs(logits, targets, num_top)
 
     def _slices(self, rows: range) -> Iterator[tuple[int, Tensor]]:
         """Yield logits [rows, vocab] of a few rows at a time, with the number of the first row."""
-        device = self._hidden.last_hidden_state.device
         for first in range(0, len(rows), self._slice_rows):
-            part = staged(list(rows[first : first + self._slice_rows]), torch.long, device)
+            part = torch.tensor(rows[first : first + self._slice_rows])
             yield first, self._model(input_ids=part[None], use_cache=False, logits_to_keep=part).logits[0]
 
     @contextmanager

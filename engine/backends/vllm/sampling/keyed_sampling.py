@@ -142,7 +142,7 @@ class TandemSampling(LogitsProcessor):
         if ranks.rank_in_group == 0:
             results = sample(logits[at], [self._rows[row].place() for row in rows], self._eos_token_ids)
             # a row without finite numbers has no token; vLLM counts its NaNs, and the request fails
-            drawn = torch.tensor([max(0, result.token_id) for result in results if result], device=logits.device)
+            drawn = torch.tensor([max(0, result.token_id) for result in results], device=logits.device)
         else:
             drawn = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         if ranks.world_size > 1:

@@ -1,1 +1,0 @@
-"""Kernels and modules for NVIDIA GPUs."""
