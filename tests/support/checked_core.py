@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from engine.core.engine_core import EngineCore
-from engine.core.loan_host import EngineLimits
+from engine.core.loan_host import EngineLimits, LoanHost
 from engine.kv.store.kv_store import KvStore
 from engine.lending.fast_path import FastPathLink
 from engine.lending.reads.block_reads import RemoteRank
@@ -18,7 +18,7 @@ NOTHING_LEFT = (0, 0, 0, 0, 0)
 M = TypeVar("M")
 
 
-def held(core: EngineCore) -> tuple[int, int, int, int, int]:
+def held(core: LoanHost) -> tuple[int, int, int, int, int]:
     """Blocks held, reserved and quarantined; sequences; loans given."""
     audited = core.audit()
     return (

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from engine.lending.sources import LenderSource
-from support.trial_node import Node, Stream
+from support.trial_node import Stream, TrialNode
 
 FAULTS = (
     "lender killed",
@@ -100,7 +100,7 @@ class Cells:
         if lender is not None:
             self.counts[fault, "lender", lender] += 1
 
-    def note_restoring(self, fault: str, node: Node, loan_id: str | None = None) -> None:
+    def note_restoring(self, fault: str, node: TrialNode, loan_id: str | None = None) -> None:
         """It meets what this engine, or one sequence there, is bringing back from its tier or the store."""
         for found_id, loan in node.core._borrower_manager._loans.items():
             if not isinstance(loan.source, LenderSource) and loan_id in (None, found_id):

@@ -6,6 +6,7 @@ every single move the books of every engine must balance. Time is the number of 
 """
 
 import math
+from collections.abc import Sequence
 
 from engine.backends.sim.states import prompt_logprob
 from engine.core_types import StepBudget
@@ -15,7 +16,7 @@ from support.memory_objects import MemoryObjects
 from support.sim_model import VOCAB, undisturbed
 from support.trial_cells import lender_state
 from support.trial_faults import Faults
-from support.trial_node import Client, Node, TrialLink
+from support.trial_node import Client, Node, TrialLink, TrialNode
 
 NUM_CHOICES = 6 * [1] + [2, 3]
 """Choices of a request."""
@@ -39,6 +40,9 @@ STUCK_MOVES = 25.0
 class Cluster(Faults):
     """One trial."""
 
+    has_scores = True
+    """Whether its engines score prompts."""
+
     def __init__(
         self, seed: int, num_nodes: int = 3, faults: bool = True, crowded: bool = False, reserve: int = 256
     ) -> None:
@@ -61,7 +65,7 @@ class Cluster(Faults):
         self.now = 0
         self.objects = MemoryObjects(self.rng.choice([1, 3, 8]), self.rng.choice([20, 1000])) if seed % 5 < 3 else None
         """The store that all nodes share, in three fifths of the trials."""
-        self.restoring: list[Node] = []
+        self.restoring: list[TrialNode] = []
         """Whose store is in the middle of a read, the innermost last."""
         self.nodes = [self.new_node() for _ in range(num_nodes)]
         trunk = self.random_tokens(28)
@@ -71,27 +75,35 @@ class Cluster(Faults):
     def random_tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(VOCAB) for _ in range(count)]
 
-    def new_node(self) -> Node:
+    def new_node(self) -> TrialNode:
         rng = self.rng
         self.num_started += 1
         budget = StepBudget(rng.randint(2, 16), rng.randint(2, 12))
         name, num_blocks = f"node-{self.num_started}", rng.randint(*self.pool_range)
         local_blocks = rng.choice([0, 12, 40])
-        node = Node(
-            self.network,
-            name,
-            num_blocks,
-            budget,
-            self.reserve,
-            MemoryObjects(self.rng.choice([1, 3, 8]), local_blocks) if local_blocks else None,
-            self.read_silence,
-            lambda: float(self.now),
-            TrialLink(self.links) if self.links is not None else None,
-            self.objects,
-            on_gpu=(self.seed + self.num_started) % 3 == 0,
-        )
-        node.runner.interrupted = lambda: self.in_mid_restore(node)
+        local = MemoryObjects(rng.choice([1, 3, 8]), local_blocks) if local_blocks else None
+        link = TrialLink(self.links) if self.links is not None else None
+        on_gpu = (self.seed + self.num_started) % 3 == 0
+        node = self.open_node(name, num_blocks, budget, local, link, on_gpu)
+        node.interrupted = lambda: self.in_mid_restore(node)
         return node
+
+    def open_node(
+        self,
+        name: str,
+        num_blocks: int,
+        budget: StepBudget,
+        local: MemoryObjects | None,
+        link: TrialLink | None,
+        on_gpu: bool,
+    ) -> TrialNode:
+        silence_s, objects = self.read_silence, self.objects
+        return Node(
+            self.network, name, num_blocks, budget, self.reserve, local, silence_s, self.clock, link, objects, on_gpu
+        )
+
+    def clock(self) -> float:
+        return float(self.now)
 
     # ------------------------------------------------------------------ what a trial is made of
 
@@ -101,7 +113,7 @@ class Cluster(Faults):
             prompt = tuple(self.rng.choice(self.trunks)[:length])
             client = Client(prompt, self.rng.randint(1, self.max_tokens), self.rng.randint(0, 1))
             client.num_choices = self.rng.choice(NUM_CHOICES)
-            client.scored = self.rng.random() < 0.1
+            client.scored = self.has_scores and self.rng.random() < 0.1
             if self.faults and self.rng.random() < 0.15:
                 client.deadline = self.rng.randint(1, num_moves)
             self.clients.append(client)
@@ -177,31 +189,22 @@ class Cluster(Faults):
             case "duplicate":
                 self.duplicate()
 
-    def step(self, node: Node) -> bool:
-        """Half a step: it begins, or ends. In between anything else may happen to the engine."""
+    def step(self, node: TrialNode) -> bool:
+        """Part of a step. In between anything else may happen to the engine."""
         self.receive(node)
-        if node.batch:
-            # The runner writes at any time between the halves: here just before the end, or just after the beginning.
-            sampled = node.runner.execute(node.batch) if node.sampled is None else node.sampled
-            batch, node.batch = node.batch, []
-            node.core.end_step(batch, sampled)
-            worked = True
-        else:
-            node.batch = node.core.begin_step()
-            node.sampled = node.runner.execute(node.batch) if self.rng.random() < 0.5 else None
-            worked = bool(node.batch)
+        worked = node.turn(self.rng)
         node.core.report()
         self.route(node)
         return worked
 
-    def use_store(self, node: Node) -> bool:
+    def use_store(self, node: TrialNode) -> bool:
         """A store reads or writes once; in the middle of a copy into the pool, `in_mid_restore` is called."""
         self.restoring.append(node)
         worked = any(store.step() for store in self.rng.sample(node.stores, len(node.stores)))
         self.restoring.remove(node)
         return worked
 
-    def verify(self, node: Node) -> None:
+    def verify(self, node: TrialNode) -> None:
         """All blocks that arrived in its GPU's memory are verified."""
         assert node.core._own is not None
         verifier = node.core._own._batch_verifier
@@ -209,7 +212,7 @@ class Cluster(Faults):
         self.seen["withdrawn before verified"] += any(arrival.withdrawn for arrival in verifier._waiting)
         node.verifying.step()
 
-    def in_mid_restore(self, node: Node) -> None:
+    def in_mid_restore(self, node: TrialNode) -> None:
         """Half of a block has been written. Its engine's loop turns meanwhile, and so does everybody else's."""
         if not node.alive:
             return
@@ -220,8 +223,8 @@ class Cluster(Faults):
         for _ in range(self.rng.randint(1, 6)):
             self.move()
             self.check(contents=False)
-        block = node.runner.writing
-        if node.alive and block in node.core._kv_cache.pool._quarantined:
+        block = node.writing
+        if node.alive and block in node.quarantined:
             self.seen["store wrote late"] += 1
             self.cells.counts["late write", "borrower", "over"] += 1
 
@@ -233,7 +236,7 @@ class Cluster(Faults):
     def check(self, contents: bool) -> None:
         for node in self.nodes:
             node.check()
-            self.seen["quarantined"] += bool(node.core._kv_cache.pool.num_quarantined)
+            self.seen["quarantined"] += bool(node.core._cached.pool.num_quarantined)
             self.seen["hedged and reading"] += any(s.held_at is not None for s in node.core._requests.sequences)
             self.seen["waiting preempted"] += bool(node.core._requests.running_set.preempted)
             self.seen["said early"] += any(
@@ -307,8 +310,12 @@ class Cluster(Faults):
         """It is that of an engine which nothing disturbed, or the beginning of it."""
         done = client.state == "done"
         for choice, tokens in client.tokens.items():
-            expected = undisturbed(client.prompt, client.max_tokens, choice)
+            expected = self.undisturbed(client.prompt, client.max_tokens, choice)
             assert tokens == expected[: None if done else len(tokens)], "a wrong token"
         wanted = range(1, len(client.prompt) if client.scored else 1)
-        scores = [prompt_logprob(undisturbed(client.prompt[:end], 1)[0]) for end in wanted]
+        scores = [prompt_logprob(self.undisturbed(client.prompt[:end], 1, 0)[0]) for end in wanted]
         assert client.scores == (scores if done else scores[: len(client.scores)])
+
+    def undisturbed(self, prompt: Sequence[int], max_tokens: int, choice: int) -> list[int]:
+        """What the model answers when nothing disturbs it."""
+        return undisturbed(prompt, max_tokens, choice)

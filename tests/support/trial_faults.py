@@ -6,10 +6,9 @@ import random
 from engine.lending.store.source import StoreSource
 from engine.messages.to_engine import Cancel, LendClosed, LenderSilent, LoanFailed
 from support.memory_objects import MemoryObjects, StepStore
-from support.sim_model import VOCAB, WIDTH
 from support.trial_cells import borrower_state, lender_state
 from support.trial_front import Front
-from support.trial_node import Client, Node, Stream
+from support.trial_node import Client, Stream, TrialNode
 
 
 class Faults(Front):
@@ -17,14 +16,17 @@ class Faults(Front):
 
     objects: MemoryObjects | None
 
-    def new_node(self) -> Node:
+    def new_node(self) -> TrialNode:
         raise NotImplementedError
 
-    def step(self, node: Node) -> bool:
+    def step(self, node: TrialNode) -> bool:
+        raise NotImplementedError
+
+    def random_tokens(self, count: int) -> list[int]:
         raise NotImplementedError
 
     @property
-    def awake(self) -> list[Node]:
+    def awake(self) -> list[TrialNode]:
         return [node for node in self.nodes if not node.stopped]
 
     # ------------------------------------------------------------------ clients that go
@@ -78,7 +80,7 @@ class Faults(Front):
             self.cells.note("connection cut", stream)
             self.break_stream(stream)
 
-    def kill(self, node: Node) -> None:
+    def kill(self, node: TrialNode) -> None:
         """The process ends; another one starts in its place, and the router sends its requests elsewhere."""
         self.seen["killed"] += 1
         self._note_process(node, "killed")
@@ -109,7 +111,7 @@ class Faults(Front):
         else:
             self._move_requests(node)
 
-    def be_quiet(self, node: Node) -> None:
+    def be_quiet(self, node: TrialNode) -> None:
         """A borrower hears that a lender has been silent for long, whether that is so or not."""
         loan_id = self.rng.choice(sorted(node.core._borrower_manager._loans))
         node.core._borrower_manager._loans[loan_id].heard_at = -math.inf
@@ -128,7 +130,7 @@ class Faults(Front):
             self.step(node)
         node.inbox.extendleft(reversed(inbox))
 
-    def _move_requests(self, node: Node) -> None:
+    def _move_requests(self, node: TrialNode) -> None:
         """The router places what ran there anew."""
         for client in self.clients:
             if client.state == "running" and self.attempts[client.attempt].node is node:
@@ -137,7 +139,7 @@ class Faults(Front):
                 if node.alive:
                     node.send(Cancel(client.attempt))
 
-    def _note_process(self, node: Node, what: str) -> None:
+    def _note_process(self, node: TrialNode, what: str) -> None:
         for stream in self.streams:
             if stream.borrower is node:
                 self.cells.note(f"borrower {what}", stream)
@@ -147,15 +149,15 @@ class Faults(Front):
 
     # ------------------------------------------------------------------ room, and blocks given away
 
-    def exhaust(self, node: Node) -> None:
+    def exhaust(self, node: TrialNode) -> None:
         """Somebody else's request takes all the room that is left, and evicts what is cached."""
-        num_blocks = node.core._kv_cache.pool.num_available
+        num_blocks = node.core._cached.pool.num_available
         if num_blocks > 0:
-            prompt = tuple(self.rng.randrange(VOCAB) for _ in range(num_blocks * WIDTH - 1))
+            prompt = tuple(self.random_tokens(node.tokens_for(num_blocks) - 1))
             client = Client(prompt, 1, 2)
             self.clients.append(client)
             self.submit(client, node)
-        if node.core._kv_cache.pool.num_available <= 0:
+        if node.core._cached.pool.num_available <= 0:
             self.seen["exhausted"] += 1
             self.note_shortage(node)
 
@@ -186,7 +188,7 @@ class Faults(Front):
 
     # ------------------------------------------------------------------ bytes
 
-    def transfer(self, node: Node, rng: random.Random, faults: bool, now: int) -> None:
+    def transfer(self, node: TrialNode, rng: random.Random, faults: bool, now: int) -> None:
         """A read is posted, writes a little, is done, or fails."""
         transport = node.transport
         if transport.posted and rng.random() < 0.6:
@@ -212,7 +214,7 @@ class Faults(Front):
         """Its process is stopped, and the link needs it to take part."""
         raise NotImplementedError
 
-    def _note_late(self, node: Node, peer: str) -> None:
+    def _note_late(self, node: TrialNode, peer: str) -> None:
         stream = self.stream_of(str(node.transport.posted[peer].flow))
         if borrower_state(stream) == "over":
             self._note_always("late write", stream)

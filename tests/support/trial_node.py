@@ -3,8 +3,9 @@
 import math
 import random
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,14 +13,15 @@ from numpy.typing import NDArray
 
 from engine.backends.sim.runner import SimRunner
 from engine.core.engine_core import EngineCore
-from engine.core.loan_host import EngineLimits
+from engine.core.loan_host import EngineLimits, LoanHost
 from engine.core_types import Chunk, SampleResult, SamplingParams, StepBudget
+from engine.core_types import Sequence as Sequence_
+from engine.kv.layout import KvLayout
 from engine.kv.store.object_format import ObjectFormat
 from engine.lending.fast_path import KEY_BYTES, NAME_BYTES, SECRET_BYTES, FastPathLink
 from engine.lending.reads.verification import BatchVerifier
 from engine.messages.from_engine import FromEngine
 from engine.messages.to_engine import ToEngine
-from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.transport import Pool
 from support.checked_core import NOTHING_LEFT, held
 from support.memory_objects import MemoryObjects, StepExecutor, StepStore
@@ -28,20 +30,18 @@ from support.slow_transport import SlowTransport
 
 
 class TrialRunner(SimRunner):
-    """Writes what comes back from a store in two halves; in between, `interrupted` lets anything happen."""
+    """Writes what comes back from a store in two halves; in between anything may happen."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, node: "Node", num_blocks: int) -> None:
         super().__init__(LAYOUT, num_blocks, VOCAB)
-        self.writing: int | None = None
-        """A block that half of a store's bytes have been written into."""
-        self.interrupted: Callable[[], None] = lambda: None
+        self._node = node
 
     def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
-        half = len(content) // 2
+        half, node = len(content) // 2, self._node
         self.pool.memory[block, :half] = content[:half]
-        self.writing = block
-        self.interrupted()
-        self.writing = None
+        node.writing = block
+        node.interrupted()
+        node.writing = None
         self.pool.memory[block, half:] = content[half:]
 
 
@@ -74,26 +74,15 @@ class TrialLink(FastPathLink):
         return arrived
 
 
-class Node:
-    """One engine process."""
+class TrialNode(ABC):
+    """One engine process, whatever computes in it."""
 
-    def __init__(
-        self,
-        network: dict[bytes, Pool],
-        name: str,
-        num_blocks: int,
-        budget: StepBudget,
-        reserve: int = 256,
-        local: MemoryObjects | None = None,
-        read_silence_s: float = math.inf,
-        clock: Callable[[], float] = time.monotonic,
-        link: TrialLink | None = None,
-        objects: MemoryObjects | None = None,
-        on_gpu: bool = False,
-    ) -> None:
-        """`objects`: of the store that it shares. `local`: of the store of its host. `link`: what lenders say early
-        comes by it. `on_gpu`: blocks that arrive are verified later, as if its pool were in a GPU's memory.
-        """
+    core: LoanHost
+    writing: int | None = None
+    """A block that half of a store's bytes have been written into."""
+
+    def __init__(self, network: dict[bytes, Pool], name: str, link: TrialLink | None = None) -> None:
+        """`link`: what lenders say early comes by it."""
         self.name = name
         self.link = link
         self.alive = True
@@ -102,35 +91,66 @@ class Node:
         self.inbox: deque[ToEngine] = deque()
         """What has arrived and was not handled yet."""
         self.transport = SlowTransport(network, name)
-        self.runner = TrialRunner(num_blocks)
-        limits = EngineLimits(budget, 4, reserve, report_interval_s=0.0, read_silence_s=read_silence_s)
-        fingerprint = LAYOUT.fingerprint(self.runner.info.weights_fingerprint)
-        object_format = ObjectFormat(LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint)
+        self.interrupted: Callable[[], None] = lambda: None
+        """What may happen in the middle of a write."""
+        self.verifying = StepExecutor()
+        """Performs the passes over blocks that arrived in a GPU's memory."""
+        self.verified_too_early: list[int] = []
+        """Blocks that were verified while a read might still write them."""
         self.stores: list[StepStore] = []
+
+    def open_stores(
+        self,
+        layout: KvLayout,
+        weights: bytes,
+        clock: Callable[[], float],
+        local: MemoryObjects | None,
+        objects: MemoryObjects | None,
+        writes_at_once: bool,
+    ) -> list[StepStore]:
+        """`objects`: of the store that it shares. `local`: of the store of its host."""
+        object_format = ObjectFormat(layout.block_bytes, layout.kv_heads, layout.fingerprint(weights))
         if local is not None:
             self.stores.append(StepStore(local, object_format, clock, is_local=True))
         if objects is not None:
-            self.stores.append(StepStore(objects, object_format, clock, writes_at_once=num_blocks % 2 == 0))
-        self.core = EngineCore(
-            self.runner,
-            self.transport,
-            limits,
-            self.said.append,
-            stores=self.stores,
-            clock=clock,
-            fast_path=link,
-        )
+            self.stores.append(StepStore(objects, object_format, clock, writes_at_once=writes_at_once))
+        return self.stores
+
+    def start(self, core: LoanHost, on_gpu: bool) -> None:
+        """`on_gpu`: blocks that arrive are verified later, as if its pool were in a GPU's memory."""
+        self.core = core
         self.transport.on_gpu = on_gpu
-        self.verifying = StepExecutor()
-        """Performs the passes over blocks that arrived in a GPU's memory."""
-        assert self.core._own is not None
-        self.core._own._batch_verifier = BatchVerifier(self._fingerprints, self.verifying)
-        self.verified_too_early: list[int] = []
-        """Blocks that were verified while a read might still write them."""
-        self.endpoint = self.core.start().endpoint
-        self.batch: list[Chunk] = []
-        """Being computed: `end_step` is still to come."""
-        self.sampled: list[SampleResult] | None = None
+        assert core._own is not None
+        core._own._batch_verifier = BatchVerifier(self._fingerprints, self.verifying)
+        self.endpoint = core.start().endpoint
+
+    @abstractmethod
+    def turn(self, rng: random.Random) -> bool:
+        """Do a part of a step; return whether there was anything to do."""
+
+    @abstractmethod
+    def part_fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
+        """Fingerprints of the blocks' present bytes."""
+
+    @abstractmethod
+    def waits(self, chain: Sequence_, block: int) -> bool:
+        """No step reads or writes this block of a request's chain."""
+
+    @property
+    @abstractmethod
+    def named(self) -> Collection[int]:
+        """Blocks with names."""
+
+    @property
+    def quarantined(self) -> Collection[int]:
+        """Blocks that an unfinished read may still write into."""
+        pool = self.core._cached.pool
+        assert isinstance(pool._quarantined, set)  # type: ignore[attr-defined]
+        return pool._quarantined  # type: ignore[attr-defined]
+
+    def tokens_for(self, num_blocks: int) -> int:
+        """Tokens that fill so many blocks."""
+        return num_blocks * WIDTH
 
     def send(self, message: ToEngine) -> None:
         """It is handled now, after what arrived before; by a stopped process, when it wakes."""
@@ -146,8 +166,8 @@ class Node:
 
     def _fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
         written = {block for read in self.transport.posted.values() for block in read.blocks()}
-        self.verified_too_early += [block for block in blocks if block in written or block == self.runner.writing]
-        return self.runner.part_fingerprints(blocks)
+        self.verified_too_early += [block for block in blocks if block in written or block == self.writing]
+        return self.part_fingerprints(blocks)
 
     def serves(self, request_id: str) -> bool:
         """A request, or a loan given, of this id is not over here."""
@@ -161,14 +181,13 @@ class Node:
         for read in self.transport.posted.values():
             for block in read.blocks():
                 self._check_read_into(block)
-        if self.runner.writing is not None:
-            self._check_read_into(self.runner.writing)
+        if self.writing is not None:
+            self._check_read_into(self.writing)
 
     def _check_read_into(self, block: int) -> None:
         """It is nobody's, or that of one sequence which waits for it."""
-        pool, running = self.core._kv_cache.pool, self.core._requests.running_set._running
         owners = [
-            chain not in running or (chain.held_at is not None and chain.held_at <= chain.blocks.index(block) * WIDTH)
+            self.waits(chain, block)
             for request in self.core._requests._requests.values()
             for chain in request.chains.values()
             if block in chain.blocks
@@ -178,19 +197,18 @@ class Node:
             for loan in self.core._lender_manager._loans.values()
             if loan.job is not None and block in loan.job.blocks
         ]
-        if block in pool._quarantined:
+        if block in self.quarantined:
             assert not owners, f"{self.name}: block {block} is quarantined and owned"
         else:
             assert len(owners) == 1, f"{self.name}: block {block} is read into and has {len(owners)} owners"
             assert owners[0], f"{self.name}: block {block} is in use while a read is in flight"
-            assert block not in pool._name_of, f"{self.name}: block {block} is named while a read is in flight"
+            assert block not in self.named, f"{self.name}: block {block} is named while a read is in flight"
 
     def check_contents(self) -> None:
         """A named block never changes after its fingerprint was taken."""
-        kv_cache = self.core._kv_cache
-        blocks = sorted(kv_cache.pool._name_of)
-        now = fingerprint_blocks(self.runner.pool.memory, blocks, LAYOUT.kv_heads)
-        assert now.tobytes() == kv_cache.cached.fingerprints_of(blocks), f"{self.name}: a named block has changed"
+        blocks = sorted(self.named)
+        now, cached = self.part_fingerprints(blocks), self.core._cached
+        assert now.tobytes() == cached.fingerprints_of(blocks), f"{self.name}: a named block has changed"
 
     def check_at_rest(self) -> None:
         """Nothing is held for anybody, in the pool or below it."""
@@ -201,6 +219,64 @@ class Node:
         for store in self.stores:
             assert store._num_fetching == 0, f"{self.name}: a fetch was not given back"
             assert not store._writing, f"{self.name}: a block is still to be written"
+
+
+class Node(TrialNode):
+    """One with Tandem's own scheduler."""
+
+    core: EngineCore
+
+    def __init__(
+        self,
+        network: dict[bytes, Pool],
+        name: str,
+        num_blocks: int,
+        budget: StepBudget,
+        reserve: int = 256,
+        local: MemoryObjects | None = None,
+        read_silence_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+        link: TrialLink | None = None,
+        objects: MemoryObjects | None = None,
+        on_gpu: bool = False,
+    ) -> None:
+        super().__init__(network, name, link)
+        self.runner = TrialRunner(self, num_blocks)
+        limits = EngineLimits(budget, 4, reserve, report_interval_s=0.0, read_silence_s=read_silence_s)
+        stores = self.open_stores(
+            LAYOUT, self.runner.info.weights_fingerprint, clock, local, objects, writes_at_once=num_blocks % 2 == 0
+        )
+        core = EngineCore(
+            self.runner, self.transport, limits, self.said.append, stores=stores, clock=clock, fast_path=link
+        )
+        self.start(core, on_gpu)
+        self.batch: list[Chunk] = []
+        """Being computed: `end_step` is still to come."""
+        self.sampled: list[SampleResult] | None = None
+
+    def turn(self, rng: random.Random) -> bool:
+        """A step begins, or ends. In between anything else may happen to the engine."""
+        if self.batch:
+            # The runner writes at any time between the halves: here just before the end, or just after the beginning.
+            sampled = self.runner.execute(self.batch) if self.sampled is None else self.sampled
+            batch, self.batch = self.batch, []
+            self.core.end_step(batch, sampled)
+            return True
+        self.batch = self.core.begin_step()
+        self.sampled = self.runner.execute(self.batch) if rng.random() < 0.5 else None
+        return bool(self.batch)
+
+    def part_fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
+        return self.runner.part_fingerprints(blocks)
+
+    def waits(self, chain: Sequence_, block: int) -> bool:
+        if chain not in self.core._requests.running_set:
+            return True
+        return chain.held_at is not None and chain.held_at <= chain.blocks.index(block) * WIDTH
+
+    @property
+    def named(self) -> dict[int, tuple[bytes, bytes]]:
+        return self.core._kv_cache.pool._name_of
 
 
 @dataclass(eq=False)
@@ -239,7 +315,7 @@ class Attempt:
     """A client's request at one engine."""
 
     client: Client
-    node: Node
+    node: TrialNode
     chain: tuple[int, ...]
     """The tokens it may borrow blocks of."""
 
@@ -251,8 +327,8 @@ class Stream:
     loan_id: str
     request_id: str
     """Of the request, or the id of the loan given, that it is for."""
-    borrower: Node
-    lender: Node
+    borrower: TrialNode
+    lender: TrialNode
     tokens: tuple[int, ...]
     to_lender: deque[ToEngine] = field(default_factory=deque)
     to_borrower: deque[ToEngine] = field(default_factory=deque)

@@ -3,8 +3,9 @@
 import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from typing import TypeVar
 from unittest.mock import patch
 
 from support.sim_model import LAYOUT
@@ -16,7 +17,14 @@ Counts = tuple[Counter[str], Counter[Cell]]
 CHUNK = 50
 
 
-def run_trial(seed: int) -> Cluster:
+C = TypeVar("C", bound=Cluster)
+
+
+def sim_cluster(seed: int) -> Cluster:
+    return Cluster(seed, num_nodes=2 + seed % 2, reserve=(256, 1, 4, 1)[seed % 4])
+
+
+def run_trial(seed: int, open_cluster: Callable[[int], C], num_moves: int = 300) -> C:
     """Windows, reads, landings and how often a lender hears of releases change with the seed."""
     window = LAYOUT.block_bytes * (1, 2, 64)[seed % 3]
     release = LAYOUT.block_bytes * (1, 3)[seed // 3 % 2]
@@ -31,9 +39,9 @@ def run_trial(seed: int) -> Cluster:
         patch("engine.lending.borrower_manager.BLOCK_READ_BYTES", block_read),
         patch("engine.lending.store.loans.STORE_SILENCE_S", 25.0),
     ):
-        cluster = Cluster(seed, num_nodes=2 + seed % 2, reserve=(256, 1, 4, 1)[seed % 4])
+        cluster = open_cluster(seed)
         try:
-            cluster.run(num_requests=14, num_moves=300)
+            cluster.run(num_requests=14, num_moves=num_moves)
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
@@ -45,7 +53,7 @@ def run_trials(seeds: Iterable[int]) -> Counts:
     seen: Counter[str] = Counter()
     cells: Counter[Cell] = Counter()
     for seed in seeds:
-        cluster = run_trial(seed)
+        cluster = run_trial(seed, sim_cluster)
         seen += cluster.seen
         cells += cluster.cells.counts
     return seen, cells

@@ -1,17 +1,17 @@
-"""Trials of vLLM engines with several KV groups, without a model: `python -m support.vllm_trials FIRST COUNT`.
+"""Trials of vLLM engines, without a model: `python -m support.vllm_trials FIRST COUNT`.
 
-Each engine is Tandem's core over vLLM's own scheduler and block pool. Instead of a model, `Computer` writes into each
-block what a model would have written, and looks, before each step, whether all that the step reads is there. Some
-engines draft tokens, right ones and wrong ones, whose KV lies in blocks until it is written over. Reads between
-engines, messages, cancels, cuts and kills happen in an order drawn from the seed; after every move the books balance,
-and every named block has the bytes of its name. It runs in vLLM's environment.
+Each engine is Tandem's core over vLLM's own scheduler and block pool, in the harness of all engines (`trials.py`).
+Instead of a model, `Computer` writes into each block what a model would have written, and looks, before each step,
+whether all that the step reads is there. Some engines draft tokens, right ones and wrong ones, whose KV lies in blocks
+until it is written over. It runs in vLLM's environment.
 """
 
+import json
 import os
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -39,24 +39,15 @@ from engine.backends.vllm.core import VllmCore
 from engine.backends.vllm.kv.groups import KvGroups
 from engine.backends.vllm.kv.memory import LayerPlace, VllmKvMemory, pool_allocation
 from engine.backends.vllm.sampling.sampling import FILLS, Sampling
-from engine.block_keys import block_keys, root_key
 from engine.core.loan_host import EngineLimits, EngineParts
-from engine.core_types import SampleResult, SamplingParams, StepBudget
-from engine.messages.from_engine import CloseLoan, LendReady, LendRefused, LendStarting, OpenLoan, Rejected, ReleaseLoan
-from engine.messages.from_engine import Token as TokenSaid
-from engine.messages.to_engine import (
-    Cancel,
-    Generate,
-    Lend,
-    LendClosed,
-    LendReleased,
-    LoanBlocks,
-    LoanFailed,
-    LoanStarted,
-)
+from engine.core_types import SampleResult, StepBudget
 from engine.model_runner import ModelInfo
 from kvtransfer.transport import Pool
-from support.slow_transport import SlowTransport
+from support.memory_objects import MemoryObjects
+from support.trial_cells import Cell
+from support.trial_cluster import Cluster
+from support.trial_node import TrialLink, TrialNode
+from support.trials import run_trial
 from tandem.storyteller import STORYTELLER
 
 VOCAB, PAGE = 997, 64
@@ -71,6 +62,8 @@ MODELS: dict[str, Callable[[], list[Any]]] = {
     "one state": lambda: [_state()],
 }
 """KV groups of each kind of model."""
+POOLS = {"full": (12, 30), "one window": (12, 30), "one state": (24, 60)}
+"""Bounds of a pool's size, where it is smaller than others'."""
 
 
 def _full() -> FullAttentionSpec:
@@ -250,16 +243,51 @@ class Shell:
     def shutdown(self) -> None: ...
 
 
-class Node:
-    """One engine."""
+def _vllm_config(overlaps: bool, num_drafts: int) -> Any:
+    if (overlaps, num_drafts) not in _configs:
+        transfer = KVTransferConfig(
+            kv_connector=TandemConnector.__name__,
+            kv_connector_module_path=TandemConnector.__module__,
+            kv_role="kv_both",
+        )
+        drafts = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_max": 2}
+        options = EngineArgs(
+            model=str(STORYTELLER), enforce_eager=True, max_model_len=512, max_num_seqs=8, dtype="float32",
+            block_size=32, skip_tokenizer_init=True, kv_transfer_config=transfer, scheduling_policy="priority",
+            max_num_batched_tokens=128, disable_log_stats=True, kv_cache_memory_bytes=1 << 20,
+            speculative_config=drafts if num_drafts else None,
+        )  # fmt: skip
+        config = _configs[overlaps, num_drafts] = options.create_engine_config()
+        config.scheduler_config.async_scheduling = overlaps
+        config.cache_config.block_size, config.cache_config.mamba_cache_mode = BLOCK, "align"
+    return _configs[overlaps, num_drafts]
 
-    def __init__(self, network: dict[bytes, Pool], name: str, kind: str, num_blocks: int, rng: random.Random) -> None:
-        self.name, self.rng = name, rng
+
+_configs: dict[tuple[bool, int], Any] = {}
+
+
+class VllmNode(TrialNode):
+    """One with vLLM's scheduler."""
+
+    core: VllmCore
+
+    def __init__(
+        self,
+        trial: "VllmCluster",
+        name: str,
+        num_blocks: int,
+        budget: StepBudget,
+        local: MemoryObjects | None,
+        link: TrialLink | None,
+        on_gpu: bool,
+    ) -> None:
+        super().__init__(trial.network, name, link)
+        rng = self._rng = trial.rng
         self.overlaps = rng.random() < 0.5
-        self.specs = specs = MODELS[kind]()
+        self._specs = specs = MODELS[trial.kind]()
         is_stateless = not any(isinstance(spec, MambaSpec) for spec in specs)
         num_drafts = rng.choice((0, 0, 1, 3)) if is_stateless else 0
-        self.drafting = Drafting(num_drafts, rng.choice((0, num_drafts)), self.overlaps)
+        drafting = Drafting(num_drafts, rng.choice((0, num_drafts)), self.overlaps)
         config = _vllm_config(self.overlaps, num_drafts)
         config.cache_config.num_gpu_blocks = num_blocks
         groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
@@ -274,48 +302,42 @@ class Node:
         with pool_allocation(False, pools):
             raw = torch.zeros(num_blocks * PAGE, dtype=torch.int8)
         caches = {group.layer_names[0]: raw.view(num_blocks, 1, PAGE) for group in groups}
-        scheduler.num_lookahead_tokens = self.drafting.num_lookahead
-        ahead = 1 + num_drafts + self.drafting.num_lookahead if num_drafts else 0
+        scheduler.num_lookahead_tokens = drafting.num_lookahead
+        ahead = 1 + num_drafts + drafting.num_lookahead if num_drafts else 0
         kv_groups = KvGroups(scheduler.kv_cache_manager, unit, ahead)
-        memory = VllmKvMemory(caches, [LayerPlace(0, PAGE)], num_blocks, unit, "trial", pools, kv_groups)
-        self.memory = pools[0].memory.reshape(num_blocks, PAGE)
-        self.computer = Computer(specs, self.memory, self.drafting, rng)
-        self.transport = SlowTransport(network, name)
-        self.said: list[Any] = []
-        limits = EngineLimits(StepBudget(rng.randint(4, 24), rng.randint(2, 16)), 4, 8, report_interval_s=0.0)
-        info = ModelInfo(bytes(32), VOCAB, 128, frozenset())
+        self._memory = TrialMemory(caches, [LayerPlace(0, PAGE)], num_blocks, unit, "trial", pools, kv_groups)
+        self._memory.node = self
+        self.computer = Computer(specs, pools[0].memory.reshape(num_blocks, PAGE), drafting, rng)
+        limits = EngineLimits(budget, 4, 8, report_interval_s=0.0, read_silence_s=trial.read_silence)
         self.unhashed: deque[tuple[Any, Callable[[], Any]]] = deque()
-        self.core = VllmCore(
-            EngineParts(self.transport, limits, self.said.append),
-            Shell(scheduler, self.computer, self.overlaps),
-            memory,
-            scheduler.kv_cache_manager.block_pool,
-            info,
-            TrialSampling(),
-            {},
-            (),
-            (lambda tag, compute: self.unhashed.append((tag, compute))) if self.overlaps else None,
-        )
-        self.endpoint = self.core.start().endpoint
-        self.root = root_key(self.core._model_fingerprint, "")
         self.flying: deque[list[Any]] = deque()
         """Batches in flight: the scheduler's output, and its result once it is computed."""
+        layout = self._memory.layout
+        stores = self.open_stores(layout, bytes(32), trial.clock, local, trial.objects, rng.random() < 0.5)
+        core = VllmCore(
+            EngineParts(self.transport, limits, self.said.append, fast_path=link),
+            Shell(scheduler, self.computer, self.overlaps),
+            self._memory,
+            scheduler.kv_cache_manager.block_pool,
+            ModelInfo(bytes(32), VOCAB, 128, frozenset()),
+            TrialSampling(),
+            {},
+            stores,
+            (lambda tag, compute: self.unhashed.append((tag, compute))) if self.overlaps else None,
+            trial.clock,
+        )
+        self.start(core, on_gpu)
 
-    def send(self, message: Any) -> None:
-        self.core.handle(message)
-        self.core.handle_posted()
-
-    def step(self) -> bool:
+    def turn(self, rng: random.Random) -> bool:
         """One thing happens in the engine's loop or beside it."""
-        self.core.handle_posted()
         choices = ["begin"] * (len(self.flying) < 1 + self.overlaps)
         choices += ["compute"] * any(batch[1] is None for batch in self.flying)
         choices += ["end"] * bool(self.flying and self.flying[0][1] is not None) + ["hash"] * bool(self.unhashed)
         worked = True
-        match self.rng.choice(choices):
+        match rng.choice(choices):
             case "begin":
-                output = self.core.schedule() if self.core.may_schedule or self.core._lender_manager.num_loans else None
-                worked = output is not None
+                output = self.core.schedule()
+                worked = output is not None or bool(self.flying) or bool(self.unhashed)
                 if output is not None:
                     self.flying.append([output, None])
             case "compute":
@@ -326,292 +348,81 @@ class Node:
             case "hash":
                 tag, compute = self.unhashed.popleft()
                 self.core.name(tag, compute())
-        self.core.report()
         return worked
 
+    def part_fingerprints(self, blocks: Sequence[int]) -> Any:
+        return self._memory.part_fingerprints(blocks)
+
+    def waits(self, chain: Any, block: int) -> bool:
+        return chain not in self.core._submissions
+
     @property
-    def is_idle(self) -> bool:
-        return self.core.idle and not self.flying and not self.unhashed
+    def named(self) -> Collection[int]:
+        return self.core._kv_cache.pool._place_of
 
-    def check(self, chains: dict[bytes, tuple[int, ...]]) -> None:
-        audited = self.core.audit()
-        assert audited.fault == "", f"{self.name}: {audited.fault}"
-        for block, place in self.core._kv_cache.pool._place_of.items():
-            if (tokens := chains.get(place.of.key)) is not None:
-                right = self.memory[block].tobytes() == content(tokens, place.of.group, self.specs[place.of.group])
-                assert right, f"{self.name}: block {block} of group {place.of.group} is named and has other bytes"
+    def tokens_for(self, num_blocks: int) -> int:
+        return max(1, num_blocks // len(self._specs)) * BLOCK
 
 
-def _vllm_config(overlaps: bool, num_drafts: int) -> Any:
-    if (overlaps, num_drafts) not in _configs:
-        transfer = KVTransferConfig(
-            kv_connector=TandemConnector.__name__,
-            kv_connector_module_path=TandemConnector.__module__,
-            kv_role="kv_both",
-        )
-        drafts = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_max": 2}
-        options = EngineArgs(
-            model=str(STORYTELLER), enforce_eager=True, max_model_len=128, max_num_seqs=8, dtype="float32",
-            block_size=32, skip_tokenizer_init=True, kv_transfer_config=transfer, scheduling_policy="priority",
-            max_num_batched_tokens=128, disable_log_stats=True, kv_cache_memory_bytes=1 << 20,
-            speculative_config=drafts if num_drafts else None,
-        )  # fmt: skip
-        config = _configs[overlaps, num_drafts] = options.create_engine_config()
-        config.scheduler_config.async_scheduling = overlaps
-        config.cache_config.block_size, config.cache_config.mamba_cache_mode = BLOCK, "align"
-    return _configs[overlaps, num_drafts]
+class TrialMemory(VllmKvMemory):
+    """Writes what comes back from a store in two halves; in between anything may happen."""
+
+    node: VllmNode
+
+    def write_block(self, block: int, content: Any) -> None:
+        half = len(content) // 2
+        before = next(iter(self.read_blocks([block]))).copy()
+        super().write_block(block, np.concatenate([content[:half], before[half:]]))
+        self.node.writing = block
+        self.node.interrupted()
+        self.node.writing = None
+        super().write_block(block, content)
 
 
-_configs: dict[tuple[bool, int], Any] = {}
+class VllmCluster(Cluster):
+    """A few engines of one kind of model, with vLLM's scheduler."""
 
-
-@dataclass(eq=False)
-class Client:
-    prompt: tuple[int, ...]
-    max_tokens: int
-    tokens: list[int] = field(default_factory=list)
-    state: str = "new"
-    node: Node | None = None
-    attempt: str = ""
-
-
-@dataclass(eq=False)
-class Stream:
-    """One loan's messages, both ways."""
-
-    request_id: str
-    borrower: Node
-    lender: Node
-    to_lender: deque[Any] = field(default_factory=deque)
-    to_borrower: deque[Any] = field(default_factory=deque)
-    is_over: bool = False
-
-
-class Trial:
-    """A few engines of one kind of model."""
+    has_scores = False
 
     def __init__(self, seed: int) -> None:
-        self.rng = rng = random.Random(seed)
         self.kind = list(MODELS)[seed % len(MODELS)]
-        self.network: dict[bytes, Pool] = {}
-        self.num_started = 0
-        self.seen: Counter[str] = Counter()
-        self.nodes = [self.new_node() for _ in range(2 + seed // 5 % 2)]
-        trunk = [rng.randrange(VOCAB) for _ in range(44)]
-        trunks = [trunk, trunk[:21] + [rng.randrange(VOCAB) for _ in range(23)]]
-        trunks += [[rng.randrange(VOCAB) for _ in range(44)] for _ in range(rng.randint(0, 3))]
-        self.clients = [Client(tuple(rng.choice(trunks)[: rng.randint(1, 44)]), rng.randint(1, 8)) for _ in range(12)]
-        self.streams: list[Stream] = []
-        self.num_attempts = 0
-        self.chains: dict[bytes, tuple[int, ...]] = {}
-        """Tokens of every block key that a trial can see."""
-        root = self.nodes[0].root
-        for client in self.clients:
-            tokens = (*client.prompt, *undisturbed(client.prompt, client.max_tokens))
-            for end, key in enumerate(block_keys(root, tokens, BLOCK), 1):
-                self.chains[key] = tokens[: end * BLOCK]
+        self.has_groups = self.kind != "full"
+        super().__init__(seed, num_nodes=2 + seed // 5 % 2)
 
-    def new_node(self) -> Node:
-        self.num_started += 1
-        return Node(self.network, f"node-{self.num_started}", self.kind, self.rng.randint(48, 98), self.rng)
+    def random_tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(VOCAB) for _ in range(count)]
 
-    def run(self) -> None:
-        for number in range(500):
-            self.move(faults=True)
-            for node in self.nodes:
-                node.check(self.chains if number % 8 == 0 else {})
-        for _ in range(6000):
-            if all(c.state in ("over", "cancelled") for c in self.clients) and self.is_quiet():
-                break
-            self.move(faults=False)
-        else:
-            raise AssertionError(f"no rest: {[(c.state, len(c.tokens)) for c in self.clients]}")
-        for node in self.nodes:
-            node.check(self.chains)
-            audited = node.core.audit()
-            left = (audited.held_blocks, audited.reserved_blocks, audited.quarantined_blocks, audited.loans)
-            assert left == (0, 0, 0, 0), f"{node.name} holds {left} at rest"
-            self.seen["accepted"] += node.computer.num_accepted
-        for client in self.clients:
-            expected = undisturbed(client.prompt, client.max_tokens)
-            assert client.tokens == expected[: len(client.tokens)], "a wrong token"
-            assert client.state == "cancelled" or client.tokens == expected
+    def open_node(
+        self,
+        name: str,
+        num_blocks: int,
+        budget: StepBudget,
+        local: MemoryObjects | None,
+        link: TrialLink | None,
+        on_gpu: bool,
+    ) -> VllmNode:
+        num_blocks = self.rng.randint(*POOLS.get(self.kind, (48, 98)))
+        budget = StepBudget(self.rng.randint(4, 24), self.rng.randint(2, 16))
+        return VllmNode(self, name, num_blocks, budget, local, link, on_gpu)
 
-    def is_quiet(self) -> bool:
-        talk = any(stream.to_lender or stream.to_borrower for stream in self.streams)
-        busy = any(not node.is_idle or node.transport.posted or node.transport.busy() for node in self.nodes)
-        return not talk and not busy
+    def undisturbed(self, prompt: Sequence[int], max_tokens: int, choice: int) -> list[int]:
+        return undisturbed(prompt, max_tokens)
 
-    def move(self, faults: bool) -> None:
-        rng = self.rng
-        new = [client for client in self.clients if client.state == "new"]
-        talk = [stream for stream in self.streams if stream.to_lender or stream.to_borrower]
-        transfers = [node for node in self.nodes if node.transport.posted or node.transport.busy()]
-        kinds = 8 * ["step"] + 2 * ["submit"] * bool(new) + 5 * ["talk"] * bool(talk) + 4 * ["read"] * bool(transfers)
-        if faults and rng.random() < 0.06:
-            kinds = ["cancel", "cut", "kill", "scribble", "corrupt", "fail"]
-        match kind := rng.choice(kinds):
-            case "step":
-                self.step(rng.choice(self.nodes))
-            case "submit":
-                self.submit(rng.choice(new))
-            case "talk":
-                self.deliver(rng.choice(talk))
-            case "read":
-                self.transfer(rng.choice(transfers).transport, "land")
-            case "scribble" | "corrupt" | "fail":
-                if transfers:
-                    self.transfer(rng.choice(transfers).transport, kind)
-            case "cancel":
-                self.cancel([client for client in self.clients if client.state == "running"])
-            case "cut":
-                self.cut([stream for stream in self.streams if not stream.is_over])
-            case "kill":
-                if rng.random() < 0.3:
-                    self.kill(rng.choice(self.nodes))
-
-    def step(self, node: Node) -> None:
-        node.step()
-        self.route(node)
-
-    def submit(self, client: Client) -> None:
-        self.num_attempts += 1
-        client.attempt, client.state = f"r{self.num_attempts}", "running"
-        client.node, lender = self.rng.sample(self.nodes, 2)
-        borrows = self.rng.random() < 0.8
-        if borrows:
-            self.streams.append(Stream(client.attempt, client.node, lender))
-        sampling = SamplingParams(client.max_tokens, temperature=0.0, ignore_eos=True)
-        request = Generate(client.attempt, client.prompt, tuple(client.tokens), sampling, "", 0, borrow=borrows)
-        computes = self.rng.random() < 0.7
-        client.node.send(request._replace(lender_computes=computes))
-        self.route(client.node)
-
-    def transfer(self, transport: SlowTransport, how: str) -> None:
-        if not transport.posted:
-            transport.post(self.rng.choice(transport.busy()))
-            return
-        peer = self.rng.choice(sorted(transport.posted))
-        self.seen[how] += 1
-        match how:
-            case "land":
-                transport.land(peer)
-            case "scribble":
-                transport.scribble(peer, self.rng)
-            case "corrupt":
-                transport.land_corrupted(peer, self.rng)
-            case "fail":
-                transport.fail(peer)
-
-    def cancel(self, running: list[Client]) -> None:
-        if running:
-            client = self.rng.choice(running)
-            assert client.node is not None
-            client.state = "cancelled"
-            self.seen["cancelled"] += 1
-            client.node.send(Cancel(client.attempt))
-            self.route(client.node)
-
-    def cut(self, live: list[Stream]) -> None:
-        if live:
-            self.seen["cut"] += 1
-            self.end(self.rng.choice(live))
-
-    def end(self, stream: Stream) -> None:
-        """Both ends hear that the connection broke; what was under way is lost."""
-        stream.is_over = True
-        stream.to_lender.clear()
-        stream.to_borrower.clear()
-        if stream.lender in self.nodes:
-            stream.to_lender.append(LendClosed(stream.request_id))
-        if stream.borrower in self.nodes:
-            stream.to_borrower.append(LoanFailed(stream.request_id, "the connection broke"))
-
-    def kill(self, node: Node) -> None:
-        self.seen["killed"] += 1
-        self.seen["accepted"] += node.computer.num_accepted
-        node.transport.close()
-        self.nodes[self.nodes.index(node)] = self.new_node()
-        for stream in self.streams:
-            if node in (stream.borrower, stream.lender):
-                self.end(stream)
-        for client in self.clients:
-            if client.state == "running" and client.node is node:
-                client.state = "new"
-
-    def deliver(self, stream: Stream) -> None:
-        if stream.to_lender and (not stream.to_borrower or self.rng.random() < 0.5):
-            stream.lender.send(stream.to_lender.popleft())
-            self.route(stream.lender)
-        else:
-            stream.borrower.send(stream.to_borrower.popleft())
-            self.route(stream.borrower)
-
-    def route(self, node: Node) -> None:
-        """Carry what an engine said."""
-        said, node.said[:] = list(node.said), []
-        by_id = {stream.request_id: stream for stream in self.streams}
-        clients = {client.attempt: client for client in self.clients if client.node is node}
-        for message in said:
-            match message:
-                case TokenSaid(request_id, token_id):
-                    client = clients.get(request_id)
-                    if client is not None and client.state == "running":
-                        client.tokens.append(token_id)
-                        self.seen["moved"] += bool(message.account is not None and message.account.moved_blocks)
-                        self.seen["mismatched"] += bool(
-                            message.account is not None and message.account.mismatched_blocks
-                        )
-                        if message.finish is not None:
-                            client.state = "over"
-                case Rejected(request_id):
-                    client = clients.get(request_id)
-                    if client is not None and client.state == "running":
-                        assert not message.permanent, message.reason
-                        client.state = "new"
-                case OpenLoan(request_id, first, end, may_compute):
-                    stream = by_id[request_id]
-                    if not stream.is_over:
-                        client = clients[request_id]
-                        tokens = (*client.prompt, *client.tokens)[: end * BLOCK]
-                        stream.to_lender.append(Lend(request_id, tokens, first, "", may_compute, 0))
-                    else:
-                        stream.to_borrower.append(LoanFailed(request_id, "the connection broke"))
-                case ReleaseLoan(request_id, first, count):
-                    self._to_lender(by_id[request_id], LendReleased(request_id, first, count))
-                case CloseLoan(request_id):
-                    self._to_lender(by_id[request_id], LendClosed(request_id))
-                    by_id[request_id].is_over = True
-                case LendStarting(loan_id, end, cached_end, queued_ms):
-                    started = LoanStarted(loan_id, node.endpoint, end, cached_end, queued_ms)
-                    self._to_borrower(by_id[loan_id], started)
-                case LendReady(loan_id, first, block_ids, fingerprints, fetched):
-                    self._to_borrower(by_id[loan_id], LoanBlocks(loan_id, first, block_ids, fingerprints, fetched))
-                case LendRefused(loan_id, reason):
-                    self._to_borrower(by_id[loan_id], LoanFailed(loan_id, reason))
-
-    def _to_lender(self, stream: Stream, message: Any) -> None:
-        if not stream.is_over and stream.lender in self.nodes:
-            stream.to_lender.append(message)
-
-    def _to_borrower(self, stream: Stream, message: Any) -> None:
-        if not stream.is_over and stream.borrower in self.nodes:
-            stream.to_borrower.append(message)
+    def check_at_rest(self) -> None:
+        super().check_at_rest()
+        self.seen["accepted"] += sum(node.computer.num_accepted for node in [*self.nodes, *self.dead])  # type: ignore[attr-defined]
 
 
 def main() -> None:
     first, count = int(sys.argv[1]), int(sys.argv[2])
     seen: Counter[str] = Counter()
+    cells: Counter[Cell] = Counter()
     for seed in range(first, first + count):
-        trial = Trial(seed)
-        try:
-            trial.run()
-        except BaseException as error:
-            error.add_note(f"seed {seed}, {trial.kind}")
-            raise
-        seen += trial.seen
-        seen[trial.kind] += 1
-    print(dict(seen))
+        cluster = run_trial(seed, VllmCluster, num_moves=500)
+        seen += cluster.seen
+        cells += cluster.cells.counts
+        seen[cluster.kind] += 1
+    print(json.dumps([seen, [[*cell, number] for cell, number in cells.items()]]))
 
 
 if __name__ == "__main__":

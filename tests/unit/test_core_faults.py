@@ -216,7 +216,7 @@ REACHED = {
     "refused": 1,
     "moved": 200,
     "reused": 200,
-    "mismatched": 12,
+    "mismatched": 8,
     "stuck": 3,
     "quarantined": 300,
     "lost blocks": 3,

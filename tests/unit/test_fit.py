@@ -264,7 +264,6 @@ def test_the_nearest_that_fits(refused: Worker, words: str) -> None:
         ({"tensor_parallel": 3}, "tensor_parallel: 3 does not divide the 8 KV heads and 32 heads of llama-3.1-8b"),
         ({"gpus": 1, "tensor_parallel": 2}, "gpus: 1 is not 2, the ranks of a pod: each has one GPU"),
         ({"weights": "int8"}, "weights: this setting is gone: leave it out, or set engine: vllm and vllm_args: "),
-        (),
         ({"kv_memory_mb": 1}, "kv_memory_mb: unknown key"),
         ({"kv_memory_mib": 0}, "kv_memory_mib: Input should be greater than 0"),
         (

@@ -61,11 +61,13 @@ class VllmCore(LoanHost):
         lora: Mapping[bytes, Any],
         stores: Seq[KvStore] = (),
         fingerprint_later: FingerprintLater | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the core.
 
         `engine` is vLLM's EngineCore and `block_pool` its BlockPool. `lora` has vLLM's LoRARequest of each adapter, by
-        the adapter's fingerprint. Without `fingerprint_later` the loop computes fingerprints itself, between steps.
+        the adapter's fingerprint. Without `fingerprint_later` the loop computes fingerprints itself, between steps. `clock`
+        returns seconds.
         """
         self._engine = engine
         self._scheduler = engine.scheduler
@@ -82,7 +84,7 @@ class VllmCore(LoanHost):
         assert groups is not None
         lookahead = int(engine.vllm_config.num_prefill_lookahead_tokens)
         sampling.num_beyond = max(lookahead, 0 if groups.is_chain else 1)
-        kv_cache = VllmKVCache(memory, block_pool, groups, time.monotonic, self._finished, stores)
+        kv_cache = VllmKVCache(memory, block_pool, groups, clock, self._finished, stores)
         own = None  # where other processes have all KV memory
         if isinstance(memory, VllmKvMemory) and parts.transport is not None:
             own = LocalRank(parts.transport, memory.part, memory.part_fingerprints)

@@ -111,7 +111,8 @@ class VllmRequests(RequestTable[_Request]):
     def _start(self, request: _Request, chains: list[Sequence], keys: list[BlockKey]) -> str:
         lead = chains[0]
         shared = lead.fork_at // self._kv_cache.layout.block_tokens
-        for_others = sum(self._promised_blocks(other) - shared for other in request.waiting)
+        # a model of windows or states may promise fewer blocks than its chain has
+        for_others = sum(max(0, self._promised_blocks(other) - shared) for other in request.waiting)
         needed = self._promised_blocks(lead) + for_others
         if self.short or not self._kv_cache.start(lead, keys, needed):
             return f"{needed} KV blocks needed, {0 if self.short else self._kv_cache.pool.num_available} available now"
@@ -176,7 +177,8 @@ class VllmRequests(RequestTable[_Request]):
         if "compute_started" in account.times:
             return
         account.times["compute_started"] = self._cached.clock()
-        num_found = num_hits - account.reused_blocks - account.store_blocks - account.moved_blocks
+        # one state stands for all blocks before it, so what was brought does not say how far the sequence has come
+        num_found = num_hits - submitted.sequence.num_computed // self._kv_cache.groups.unit
         if num_found > 0:  # blocks that other requests computed meanwhile
             self._count_hits(submitted.sequence, num_found)
 
