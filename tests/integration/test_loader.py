@@ -86,7 +86,7 @@ def test_models_saved_quantised(tmp_path: Path, saved: dict[str, Any]) -> None:
     tf.Qwen2Config(**DENSE).save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": saved}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ModelRefused, match="its weights are quantised, by .*: set engine: vllm"):
+    with pytest.raises(ModelRefused, match=r"its weights are quantised, by .*: set engine: vllm"):
         load(tmp_path)
 
 
