@@ -81,6 +81,15 @@ def test_linear_attention_layers(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("saved", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "strange"}, {"bits": 4}])
+def test_models_saved_quantised(tmp_path: Path, saved: dict[str, Any]) -> None:
+    tf.Qwen2Config(**DENSE).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": saved}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelRefused, match=r"its weights are quantised, by .*: set engine: vllm"):
+        load(tmp_path)
+
+
 def test_attention_sinks(tmp_path: Path) -> None:
     config = tf.GptOssConfig(**DENSE, head_dim=16, num_local_experts=2, num_experts_per_tok=1)
     config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}

@@ -1,1 +1,1 @@
-"""The KV pool of the torch engine: its size, its rows, and the bytes and fingerprints of its blocks."""
+"""The KV pool: its size, and the bytes and fingerprints of blocks, also of those in vLLM's memory."""
