@@ -73,6 +73,8 @@ async def test_kv_moves_and_is_found_again(site: Site, ask, audit) -> None:  # t
 async def test_what_vllm_cannot_do_is_refused_with_the_field(site: Site, ask) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(InvalidRequest, match="beam_width"):
         await ask(site.client, prompt_of(2, 40), beam_width=2)
+    with pytest.raises(InvalidRequest, match="vLLM reads at most 1023"):  # the model reads 2,048, vLLM was told 1,024
+        await ask(site.client, prompt_of(2, 1024), max_tokens=2)
 
 
 async def test_text_stops_and_structure_follow_the_request(site: Site, ask) -> None:  # type: ignore[no-untyped-def]
