@@ -5,7 +5,7 @@ from hashlib import sha256
 from cluster.network.protocol import PROTOCOL
 from protos import decode_pb2, encode_pb2, items_pb2, lend_pb2, membership_pb2, preprocess_pb2
 
-SCHEMA = {1: "ff37ef08fc8e7d04", 2: "1131a5db612fed70", 3: "6e4182b99d94f5b6", 4: "eda36054a7f549a0"}
+SCHEMA = {1: "ff37ef08fc8e7d04", 2: "1131a5db612fed70", 3: "6e4182b99d94f5b6", 4: "b1bd252e15992342"}
 
 
 def test_another_schema_is_another_version() -> None:

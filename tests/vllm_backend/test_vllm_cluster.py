@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from protos import inference_pb2 as pb
 from support.processes import LENDER_ALWAYS, Stream, busiest_decoder, engine_of, finished, kill_engine, running, until
 from support.vllm_engines import BLOCK, OPTIONS, PYTHON, STORYTELLER, V2, need_vllm
 from tandem.client import Client
+from tandem.drill.cluster import DrillCluster, FaultOptions
 from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
 
@@ -42,7 +44,7 @@ class Site:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.long)])
 async def site(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
-    settings = {"model": STORYTELLER} | VLLM | ({"vllm_python": V2} if request.param == "V2" else {})
+    settings = {"model": STORYTELLER, "faults": True} | VLLM | ({"vllm_python": V2} if request.param == "V2" else {})
     router = {"model": STORYTELLER, "port": 0} | LENDER_ALWAYS
     topology = plan_topology(1, 2, router, settings, [0, 1], 1)
     async with running(LocalCluster(topology)) as (cluster, client):
@@ -70,9 +72,29 @@ async def test_kv_moves_and_is_found_again(site: Site, ask, audit) -> None:  # t
     await audit([worker.address for worker in site.cluster.workers])
 
 
+async def test_a_drill_corrupts_blocks_and_the_receipt_says_so(site: Site, ask) -> None:  # type: ignore[no-untyped-def]
+    drilled, prompt = DrillCluster(site.client, None), prompt_of(9, 200)
+    expected = await ask(site.client, prompt, max_tokens=8, cache_salt="undisturbed")
+    for worker in ("decode-0", "decode-1"):
+        await drilled.inject("corrupt", worker, FaultOptions(blocks=1, seconds=60))
+    struck: set[str] = set()
+    for attempt in count():  # requests beside each other come to both workers
+        if len(struck) == 2:
+            break
+        salts = [f"{attempt} {number}" for number in range(4)]
+        for got in await asyncio.gather(*(ask(site.client, prompt, max_tokens=8, cache_salt=salt) for salt in salts)):
+            assert got.token_ids == expected.token_ids
+            if got.kv.mismatched_blocks:
+                assert (got.kv.moved_blocks, got.kv.mismatched_blocks) == (0, 1)
+                assert got.placement.decode_worker not in struck
+                struck.add(got.placement.decode_worker)
+
+
 async def test_what_vllm_cannot_do_is_refused_with_the_field(site: Site, ask) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(InvalidRequest, match="beam_width"):
         await ask(site.client, prompt_of(2, 40), beam_width=2)
+    with pytest.raises(InvalidRequest, match="vLLM reads at most 1023"):  # the model reads 2,048, vLLM was told 1,024
+        await ask(site.client, prompt_of(2, 1024), max_tokens=2)
 
 
 async def test_text_stops_and_structure_follow_the_request(site: Site, ask) -> None:  # type: ignore[no-untyped-def]

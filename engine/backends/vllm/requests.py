@@ -17,7 +17,7 @@ from engine.backends.vllm.sampling.sampling import Sampling
 from engine.backends.vllm.submitted import Submissions, Submitted
 from engine.block_keys import BlockKey
 from engine.core.request_table import Request, RequestTable, TableParts
-from engine.core_types import FinishReason, SampleResult, Sequence, TokenLogprobs
+from engine.core_types import FinishReason, RequestFailure, SampleResult, Sequence, TokenLogprobs
 from engine.messages.from_engine import Embedded, Failed, KvAccount, PromptScored, Token
 from engine.messages.to_engine import Generate
 
@@ -54,6 +54,7 @@ class VllmRequests(RequestTable[_Request]):
         """Create the table; `is_naming` returns whether blocks that a step filled wait for their names."""
         super().__init__(parts)
         self._is_naming = is_naming
+        self._max_context_tokens = parts.info.max_context_tokens
         self._media = media
         self._submissions = submissions
         self._sampling = sampling
@@ -88,10 +89,19 @@ class VllmRequests(RequestTable[_Request]):
     # ------------------------------------------------------------------ of each request
 
     def admit(self, message: Generate) -> None:
-        if (mismatch := self._sampling.mismatch(message)) is None:
+        if (failure := self._sampling.mismatch(message) or self._too_long(message)) is None:
             super().admit(message)
         else:
-            self._emit(Failed(message.request_id, mismatch))
+            self._emit(Failed(message.request_id, failure))
+
+    def _too_long(self, message: Generate) -> RequestFailure | None:
+        """Return why a prompt does not fit into vLLM's longest context, which may be shorter than the model's."""
+        most, count = self._max_context_tokens, len(message.prompt) + len(message.emitted)
+        if message.sampling.pooling is None:
+            most -= 1 + (self._sampling.num_beyond if message.sampling.max_tokens == 0 else 0)
+        if count <= most:
+            return None
+        return RequestFailure("token_ids", f"the prompt has {count} tokens, vLLM reads at most {most}")
 
     def _unsupported(self, message: Generate) -> str:
         return self._media.refusal(message.items) or self._sampling.refusal(message)
