@@ -62,7 +62,7 @@ MODELS: dict[str, Callable[[], list[Any]]] = {
     "one state": lambda: [_state()],
 }
 """KV groups of each kind of model."""
-POOLS = {"full": (12, 30), "one window": (12, 30), "one state": (24, 60)}
+POOLS = {"full": (10, 22), "one window": (10, 22), "one state": (12, 30)}
 """Bounds of a pool's size, where it is smaller than others'."""
 
 
@@ -319,7 +319,7 @@ class VllmNode(TrialNode):
             Shell(scheduler, self.computer, self.overlaps),
             self._memory,
             scheduler.kv_cache_manager.block_pool,
-            ModelInfo(bytes(32), VOCAB, 128, frozenset()),
+            ModelInfo(bytes(32), VOCAB, 512, frozenset()),
             TrialSampling(),
             {},
             stores,
@@ -401,7 +401,7 @@ class VllmCluster(Cluster):
         link: TrialLink | None,
         on_gpu: bool,
     ) -> VllmNode:
-        num_blocks = self.rng.randint(*POOLS.get(self.kind, (48, 98)))
+        num_blocks = self.rng.randint(*POOLS.get(self.kind, (36, 70)))
         budget = StepBudget(self.rng.randint(4, 24), self.rng.randint(2, 16))
         return VllmNode(self, name, num_blocks, budget, local, link, on_gpu)
 

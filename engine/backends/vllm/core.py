@@ -66,8 +66,8 @@ class VllmCore(LoanHost):
         """Create the core.
 
         `engine` is vLLM's EngineCore and `block_pool` its BlockPool. `lora` has vLLM's LoRARequest of each adapter, by
-        the adapter's fingerprint. Without `fingerprint_later` the loop computes fingerprints itself, between steps. `clock`
-        returns seconds.
+        the adapter's fingerprint. Without `fingerprint_later` the loop computes fingerprints itself, between steps.
+        `clock` returns seconds.
         """
         self._engine = engine
         self._scheduler = engine.scheduler
