@@ -23,7 +23,7 @@ from rich.table import Table
 
 from bench.support.report import OUT
 from bench.vllm.sides import Setting, plain
-from bench.vllm.streams import Load
+from bench.vllm.streams import StreamLoad
 from engine.backends.vllm.arguments import vllm_python
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
@@ -68,7 +68,7 @@ def run(*command: str, **environment: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedReply:
     token_ids: list[int]
     receipt: pb.Receipt
 
@@ -111,7 +111,7 @@ class Stages:
         vocabulary = json.loads((MODEL / "config.json").read_text())["vocab_size"]
         options = {"max_model_len": 1024, "enforce_eager": True}
         setting = Setting(MODEL, vocabulary, "bfloat16", GPU_BYTES_MIB, 2048, options, python, cores, other_cores=cores)
-        load = Load(1, PROMPT_TOKENS, MAX_TOKENS, vocabulary)
+        load = StreamLoad(1, PROMPT_TOKENS, MAX_TOKENS, vocabulary)
         with tempfile.TemporaryDirectory() as scratch:
             async with plain(setting, Path(scratch)) as vllm:
                 await vllm.offer(load)
@@ -119,7 +119,7 @@ class Stages:
         found = await answer(load.prompt(0), setting.worker())
         return self._checked(found, expected.token_ids[0])
 
-    def _checked(self, found: Answer, expected: list[int]) -> str:
+    def _checked(self, found: TimedReply, expected: list[int]) -> str:
         """Return what is right about an answer. Raises RuntimeError for other tokens, and for KV that moved wrongly."""
         whose = "plain vLLM's with its prompt cached"
         if found.token_ids != expected:
@@ -165,7 +165,7 @@ class Stages:
             raise Skipped("this stage needs a GPU")
 
 
-async def answer(prompt: list[int], settings: dict[str, Any]) -> Answer:
+async def answer(prompt: list[int], settings: dict[str, Any]) -> TimedReply:
     """Serve a prompt greedily on a cluster of one prefill and one decode worker."""
     token_ids: list[int] = []
     router = {"model": MODEL, "port": 0}
@@ -176,7 +176,7 @@ async def answer(prompt: list[int], settings: dict[str, Any]) -> Answer:
         sampling = pb.Sampling(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
         async for message in client.generate(token_ids=prompt, sampling=sampling, timeout_s=120):
             token_ids += message.token_ids
-    return Answer(token_ids, message.finish.receipt)
+    return TimedReply(token_ids, message.finish.receipt)
 
 
 def judged(stage: str, check: Callable[[], str]) -> Verdict:

@@ -32,7 +32,7 @@ from bench import gpu_pair
 from bench.models import LLAMAS, kv_bytes_per_token, weight_bytes
 from bench.support.report import OUT, Bar, Parts, conclude, save
 from bench.vllm.sides import Limits, Loads, Setting, bars_of, compare, end_on_sigterm
-from bench.vllm.streams import Load
+from bench.vllm.streams import StreamLoad
 from bench.vllm.transfer import timed_loans
 from engine.backends.vllm.arguments import vllm_python
 from engine.config import WorkerConfig
@@ -123,7 +123,7 @@ async def measure_alone(
 
 async def measure_pair(run: Run, setting: Setting, console: Console, kept: dict[str, Any]) -> None:
     sizes = run.sizes
-    load = Load(LOANS + 1, sizes.loan_tokens, 2, setting.vocabulary)
+    load = StreamLoad(LOANS + 1, sizes.loan_tokens, 2, setting.vocabulary)
     for name, pools in gpu_pair.POOLS.items():
         plan = setting.topology(*pools, **BORROW_ALWAYS if pools[0] else {})
         async with LocalCluster(plan) as cluster, Client(cluster.address) as client:

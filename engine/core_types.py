@@ -88,7 +88,7 @@ class TokenLogprobs(NamedTuple):
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Sequence:
+class EngineSequence:
     """A token chain whose KV is computed here.
 
         token_ids   [0 ........ num_prompt ........ num_tokens)
@@ -121,7 +121,7 @@ class Sequence:
     """Tokens computed again because preemption gave their KV back."""
     choice: int = 0
     """Index of the choice within its request; random draws depend on it."""
-    siblings: list["Sequence"] = field(default_factory=list)
+    siblings: list["EngineSequence"] = field(default_factory=list)
     """Sequences to be forked from this one; they wait, without KV, until it has computed the shared tokens."""
     fork_at: int = 0
     """Number of leading tokens that siblings share. A sequence with `siblings` computes no more than those."""
@@ -221,7 +221,7 @@ class Sequence:
 class Chunk:
     """Work of one step for one sequence: tokens [start, start + count)."""
 
-    sequence: Sequence
+    sequence: EngineSequence
     start: int
     count: int
 

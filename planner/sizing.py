@@ -19,7 +19,7 @@ ITL_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PoolLoad:
     """Load of one pool: predicted and waiting."""
 
     mean: float
@@ -40,7 +40,7 @@ class Load:
         return math.ceil((mean + free) / self.per_worker - 1e-9)
 
 
-def load_of(role: Role, learned: Estimates, seen: Observation, config: PolicyConfig) -> Load:
+def load_of(role: Role, learned: Estimates, seen: Observation, config: PolicyConfig) -> PoolLoad:
     return _prefill(learned, seen, config) if role == "prefill" else _decode(learned, seen, config)
 
 
@@ -65,15 +65,15 @@ def decode_is_full(learned: Estimates, seen: Observation, config: PolicyConfig) 
     return (pool.num_blocks - pool.used_blocks) / pool.serving < learned.stream_blocks.value
 
 
-def _prefill(learned: Estimates, seen: Observation, config: PolicyConfig) -> Load:
+def _prefill(learned: Estimates, seen: Observation, config: PolicyConfig) -> PoolLoad:
     busy = learned.arrivals.at(config.start_s) * learned.prefill_s.value
     waiting = 0.0 if decode_is_full(learned, seen, config) and seen.prefill.serving else seen.waiting_tokens
     waiting_s = waiting * min(1.0, learned.computed_share.value) / learned.prefill_tokens_per_s.value
-    return Load(busy, waiting_s / config.clear_s, 1.0)
+    return PoolLoad(busy, waiting_s / config.clear_s, 1.0)
 
 
-def _decode(learned: Estimates, seen: Observation, config: PolicyConfig) -> Load:
+def _decode(learned: Estimates, seen: Observation, config: PolicyConfig) -> PoolLoad:
     arrivals = learned.arrivals
     growth = arrivals.at(config.start_s) / arrivals.level if arrivals.level > 0 else 1.0
     waiting = seen.waiting if decode_is_full(learned, seen, config) else 0
-    return Load(learned.running * growth, waiting, streams_per_worker(learned, seen, config))
+    return PoolLoad(learned.running * growth, waiting, streams_per_worker(learned, seen, config))

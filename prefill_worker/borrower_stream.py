@@ -9,14 +9,14 @@ from cluster.network.error_status import to_proto
 from cluster.waker import Waker
 from engine.process.front.engine_client import EngineClient
 from engine.worker.front.heartbeat import Heartbeat
-from prefill_worker.loan import Loan
+from prefill_worker.loan import LendCall
 from protos import lend_pb2 as pb
 
 log = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 1 << 20
 """Size after which a frame takes nothing more; the next frame does."""
 
-Begin = Callable[[pb.Want, Callable[[], object]], Loan]
+Begin = Callable[[pb.Want, Callable[[], object]], LendCall]
 """Factory of loans. Raises ServiceError."""
 
 
@@ -28,7 +28,7 @@ class BorrowerStream:
 
     def __init__(self, begin: Begin, engine: EngineClient, silence_s: float) -> None:
         self._begin = begin
-        self._loans: dict[int, Loan] = {}
+        self._loans: dict[int, LendCall] = {}
         self._changed: dict[int, ServiceError | None] = {}
         """Loans with pending messages, oldest first, with the error of those that were refused."""
         self._highest = 0

@@ -24,7 +24,7 @@ READY_BYTES = 1 << 20
 """Approximate bytes of fingerprints in one message; those of a million tokens would exceed the message limit."""
 
 
-class Loan:
+class LendCall:
     """A loan from construction until `close`, during which the engine holds its blocks."""
 
     def __init__(self, context: WorkerContext, loan_id: str, want: pb.Want, on_news: Callable[[], object]) -> None:

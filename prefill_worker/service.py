@@ -10,7 +10,7 @@ from cluster.network.error_status import to_status
 from cluster.network.rpc import absorb_all
 from engine.worker.runtime import WorkerContext
 from prefill_worker.borrower_stream import BorrowerStream
-from prefill_worker.loan import Loan
+from prefill_worker.loan import LendCall
 from protos import lend_pb2 as pb
 from protos import lend_pb2_grpc as pb_grpc
 
@@ -51,8 +51,8 @@ class LendService(pb_grpc.LendServicer):
             await context.abort_with_status(to_status(error))
             raise
 
-    def _begin(self, want: pb.Want, on_news: Callable[[], object]) -> Loan:
-        return Loan(self._context, f"loan-{next(self._numbers)}", want, on_news)
+    def _begin(self, want: pb.Want, on_news: Callable[[], object]) -> LendCall:
+        return LendCall(self._context, f"loan-{next(self._numbers)}", want, on_news)
 
 
 def add_lend_service(server: Any, context: WorkerContext) -> list[str]:

@@ -99,7 +99,7 @@ class MockEngine(asyncio.Protocol):
 
 
 @dataclass(slots=True)
-class Answer:
+class HttpReply:
     """One answered request, in seconds."""
 
     ttft_s: float = 0.0
@@ -113,14 +113,14 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, client: "HttpClient") -> None:
         self._client = client
-        self._answer: Answer | None = None
+        self._answer: HttpReply | None = None
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is none by its class
 
-    def ask(self, request: bytes, done: "asyncio.Future[Answer]") -> None:
-        self._answer, self._done, self._tail, self._started_at = Answer(), done, b"", time.monotonic()
+    def ask(self, request: bytes, done: "asyncio.Future[HttpReply]") -> None:
+        self._answer, self._done, self._tail, self._started_at = HttpReply(), done, b"", time.monotonic()
         self._transport.write(request)
         self._acknowledge()
 
@@ -172,18 +172,18 @@ class HttpClient:
         self._where = host, port
         self.idle: deque[_Connection] = deque()
 
-    async def ask(self, request: bytes) -> Answer:
+    async def ask(self, request: bytes) -> HttpReply:
         connection = self.idle.pop() if self.idle else None
         if connection is None:
             loop = asyncio.get_running_loop()
             _, connection = await loop.create_connection(lambda: _Connection(self), *self._where)
-        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[HttpReply] = asyncio.get_running_loop().create_future()
         connection.ask(request, done)
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await done
         except TimeoutError:
-            return Answer(failure=f"no end within {ANSWER_S:g} s")
+            return HttpReply(failure=f"no end within {ANSWER_S:g} s")
 
     @staticmethod
     def request(prompt: str, max_tokens: int) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
-from bench.compare.http_wire import MODEL_NAME, Answer, HttpClient
+from bench.compare.http_wire import MODEL_NAME, HttpClient, HttpReply
 from bench.router.site import cpu_seconds, first_line, free_port, process
 from bench.serving import peak_memory_mib
 from bench.support.report import Bar, percentile
@@ -146,7 +146,7 @@ async def _until_served(port: int) -> None:
             await asyncio.sleep(0.25)
 
 
-async def offered(site: Site, rate: float, seconds: float, num_tokens: int, seed: int) -> list[Answer]:
+async def offered(site: Site, rate: float, seconds: float, num_tokens: int, seed: int) -> list[HttpReply]:
     """Send requests at random times and wait for all answers."""
     seeds = random.Random(seed)
     moments = [at for at in accumulate(seeds.expovariate(rate) for _ in range(int(3 * rate * seconds))) if at < seconds]

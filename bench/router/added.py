@@ -31,7 +31,7 @@ RATE = 200.0
 ROUNDS = 12
 ROUND_S = 4.0
 MAX_ADDED = 1.5
-Asked = TypeVar("Asked")
+RequestT = TypeVar("RequestT")
 
 
 def arrivals(seeds: random.Random) -> list[float]:
@@ -40,14 +40,14 @@ def arrivals(seeds: random.Random) -> list[float]:
     return [moment for moment in moments if moment < ROUND_S]
 
 
-async def one_round(ask: Callable[[bytes], Awaitable[Asked]], moments: Sequence[float]) -> list[Asked]:
+async def one_round(ask: Callable[[bytes], Awaitable[RequestT]], moments: Sequence[float]) -> list[RequestT]:
     """Send requests at the given moments without waiting for answers.
 
     Requests are made before and answers are parsed afterwards: the client's own work is no latency of the cluster.
     """
     prompts = [_request() for _ in moments]
     loop = asyncio.get_running_loop()
-    running: list[asyncio.Task[Asked]] = []
+    running: list[asyncio.Task[RequestT]] = []
     start = loop.time()
     for moment, prompt in zip(moments, prompts, strict=True):
         await asyncio.sleep(start + moment - loop.time())

@@ -20,7 +20,7 @@ from protos import membership_pb2 as pb
 from router.placement.affinity import session_of
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
-from router.placement.fleet.worker_records import Worker
+from router.placement.fleet.worker_records import WorkerRecord
 from router.placement.rates import Priors
 
 NUM_PREFILL = NUM_DECODE = 64
@@ -63,7 +63,7 @@ def report(seeds: random.Random) -> pb.LoadReport:
     )
 
 
-def make_fleet(seeds: random.Random, store: str) -> tuple[Fleet, list[Worker]]:
+def make_fleet(seeds: random.Random, store: str) -> tuple[Fleet, list[WorkerRecord]]:
     fleet = Fleet("router", PRIORS)
     workers = [fleet.joined(hello(number, store)) for number in range(NUM_PREFILL + NUM_DECODE)]
     for worker in workers:
@@ -95,7 +95,7 @@ def message(sequences: list[int], worker: int, event: pb.CacheEvent) -> bytes:
     return pb.WorkerMessage(cache=changed).SerializeToString()
 
 
-def apply(fleet: Fleet, workers: Sequence[Worker], events: Sequence[tuple[int, bytes]]) -> float:
+def apply(fleet: Fleet, workers: Sequence[WorkerRecord], events: Sequence[tuple[int, bytes]]) -> float:
     """Apply the events and return the seconds taken."""
     started_at = time.perf_counter()
     for worker, serialised in events:
@@ -110,7 +110,7 @@ def resident_bytes() -> int:
 
 def measure_index(
     progress: Progress, store: str = ""
-) -> tuple[dict[str, Any], Fleet, list[Worker], list[bytes], bytes]:
+) -> tuple[dict[str, Any], Fleet, list[WorkerRecord], list[bytes], bytes]:
     """Measure the index while it grows; with a `store`, every block is in it, too."""
     seeds = random.Random(1)
     system = seeds.randbytes(SYSTEM_BLOCKS * KEY_BYTES)
@@ -140,7 +140,7 @@ def measure_index(
 
 
 def measure_churn(
-    seeds: random.Random, fleet: Fleet, workers: list[Worker], chains: list[bytes]
+    seeds: random.Random, fleet: Fleet, workers: list[WorkerRecord], chains: list[bytes]
 ) -> dict[str, dict[str, float]]:
     """Measure evictions and stores at full size, and the removal of a worker with the slowest event after it."""
     churn, num_keys = [], 0
@@ -167,7 +167,7 @@ def measure_churn(
 
 
 def measure_placement(
-    progress: Progress, fleet: Fleet, workers: list[Worker], chains: list[bytes], system: bytes
+    progress: Progress, fleet: Fleet, workers: list[WorkerRecord], chains: list[bytes], system: bytes
 ) -> dict[str, Any]:
     """Measure decisions; between two a placement begins, one ends and a worker reports, so every snapshot is new."""
     seeds = random.Random(2)

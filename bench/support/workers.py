@@ -15,7 +15,7 @@ from engine.config import WorkerConfig
 from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
 from router.placement.fleet.introductions import peers_of
-from router.placement.fleet.worker_records import Worker
+from router.placement.fleet.worker_records import WorkerRecord
 from tandem.local.local_cluster import RoleProcess, start_role, stop_process
 
 REQUEST_TIMEOUT_S = 900.0
@@ -39,7 +39,7 @@ class _Listener(membership_pb2_grpc.MembershipServicer):
             if message.HasField("hello"):
                 hello = message.hello
                 self.hellos[hello.worker_id] = hello
-                peers = peers_of(hello, map(Worker, self.hellos.values()))
+                peers = peers_of(hello, map(WorkerRecord, self.hellos.values()))
                 welcome = membership_pb2.Welcome(router_id="bench", incarnation=b"bench", peers=peers)
                 yield membership_pb2.RouterMessage(welcome=welcome)
             elif message.HasField("load"):

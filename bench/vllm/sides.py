@@ -24,7 +24,7 @@ from rich.console import Console
 from bench.support.report import Bar, percentile
 from bench.support.vllm_server import cpu_variables
 from bench.vllm.compared import BLOCK, quiet
-from bench.vllm.streams import SAMPLINGS, Load, Offered
+from bench.vllm.streams import SAMPLINGS, Offered, StreamLoad
 from tandem.local.local_cluster import LocalCluster
 from tandem.topology import Topology, plan_topology
 
@@ -140,7 +140,7 @@ class Clients:
     ) -> None:
         await self._stop()
 
-    async def offer(self, load: Load) -> Offered:
+    async def offer(self, load: StreamLoad) -> Offered:
         """Offer a load, shared out to the processes. Raises RuntimeError when a stream is lost."""
         count = min(self._count, load.streams)
         began_at = time.monotonic() + LEAD_S
@@ -245,23 +245,23 @@ class Loads:
     """Tokens of the prompt whose time to first token is measured."""
     samplings: Sequence[str] = tuple(SAMPLINGS)
 
-    def all(self, vocabulary: int) -> dict[str, Load]:
+    def all(self, vocabulary: int) -> dict[str, StreamLoad]:
         """Return the loads by name."""
         lengths = self.prompt_tokens, self.output_tokens, vocabulary
         loads = {
-            f"{count} {'stream' if count == 1 else 'streams'}, {sampling}": Load(count, *lengths, sampling)
+            f"{count} {'stream' if count == 1 else 'streams'}, {sampling}": StreamLoad(count, *lengths, sampling)
             for sampling in self.samplings
             for count in self.streams
         }
         for number, (name, load) in enumerate(loads.items()):  # no prompt is one of another load: all would be cached
             loads[name] = replace(load, first=10_000 * number)
-        return loads | {f"prompt of {self.long_prompt_tokens:,}": Load(1, self.long_prompt_tokens, 1, vocabulary)}
+        return loads | {f"prompt of {self.long_prompt_tokens:,}": StreamLoad(1, self.long_prompt_tokens, 1, vocabulary)}
 
-    def warm_up(self, vocabulary: int) -> list[Load]:
+    def warm_up(self, vocabulary: int) -> list[StreamLoad]:
         """Return loads that make each side compile and capture what the others need."""
         widths = sorted({1, *self.streams}, reverse=True)
-        short = [Load(width, 32, 8, vocabulary, each, seed=-1) for each in self.samplings for width in widths]
-        return [*short, Load(1, self.long_prompt_tokens, 2, vocabulary, seed=-1)]
+        short = [StreamLoad(width, 32, 8, vocabulary, each, seed=-1) for each in self.samplings for width in widths]
+        return [*short, StreamLoad(1, self.long_prompt_tokens, 2, vocabulary, seed=-1)]
 
 
 async def compare(
@@ -280,7 +280,7 @@ async def compare(
     """
     measured: dict[str, dict[str, Figures]] = {}
 
-    async def turn(side: str, clients: Clients, name: str, load: Load, number: int) -> None:
+    async def turn(side: str, clients: Clients, name: str, load: StreamLoad, number: int) -> None:
         found = measured.setdefault(name, {}).setdefault(side, Figures())
         for repeat in range(LONG_PROMPTS if load.output_tokens == 1 else 1):
             found.add(await clients.offer(replace(load, seed=LONG_PROMPTS * number + repeat)))

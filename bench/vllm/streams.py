@@ -26,7 +26,7 @@ FIRST_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StreamLoad:
     """Streams that begin together, each with a prompt of its own."""
 
     streams: int
@@ -84,11 +84,11 @@ async def answer_loads(generate: Generate, output: TextIO, about: dict[str, Any]
         asked = json.loads(line)
         began_at = asked.pop("began_at")
         await asyncio.sleep(max(0.0, began_at - time.monotonic()))
-        offered = await _offer(generate, Load(**asked), began_at)
+        offered = await _offer(generate, StreamLoad(**asked), began_at)
         print(json.dumps(asdict(offered)), file=output, flush=True)
 
 
-async def _offer(generate: Generate, load: Load, began_at: float) -> Offered:
+async def _offer(generate: Generate, load: StreamLoad, began_at: float) -> Offered:
     offered = Offered(began_at)
 
     async def stream(number: int, prompt: Sequence[int]) -> None:

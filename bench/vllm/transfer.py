@@ -24,7 +24,7 @@ HEAD_DIM = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class TimedLoan:
     """Times of one request whose whole prompt was computed for a loan, in milliseconds."""
 
     left_ms: float
@@ -34,7 +34,7 @@ class Loan:
     ttft_ms: float
 
 
-async def timed_loans(client: Client, prompts: Iterable[Sequence[int]]) -> list[Loan]:
+async def timed_loans(client: Client, prompts: Iterable[Sequence[int]]) -> list[TimedLoan]:
     """Send the prompts one after the other; raise RuntimeError for one that was not computed for a loan."""
     loans = []
     for token_ids in prompts:
@@ -47,7 +47,7 @@ async def timed_loans(client: Client, prompts: Iterable[Sequence[int]]) -> list[
             raise RuntimeError(f"the prompt was not computed for a loan: {receipt}")
         stages = {stage.name: stage.duration_ms for stage in receipt.stages}
         ttft_ms = 1e3 * (first_at - asked_at)
-        loans.append(Loan(stages["transfer of the last blocks"], stages["lender prefill"], ttft_ms))
+        loans.append(TimedLoan(stages["transfer of the last blocks"], stages["lender prefill"], ttft_ms))
     return loans
 
 

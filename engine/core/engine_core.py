@@ -6,15 +6,14 @@ does not wait for steps.
 """
 
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 
 from engine.core.load_reports import LoadReporter
 from engine.core.loan_host import EngineLimits, EngineParts, LoanHost
 from engine.core.request_manager import RequestManager
 from engine.core.scheduler import schedule
 from engine.core.uniform_decode import UniformDecode
-from engine.core_types import Chunk, SampleResult, Sequence, StepBudget
+from engine.core_types import Chunk, EngineSequence, SampleResult, StepBudget
 from engine.kv.block_pool import BlockPool
 from engine.kv.cached_blocks import CachedBlocks, StoreBelow
 from engine.kv.kv_cache_manager import KVCacheManager
@@ -41,9 +40,9 @@ class EngineCore(LoanHost):
         limits: EngineLimits,
         emit: Callable[[FromEngine], None],
         wake: Callable[[], None] = lambda: None,
-        stores: Seq[KvStore] = (),
+        stores: Sequence[KvStore] = (),
         clock: Callable[[], float] = time.monotonic,
-        others: Seq[RemoteRank] = (),
+        others: Sequence[RemoteRank] = (),
         fast_path: FastPathLink | None = None,
     ) -> None:
         """Create the engine; `EngineParts` describes the arguments that are not here.
@@ -147,10 +146,10 @@ class EngineCore(LoanHost):
 
     # ------------------------------------------------------------------ the loop's parts
 
-    def _endpoint(self, ranks: Seq[bytes]) -> bytes:
+    def _endpoint(self, ranks: Sequence[bytes]) -> bytes:
         return join_endpoints(ranks)
 
-    def _own_claims(self) -> list[Seq[int]]:
+    def _own_claims(self) -> list[Sequence[int]]:
         return [sequence.blocks for sequence in self._kv_cache.lingering]
 
     def _set_budget(self, budget: StepBudget) -> None:
@@ -166,5 +165,5 @@ class EngineCore(LoanHost):
             if self._requests.running_set.make_room(batch):
                 return batch
 
-    def _runnable(self) -> list[Sequence]:
+    def _runnable(self) -> list[EngineSequence]:
         return self._requests.running_set.running + self._lender_manager.jobs()

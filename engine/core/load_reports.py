@@ -1,15 +1,14 @@
 """Reports of an engine: changes of its cache, and its load, which also shows that its loop runs."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.core_types import Sequence
+from engine.core_types import EngineSequence
 from engine.kv.kv_stats import LOCAL, PINNED, POOL, REMOTE, STORE
 from engine.kv.kv_view import KvView
 from engine.lending.lender_manager import LenderManager
-from engine.messages.from_engine import CacheChanged, FromEngine, KvUse, Load, TierUse
+from engine.messages.from_engine import CacheChanged, FromEngine, KvUse, LoadReport, TierUse
 from engine.messages.to_engine import PlacementMark
 
 
@@ -31,10 +30,10 @@ class RunningSequences(Protocol):
     num_preemptions: int
 
     @property
-    def running(self) -> Seq[Sequence]: ...
+    def running(self) -> Sequence[EngineSequence]: ...
 
     @property
-    def preempted(self) -> Seq[Sequence]: ...
+    def preempted(self) -> Sequence[EngineSequence]: ...
 
     @property
     def short(self) -> bool:
@@ -144,7 +143,7 @@ class LoadReporter:
         running, preempted = running_set.running, running_set.preempted
         prefilling = [s for s in (*running, *self._lender_manager.started_jobs(), *preempted) if not s.decoding]
         self._emit(
-            Load(
+            LoadReport(
                 step=self._step_count,
                 running=self._requests.num_sequences,
                 loans=self._lender_manager.num_loans,

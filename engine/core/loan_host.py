@@ -6,8 +6,7 @@ One thread drives a core; only `post` may be called from other threads.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any
@@ -82,7 +81,7 @@ class EngineParts:
     """Function that `post` calls, on its thread, when `handle_posted` has work."""
     fast_path: FastPathLink | None = None
     """Link to other engines, see `engine/lending/fast_path.py`."""
-    others: Seq[RemoteRank] = ()
+    others: Sequence[RemoteRank] = ()
     """Other ranks of the engine, each with as many blocks of the same numbers."""
     grid: RankGrid | None = None
     """Parts of every block that all ranks hold; None: each has some heads."""
@@ -273,14 +272,14 @@ class LoanHost(ABC):
     def audit(self, audit_id: int = 0) -> Audited:
         """Check the pool's records against every holder of a block."""
         pool, pins, fault = self._cached.pool, self._cached.pins, ""
-        claims: list[Seq[int]] = [sequence.blocks for sequence in self._requests.sequences]
+        claims: list[Sequence[int]] = [sequence.blocks for sequence in self._requests.sequences]
         claims += [*self._lender_manager.holdings(), pins.blocks, *self._own_claims()]
         try:
             pool.check_integrity(claims)
             pins.check_integrity()
-            promising = [*self._requests.sequences, *self._lender_manager.started_jobs(), *self._kv_cache.lingering]
-            promised = sum(sequence.num_reserved for sequence in promising) + self._requests.num_reserved
-            assert promised == pool.num_reserved, f"{pool.num_reserved} blocks are promised, {promised} expected"
+            reserving = [*self._requests.sequences, *self._lender_manager.started_jobs(), *self._kv_cache.lingering]
+            reserved = sum(sequence.num_reserved for sequence in reserving) + self._requests.num_reserved
+            assert reserved == pool.num_reserved, f"{pool.num_reserved} blocks are reserved, {reserved} expected"
         except AssertionError as error:
             fault = str(error) or "an invariant of the pool does not hold"
         return Audited(
@@ -311,11 +310,11 @@ class LoanHost(ABC):
     # ------------------------------------------------------------------ parts
 
     @abstractmethod
-    def _endpoint(self, ranks: Seq[bytes]) -> bytes:
+    def _endpoint(self, ranks: Sequence[bytes]) -> bytes:
         """Return the endpoint of the whole pool, from those of all ranks' parts."""
 
     @abstractmethod
-    def _own_claims(self) -> list[Seq[int]]:
+    def _own_claims(self) -> list[Sequence[int]]:
         """Return block lists that neither a sequence nor a loan holds."""
 
     def _set_budget(self, budget: StepBudget) -> None:

@@ -23,15 +23,15 @@ blocks do not count in the bound.
 
 from collections.abc import Iterable
 
-from engine.core_types import Sequence
+from engine.core_types import EngineSequence
 
 
-def oldest_of(sequences: Iterable[Sequence]) -> Sequence | None:
+def oldest_of(sequences: Iterable[EngineSequence]) -> EngineSequence | None:
     """Return the sequence that is never preempted."""
     return min(sequences, key=lambda sequence: sequence.arrival, default=None)
 
 
-def next_victim(running: Iterable[Sequence], oldest: Sequence | None) -> Sequence | None:
+def next_victim(running: Iterable[EngineSequence], oldest: EngineSequence | None) -> EngineSequence | None:
     """Return the next sequence to preempt: lowest priority, then youngest.
 
     None when no candidate is left.
@@ -40,7 +40,7 @@ def next_victim(running: Iterable[Sequence], oldest: Sequence | None) -> Sequenc
     return min(victims, key=lambda sequence: (sequence.priority, -sequence.arrival), default=None)
 
 
-def restart_order(waiting: Iterable[Sequence], oldest: Sequence | None) -> list[Sequence]:
+def restart_order(waiting: Iterable[EngineSequence], oldest: EngineSequence | None) -> list[EngineSequence]:
     """Return the order of restarts: the oldest first, then by priority and arrival.
 
     One that does not fit blocks those behind it.
@@ -48,7 +48,7 @@ def restart_order(waiting: Iterable[Sequence], oldest: Sequence | None) -> list[
     return sorted(waiting, key=lambda sequence: (sequence is not oldest, -sequence.priority, sequence.arrival))
 
 
-def admits(priority: int, waiting: Iterable[Sequence], oldest: Sequence | None) -> bool:
+def admits(priority: int, waiting: Iterable[EngineSequence], oldest: EngineSequence | None) -> bool:
     """Return whether a new request may start before the waiting ones.
 
     It may when all of those have lower priority and the oldest is not among them.

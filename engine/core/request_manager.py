@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from engine.block_keys import BlockKey
 from engine.core.request_table import Request, RequestTable, TableParts
 from engine.core.running_set import RunningSet
-from engine.core_types import Chunk, FinishReason, SampleResult, Sequence
+from engine.core_types import Chunk, EngineSequence, FinishReason, SampleResult
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.messages.from_engine import Embedded, KvAccount, PromptScored, Token
 from engine.messages.to_engine import Generate
@@ -67,23 +67,23 @@ class RequestManager(RequestTable[_Request]):
         self.running_set = RunningSet(self._kv_cache, parts.reserve_output_tokens, parts.next_arrival, copy_block)
         self._num_parted = 0
         """Number of requests with forked sequences."""
-        self._filling: dict[Sequence, None] = {}
+        self._filling: dict[EngineSequence, None] = {}
         """Sequences of requests without output."""
 
-    def _request(self, message: Generate, chains: list[Sequence]) -> _Request:
+    def _request(self, message: Generate, chains: list[EngineSequence]) -> _Request:
         by_choice = {chain.choice: chain for chain in chains}
         return _Request(by_choice, KvAccount(), message.to_store, message.retention, message.sampling.n)
 
-    def _start(self, request: _Request, chains: list[Sequence], keys: list[BlockKey]) -> str:
+    def _start(self, request: _Request, chains: list[EngineSequence], keys: list[BlockKey]) -> str:
         if self.running_set.admit(chains[0], keys):
             return ""
-        needed, available = self.running_set.num_promised_blocks(chains[0]), self._kv_cache.pool.num_available
+        needed, available = self.running_set.num_blocks_to_reserve(chains[0]), self._kv_cache.pool.num_available
         reason = f"{needed} KV blocks needed, {available} available now"
         if waiting := len(self.running_set.preempted):
             reason += f", {waiting} preempted requests wait for some"
         return reason
 
-    def _admitted(self, request: _Request, lead: Sequence) -> None:
+    def _admitted(self, request: _Request, lead: EngineSequence) -> None:
         self._num_parted += request.is_parted
         if lead.only_fills:
             self._filling[lead] = None
@@ -105,11 +105,11 @@ class RequestManager(RequestTable[_Request]):
                 adopted += num_hits
         return adopted > 0
 
-    def computing(self, sequence: Sequence, now: float) -> None:
+    def computing(self, sequence: EngineSequence, now: float) -> None:
         """Record that a step begins to compute tokens of the request."""
         self._requests[sequence.request_id].account.times.setdefault("compute_started", now)
 
-    def computed(self, sequence: Sequence, sampled: SampleResult, samples: bool) -> None:
+    def computed(self, sequence: EngineSequence, sampled: SampleResult, samples: bool) -> None:
         """Process the result of a sequence's chunk.
 
         `samples`: the result has the sequence's next token.
@@ -122,7 +122,7 @@ class RequestManager(RequestTable[_Request]):
         if samples:
             self._append(sequence, sampled)
 
-    def _pool(self, sequence: Sequence, sampled: SampleResult) -> None:
+    def _pool(self, sequence: EngineSequence, sampled: SampleResult) -> None:
         """Add hidden states to the request's embedding, and end the request with the last of them."""
         request, part = self._requests[sequence.request_id], np.frombuffer(sampled.pooled, np.float32)
         request.pooled = part if request.pooled is None else request.pooled + part
@@ -135,7 +135,7 @@ class RequestManager(RequestTable[_Request]):
         self._emit(Embedded(sequence.request_id, (request.pooled / num_pooled).tobytes(), request.account))
         self._finish(sequence.request_id)
 
-    def _append(self, sequence: Sequence, sampled: SampleResult) -> None:
+    def _append(self, sequence: EngineSequence, sampled: SampleResult) -> None:
         """Add the sequence's next token, or end the request with the failure."""
         if sampled.failure is not None:
             self._fail(sequence, sampled.failure)
@@ -164,7 +164,7 @@ class RequestManager(RequestTable[_Request]):
         for sequence in [*self._filling]:
             self._finish_if_filled(sequence)
 
-    def _finish_if_filled(self, sequence: Sequence) -> None:
+    def _finish_if_filled(self, sequence: EngineSequence) -> None:
         if not sequence.only_fills or sequence.num_remaining or sequence.hedged or sequence not in self.running_set:
             return
         self._requests[sequence.request_id].count_preemptions()
@@ -182,7 +182,7 @@ class RequestManager(RequestTable[_Request]):
             lead.turn = self._next_arrival()
             self.running_set.fork(lead, siblings, lead.fork_at)
 
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+    def _finish_reason(self, sequence: EngineSequence, token_id: int) -> FinishReason | None:
         sampling = sequence.sampling
         assert sampling is not None
         if token_id in sampling.stop_token_ids:
@@ -194,20 +194,20 @@ class RequestManager(RequestTable[_Request]):
             return FinishReason.LENGTH
         return None
 
-    def loan_bound(self, sequence: Sequence, first: int) -> None:
+    def loan_bound(self, sequence: EngineSequence, first: int) -> None:
         """Correct the account of a hedged request; that of another is made when its loan is over."""
         if sequence.hedged:
             account, count = self._requests[sequence.request_id].account, len(sequence.keys) - first
             account.computed_blocks -= count
             account.computed_tokens -= count * self._kv_cache.layout.block_tokens
 
-    def loan_hedged(self, sequence: Sequence) -> bool:
+    def loan_hedged(self, sequence: EngineSequence) -> bool:
         """Compute the request, as far as its loan has not brought its blocks."""
         sequence.hedged = True
         self._run(sequence)
         return True
 
-    def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
+    def loan_over(self, sequence: EngineSequence, lost_blocks: bool) -> None:
         """Compute the blocks that the loan did not bring."""
         was_hedged, sequence.hedged, sequence.held_at = sequence.hedged, False, None
         if lost_blocks:
@@ -217,7 +217,7 @@ class RequestManager(RequestTable[_Request]):
         else:
             self._finish_if_filled(sequence)
 
-    def _run(self, sequence: Sequence) -> None:
+    def _run(self, sequence: EngineSequence) -> None:
         """Compute the sequence from now on, and count what is left to compute."""
         self.running_set.run(sequence)
         self._count_left(sequence)
@@ -226,7 +226,7 @@ class RequestManager(RequestTable[_Request]):
     def _over(self, request: _Request) -> None:
         self._num_parted -= request.is_parted
 
-    def _leaves(self, request: _Request, chain: Sequence) -> None:
+    def _leaves(self, request: _Request, chain: EngineSequence) -> None:
         self._filling.pop(chain, None)
         request.num_preemptions_over += chain.num_preemptions
         request.num_recomputed_over += chain.num_recomputed

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from engine.block_keys import BlockKey, root_key
 from engine.core.load_reports import RunningSequences
-from engine.core_types import RequestFailure, Sequence
+from engine.core_types import EngineSequence, RequestFailure
 from engine.kv.kv_stats import POOL
 from engine.kv.kv_view import KvView
 from engine.kv.pins import Retention
@@ -27,7 +27,7 @@ from engine.sampling.parallel_sampling import chains_of, is_complete, num_blocks
 class Request:
     """One request that is not over."""
 
-    chains: dict[int, Sequence]
+    chains: dict[int, EngineSequence]
     """Sequences that are not over, by choice."""
     account: KvAccount
     to_store: bool
@@ -80,7 +80,7 @@ class RequestTable(ABC, Generic[R]):
         return sum(len(request.chains) for request in self._requests.values())
 
     @property
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[EngineSequence]:
         """Sequences of all requests, which hold blocks."""
         return [chain for request in self._requests.values() for chain in request.chains.values()]
 
@@ -89,7 +89,7 @@ class RequestTable(ABC, Generic[R]):
         """Number of reserved blocks that no sequence counts as its own."""
         return 0
 
-    def has(self, sequence: Sequence) -> bool:
+    def has(self, sequence: EngineSequence) -> bool:
         """Return whether the sequence is not over."""
         request = self._requests.get(sequence.request_id)
         return request is not None and request.chains.get(sequence.choice) is sequence
@@ -119,8 +119,10 @@ class RequestTable(ABC, Generic[R]):
         self._requests[message.request_id] = request
         self._admitted(request, lead)
         lender = message.lender_computes if message.borrow else None
-        course = self._kv_cache.course(lead, keys)
-        if not self._borrower_manager.take(BorrowRequest(lead, course, lender, account, self, message.reads_store)):
+        block_range = self._kv_cache.range_of(lead, keys)
+        if not self._borrower_manager.take(
+            BorrowRequest(lead, block_range, lender, account, self, message.reads_store)
+        ):
             self.loan_over(lead, lost_blocks=False)
 
     def cancel(self, request_id: str, choice: int | None = None) -> None:
@@ -133,7 +135,7 @@ class RequestTable(ABC, Generic[R]):
         elif (chain := request.chains.get(choice)) is not None and self._has_begun(request, chain):
             self._end(request, chain)
 
-    def _impossible(self, message: Generate, chains: list[Sequence]) -> str:
+    def _impossible(self, message: Generate, chains: list[EngineSequence]) -> str:
         """Return why a request can never be served here; empty where it can."""
         pool = self._cached.pool
         if message.request_id in self._requests:
@@ -151,24 +153,24 @@ class RequestTable(ABC, Generic[R]):
 
     # ------------------------------------------------------------------ the loan's owner
 
-    def loan_bound(self, sequence: Sequence, first: int) -> None:
+    def loan_bound(self, sequence: EngineSequence, first: int) -> None:
         """Process blocks from index `first` that a loan has bound, while the request is computed meanwhile."""
 
-    def loan_hedged(self, sequence: Sequence) -> bool:
+    def loan_hedged(self, sequence: EngineSequence) -> bool:
         """Return whether the request is computed although its loan is open, because the lender is silent."""
         return False
 
     @abstractmethod
-    def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
+    def loan_over(self, sequence: EngineSequence, lost_blocks: bool) -> None:
         """Compute the blocks that the loan did not bring."""
 
-    def _lost(self, sequence: Sequence) -> None:
+    def _lost(self, sequence: EngineSequence) -> None:
         """End a request whose blocks a posted read may still write, for lack of others."""
         self._finish(sequence.request_id)
         reason = "blocks are quarantined for a silent lender and no other blocks are free"
         self._reject(sequence.request_id, reason, permanent=False)
 
-    def _count_left(self, sequence: Sequence) -> None:
+    def _count_left(self, sequence: EngineSequence) -> None:
         """Count the blocks and tokens that are left to compute."""
         account = self._requests[sequence.request_id].account
         total = -(-sequence.num_prompt // self._cached.layout.block_tokens)
@@ -176,7 +178,7 @@ class RequestTable(ABC, Generic[R]):
         account.computed_blocks = total - account.reused_blocks - brought
         account.computed_tokens = sequence.num_prompt - sequence.num_computed
 
-    def _count_hits(self, sequence: Sequence, num_blocks: int) -> None:
+    def _count_hits(self, sequence: EngineSequence, num_blocks: int) -> None:
         """Count blocks that others computed since the request was admitted as reused instead of computed.
 
         The account is of the lead, whose blocks all choices share; it has nothing of the tokens that an earlier attempt
@@ -198,24 +200,24 @@ class RequestTable(ABC, Generic[R]):
         return ""
 
     @abstractmethod
-    def _request(self, message: Generate, chains: list[Sequence]) -> R:
+    def _request(self, message: Generate, chains: list[EngineSequence]) -> R:
         """Return the record of a request, which has nothing yet."""
 
     @abstractmethod
-    def _start(self, request: R, chains: list[Sequence], keys: list[BlockKey]) -> str:
+    def _start(self, request: R, chains: list[EngineSequence], keys: list[BlockKey]) -> str:
         """Give the first sequence its cached blocks of `keys`, and reserve the rest for all of them.
 
         Returns the reason where they do not fit now; empty where they do.
         """
 
-    def _admitted(self, request: R, lead: Sequence) -> None:
+    def _admitted(self, request: R, lead: EngineSequence) -> None:
         """Process that a request has its blocks and is in the table."""
 
-    def _has_begun(self, request: R, chain: Sequence) -> bool:
+    def _has_begun(self, request: R, chain: EngineSequence) -> bool:
         """Return whether a choice may be ended by itself."""
         return True
 
-    def _leaves(self, request: R, chain: Sequence) -> None:
+    def _leaves(self, request: R, chain: EngineSequence) -> None:
         """Process that a sequence is over, before it gives its blocks back."""
 
     def _over(self, request: R) -> None:
@@ -223,7 +225,7 @@ class RequestTable(ABC, Generic[R]):
 
     # ------------------------------------------------------------------ ends
 
-    def _fill(self, sequence: Sequence) -> None:
+    def _fill(self, sequence: EngineSequence) -> None:
         """End a request without output, whose blocks are all there."""
         request = self._requests[sequence.request_id]
         account = request.account
@@ -235,12 +237,12 @@ class RequestTable(ABC, Generic[R]):
         self._emit(Filled(sequence.request_id, account))
         self._finish(sequence.request_id)
 
-    def _pin(self, request: R, sequence: Sequence, retention: Retention) -> None:
+    def _pin(self, request: R, sequence: EngineSequence, retention: Retention) -> None:
         """Pin the blocks of a request's prompt, which are all named."""
         pinned = self._cached.pins.pin(self._kv_cache.prompt_names(sequence), retention)
         request.account.pinned_blocks, request.account.pins_gave_way = pinned
 
-    def _fail(self, sequence: Sequence, failure: RequestFailure) -> None:
+    def _fail(self, sequence: EngineSequence, failure: RequestFailure) -> None:
         self._emit(Failed(sequence.request_id, failure))
         self._finish(sequence.request_id)
 
@@ -251,7 +253,7 @@ class RequestTable(ABC, Generic[R]):
             self._leaves(request, chain)
             self._kv_cache.finish(chain)
 
-    def _end(self, request: R, chain: Sequence) -> None:
+    def _end(self, request: R, chain: EngineSequence) -> None:
         """End this choice, and the request with its last choice."""
         if len(request.chains) == 1:
             self._finish(chain.request_id)

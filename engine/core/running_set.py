@@ -5,13 +5,12 @@ waits. A borrowing one holds blocks and is neither: it is added by `run` when it
 nothing to compute is about to be forked (`engine/sampling/parallel_sampling.py`).
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.block_keys import BlockKey
 from engine.core.preemption import admits, next_victim, oldest_of, restart_order
-from engine.core_types import Chunk, Sequence
+from engine.core_types import Chunk, EngineSequence
 from engine.kv.kv_cache_manager import KVCacheManager
 
 
@@ -46,33 +45,33 @@ class RunningSet:
         self._copy_block = copy_block
         self._reserve_output_tokens = reserve_output_tokens
         self._next_turn = next_turn
-        self._running: dict[Sequence, None] = {}
-        self._preempted: dict[Sequence, _PreemptedState] = {}
-        self._stalled: Sequence | None = None
+        self._running: dict[EngineSequence, None] = {}
+        self._preempted: dict[EngineSequence, _PreemptedState] = {}
+        self._stalled: EngineSequence | None = None
         """The oldest sequence when it lacks a block whose holders cannot be preempted. Valid for one step."""
         self.num_preemptions = 0
 
     @property
-    def running(self) -> list[Sequence]:
+    def running(self) -> list[EngineSequence]:
         """Sequences that may be computed."""
         return [s for s in self._running if s is not self._stalled and s.num_remaining]
 
-    def __contains__(self, sequence: Sequence) -> bool:
+    def __contains__(self, sequence: EngineSequence) -> bool:
         """Return whether a sequence has its blocks and may be computed."""
         return sequence in self._running
 
     @property
-    def forkable(self) -> list[Sequence]:
+    def forkable(self) -> list[EngineSequence]:
         """Sequences that have computed all tokens their siblings share."""
         return [s for s in self._running if s.siblings and not s.num_remaining and not s.hedged]
 
     @property
-    def _preemptible(self) -> list[Sequence]:
+    def _preemptible(self) -> list[EngineSequence]:
         """Sequences whose blocks may be taken: transfers may still write into those of a hedged one."""
         return [sequence for sequence in self._running if not sequence.hedged]
 
     @property
-    def preempted(self) -> list[Sequence]:
+    def preempted(self) -> list[EngineSequence]:
         """Sequences that wait to be computed again."""
         return list(self._preempted)
 
@@ -81,14 +80,14 @@ class RunningSet:
         """Whether any sequence is waiting for blocks."""
         return bool(self._preempted) or self._stalled is not None
 
-    def admit(self, sequence: Sequence, keys: Seq[BlockKey]) -> bool:
+    def admit(self, sequence: EngineSequence, keys: Sequence[BlockKey]) -> bool:
         """Give a new sequence the cached blocks of `keys` and reserve the rest, or return False and do nothing."""
         waiting = [*self._preempted, *([self._stalled] if self._stalled else [])]
         if waiting and not admits(sequence.priority, waiting, self._oldest()):
             return False
-        return self._kv_cache.start(sequence, keys, self.num_promised_blocks(sequence))
+        return self._kv_cache.start(sequence, keys, self.num_blocks_to_reserve(sequence))
 
-    def num_promised_blocks(self, sequence: Sequence) -> int:
+    def num_blocks_to_reserve(self, sequence: EngineSequence) -> int:
         """Return the number of blocks with which a sequence starts or restarts.
 
         They cover its tokens, some of those it may sample, and its siblings still to be forked, without the full blocks
@@ -97,18 +96,18 @@ class RunningSet:
         shared = sequence.fork_at // self._kv_cache.layout.block_tokens
         return self._num_own_blocks(sequence) + sum(self._num_own_blocks(s) - shared for s in sequence.siblings)
 
-    def run(self, sequence: Sequence) -> None:
+    def run(self, sequence: EngineSequence) -> None:
         """Add a sequence that has its blocks; it may be computed from now on."""
         sequence.turn = self._next_turn()
         self._running[sequence] = None
 
-    def fork(self, parent: Sequence, children: Seq[Sequence], num_tokens: int) -> None:
+    def fork(self, parent: EngineSequence, children: Sequence[EngineSequence], num_tokens: int) -> None:
         """Let `children` continue from the first `num_tokens` that `parent` has computed.
 
         Children without capacity, or whose parent was preempted, wait as preempted. No step may run.
         """
         if parent in self._running:
-            self._kv_cache.lower_promise(parent, self._num_own_blocks(parent))
+            self._kv_cache.lower_reservation(parent, self._num_own_blocks(parent))
         num_shared = min(num_tokens, parent.num_computed)  # less when the parent was preempted and has just restarted
         for child in children:
             copies = None
@@ -121,7 +120,7 @@ class RunningSet:
                 self._copy_block(source, target)
             self.run(child)
 
-    def drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: EngineSequence) -> None:
         """Remove a sequence that is over; the caller frees its blocks."""
         self._running.pop(sequence, None)
         self._preempted.pop(sequence, None)
@@ -133,7 +132,7 @@ class RunningSet:
         if not self._preempted:
             return
         for sequence in restart_order(self._preempted, self._oldest()):
-            if not self._try_restart(sequence, self.num_promised_blocks(sequence)):
+            if not self._try_restart(sequence, self.num_blocks_to_reserve(sequence)):
                 return
 
     def begin_step(self) -> None:
@@ -149,7 +148,7 @@ class RunningSet:
         if oldest in self._preempted:
             self._rescue(oldest)
 
-    def make_room(self, batch: Seq[Chunk]) -> bool:
+    def make_room(self, batch: Sequence[Chunk]) -> bool:
         """Reserve all blocks that the batch lacks.
 
         Returns False after preempting one sequence: make another batch.
@@ -172,10 +171,10 @@ class RunningSet:
             self._stalled = oldest
         return False
 
-    def _num_own_blocks(self, sequence: Sequence) -> int:
+    def _num_own_blocks(self, sequence: EngineSequence) -> int:
         return self._kv_cache.layout.blocks_for(sequence.num_tokens_reserved(self._reserve_output_tokens))
 
-    def _rescue(self, oldest: Sequence) -> None:
+    def _rescue(self, oldest: EngineSequence) -> None:
         """Restart the oldest sequence with a block for its next token, if that is possible at all."""
         num_blocks, victims = self._kv_cache.layout.blocks_for(oldest.num_tokens + 1), self._preemptible
         if self._try_restart(oldest, num_blocks):
@@ -188,14 +187,14 @@ class RunningSet:
             assert victim is not None
             self._preempt(victim)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: EngineSequence) -> None:
         del self._running[sequence]
         self._preempted[sequence] = _PreemptedState(sequence.num_computed, self._kv_cache.usable_keys(sequence))
         self._kv_cache.preempt(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
 
-    def _try_restart(self, sequence: Sequence, num_blocks: int) -> bool:
+    def _try_restart(self, sequence: EngineSequence, num_blocks: int) -> bool:
         lost = self._preempted[sequence]
         if not self._kv_cache.start(sequence, lost.keys, num_blocks):
             return False
@@ -204,5 +203,5 @@ class RunningSet:
         self.run(sequence)
         return True
 
-    def _oldest(self) -> Sequence | None:
+    def _oldest(self) -> EngineSequence | None:
         return oldest_of(s for s in [*self._running, *self._preempted] if s.num_remaining)

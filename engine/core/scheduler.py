@@ -22,10 +22,10 @@ waited longest is the first in order as well.
 
 from collections.abc import Iterable
 
-from engine.core_types import Chunk, Sequence, StepBudget
+from engine.core_types import Chunk, EngineSequence, StepBudget
 
 
-def schedule(runnable: Iterable[Sequence], budget: StepBudget) -> list[Chunk]:
+def schedule(runnable: Iterable[EngineSequence], budget: StepBudget) -> list[Chunk]:
     """Return the batch: every decoding sequence, then prompts by priority and arrival within the budget.
 
     The share of the sequence that has waited longest comes before both. Sequences beyond the budget wait a step. The
@@ -59,7 +59,7 @@ def schedule(runnable: Iterable[Sequence], budget: StepBudget) -> list[Chunk]:
     return chunks
 
 
-def _rank(sequence: Sequence) -> tuple[int, int]:
+def _rank(sequence: EngineSequence) -> tuple[int, int]:
     return -sequence.priority, sequence.arrival
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from engine.core.load_reports import LoadReporter
 from engine.core.request_manager import RequestManager
-from engine.core_types import Sequence, StepBudget
+from engine.core_types import EngineSequence, StepBudget
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.lending.lender_manager import LenderManager
 
@@ -41,7 +41,7 @@ class UniformDecode:
         self._reports = reports
         self.budget = budget
         self._take_turns = take_turns
-        self.sequences: list[Sequence] = []
+        self.sequences: list[EngineSequence] = []
         """Sequences of the run, in batch order."""
 
     def begin(self) -> int:
@@ -84,7 +84,7 @@ class UniformDecode:
         """Return whether no load report is due before `when`."""
         return not self._reports.due(when)
 
-    def advance(self, steps: int, token_of: Callable[[Sequence], int]) -> None:
+    def advance(self, steps: int, token_of: Callable[[EngineSequence], int]) -> None:
         """Make `steps` steps at once, each sampling `token_of` every sequence."""
         width, sequences = self._kv_cache.layout.block_tokens, self.sequences
         first_turn = self._take_turns(steps * len(sequences)) + (steps - 1) * len(sequences)

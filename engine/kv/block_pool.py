@@ -112,13 +112,13 @@ class BlockPool:
         return True
 
     def could_reserve_without(
-        self, holders: Iterable[Sequence[int]], num_promised: int, hits: Sequence[int], num_new: int
+        self, holders: Iterable[Sequence[int]], num_reserved: int, hits: Sequence[int], num_new: int
     ) -> bool:
-        """Return whether `reserve_with` would succeed without `holders` and a reservation of `num_promised`."""
+        """Return whether `reserve_with` would succeed without `holders` and a reservation of `num_reserved`."""
         dropped = Counter(block for blocks in holders for block in blocks)
         freed = sum(1 for block, count in dropped.items() if self._refs[block] == count)
         pinned = sum(1 for block in set(hits) if self._refs[block] == dropped[block])
-        return self.num_available + num_promised + freed - pinned >= num_new
+        return self.num_available + num_reserved + freed - pinned >= num_new
 
     def unreserve(self, count: int) -> None:
         """Give back a reservation of `count` blocks."""
@@ -260,7 +260,7 @@ class BlockPool:
         assert sum(map(len, states)) == self.num_blocks, "a block is in no state, or in two"
         assert set().union(*states) == set(range(self.num_blocks)), "a block is lost"
         assert all(refs >= 0 for refs in self._refs)
-        assert 0 <= self._reserved <= len(free) + len(cached), "more is promised than there is"
+        assert 0 <= self._reserved <= len(free) + len(cached), "more is reserved than there is"
         assert cached <= set(self._name_of), "a cached block has no name"
         assert not set(self._name_of) & (free | self._quarantined), "a free block has a name"
         assert {block: key for key, block in self._block_of.items()} == {

@@ -1,15 +1,14 @@
 """The embedded engine's KV cache manager: reserves, names and releases the blocks of sequences."""
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from engine.block_keys import BlockKey, block_keys
-from engine.core_types import Sequence
+from engine.core_types import EngineSequence
 from engine.kv.block_pool import BlockPool
+from engine.kv.block_range import BlockRange, chain_range
 from engine.kv.cached_blocks import CachedBlocks, StoreBelow
-from engine.kv.course import Course, chain_course
 from engine.kv.pool import NamedBlock
 from engine.kv.sequence_blocks import quarantine_unbound, start_chain, usable_keys
 
@@ -24,35 +23,35 @@ class KVCacheManager:
         self.cached = cached
         self.pool = pool
         self.layout = cached.layout
-        self._in_step: set[Sequence] = set()
-        self.lingering: list[Sequence] = []
+        self._in_step: set[EngineSequence] = set()
+        self.lingering: list[EngineSequence] = []
         """Sequences that finished while a step was writing into their blocks; they keep these until the step ends."""
 
-    def usable_keys(self, sequence: Sequence) -> list[BlockKey]:
+    def usable_keys(self, sequence: EngineSequence) -> list[BlockKey]:
         return usable_keys(sequence, self.layout.block_tokens)
 
-    def start(self, sequence: Sequence, keys: Seq[BlockKey], num_total_blocks: int) -> bool:
+    def start(self, sequence: EngineSequence, keys: Sequence[BlockKey], num_total_blocks: int) -> bool:
         return start_chain(self.cached, sequence, keys, num_total_blocks)
 
-    def course(self, sequence: Sequence, keys: Seq[BlockKey]) -> Course:
-        return chain_course(keys, len(sequence.keys), len(keys))
+    def range_of(self, sequence: EngineSequence, keys: Sequence[BlockKey]) -> BlockRange:
+        return chain_range(keys, len(sequence.keys), len(keys))
 
-    def course_between(self, keys: Seq[BlockKey], first: int, end: int) -> Course:
-        return chain_course(keys, first, end)
+    def range_between(self, keys: Sequence[BlockKey], first: int, end: int) -> BlockRange:
+        return chain_range(keys, first, end)
 
-    def cut(self, sequence: Sequence, course: Course, end: int) -> Course:
-        return course.cut(end)
+    def cut(self, sequence: EngineSequence, block_range: BlockRange, end: int) -> BlockRange:
+        return block_range.cut(end)
 
-    def stored_course(self, sequence: Sequence, course: Course, below: StoreBelow) -> Course:
-        return course
+    def stored_range(self, sequence: EngineSequence, block_range: BlockRange, below: StoreBelow) -> BlockRange:
+        return block_range
 
-    def num_cached(self, keys: Seq[BlockKey]) -> int:
+    def num_cached(self, keys: Sequence[BlockKey]) -> int:
         return len(self.pool.match(keys))
 
-    def wait_for_loan(self, sequence: Sequence) -> None:
+    def wait_for_loan(self, sequence: EngineSequence) -> None:
         """Do nothing: nobody else takes blocks that are reserved."""
 
-    def adopt(self, sequence: Sequence) -> int:
+    def adopt(self, sequence: EngineSequence) -> int:
         """Replace reserved blocks of a starting sequence by blocks that were cached meanwhile; return their number.
 
         No step may be computing the sequence.
@@ -74,14 +73,14 @@ class KVCacheManager:
             self.pool.unreserve(len(blocks))
             sequence.num_reserved -= len(blocks)
             kept = self.pool.reserve_with(blocks, 0)
-            assert kept, "what was promised is there"
+            assert kept, "what was reserved is there"
             sequence.blocks += blocks
             sequence.keys += keys
             sequence.num_computed += len(blocks) * width
         return len(blocks)
 
     def fork(
-        self, parent: Sequence, child: Sequence, num_tokens: int, num_total_blocks: int
+        self, parent: EngineSequence, child: EngineSequence, num_tokens: int, num_total_blocks: int
     ) -> list[tuple[int, int]] | None:
         """Let `child`, which has nothing, share the first `num_tokens` computed by `parent`, and reserve all else.
 
@@ -101,7 +100,7 @@ class KVCacheManager:
         self.grow(child, num_tokens)
         return list(zip(parent.blocks[full:], child.blocks[full:], strict=False))
 
-    def lower_promise(self, sequence: Sequence, num_total_blocks: int) -> None:
+    def lower_reservation(self, sequence: EngineSequence, num_total_blocks: int) -> None:
         """Give back the part of the sequence's reservation beyond `num_total_blocks` in all."""
         surplus = min(sequence.num_reserved, len(sequence.blocks) + sequence.num_reserved - num_total_blocks)
         if surplus > 0:
@@ -109,36 +108,40 @@ class KVCacheManager:
             sequence.num_reserved -= surplus
 
     def could_start_without(
-        self, others: Seq[Sequence], sequence: Sequence, keys: Seq[BlockKey], num_total_blocks: int
+        self,
+        others: Sequence[EngineSequence],
+        sequence: EngineSequence,
+        keys: Sequence[BlockKey],
+        num_total_blocks: int,
     ) -> bool:
         """Return whether `start` would succeed if `others` were preempted."""
         hits = self.pool.match(keys)
-        promised = sum(other.num_reserved for other in others)
+        reserved = sum(other.num_reserved for other in others)
         held = [other.blocks for other in others]
-        return self.pool.could_reserve_without(held, promised, hits, num_total_blocks - len(hits))
+        return self.pool.could_reserve_without(held, reserved, hits, num_total_blocks - len(hits))
 
-    def num_lacking(self, sequence: Sequence, num_tokens: int) -> int:
+    def num_lacking(self, sequence: EngineSequence, num_tokens: int) -> int:
         """Return the number of blocks to reserve before the sequence can `grow` to `num_tokens`."""
         return max(0, self.layout.blocks_for(num_tokens) - len(sequence.blocks) - sequence.num_reserved)
 
-    def extend(self, sequence: Sequence, count: int) -> None:
+    def extend(self, sequence: EngineSequence, count: int) -> None:
         """Reserve `count` more blocks for the sequence; they must be available."""
         kept = self.pool.reserve_with((), count)
         assert kept, f"{count} blocks are not available"
         sequence.num_reserved += count
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> None:
+    def grow(self, sequence: EngineSequence, num_tokens: int) -> None:
         """Allocate blocks from the sequence's reservation until `num_tokens` fit."""
         self.grow_to(sequence, self.layout.blocks_for(num_tokens))
 
-    def grow_to(self, sequence: Sequence, num_blocks: int) -> None:
+    def grow_to(self, sequence: EngineSequence, num_blocks: int) -> None:
         missing = num_blocks - len(sequence.blocks)
         if missing > 0:
-            assert missing <= sequence.num_reserved, "a block is taken that was not promised"
+            assert missing <= sequence.num_reserved, "a block is allocated that was not reserved"
             sequence.blocks += self.pool.allocate(missing)
             sequence.num_reserved -= missing
 
-    def advance(self, sequence: Sequence, count: int) -> list[int]:
+    def advance(self, sequence: EngineSequence, count: int) -> list[int]:
         """Count `count` more computed tokens; name and fingerprint the blocks that became full, and return them."""
         sequence.num_computed += count
         first, end = len(sequence.keys), sequence.num_computed // self.layout.block_tokens
@@ -152,10 +155,10 @@ class KVCacheManager:
         self.cached.became_full([NamedBlock(*each) for each in zip(blocks, parents, keys, strict=True)])
         return blocks
 
-    def prompt_names(self, sequence: Sequence) -> list[BlockKey]:
+    def prompt_names(self, sequence: EngineSequence) -> list[BlockKey]:
         return sequence.keys[: sequence.num_prompt // self.layout.block_tokens]
 
-    def bind(self, sequence: Sequence, keys: Seq[BlockKey], fingerprints: Seq[bytes]) -> None:
+    def bind(self, sequence: EngineSequence, keys: Sequence[BlockKey], fingerprints: Sequence[bytes]) -> None:
         first = len(sequence.keys)
         blocks = sequence.blocks[first : first + len(keys)]
         self.cached.set_fingerprints(blocks, np.frombuffer(b"".join(fingerprints), np.uint64).reshape(len(blocks), -1))
@@ -166,7 +169,7 @@ class KVCacheManager:
     def in_step(self) -> bool:
         return bool(self._in_step)
 
-    def begin_step(self, sequences: Iterable[Sequence]) -> None:
+    def begin_step(self, sequences: Iterable[EngineSequence]) -> None:
         """Mark the blocks of these sequences as being written until `end_step`."""
         assert not self._in_step
         self._in_step = set(sequences)
@@ -178,7 +181,7 @@ class KVCacheManager:
         for sequence in lingering:
             self.finish(sequence)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: EngineSequence) -> None:
         if sequence in self._in_step:
             self.lingering.append(sequence)
             return
@@ -186,7 +189,7 @@ class KVCacheManager:
         self.pool.unreserve(sequence.num_reserved)
         sequence.blocks, sequence.num_reserved = [], 0
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: EngineSequence) -> None:
         """Take all blocks from a sequence that will restart; named ones stay cached.
 
         No step may be computing it.
@@ -195,20 +198,20 @@ class KVCacheManager:
         self.finish(sequence)
         sequence.keys, sequence.num_computed = [], 0
 
-    def quarantine_unbound(self, sequence: Sequence, indices: Seq[int], replace: bool) -> bool:
+    def quarantine_unbound(self, sequence: EngineSequence, indices: Sequence[int], replace: bool) -> bool:
         return quarantine_unbound(self.pool, sequence, indices, replace)
 
-    def _name(self, sequence: Sequence, end: int) -> None:
+    def _name(self, sequence: EngineSequence, end: int) -> None:
         first = len(sequence.keys)
         width = self.layout.block_tokens
         tokens = sequence.token_ids[first * width : end * width]
         keys = block_keys(self._last_key(sequence), tokens, width, sequence.items, first * width)
         self._publish(sequence, keys)
 
-    def _publish(self, sequence: Sequence, keys: Seq[BlockKey]) -> None:
+    def _publish(self, sequence: EngineSequence, keys: Sequence[BlockKey]) -> None:
         first = len(sequence.keys)
         self.pool.publish(self._last_key(sequence), keys, sequence.blocks[first : first + len(keys)])
         sequence.keys += keys
 
-    def _last_key(self, sequence: Sequence) -> BlockKey:
+    def _last_key(self, sequence: EngineSequence) -> BlockKey:
         return sequence.keys[-1] if sequence.keys else sequence.root

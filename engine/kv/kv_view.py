@@ -1,12 +1,12 @@
 """Protocol of an engine's KV as requests and loans use it. Each engine has its own, over a pool of its own."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Protocol
 
 from engine.block_keys import BlockKey
-from engine.core_types import Sequence
+from engine.core_types import EngineSequence
+from engine.kv.block_range import BlockRange
 from engine.kv.cached_blocks import CachedBlocks, StoreBelow
-from engine.kv.course import Course
 
 
 class KvView(Protocol):
@@ -24,50 +24,50 @@ class KvView(Protocol):
         """Whether a request can go on only after some of the cached blocks of its chain."""
 
     @property
-    def lingering(self) -> Seq[Sequence]:
+    def lingering(self) -> Sequence[EngineSequence]:
         """Sequences that are over and keep their blocks until a step ends."""
 
-    def usable_keys(self, sequence: Sequence) -> list[BlockKey]:
+    def usable_keys(self, sequence: EngineSequence) -> list[BlockKey]:
         """Return the keys of the sequence's full blocks that may come from elsewhere.
 
         Blocks whose logits are needed here are excluded, so the block of the last token always is.
         """
 
-    def num_cached(self, keys: Seq[BlockKey]) -> int:
+    def num_cached(self, keys: Sequence[BlockKey]) -> int:
         """Return the last boundary within `keys` at which a request can go on from cached blocks."""
 
-    def start(self, sequence: Sequence, keys: Seq[BlockKey], num_total_blocks: int) -> bool:
+    def start(self, sequence: EngineSequence, keys: Sequence[BlockKey], num_total_blocks: int) -> bool:
         """Give `sequence` the cached blocks of `keys` and reserve the rest; return False when they do not fit now."""
 
-    def course(self, sequence: Sequence, keys: Seq[BlockKey]) -> Course:
+    def range_of(self, sequence: EngineSequence, keys: Sequence[BlockKey]) -> BlockRange:
         """Return the blocks that a started sequence needs from its cached ones to the last of `keys`."""
 
-    def course_between(self, keys: Seq[BlockKey], first: int, end: int) -> Course:
+    def range_between(self, keys: Sequence[BlockKey], first: int, end: int) -> BlockRange:
         """Return the blocks of a chain from the boundary `first` to the last one within `keys[:end]`."""
 
-    def cut(self, sequence: Sequence, course: Course, end: int) -> Course:
+    def cut(self, sequence: EngineSequence, block_range: BlockRange, end: int) -> BlockRange:
         """Return a sequence's blocks to an earlier boundary, at which its loan ends."""
 
-    def stored_course(self, sequence: Sequence, course: Course, below: StoreBelow) -> Course:
+    def stored_range(self, sequence: EngineSequence, block_range: BlockRange, below: StoreBelow) -> BlockRange:
         """Return a sequence's blocks to the last boundary that a store seems to have."""
 
-    def wait_for_loan(self, sequence: Sequence) -> None:
+    def wait_for_loan(self, sequence: EngineSequence) -> None:
         """Process that a sequence waits for a loan, perhaps its second one, and is not computed meanwhile."""
 
-    def grow_to(self, sequence: Sequence, num_blocks: int) -> None:
+    def grow_to(self, sequence: EngineSequence, num_blocks: int) -> None:
         """Allocate blocks from the sequence's reservation until it has `num_blocks`."""
 
-    def bind(self, sequence: Sequence, keys: Seq[BlockKey], fingerprints: Seq[bytes]) -> None:
+    def bind(self, sequence: EngineSequence, keys: Sequence[BlockKey], fingerprints: Sequence[bytes]) -> None:
         """Add the sequence's next blocks, which arrived from elsewhere and were verified."""
 
-    def quarantine_unbound(self, sequence: Sequence, indices: Seq[int], replace: bool) -> bool:
+    def quarantine_unbound(self, sequence: EngineSequence, indices: Sequence[int], replace: bool) -> bool:
         """Quarantine the sequence's blocks at chain `indices`; with `replace`, give it others in their place.
 
         Returns False when there are no others: the chain has holes then, and the sequence can only be finished.
         """
 
-    def prompt_names(self, sequence: Sequence) -> list[BlockKey]:
+    def prompt_names(self, sequence: EngineSequence) -> list[BlockKey]:
         """Return the names of the blocks with which a request could go on after the sequence's prompt."""
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: EngineSequence) -> None:
         """Release all blocks of the sequence; those that a step is writing into, when it ends."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from engine.block_keys import BlockKey, block_keys
-from engine.core_types import Sequence as EngineSequence
+from engine.core_types import EngineSequence
 from engine.kv.cached_blocks import CachedBlocks
 from engine.kv.pool import KvPool
 

@@ -7,11 +7,10 @@ brought.
 """
 
 import math
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from engine.core_types import Sequence
+from engine.core_types import EngineSequence
 from engine.kv.kv_stats import LOCAL, REMOTE, STORE
 from engine.kv.kv_view import KvView
 from engine.lending.borrower import (
@@ -33,7 +32,7 @@ from engine.lending.borrower import (
     Started,
 )
 from engine.lending.fast_path import FastPath, Word
-from engine.lending.loan import BorrowRequest, Loan, Posted, Quarantined, ReadCompletion
+from engine.lending.loan import BorrowRequest, Posted, Quarantined, ReadCompletion, TakenLoan
 from engine.lending.reads.block_reads import LocalRank, Rank, RemoteRank
 from engine.lending.sources import LenderSource, LoanSource
 from engine.lending.store.loans import StoreLoans
@@ -66,7 +65,7 @@ class BorrowerManager:
         post: Callable[[Posted], None],
         own: LocalRank | None,
         fast_path: FastPath,
-        others: Seq[RemoteRank] = (),
+        others: Sequence[RemoteRank] = (),
         read_silence_s: float = math.inf,
         grid: RankGrid | None = None,
     ) -> None:
@@ -90,7 +89,7 @@ class BorrowerManager:
         self._looked_at = 0.0
         self.store = StoreLoans(kv_cache, own, others, post, self._open, self._handle, self._hedge_after_s)
         """Loans from the stores below the pool."""
-        self._loans: dict[str, Loan] = {}
+        self._loans: dict[str, TakenLoan] = {}
         self._blocks_per_read = max(1, BLOCK_READ_BYTES // self._cached.layout.block_bytes)
 
     @property
@@ -140,7 +139,7 @@ class BorrowerManager:
                     lender.fast_path.append(word)
                     self._announce(loan, lender, word)
 
-    def _was_announced(self, loan: Loan, lender: LenderSource, message: Word) -> bool:
+    def _was_announced(self, loan: TakenLoan, lender: LenderSource, message: Word) -> bool:
         """Check a lease message against its fast-path announcement; a difference ends the loan."""
         if not lender.fast_path:
             return False
@@ -148,25 +147,25 @@ class BorrowerManager:
             self._handle(loan, Failed("protocol error: the lender announced another message"))
         return True
 
-    def _start(self, loan: Loan, lender: LenderSource, message: LoanStarted) -> None:
+    def _start(self, loan: TakenLoan, lender: LenderSource, message: LoanStarted) -> None:
         times = loan.wanted.account.times
         times["loan_started"] = loan.heard_at = self._cached.clock()
         times["lender_queued_s"] = message.queued_ms / 1e3
         lender.cached_end = lender.fetched_end = message.cached_end_block
-        course, end = loan.wanted.course, message.end_block
-        if course.first <= end < course.end:
-            course = loan.wanted.course = self._kv_cache.cut(loan.wanted.sequence, course, end)
-            end = len(course.names)
-        elif end == course.end:
-            end = len(course.names)
+        block_range, end = loan.wanted.block_range, message.end_block
+        if block_range.first <= end < block_range.end:
+            block_range = loan.wanted.block_range = self._kv_cache.cut(loan.wanted.sequence, block_range, end)
+            end = len(block_range.names)
+        elif end == block_range.end:
+            end = len(block_range.names)
         try:
             lender.connect(message.endpoint)
         except TransferError as error:
             self._handle(loan, Failed(str(error)))
             return
-        self._handle(loan, Started(end))  # an end outside the course ends the loan
+        self._handle(loan, Started(end))  # an end outside the range ends the loan
 
-    def _announce(self, loan: Loan, lender: LenderSource, message: LoanBlocks) -> None:
+    def _announce(self, loan: TakenLoan, lender: LenderSource, message: LoanBlocks) -> None:
         times = loan.wanted.account.times
         times["last_blocks_ready"] = loan.heard_at = self._cached.clock()
         times.setdefault("first_blocks_ready", loan.heard_at)
@@ -195,14 +194,14 @@ class BorrowerManager:
         elif not sequence.hedged and not loan.wanted.owner.loan_hedged(sequence):
             self._handle(loan, Failed("its blocks are computed here"))
 
-    def claim(self, sequence: Sequence, num_tokens: int) -> None:
+    def claim(self, sequence: EngineSequence, num_tokens: int) -> None:
         """Take the blocks of the sequence's first `num_tokens` from its hedged loan: a step computes them."""
         loan = self._loans[sequence.request_id]
         end = self._cached.layout.blocks_for(num_tokens)
         loan.wanted.account.hedged_blocks += max(0, min(end, loan.machine.end) - loan.machine.claimed_end)
         self._handle(loan, Claimed(end))
 
-    def computed(self, sequence: Sequence) -> None:
+    def computed(self, sequence: EngineSequence) -> None:
         """Bind blocks of the sequence's hedged loan that follow those it has computed by now."""
         self._handle(self._loans[sequence.request_id], ComputedHere(len(sequence.keys)))
 
@@ -259,7 +258,7 @@ class BorrowerManager:
         """Borrow from the lender, if there is one and blocks are missing."""
         sequence = wanted.sequence
         first = len(sequence.keys)
-        if wanted.lender_computes is None or first >= len(wanted.course.names):
+        if wanted.lender_computes is None or first >= len(wanted.block_range.names):
             return False
         lender = LenderSource(
             sequence.request_id,
@@ -268,19 +267,21 @@ class BorrowerManager:
             self._cached.layout.block_bytes,
             self._emit,
         )
-        self._open(wanted, lender, first, len(wanted.course.names), may_be_part=not wanted.lender_computes)
-        self._cached.counts.looked(REMOTE, len(wanted.course.names) - first, 0)
+        self._open(wanted, lender, first, len(wanted.block_range.names), may_be_part=not wanted.lender_computes)
+        self._cached.counts.looked(REMOTE, len(wanted.block_range.names) - first, 0)
         wanted.account.times["loan_opened"] = self._cached.clock()
-        lender.open(wanted.course.first, wanted.course.end, self._fast_path.expect(sequence.request_id))
+        lender.open(wanted.block_range.first, wanted.block_range.end, self._fast_path.expect(sequence.request_id))
         return True
 
-    def _open(self, wanted: BorrowRequest, source: LoanSource, first: int, end: int, may_be_part: bool = False) -> Loan:
+    def _open(
+        self, wanted: BorrowRequest, source: LoanSource, first: int, end: int, may_be_part: bool = False
+    ) -> TakenLoan:
         self._kv_cache.wait_for_loan(wanted.sequence)
         machine = Borrower(first, end, self._blocks_per_read, may_be_part, self._grid)
-        loan = self._loans[wanted.sequence.request_id] = Loan(wanted, machine, source)
+        loan = self._loans[wanted.sequence.request_id] = TakenLoan(wanted, machine, source)
         return loan
 
-    def _of_lender(self, loan_id: str) -> tuple[Loan, LenderSource] | None:
+    def _of_lender(self, loan_id: str) -> tuple[TakenLoan, LenderSource] | None:
         """Return the present loan that a lender's message is about, or None."""
         loan = self._loans.get(loan_id)
         if loan is None or not isinstance(loan.source, LenderSource):
@@ -289,7 +290,7 @@ class BorrowerManager:
 
     # ------------------------------------------------------------------ what a machine says
 
-    def _handle(self, loan: Loan, event: Event) -> None:
+    def _handle(self, loan: TakenLoan, event: Event) -> None:
         sequence, lost_blocks = loan.wanted.sequence, False
         for action in loan.machine.handle(event):
             match action:
@@ -298,7 +299,7 @@ class BorrowerManager:
                 case Read(first, block_ids):
                     self._read(loan, first, block_ids)
                 case Bind(first, end, fingerprints):
-                    self._kv_cache.bind(sequence, loan.wanted.course.names[first:end], fingerprints)
+                    self._kv_cache.bind(sequence, loan.wanted.block_range.names[first:end], fingerprints)
                     self._count(loan, first, end)
                     loan.wanted.owner.loan_bound(sequence, first)
                 case Release(first, count):
@@ -311,7 +312,7 @@ class BorrowerManager:
             hold = loan.machine.hold_at if not loan.machine.done else None
             sequence.held_at = None if hold is None else hold * self._cached.layout.block_tokens
 
-    def _read(self, loan: Loan, first: int, block_ids: tuple[int, ...]) -> None:
+    def _read(self, loan: TakenLoan, first: int, block_ids: tuple[int, ...]) -> None:
         blocks = loan.wanted.sequence.blocks[first : first + len(block_ids)]
         if isinstance(loan.source, LenderSource):
             self._cached.counts.reads_begin(len(self._ranks), self._cached.clock())
@@ -320,7 +321,7 @@ class BorrowerManager:
         )
 
     def _quiet(
-        self, loan: Loan, first: int, rank: int, fingerprints: tuple[bytes, ...] | None, peer_gone: bool
+        self, loan: TakenLoan, first: int, rank: int, fingerprints: tuple[bytes, ...] | None, peer_gone: bool
     ) -> None:
         """Post the completion of a block read.
 
@@ -328,7 +329,7 @@ class BorrowerManager:
         """
         self._post(ReadCompletion(loan, first, rank, fingerprints, peer_gone))
 
-    def _abandon(self, loan: Loan, needed: bool) -> bool:
+    def _abandon(self, loan: TakenLoan, needed: bool) -> bool:
         """Withdraw reads.
 
         Returns False when the sequence lost blocks to posted reads and gets no others for them.
@@ -347,7 +348,7 @@ class BorrowerManager:
         loan.block_reads.clear()
         return not lost or self._kv_cache.quarantine_unbound(sequence, lost, replace=needed)
 
-    def _close(self, loan: Loan, mismatched: int, failure: str, lost_blocks: bool, cancelled: bool) -> None:
+    def _close(self, loan: TakenLoan, mismatched: int, failure: str, lost_blocks: bool, cancelled: bool) -> None:
         wanted, account = loan.wanted, loan.wanted.account
         del self._loans[wanted.sequence.request_id]
         account.mismatched_blocks += mismatched
@@ -366,7 +367,7 @@ class BorrowerManager:
         if not cancelled and (lost_blocks or not self._ask_next(loan)):
             wanted.owner.loan_over(wanted.sequence, lost_blocks)
 
-    def _ask_next(self, loan: Loan) -> bool:
+    def _ask_next(self, loan: TakenLoan) -> bool:
         """Ask the source after a loan's own, if there is one; return whether one was asked."""
         is_local = isinstance(loan.source, StoreSource) and loan.source.is_local
         return is_local and self._take_from_others(loan.wanted)
@@ -374,7 +375,7 @@ class BorrowerManager:
     def _take_from_others(self, wanted: BorrowRequest) -> bool:
         return self.store.take_shared(wanted) or self._borrow(wanted)
 
-    def _name_failure(self, loan: Loan, mismatched: int, failure: str) -> None:
+    def _name_failure(self, loan: TakenLoan, mismatched: int, failure: str) -> None:
         """Name a loan's failure in the account, and tell its source of a block that arrived wrong."""
         account = loan.wanted.account
         match loan.source:
@@ -388,9 +389,9 @@ class BorrowerManager:
                 if mismatched:
                     loan.source.spoiled(loan.next_name)
 
-    def _count(self, loan: Loan, first: int, end: int) -> None:
-        account, course = loan.wanted.account, loan.wanted.course
-        count = course.num_chain_blocks(first, end)
+    def _count(self, loan: TakenLoan, first: int, end: int) -> None:
+        account, block_range = loan.wanted.account, loan.wanted.block_range
+        count = block_range.num_chain_blocks(first, end)
         if isinstance(loan.source, StoreSource):
             if loan.source.is_local:
                 account.restored_blocks += count
@@ -401,8 +402,8 @@ class BorrowerManager:
         assert isinstance(loan.source, LenderSource)
         cached_end = min(end, max(first, loan.source.cached_end))
         fetched_end = min(end, max(cached_end, loan.source.fetched_end))
-        cached = course.num_chain_blocks(first, cached_end)
-        fetched = course.num_chain_blocks(cached_end, fetched_end)
+        cached = block_range.num_chain_blocks(first, cached_end)
+        fetched = block_range.num_chain_blocks(cached_end, fetched_end)
         account.moved_blocks += count
         account.moved_bytes += (end - first) * self._cached.layout.block_bytes
         self._cached.counts.found(REMOTE, count)

@@ -6,8 +6,7 @@ quarantined meanwhile, like every block that a read may still write.
 """
 
 import functools
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.kv.pool import KvPool
@@ -41,7 +40,7 @@ class Connections:
         pool: KvPool,
         emit: Callable[[FromEngine], None],
         post: Callable[[Posted], None],
-        ranks: Seq[Rank],
+        ranks: Sequence[Rank],
     ) -> None:
         """Create it; `ranks` are those of this engine."""
         self._pool = pool

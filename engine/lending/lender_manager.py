@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from engine.block_keys import BlockKey, block_keys, root_key
-from engine.core_types import Sequence
-from engine.kv.course import Course
+from engine.core_types import EngineSequence
+from engine.kv.block_range import BlockRange
 from engine.kv.kv_stats import POOL
 from engine.kv.kv_view import KvView
 from engine.lending.borrower_manager import BorrowerManager
@@ -33,18 +33,18 @@ from engine.model_runner import ModelInfo
 
 
 @dataclass(slots=True)
-class _Loan:
+class _GivenLoan:
     request: Lend
     machine: LenderLoan
     arrival: int
     asked_at: float
     keys: list[BlockKey]
     """Keys of all full blocks of the request's tokens; kept, since a queued loan is tried at every step."""
-    course: Course
+    block_range: BlockRange
     """Blocks for the borrower, by position."""
     num_announced: int = 0
     """Position before which blocks were announced."""
-    job: Sequence | None = None
+    job: EngineSequence | None = None
     fetching: bool = False
     """Whether the job is borrowing or restoring blocks, and is not computed meanwhile."""
 
@@ -81,7 +81,7 @@ class LenderManager:
         self._emit = emit
         self._fast_path = fast_path
         self._max_queued = max_queued
-        self._loans: dict[str, _Loan] = {}
+        self._loans: dict[str, _GivenLoan] = {}
         self._waiting: list[str] = []
         self._next_arrival = next_arrival
         self._adapters = info.adapter_fingerprints if info is not None else frozenset[bytes]()
@@ -95,7 +95,7 @@ class LenderManager:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def jobs(self) -> list[Sequence]:
+    def jobs(self) -> list[EngineSequence]:
         """Sequences to compute now for loans."""
         return [loan.job for loan in self._loans.values() if loan.job is not None and not loan.fetching]
 
@@ -104,7 +104,7 @@ class LenderManager:
         """Whether there are `jobs`."""
         return any(loan.job is not None and not loan.fetching for loan in self._loans.values())
 
-    def started_jobs(self) -> list[Sequence]:
+    def started_jobs(self) -> list[EngineSequence]:
         """Sequences of started jobs, including those that are still borrowing."""
         return [loan.job for loan in self._loans.values() if loan.job is not None]
 
@@ -139,9 +139,11 @@ class LenderManager:
             self._refuse(request.loan_id, f"{len(self._waiting)} loans wait already", bad=False)
         else:
             keys = self._keys(request)
-            course = self._kv_cache.course_between(keys, request.first_block, len(keys))
-            machine = LenderLoan(course.start)
-            loan = _Loan(request, machine, self._next_arrival(), self._cached.clock(), keys, course, course.start)
+            block_range = self._kv_cache.range_between(keys, request.first_block, len(keys))
+            machine = LenderLoan(block_range.start)
+            loan = _GivenLoan(
+                request, machine, self._next_arrival(), self._cached.clock(), keys, block_range, block_range.start
+            )
             self._loans[request.loan_id] = loan
             if not request.may_compute:
                 if not self._try_start(loan):
@@ -158,22 +160,22 @@ class LenderManager:
     def close(self, loan_id: str) -> None:
         self._perform(loan_id, lambda machine: machine.handle(Closed()))
 
-    def computed(self, job: Sequence, names: Iterable[BlockKey], blocks: Iterable[int]) -> None:
+    def computed(self, job: EngineSequence, names: Iterable[BlockKey], blocks: Iterable[int]) -> None:
         """Lend the blocks of a job that were computed next."""
         self._announce(job, dict(zip(names, blocks, strict=True)), fetched=False)
         loan = self._loans.get(job.request_id)
         if loan is not None and loan.job is not None and loan.job.num_remaining == 0:
             self._end_job(loan)
 
-    def loan_bound(self, sequence: Sequence, first: int) -> None:
+    def loan_bound(self, sequence: EngineSequence, first: int) -> None:
         """Lend on the blocks of a job that came from elsewhere."""
         self._announce(sequence, dict(zip(sequence.keys[first:], sequence.blocks[first:], strict=False)), fetched=True)
 
-    def loan_hedged(self, sequence: Sequence) -> bool:
+    def loan_hedged(self, sequence: EngineSequence) -> bool:
         """Return False: a borrower waits for this job, so it goes on without its silent source."""
         return False
 
-    def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
+    def loan_over(self, sequence: EngineSequence, lost_blocks: bool) -> None:
         """Compute the blocks that the job's own loan did not bring."""
         loan = self._loans[sequence.request_id]
         loan.fetching = False
@@ -184,31 +186,31 @@ class LenderManager:
         elif not loan.request.may_compute:
             self._lose(loan, "blocks of the local store could not be restored")
 
-    def _end_job(self, loan: _Loan) -> None:
+    def _end_job(self, loan: _GivenLoan) -> None:
         """End a job that is computed, and the loan with it where a block was not kept that its end needs."""
-        if loan.num_announced < len(loan.course.names):
+        if loan.num_announced < len(loan.block_range.names):
             self._lose(loan, "a block of a window or a state was not kept")
         else:
             self._stop_job(loan)
 
-    def lose(self, job: Sequence, reason: str) -> None:
+    def lose(self, job: EngineSequence, reason: str) -> None:
         """End the loan of a job that cannot be computed."""
         if (loan := self._loans.get(job.request_id)) is not None and loan.job is job:
             self._lose(loan, reason)
 
-    def _lose(self, loan: _Loan, reason: str) -> None:
+    def _lose(self, loan: _GivenLoan, reason: str) -> None:
         self._perform(loan.request.loan_id, lambda machine: machine.handle(Lost(reason)))
 
-    def _announce(self, job: Sequence, blocks: Mapping[BlockKey, int], fetched: bool) -> None:
-        """Announce the blocks that come next in the borrower's course; it needs no others."""
+    def _announce(self, job: EngineSequence, blocks: Mapping[BlockKey, int], fetched: bool) -> None:
+        """Announce the blocks that come next in the borrower's range; it needs no others."""
         loan = self._loans[job.request_id]
         if announced := self._next_of(loan, blocks):
             loan.num_announced += len(announced)
             self._perform(job.request_id, lambda machine: machine.handle(Computed(announced, fetched)))
 
-    def _next_of(self, loan: _Loan, blocks: Mapping[BlockKey, int]) -> tuple[int, ...]:
-        """Return the blocks among these that come next in the borrower's course."""
-        names = islice(loan.course.names, loan.num_announced, None)
+    def _next_of(self, loan: _GivenLoan, blocks: Mapping[BlockKey, int]) -> tuple[int, ...]:
+        """Return the blocks among these that come next in the borrower's range."""
+        names = islice(loan.block_range.names, loan.num_announced, None)
         return tuple(takewhile(lambda block: block is not None, map(blocks.get, names)))  # type: ignore[arg-type]
 
     def start_queued(self) -> None:
@@ -224,7 +226,7 @@ class LenderManager:
                 return
             self._waiting.remove(loan.request.loan_id)
 
-    def _waits_for_sibling(self, loan: _Loan) -> bool:
+    def _waits_for_sibling(self, loan: _GivenLoan) -> bool:
         computing = [(other.job, other.keys) for other in self._loans.values() if other.job is not None]
         if not computing:
             return False
@@ -242,7 +244,7 @@ class LenderManager:
             self._refuse(loan_id, reason, bad=False)
         self._waiting.clear()
 
-    def _try_start(self, loan: _Loan) -> bool:
+    def _try_start(self, loan: _GivenLoan) -> bool:
         request, width, keys = loan.request, self._cached.layout.block_tokens, loan.keys
         if not request.may_compute:
             end = self._kv_cache.num_cached(keys)
@@ -251,10 +253,10 @@ class LenderManager:
             keys = keys[:end]
         end = max(len(keys), request.first_block)
         if end < len(loan.keys):
-            loan.course = self._kv_cache.course_between(loan.keys, request.first_block, end)
+            loan.block_range = self._kv_cache.range_between(loan.keys, request.first_block, end)
         num_tokens = len(keys) * width
         items = begun_items(request.items, num_tokens)
-        job = Sequence(
+        job = EngineSequence(
             request_id=request.loan_id,
             token_ids=list(request.token_ids[:num_tokens]),
             num_prompt=num_tokens,
@@ -273,9 +275,9 @@ class LenderManager:
         loan.job, loan.fetching = job, True
         cached = self._next_of(loan, dict(zip(job.keys, job.blocks, strict=True)))
         loan.num_announced += len(cached)
-        self._perform(request.loan_id, lambda machine: machine.handle(Start(cached, len(loan.course.names))))
-        course, borrows = self._kv_cache.course(job, keys), False if request.borrow else None
-        wanted = BorrowRequest(job, course, borrows, KvAccount(), self, request.reads_store)
+        self._perform(request.loan_id, lambda machine: machine.handle(Start(cached, len(loan.block_range.names))))
+        block_range, borrows = self._kv_cache.range_of(job, keys), False if request.borrow else None
+        wanted = BorrowRequest(job, block_range, borrows, KvAccount(), self, request.reads_store)
         if loan.job is not None and not self._borrower_manager.take(wanted):
             self.loan_over(job, lost_blocks=False)
         return True
@@ -288,7 +290,7 @@ class LenderManager:
             match action:
                 case SendStarting(_, cached_end):
                     queued_ms = (self._cached.clock() - loan.asked_at) * 1e3
-                    self._say(loan, LendStarting(loan_id, loan.course.end, cached_end, queued_ms))
+                    self._say(loan, LendStarting(loan_id, loan.block_range.end, cached_end, queued_ms))
                 case Announce(first, block_ids, fetched):
                     self._cached.pool.acquire(block_ids)
                     fingerprints = self._cached.fingerprints_of(block_ids)
@@ -306,7 +308,7 @@ class LenderManager:
             else:
                 self._cached.pool.touch(loan.keys)
 
-    def _say(self, loan: _Loan, message: LendStarting | LendReady) -> None:
+    def _say(self, loan: _GivenLoan, message: LendStarting | LendReady) -> None:
         self._fast_path.announce(loan.request.fast_path, message)
         self._emit(message)
 
@@ -318,7 +320,7 @@ class LenderManager:
         token_ids = request.token_ids[: request.num_blocks(width) * width]
         return block_keys(self._root(request), token_ids, width, request.items)
 
-    def _stop_job(self, loan: _Loan) -> None:
+    def _stop_job(self, loan: _GivenLoan) -> None:
         if loan.job is not None:
             self._borrower_manager.cancel(loan.job.request_id)
             self._kv_cache.finish(loan.job)

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.block_keys import BlockKey
-from engine.core_types import Sequence
-from engine.kv.course import Course
+from engine.core_types import EngineSequence
+from engine.kv.block_range import BlockRange
 from engine.kv.store.kv_store import Fetched
 from engine.lending.borrower import Borrower
 from engine.lending.reads.block_reads import RankRead
@@ -16,13 +16,13 @@ from engine.messages.from_engine import CacheInspected, KvAccount
 class LoanOwner(Protocol):
     """Owner of the sequence for which a loan is taken."""
 
-    def loan_bound(self, sequence: Sequence, first: int) -> None:
+    def loan_bound(self, sequence: EngineSequence, first: int) -> None:
         """Process blocks from `first` to the last named one, which arrived and were verified."""
 
-    def loan_hedged(self, sequence: Sequence) -> bool:
+    def loan_hedged(self, sequence: EngineSequence) -> bool:
         """Start to compute the sequence while its loan stays open, or return False: the loan ends instead."""
 
-    def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
+    def loan_over(self, sequence: EngineSequence, lost_blocks: bool) -> None:
         """Process the end of the loan; the sequence may be computed.
 
         With `lost_blocks` it may not: its chain has holes, and it can only be finished.
@@ -33,8 +33,8 @@ class LoanOwner(Protocol):
 class BorrowRequest:
     """Request of a sequence for missing blocks."""
 
-    sequence: Sequence
-    course: Course
+    sequence: EngineSequence
+    block_range: BlockRange
     """Blocks up to the last one that may come from elsewhere, by position; the sequence holds its first ones."""
     lender_computes: bool | None
     """Whether the lender may compute blocks it lacks; None without a lender."""
@@ -46,11 +46,11 @@ class BorrowRequest:
     @property
     def missing(self) -> list[BlockKey]:
         """Names of the blocks that the sequence does not have yet."""
-        return self.course.names[len(self.sequence.keys) :]
+        return self.block_range.names[len(self.sequence.keys) :]
 
 
 @dataclass(slots=True, eq=False)
-class Loan:
+class TakenLoan:
     """One loan: its state machine and its reads."""
 
     wanted: BorrowRequest
@@ -68,7 +68,7 @@ class Loan:
     @property
     def next_name(self) -> BlockKey:
         """Name of the first block that is not bound."""
-        return self.wanted.course.names[self.machine.bound_end]
+        return self.wanted.block_range.names[self.machine.bound_end]
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Quarantined:
 class ReadCompletion:
     """Message from another thread: all reads of a block read are quiet on one rank."""
 
-    loan: Loan
+    loan: TakenLoan
     first: int
     rank: int
     fingerprints: tuple[bytes, ...] | None
@@ -93,7 +93,7 @@ class ReadCompletion:
 class StoreFound:
     """Message from another thread: a store seems to hold the next `num_blocks` blocks."""
 
-    loan: Loan
+    loan: TakenLoan
     num_blocks: int
 
 
@@ -101,7 +101,7 @@ class StoreFound:
 class StoreFetched:
     """Message from another thread: a store's answer to the fetch of the blocks from `first` on."""
 
-    loan: Loan
+    loan: TakenLoan
     first: int
     fetched: Fetched
 

@@ -246,7 +246,7 @@ class KvUse(NamedTuple):
     """Blocks of the shared store, by what became of them: see `StoreCounts` of `engine/kv/store/block_store.py`."""
 
 
-class Load(NamedTuple):
+class LoadReport(NamedTuple):
     """Load report, sent by the step loop several times a second; its absence means a hung engine."""
 
     step: int
@@ -347,7 +347,7 @@ FromEngine = (
     | LendReady
     | LendRefused
     | CacheChanged
-    | Load
+    | LoadReport
     | Audited
     | CacheInspected
     | Connected

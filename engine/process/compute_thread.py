@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 STOP_S = 5.0
 """Seconds for the running call to end when the thread is stopped: an interpreter that exits under it would crash."""
 
@@ -19,7 +19,7 @@ class _Call:
     compute: Callable[[], Any]
 
 
-class ComputeThread(Generic[Made]):
+class ComputeThread(Generic[Result]):
     """Thread that makes something and then performs calls, in the order in which they are given.
 
     One thread does all of it, because OpenMP keeps a team of threads for each thread that ever computed. With more of
@@ -28,7 +28,7 @@ class ComputeThread(Generic[Made]):
 
     def __init__(
         self,
-        make: Callable[[], Made],
+        make: Callable[[], Result],
         wake: Callable[[], None],
         idle: Callable[[], None] | None = None,
         look_every_s: float = 1.0,
@@ -39,7 +39,7 @@ class ComputeThread(Generic[Made]):
         seconds while it waits for one.
         """
         self._make, self._wake, self._idle, self._look_every_s = make, wake, idle, look_every_s
-        self._made: Future[Made] = Future()
+        self._made: Future[Result] = Future()
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._results: SimpleQueue[tuple[Any, Any]] = SimpleQueue()
         self.num_pending = 0
@@ -47,7 +47,7 @@ class ComputeThread(Generic[Made]):
         self._thread = threading.Thread(target=self._run, name="engine-compute", daemon=True)
         self._thread.start()
 
-    def made(self) -> Made:
+    def made(self) -> Result:
         """Wait until it is made, and return it.
 
         Raises what `make` raised.

@@ -7,8 +7,7 @@ store, so no block leaves the pool.
 
 import logging
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 
 from engine.core.loan_host import LoanHost
 from engine.core_types import SamplingParams, StructuredOutput
@@ -102,7 +101,7 @@ class WarmUp:
     def _request(self, name: str, number: int, sampling: SamplingParams) -> Generate:
         return Generate(name, self._prompt(number), (), sampling, SALT, 0, borrow=False)
 
-    def _compute(self, core: LoanHost, steps: Steps, turn: Callable[[], None], messages: Seq[ToEngine]) -> None:
+    def _compute(self, core: LoanHost, steps: Steps, turn: Callable[[], None], messages: Sequence[ToEngine]) -> None:
         for message in messages:
             core.handle(message)
         while not core.idle:

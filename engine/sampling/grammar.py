@@ -11,8 +11,7 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -24,7 +23,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from cluster.errors import InvalidRequest
-from engine.core_types import RequestFailure, Sequence, StructuredOutput
+from engine.core_types import EngineSequence, RequestFailure, StructuredOutput
 from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
 from engine.sampling.json_schemas import ANY_OBJECT, SchemaFault, prepared_grammar, prepared_schema, with_one_space
@@ -100,7 +99,7 @@ class GrammarCompiler:
         except (ValueError, RecursionError):
             return structured  # compiling reports the error
 
-    def _covers(self, names: Seq[str], pattern: str) -> bool:
+    def _covers(self, names: Sequence[str], pattern: str) -> bool:
         """Return whether a pattern of keys matches these keys only: whether no other key can come after one of them."""
         schema = {
             "x-guidance": {"whitespace_flexible": False},
@@ -130,7 +129,7 @@ class GrammarCompiler:
                 self._compiled.popitem(last=False)
         return result
 
-    def masks(self, matchers: Seq[LLMatcher]) -> NDArray[np.int32]:
+    def masks(self, matchers: Sequence[LLMatcher]) -> NDArray[np.int32]:
         """Return bit masks [matchers, words]: bit t % 32 of word t // 32 is set where token t may come next.
 
         A matcher that fails reports it (`is_error`), and its row is meaningless.
@@ -252,7 +251,7 @@ class _State:
     num_seen: int = 0
 
 
-def _rebuilt(compiler: GrammarCompiler, sequence: Sequence, structured: StructuredOutput) -> _State:
+def _rebuilt(compiler: GrammarCompiler, sequence: EngineSequence, structured: StructuredOutput) -> _State:
     """Return a state under the first form to which a sequence's output keeps; it has seen all of it or nothing."""
     *preferred, last = forms_of(structured)
     sampled = sequence.output_token_ids
@@ -287,7 +286,7 @@ class Grammars:
     def __init__(self, model_dir: ModelDir) -> None:
         self._compiler: GrammarCompiler | None = None
         self._refusal: InvalidRequest | None = None
-        self._states: WeakKeyDictionary[Sequence, _State] = WeakKeyDictionary()
+        self._states: WeakKeyDictionary[EngineSequence, _State] = WeakKeyDictionary()
         try:  # at start, since a large vocabulary takes seconds, for which every stream would wait at the first request
             self._compiler = GrammarCompiler(model_dir)
         except InvalidRequest as error:
@@ -305,7 +304,7 @@ class Grammars:
         """Return whether sampling needs no compilation for this grammar."""
         return self._compiler is None or self._compiler.knows(forms_of(structured)[0])
 
-    def masks(self, sequences: Seq[Sequence]) -> TokenMasks | None:
+    def masks(self, sequences: Sequence[EngineSequence]) -> TokenMasks | None:
         """Return the masks of a batch, or None when no sequence has a grammar."""
         matchers: dict[int, LLMatcher] = {}
         failures: dict[int, RequestFailure] = {}
@@ -323,7 +322,7 @@ class Grammars:
         kept = [at for at, row in enumerate(matchers) if row not in ended]
         return TokenMasks([row for row in matchers if row not in ended], bits[kept], failures | ended)
 
-    def _advanced(self, sequence: Sequence, structured: StructuredOutput) -> LLMatcher:
+    def _advanced(self, sequence: EngineSequence, structured: StructuredOutput) -> LLMatcher:
         """Return the sequence's matcher.
 
         Raises InvalidRequest when the grammar does not compile or the tokens violate it.
@@ -340,13 +339,13 @@ class Grammars:
         state.num_seen += unseen
         return state.matcher
 
-    def _bits(self, matchers: Seq[LLMatcher]) -> NDArray[np.int32]:
+    def _bits(self, matchers: Sequence[LLMatcher]) -> NDArray[np.int32]:
         if self._compiler is None or not matchers:
             return np.zeros((0, 0), np.int32)
         return self._compiler.masks(matchers)
 
     def _ended(
-        self, sequences: Seq[Sequence], matchers: dict[int, LLMatcher], bits: NDArray[np.int32]
+        self, sequences: Sequence[EngineSequence], matchers: dict[int, LLMatcher], bits: NDArray[np.int32]
     ) -> dict[int, RequestFailure]:
         """Return rows whose grammar exceeded llguidance's limits, or that have no allowed token."""
         failures: dict[int, RequestFailure] = {}

@@ -16,22 +16,22 @@ for the scheduler, for preemption and for the KV cache manager.
 from collections.abc import Callable
 
 from engine.block_keys import BlockKey
-from engine.core_types import Sequence
+from engine.core_types import EngineSequence
 from engine.kv.layout import KvLayout
 from engine.media.items import begun_items
 from engine.messages.to_engine import Generate
 
 
-def chains_of(message: Generate, root: BlockKey, next_arrival: Callable[[], int]) -> list[Sequence]:
+def chains_of(message: Generate, root: BlockKey, next_arrival: Callable[[], int]) -> list[EngineSequence]:
     """Return the sequences to compute, the lead first; empty when an earlier attempt emitted everything."""
     sampling = message.sampling
-    chains: list[Sequence] = []
+    chains: list[EngineSequence] = []
     for choice in range(sampling.n):
         if choice in message.finished:
             continue
         emitted = message.emitted_of(choice)
         tokens = [*message.prompt, *emitted]
-        chain = Sequence(
+        chain = EngineSequence(
             request_id=message.request_id,
             token_ids=tokens,
             num_prompt=len(tokens),
@@ -63,12 +63,12 @@ def without_tail(message: Generate, layout: KvLayout) -> Generate:
     return message._replace(prompt=message.prompt[:end], items=begun_items(message.items, end))
 
 
-def is_complete(chain: Sequence) -> bool:
+def is_complete(chain: EngineSequence) -> bool:
     """Return whether an earlier attempt emitted all that may be sampled."""
     return not chain.only_fills and chain.num_tokens >= chain.max_num_tokens
 
 
-def num_blocks_at_most(chains: list[Sequence], layout: KvLayout) -> int:
+def num_blocks_at_most(chains: list[EngineSequence], layout: KvLayout) -> int:
     """Return the number of blocks that all sequences have at their ends, counting shared blocks once."""
     shared = chains[0].fork_at // layout.block_tokens
     return shared + sum(layout.blocks_for(chain.max_num_tokens) - shared for chain in chains)

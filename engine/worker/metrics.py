@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.kv.kv_stats import REMOTE
-from engine.messages.from_engine import KvUse, Load, Ready
+from engine.messages.from_engine import KvUse, LoadReport, Ready
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class EngineCollector(Collector):
     """Collector of the engine's last load report."""
 
-    def __init__(self, last_load: Callable[[], Load | None], last_kv: Callable[[], KvUse | None]) -> None:
+    def __init__(self, last_load: Callable[[], LoadReport | None], last_kv: Callable[[], KvUse | None]) -> None:
         self._last_load = last_load
         self._last_kv = last_kv
 
@@ -173,7 +173,7 @@ def register(
     role: str,
     model: str,
     ready: Ready,
-    last_load: Callable[[], Load | None],
+    last_load: Callable[[], LoadReport | None],
     last_kv: Callable[[], KvUse | None],
 ) -> Callable[[str], None]:
     """Register all metrics of a worker.

@@ -107,7 +107,7 @@ AddServices = Callable[[Server, WorkerContext], list[str]]
 """Function that adds a role's services to the server and returns their full names."""
 
 
-class Worker:
+class WorkerRuntime:
     """A started worker."""
 
     def __init__(
@@ -271,7 +271,7 @@ async def start_worker(
     role: Role,
     add_services: AddServices,
     host_engine: Callable[[EngineSpec], EngineHost] = ChildEngine,
-) -> Worker:
+) -> WorkerRuntime:
     """Fetch and load the model, serve and join.
 
     Raises StartError.
@@ -340,7 +340,7 @@ async def start_worker(
         await metrics.start(registry)
         undo.pop_all()
     address = f"{config.advertise_host or config.host}:{port}"
-    worker = Worker(context, server, frame_server, address, discovery, leaving, metrics, member)
+    worker = WorkerRuntime(context, server, frame_server, address, discovery, leaving, metrics, member)
     await server.mark_serving(worker.ready)
     return worker
 

@@ -14,7 +14,7 @@ from router.decode_client.decode_stream import DecodeStream, GrpcDecodeStream
 from router.decode_client.frame_decode_stream import CONNECT_S, FrameDecodeStream
 from router.decode_client.inbox import Inbox
 from router.placement.fleet.fleet import Fleet
-from router.placement.fleet.worker_records import Worker
+from router.placement.fleet.worker_records import WorkerRecord
 
 
 class DecodeStreams:
@@ -23,10 +23,10 @@ class DecodeStreams:
     def __init__(self, fleet: Fleet, trust: MemberIdentity | None = None) -> None:
         self._fleet = fleet
         self._trust = trust
-        self._links: dict[Worker, DecodeStream] = {}
+        self._links: dict[WorkerRecord, DecodeStream] = {}
         self._channels = Channels(trust)
 
-    def to(self, worker: Worker) -> DecodeStream:
+    def to(self, worker: WorkerRecord) -> DecodeStream:
         """Return an unbroken stream to `worker`.
 
         It breaks when the worker falls silent.
@@ -36,7 +36,7 @@ class DecodeStreams:
             link = self._opened(worker, None)
         return link
 
-    def open(self, worker: Worker, inbox: Inbox) -> None:
+    def open(self, worker: WorkerRecord, inbox: Inbox) -> None:
         """Open the stream of a worker that has just joined at its `stream_address`; its events go into `inbox`.
 
         Where the address cannot be reached, the worker sends them on its call, and requests go over gRPC.
@@ -44,7 +44,7 @@ class DecodeStreams:
         inbox.opens(CONNECT_S)
         self._opened(worker, inbox)
 
-    def _opened(self, worker: Worker, inbox: Inbox | None) -> DecodeStream:
+    def _opened(self, worker: WorkerRecord, inbox: Inbox | None) -> DecodeStream:
         self._let_go()
         held = ExitStack()
         link: DecodeStream
@@ -92,7 +92,7 @@ def _no_event(event: object) -> None:
     raise InvalidRequest("frame", "has an event, on a stream without the key of a membership")
 
 
-async def _connected(channel: grpc.aio.Channel, link: DecodeStream, worker: Worker) -> None:
+async def _connected(channel: grpc.aio.Channel, link: DecodeStream, worker: WorkerRecord) -> None:
     """Break a stream that takes too long to connect."""
     try:
         async with asyncio.timeout(CONNECT_S):

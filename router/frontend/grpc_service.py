@@ -178,7 +178,7 @@ class InferenceService:
             yield request, arrival
 
     @contextlib.asynccontextmanager
-    async def _answering(self, context: Any) -> AsyncIterator["_Answer"]:
+    async def _answering(self, context: Any) -> AsyncIterator["_GrpcReply"]:
         """Run a stream whose errors become statuses, and which a stopping router ends."""
         answer = self._new_answer()
         # In flight until its client was told how it ended: the server stops as soon as nothing is in flight.
@@ -197,11 +197,11 @@ class InferenceService:
                 cut = Unavailable(f"router {self._router_id} cut the stream off")
                 end_call(context, answer.stopped if self._drain.over else cut)
 
-    def _new_answer(self) -> "_Answer":
+    def _new_answer(self) -> "_GrpcReply":
         """Return the answer of the call that this task serves."""
         task = asyncio.current_task()
         assert task is not None
-        return _Answer(task, Draining(f"router {self._router_id} was told to stop"), self._drain.draining)
+        return _GrpcReply(task, Draining(f"router {self._router_id} was told to stop"), self._drain.draining)
 
     async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
         principal = self._principal(context)
@@ -230,7 +230,7 @@ class InferenceService:
                 return await self._warming.warm(request, context.time_remaining(), principal, arrival)
 
     @contextlib.asynccontextmanager
-    async def _answering_once(self) -> AsyncIterator["_Answer"]:
+    async def _answering_once(self) -> AsyncIterator["_GrpcReply"]:
         """Run a call with one answer, which a stopping router ends with Draining."""
         answer = self._new_answer()
         with self._drain.holding(answer.end):
@@ -284,7 +284,7 @@ class InferenceService:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _GrpcReply:
     """A stream of messages, and its end when the router is stopping."""
 
     task: "asyncio.Task[Any]"

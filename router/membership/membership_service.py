@@ -19,7 +19,7 @@ from router.models.config import AUTO
 from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
 from router.placement.fleet.introductions import peers_of
-from router.placement.fleet.worker_records import Worker
+from router.placement.fleet.worker_records import WorkerRecord
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +44,13 @@ class MembershipService(pb_grpc.MembershipServicer):
         self._router_id = router_id
         self._incarnation = incarnation
         self._silence_s = silence_s
-        self._last_report_at: dict[Worker, float] = {}
+        self._last_report_at: dict[WorkerRecord, float] = {}
         """Time of the last message in seconds of the monotonic clock, by joined worker."""
 
     async def Join(
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any
     ) -> AsyncIterator[pb.RouterMessage]:
-        member: tuple[ModelRuntime, Worker] | None = None
+        member: tuple[ModelRuntime, WorkerRecord] | None = None
         inbox: Inbox | None = None
         filling: asyncio.Future[None] | None = None
         try:
@@ -101,7 +101,7 @@ class MembershipService(pb_grpc.MembershipServicer):
         models = [load_status(model.name, model.fleet, model.dispatcher.admission) for model in self._models]
         return pb.LoadsReply(router_id=self._router_id, incarnation=self._incarnation, models=models)
 
-    def _left(self, model: ModelRuntime, worker: Worker) -> None:
+    def _left(self, model: ModelRuntime, worker: WorkerRecord) -> None:
         log.info("%s left", worker.worker_id)
         self._last_report_at.pop(worker, None)
         model.fleet.left(worker)
@@ -109,7 +109,7 @@ class MembershipService(pb_grpc.MembershipServicer):
             model.links.departed(worker.hello.address)
         model.dispatcher.kick()
 
-    def _admit(self, hello: pb.Hello) -> tuple[ModelRuntime, Worker]:
+    def _admit(self, hello: pb.Hello) -> tuple[ModelRuntime, WorkerRecord]:
         model = self._models.of_worker(hello)
         _check_adapters(hello, model, self._models)
         for other in self._models:  # an id means one worker, whatever it serves
@@ -128,7 +128,7 @@ class MembershipService(pb_grpc.MembershipServicer):
         self._last_report_at[worker] = time.monotonic()
         return model, worker
 
-    def _replace(self, old: Worker, hello: pb.Hello) -> None:
+    def _replace(self, old: WorkerRecord, hello: pb.Hello) -> None:
         """Replace a worker of the same id.
 
         Raises AlreadyExists when the old one is still sending.
@@ -147,7 +147,7 @@ class MembershipService(pb_grpc.MembershipServicer):
         log.warning("%s has been silent for %.1f s and is replaced by another process", old.worker_id, silent_s)
         _lose(old)
 
-    async def _absorb(self, model: ModelRuntime, worker: Worker, message: pb.WorkerMessage) -> bool:
+    async def _absorb(self, model: ModelRuntime, worker: WorkerRecord, message: pb.WorkerMessage) -> bool:
         if model.fleet.worker(worker.worker_id) is not worker:
             raise AlreadyExists(f"another stream of {worker.worker_id!r} has replaced this one", "worker_id")
         self._last_report_at[worker] = time.monotonic()
@@ -169,14 +169,14 @@ class MembershipService(pb_grpc.MembershipServicer):
         return in_step
 
 
-def _lose(worker: Worker) -> None:
+def _lose(worker: WorkerRecord) -> None:
     """Mark a worker as lost; its requests are placed again."""
     worker.lost = True
     for cancel in tuple(worker.on_lost):
         cancel()
 
 
-def _strangers(hello: pb.Hello, workers: Iterable[Worker]) -> str:
+def _strangers(hello: pb.Hello, workers: Iterable[WorkerRecord]) -> str:
     """Return a warning about a worker that can exchange blocks with none of the others of its revision.
 
     Empty if it can, or is the only one.

@@ -11,7 +11,7 @@ from router.admission.admission import Admission
 from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
 from router.placement.fleet.fleet import Fleet
-from router.placement.fleet.worker_records import Worker
+from router.placement.fleet.worker_records import WorkerRecord
 
 MAX_LINKS = 1024
 
@@ -52,7 +52,7 @@ def load_status(name: str, fleet: Fleet, admission: Admission) -> pb.ModelStatus
     )
 
 
-def _worker(fleet: Fleet, worker: Worker) -> pb.WorkerStatus:
+def _worker(fleet: Fleet, worker: WorkerRecord) -> pb.WorkerStatus:
     hello, load = worker.hello, worker.load
     status = pb.WorkerStatus(
         worker_id=hello.worker_id,

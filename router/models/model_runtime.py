@@ -29,7 +29,7 @@ from router.models.media import MediaClient, MediaSource, ReadyMedia, sources_of
 from router.models.model_files import ModelFiles
 from router.placement.demand import Demand, traffic_hash_of
 from router.placement.fleet.fleet import Fleet
-from router.placement.fleet.worker_records import Worker
+from router.placement.fleet.worker_records import WorkerRecord
 from router.placement.request_demand import demand_of
 
 MAX_VERSIONS = 4
@@ -179,7 +179,7 @@ class ModelRuntime:
         counts = Counter(self._variant(worker) for worker in self.decode_workers())
         return self.bound(*max(counts, key=lambda variant: (counts[variant], variant))) if counts else self
 
-    def _variant(self, worker: Worker) -> tuple[bytes, bytes]:
+    def _variant(self, worker: WorkerRecord) -> tuple[bytes, bytes]:
         """Return the fingerprints of a worker's files and of its adapter with this runtime's name."""
         hello = worker.hello
         own = (each.fingerprint for each in hello.adapters if each.name == self.name) if self.base_model else ()
@@ -243,7 +243,7 @@ class ModelRuntime:
         adapted._last_roster, adapted.unbound = None, adapted
         return adapted
 
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[WorkerRecord]:
         """Workers that serve it; with an adapter only those that have it."""
         return [worker for worker in self.fleet.workers if self._serves(worker.hello)]
 
@@ -258,11 +258,11 @@ class ModelRuntime:
             return any(each.fingerprint == self.adapter for each in hello.adapters)
         return any(each.name == self.name for each in hello.adapters)
 
-    def decode_workers(self) -> list[Worker]:
+    def decode_workers(self) -> list[WorkerRecord]:
         """Decode workers whose engine has reported; a hanging one may join again and again without a report."""
         return self._roster().decode
 
-    def starting_workers(self, embeds: bool) -> list[Worker]:
+    def starting_workers(self, embeds: bool) -> list[WorkerRecord]:
         """Return the workers on which requests start: decode workers, or for embeddings prefill workers, if any."""
         roster = self._roster()
         return roster.prefill if embeds and roster.prefill else roster.decode
@@ -394,8 +394,8 @@ class _Roster:
 
     number: int
     """Number of the fleet's changes when it was made."""
-    decode: list[Worker]
-    prefill: list[Worker]
+    decode: list[WorkerRecord]
+    prefill: list[WorkerRecord]
     several: bool
     """Whether they differ in their files, or in the adapter."""
     versions: dict[int, list[bytes]]
@@ -409,7 +409,7 @@ def _pooler_of(hello: membership_pb2.Hello) -> Pooler:
     return Pooler("last" if wire.of_last_token else "mean", wire.normalize, wire.dimensions, wire.classifies)
 
 
-def _hello_for(workers: Sequence[Worker], traffic_hash: float) -> membership_pb2.Hello:
+def _hello_for(workers: Sequence[WorkerRecord], traffic_hash: float) -> membership_pb2.Hello:
     """Return the Hello whose version names the blocks: a canary's for requests of canaries, else another worker's.
 
     Any worker's, where there is none of these.

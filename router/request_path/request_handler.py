@@ -14,7 +14,7 @@ from router.config import RouterConfig
 from router.decode_client.decode_stream import DecodeStream
 from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
-from router.placement.fleet.worker_records import ActivePlacement, Worker
+from router.placement.fleet.worker_records import ActivePlacement, WorkerRecord
 from router.placement.place import Decision
 from router.prepared_request import PreparedRequest, WarmTarget
 from router.request_path.decode_request import decode_request
@@ -207,7 +207,7 @@ def _learn(
     return finish
 
 
-async def _settle(model: ModelRuntime, worker: Worker) -> None:
+async def _settle(model: ModelRuntime, worker: WorkerRecord) -> None:
     """Wait after a failure: a dead worker's membership ends within moments, and it should not be chosen before."""
     for _ in range(10):
         if model.fleet.worker(worker.worker_id) is not worker:

@@ -7,7 +7,7 @@ from itertools import count, pairwise
 
 from cluster.roles import ON_WIRE, Role
 from engine.core_types import StepBudget
-from engine.messages.from_engine import CacheChanged, Load, Ready
+from engine.messages.from_engine import CacheChanged, LoadReport, Ready
 from engine.messages.to_engine import SetBudget, TakeSnapshot
 from engine.worker.front.worker_events import cache_events, load_report
 from protos import membership_pb2 as pb
@@ -237,9 +237,9 @@ class SimCluster:
         for before, after in pairwise(times):
             self.gaps.add((after + to_client_s) - (before + to_client_s), num_streams)
 
-    def _report(self, worker: SimWorker, message: CacheChanged | Load) -> None:
+    def _report(self, worker: SimWorker, message: CacheChanged | LoadReport) -> None:
         report: pb.LoadReport | pb.CacheEvents
-        report = self._loads.of(worker, message) if isinstance(message, Load) else cache_events(message)
+        report = self._loads.of(worker, message) if isinstance(message, LoadReport) else cache_events(message)
         for router in self.routers:
             self.clock.after(self.spec.event_lag_s, router.reported, worker, report)
 
@@ -263,9 +263,9 @@ class _Loads:
     """Load reports of workers, built once per distinct load."""
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[Load, bool, pb.LoadReport]] = {}
+        self._last: dict[str, tuple[LoadReport, bool, pb.LoadReport]] = {}
 
-    def of(self, worker: SimWorker, load: Load) -> pb.LoadReport:
+    def of(self, worker: SimWorker, load: LoadReport) -> pb.LoadReport:
         last = self._last.get(worker.worker_id)
         if last is not None and last[0] == load and last[1] == worker.draining:
             return last[2]

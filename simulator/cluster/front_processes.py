@@ -8,7 +8,7 @@ worker's death on both.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.core_types import Sequence as Chain
+from engine.core_types import EngineSequence as Chain
 from engine.messages.from_engine import (
     CacheChanged,
     CloseLoan,
@@ -17,7 +17,7 @@ from engine.messages.from_engine import (
     LendReady,
     LendRefused,
     LendStarting,
-    Load,
+    LoadReport,
     OpenLoan,
     Rejected,
     ReleaseLoan,
@@ -88,7 +88,7 @@ class FrontProcesses(Listener):
         self,
         clock: VirtualClock,
         message_s: float,
-        on_report: Callable[[SimWorker, CacheChanged | Load], object],
+        on_report: Callable[[SimWorker, CacheChanged | LoadReport], object],
         on_gaps: Callable[[Sequence[float], int], object] = lambda times, num_streams: None,
     ) -> None:
         """Create them.
@@ -156,7 +156,7 @@ class FrontProcesses(Listener):
         match message:
             case Token():
                 self._token(message)
-            case CacheChanged() | Load():
+            case CacheChanged() | LoadReport():
                 self._on_report(worker, message)
             case OpenLoan():
                 self._open(worker, message)

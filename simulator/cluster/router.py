@@ -22,7 +22,7 @@ from router.admission.request import QueuedRequest, RequestInfo
 from router.placement.affinity import session_of
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
-from router.placement.fleet.worker_records import ActivePlacement, Worker
+from router.placement.fleet.worker_records import ActivePlacement, WorkerRecord
 from router.placement.place import Decision
 from router.placement.request_demand import demand_of
 from simulator.cluster.clock import ScheduledEvent, VirtualClock
@@ -85,7 +85,7 @@ class SimRouter:
         self._clock = clock
         self._fronts = fronts
         self._message_s = message_s
-        self._members: dict[SimWorker, Worker] = {}
+        self._members: dict[SimWorker, WorkerRecord] = {}
         self._workers: dict[str, SimWorker] = {}
         self._decoders: dict[SimWorker, pb.Hello] = {}
         self._waiting: dict[QueuedRequest, SimRequest] = {}

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core_types import Chunk, SampleResult
-from engine.core_types import Sequence as Chain
+from engine.core_types import EngineSequence as Chain
 from engine.kv.layout import KvLayout
 from engine.model_runner import ModelInfo, ModelRunner
 from kvtransfer.transport import DevicePool

@@ -18,7 +18,7 @@ from engine.backends.sim.timing import StepWork, Timing
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits, Input
 from engine.core_types import Chunk
-from engine.core_types import Sequence as Chain
+from engine.core_types import EngineSequence as Chain
 from engine.kv.layout import KvLayout
 from engine.kv.store.kv_store import KvStore
 from engine.messages.from_engine import FromEngine, Ready

@@ -70,7 +70,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class PlannedWorker:
     """A worker to check."""
 
     role: Role
@@ -106,14 +106,14 @@ class Worker:
         stand_in = 1 if self.kv_auto else UNMEASURED_KV_BYTES // MIB
         return WorkerConfig.parse({**self.settings, **({"kv_memory_mib": stand_in} if self._is_auto else {})})
 
-    def without_flags(self) -> "Worker":
+    def without_flags(self) -> "PlannedWorker":
         """Return the worker with flags that are settings as settings; unchanged if a flag is bad."""
         try:
             return replace(self, settings=self.kind.settled(self.settings))
         except StartError:
             return self  # `check` reports the flag
 
-    def with_settings(self, **changes: Any) -> "Worker":
+    def with_settings(self, **changes: Any) -> "PlannedWorker":
         return replace(self, settings={**self.settings, **changes})
 
 
@@ -139,7 +139,7 @@ class Need:
 class Fit:
     """Outcome of a check."""
 
-    worker: Worker
+    worker: PlannedWorker
     refusals: tuple[str, ...] = ()
     """Reasons why the worker cannot run, each with its arithmetic or its setting; empty: it fits."""
     need: Need | None = None
@@ -163,7 +163,7 @@ def gb(size: float) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
-def check(worker: Worker) -> Fit:
+def check(worker: PlannedWorker) -> Fit:
     """Check a worker's settings by their own rules, then its memory.
 
     Raises Unchecked where the size of its model cannot be told.
@@ -288,7 +288,7 @@ def step_bytes(shape: ModelShape | None, config: WorkerConfig, device: Device) -
     return layer + min(tokens, MAX_ROWS) * shape.vocab * (dtype + 8)
 
 
-def _need(worker: Worker, config: WorkerConfig) -> tuple[Need, int]:
+def _need(worker: PlannedWorker, config: WorkerConfig) -> tuple[Need, int]:
     """Return the memory of each device, and the MiB of the KV pool of all ranks."""
     ranks, device = config.num_ranks, worker.device
     here = 1 if device.is_gpu else config.num_local_ranks * config.data_parallel_local
@@ -307,7 +307,7 @@ def _need(worker: Worker, config: WorkerConfig) -> tuple[Need, int]:
     return replace(need, kv=tiers + kv_mib * MIB * share), kv_mib
 
 
-def _refused(config: WorkerConfig, worker: Worker) -> list[str]:
+def _refused(config: WorkerConfig, worker: PlannedWorker) -> list[str]:
     """Return what the settings' own rules refuse, and what the device cannot compute."""
     placed = config.model_copy(update={"master_addr": config.master_addr or "the first pod"})  # set at the start
     refusals = [str(refusal) for refusal in config.kind.refusals(placed, worker.role)]
@@ -368,7 +368,7 @@ def _refused_memory(shape: ModelShape, config: WorkerConfig) -> str:
     return ""
 
 
-def _too_little(worker: Worker, config: WorkerConfig, need: Need, kv_mib: int, context: float) -> list[str]:
+def _too_little(worker: PlannedWorker, config: WorkerConfig, need: Need, kv_mib: int, context: float) -> list[str]:
     device, kv = worker.device, float(kv_mib * MIB)
     if need.total > device.memory_bytes:
         each = f" on each of {config.num_ranks}" if device.is_gpu and config.num_ranks > 1 else ""

@@ -14,8 +14,8 @@ from simulator.fit.memory import (
     MIB,
     Device,
     Fit,
+    PlannedWorker,
     Unchecked,
-    Worker,
     check,
     full_context_bytes,
     gb,
@@ -35,7 +35,7 @@ class Change:
     settings: dict[str, Any] = field(default_factory=dict)
     device: Device | None = None
 
-    def of(self, worker: Worker) -> Worker:
+    def of(self, worker: PlannedWorker) -> PlannedWorker:
         """Return the changed worker; where it has GPUs, its pod has one for each rank there."""
         changed = replace(worker.with_settings(**self.settings), device=self.device or worker.device)
         with contextlib.suppress(StartError):  # settings that `check` reports
@@ -70,7 +70,7 @@ class Proposal:
         return f"{', '.join(words)} ({self.fit.need.in_words()} of {memory})"
 
 
-def nearest(worker: Worker) -> Proposal | None:
+def nearest(worker: PlannedWorker) -> Proposal | None:
     """Return the first change that fits, from the nearest to the farthest; None: none does.
 
     An engine for CPUs only gives way to vllm where the pod has GPUs, or the model is saved quantised.
@@ -97,7 +97,7 @@ def nearest(worker: Worker) -> Proposal | None:
     return None
 
 
-def _changes(worker: Worker, kind: EngineKind[Any]) -> Iterator[Change]:
+def _changes(worker: PlannedWorker, kind: EngineKind[Any]) -> Iterator[Change]:
     ranks, weights, devices = list(_more_ranks(worker, kind)), list(_narrower(worker)), list(_larger(worker))
     singles = [*ranks, *weights, *devices]
     for change in (Change(), *singles):
@@ -115,7 +115,7 @@ def _changes(worker: Worker, kind: EngineKind[Any]) -> Iterator[Change]:
             yield from _resized(worker, pair | larger)
 
 
-def _resized(worker: Worker, change: Change) -> Iterator[Change]:
+def _resized(worker: PlannedWorker, change: Change) -> Iterator[Change]:
     """Yield the change with the largest KV pool that fits, if that holds a full context."""
     if worker.kv_auto:
         return
@@ -129,18 +129,18 @@ def _resized(worker: Worker, change: Change) -> Iterator[Change]:
                 yield base | Change({"kv_memory_mib": largest_mib})
 
 
-def _without_tiers(worker: Worker, change: Change) -> Iterator[Change]:
+def _without_tiers(worker: PlannedWorker, change: Change) -> Iterator[Change]:
     yield change
     yield from _dropped_tiers(worker, change)
 
 
-def _dropped_tiers(worker: Worker, change: Change) -> Iterator[Change]:
+def _dropped_tiers(worker: PlannedWorker, change: Change) -> Iterator[Change]:
     """Yield the change without tiers below the pool, where the worker has any."""
     if dropped := {name: value for name, value in TIERS.items() if worker.settings.get(name)}:
         yield change | Change(dropped)
 
 
-def _more_ranks(worker: Worker, kind: EngineKind[Any]) -> Iterator[Change]:
+def _more_ranks(worker: PlannedWorker, kind: EngineKind[Any]) -> Iterator[Change]:
     """Yield more tensor-parallel ranks, or fewer where the present number does not divide the model's KV heads.
 
     A worker with stages that needs more than a host's GPUs gets pipeline stages, one on each of several hosts.
@@ -160,7 +160,7 @@ def _more_ranks(worker: Worker, kind: EngineKind[Any]) -> Iterator[Change]:
         yield from (Change({"tensor_parallel": count}) for count in reversed(below))
 
 
-def _narrower(worker: Worker) -> Iterator[Change]:
+def _narrower(worker: PlannedWorker) -> Iterator[Change]:
     """Yield fp8 at load, of a model that is not saved quantised."""
     if worker.shape is None or worker.shape.layer_bits is not None:
         return
@@ -170,7 +170,7 @@ def _narrower(worker: Worker) -> Iterator[Change]:
             yield Change(settings)
 
 
-def _larger(worker: Worker) -> Iterator[Change]:
+def _larger(worker: PlannedWorker) -> Iterator[Change]:
     """Yield GPUs of the list with more memory, the smallest first; or a memory limit with room for the worker."""
     device = worker.device
     if device.is_gpu:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from simulator.errors import BadSetup
-from simulator.fit.memory import Fit, Unchecked, Worker, check
+from simulator.fit.memory import Fit, PlannedWorker, Unchecked, check
 from simulator.fit.nearest import Proposal, nearest
 from simulator.fit.values import ValuesPool, pools_of
 from simulator.models.known_models import NAMES, known_shape
@@ -72,7 +72,7 @@ def _verdict(pool: ValuesPool, shapes: Shapes, gpu: str) -> Verdict:
             raise Unchecked(
                 "shape", f"unknown model {pool.model!r}; known are {', '.join(NAMES)}: set --shape {pool.model}=DIR"
             )
-        worker = Worker(pool.role, pool.settings, device, shape, pool.gpus).without_flags()
+        worker = PlannedWorker(pool.role, pool.settings, device, shape, pool.gpus).without_flags()
         fit = check(worker)
     except Unchecked as error:
         return Verdict(pool, unknown=(str(error),))

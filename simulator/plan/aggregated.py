@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from simulator.comparison.replay import Setup, roofline_of
-from simulator.plan.load import NORMAL, Load
+from simulator.plan.load import NORMAL, OfferedLoad
 from simulator.plan.prompts import PromptQueue, PromptSteps, line_of
 from simulator.plan.queueing import QueueWait, waiting
 from simulator.plan.streams import Streams, crossing, poisson_share
@@ -25,7 +25,7 @@ class AggregatedPlan:
     """Plan of equal workers, each computing prompts in chunks beside its streams."""
 
     setup: Setup
-    load: Load
+    load: OfferedLoad
     workers: int
 
     @cached_property

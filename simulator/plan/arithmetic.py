@@ -10,7 +10,7 @@ from simulator.models.model_shape import STATES, ModelShape
 from simulator.plan.aggregated import NUM_MESSAGES as TOGETHER_MESSAGES
 from simulator.plan.aggregated import AggregatedPlan
 from simulator.plan.disaggregated import NUM_MESSAGES, TAIL_STEPS, DisaggregatedPlan
-from simulator.plan.load import Load
+from simulator.plan.load import OfferedLoad
 from simulator.plan.prompts import PromptQueue
 from simulator.plan.search import Option, Plan
 from simulator.plan.streams import Streams
@@ -55,7 +55,7 @@ def sections(plan: Plan) -> list[Section]:
     return parts
 
 
-def _given(setup: Setup, load: Load) -> Iterator[PlanFigure]:
+def _given(setup: Setup, load: OfferedLoad) -> Iterator[PlanFigure]:
     model, outputs = setup.model, load.outputs
     yield PlanFigure("weights", model.weights_in_words, model.weight_bytes / 1e9, "GB")
     if model.undivided:
@@ -132,7 +132,7 @@ def _together(together: AggregatedPlan) -> Iterator[PlanFigure]:
     )
 
 
-def _prompts(line: PromptQueue, load: Load, chunk: int) -> Iterator[PlanFigure]:
+def _prompts(line: PromptQueue, load: OfferedLoad, chunk: int) -> Iterator[PlanFigure]:
     steps, roofline = line.steps, line.steps.roofline
     computed, pairs = steps.computed(load.prompt), steps.pairs(load.prompt)
     model = roofline.model
@@ -153,7 +153,7 @@ def _prompts(line: PromptQueue, load: Load, chunk: int) -> Iterator[PlanFigure]:
     yield PlanFigure("prompts that share a step", how, line.together, "")
 
 
-def _wait(line: PromptQueue, load: Load, workers: int) -> Iterator[PlanFigure]:
+def _wait(line: PromptQueue, load: OfferedLoad, workers: int) -> Iterator[PlanFigure]:
     wait = line.waiting
     how = f"{load.rate:g}/s x {1e3 * line.packed_s:.3g} ms / {workers}"
     yield PlanFigure("utilisation by prompts (u)", how, 100 * wait.utilisation, "%")
@@ -162,7 +162,7 @@ def _wait(line: PromptQueue, load: Load, workers: int) -> Iterator[PlanFigure]:
     yield PlanFigure("for, in the mean", how, 1e3 * wait.mean_s, "ms")
 
 
-def _memory(streams: Streams, load: Load) -> Iterator[PlanFigure]:
+def _memory(streams: Streams, load: OfferedLoad) -> Iterator[PlanFigure]:
     roofline = streams.roofline
     left = streams.pool_bytes * roofline.copies / 1e9
     memory = f"{roofline.gpus} x {roofline.gpu.memory_bytes / 1e9:g} GB x {USABLE_MEMORY:g}"
@@ -177,7 +177,7 @@ def _largest(batch: float, setup: Setup) -> PlanFigure:
     return PlanFigure("streams by the ITL alone", f"the most whose step takes {1e3 * setup.slo.itl_s:g} ms", batch, "")
 
 
-def _batch(streams: Streams, batch: float, workers: int, itl_s: float, load: Load) -> Iterator[PlanFigure]:
+def _batch(streams: Streams, batch: float, workers: int, itl_s: float, load: OfferedLoad) -> Iterator[PlanFigure]:
     how = f"Little: {load.rate:g}/s x {load.gaps:,.0f} gaps x {1e3 * itl_s:.3g} ms / {workers}"
     yield PlanFigure("streams of a worker, mean", how, batch, "")
     roofline = streams.roofline

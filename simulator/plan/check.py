@@ -5,12 +5,12 @@ import random
 from collections.abc import Callable, Iterator
 
 from simulator.comparison.replay import Run, replay
-from simulator.plan.load import Lengths, Load
+from simulator.plan.load import Lengths, OfferedLoad
 from simulator.plan.search import Option
 from simulator.request import TraceRequest
 
 
-def requests_of(load: Load, count: int, seed: int = 0) -> Iterator[TraceRequest]:
+def requests_of(load: OfferedLoad, count: int, seed: int = 0) -> Iterator[TraceRequest]:
     """Yield Poisson arrivals with lognormal lengths; the cached part is a prefix common to all prompts."""
     rng, at_s = random.Random(seed), 0.0
     for number in range(count):

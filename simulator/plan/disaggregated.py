@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from simulator.comparison.replay import Setup, nic_bytes_per_s, roofline_of
-from simulator.plan.load import Load
+from simulator.plan.load import OfferedLoad
 from simulator.plan.prompts import PromptQueue, PromptSteps, line_of
 from simulator.plan.streams import Streams, crossing, share_within
 
@@ -20,7 +20,7 @@ class DecodePool:
     """Decode workers beside prefill workers."""
 
     setup: Setup
-    load: Load
+    load: OfferedLoad
     workers: int
 
     @cached_property
@@ -71,7 +71,7 @@ class PrefillPool:
     """Prefill workers."""
 
     setup: Setup
-    load: Load
+    load: OfferedLoad
     workers: int
 
     @cached_property
@@ -123,7 +123,7 @@ class DisaggregatedPlan:
         return self.prefill.setup
 
     @property
-    def load(self) -> Load:
+    def load(self) -> OfferedLoad:
         return self.prefill.load
 
     @cached_property

@@ -62,7 +62,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Load:
+class OfferedLoad:
     """Poisson arrivals with independent lengths of prompts and outputs.
 
     Raises BadSetup.

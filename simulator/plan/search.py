@@ -10,7 +10,7 @@ from simulator.errors import BadSetup
 from simulator.gpus import Gpu, Roofline
 from simulator.plan.aggregated import AggregatedPlan
 from simulator.plan.disaggregated import DecodePool, DisaggregatedPlan, PrefillPool
-from simulator.plan.load import MAX_RATE, Load
+from simulator.plan.load import MAX_RATE, OfferedLoad
 from simulator.plan.prompts import PromptQueue
 from simulator.plan.streams import Streams
 
@@ -47,7 +47,7 @@ class Plan:
     """Both kinds of cluster; None: no cluster of that kind keeps the SLO, for the reason in `why_not`."""
 
     setup: Setup
-    load: Load
+    load: OfferedLoad
     apart: Option | None
     together: Option | None
     why_not: dict[str, str]
@@ -127,7 +127,7 @@ class Plan:
         return f"{option.usd_per_hour:,.2f} USD an hour" if self.together.usd_per_hour else f"{option.gpus:,} GPUs"
 
 
-def plan(setup: Setup, load: Load) -> Plan:
+def plan(setup: Setup, load: OfferedLoad) -> Plan:
     """Plan a cluster; `setup` lacks only the number of GPUs and their TP, and the stages where `pp` is 1.
 
     Raises BadSetup where the model fits no worker.
@@ -147,7 +147,7 @@ def _best(why_not: dict[str, str], kind: str, options: Iterable[Option]) -> Opti
     return best
 
 
-def _together(setup: Setup, load: Load, why_not: dict[str, str]) -> Iterable[Option]:
+def _together(setup: Setup, load: OfferedLoad, why_not: dict[str, str]) -> Iterable[Option]:
     for tp in fitting(setup, setup.gpu):
         sized = replace(setup, gpus=tp * setup.pp * setup.dp, tp=tp)
         workers = smallest(lambda count: AggregatedPlan(sized, load, count).kept, setup.dp)  # noqa: B023
@@ -157,7 +157,7 @@ def _together(setup: Setup, load: Load, why_not: dict[str, str]) -> Iterable[Opt
             yield _option(AggregatedPlan(sized, load, workers), sized, Scenario("aggregated", 0, workers))
 
 
-def _apart(setup: Setup, load: Load, why_not: dict[str, str]) -> Iterable[Option]:
+def _apart(setup: Setup, load: OfferedLoad, why_not: dict[str, str]) -> Iterable[Option]:
     for tp in fitting(setup, setup.gpu):
         for decode_tp in fitting(setup, setup.decode_gpu or setup.gpu):
             sized = replace(setup, gpus=tp * setup.pp * setup.dp, tp=tp, decode_tp=decode_tp)
@@ -168,11 +168,11 @@ def _apart(setup: Setup, load: Load, why_not: dict[str, str]) -> Iterable[Option
                 yield _option(apart_of(sized, load, *shape), sized, Scenario("disaggregated", *shape))
 
 
-def apart_of(setup: Setup, load: Load, prefill: int, decode: int) -> DisaggregatedPlan:
+def apart_of(setup: Setup, load: OfferedLoad, prefill: int, decode: int) -> DisaggregatedPlan:
     return DisaggregatedPlan(PrefillPool(setup, load, prefill), DecodePool(setup, load, decode))
 
 
-def _smallest_apart(setup: Setup, load: Load) -> tuple[int, int] | None:
+def _smallest_apart(setup: Setup, load: OfferedLoad) -> tuple[int, int] | None:
     """Return the cheapest numbers of prefill and decode workers.
 
     Neither pool can be smaller than beside an unlimited other one.

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from engine.backends.sim.timing import StepWork
 from simulator.gpus import Roofline
-from simulator.plan.load import NORMAL, Load
+from simulator.plan.load import NORMAL, OfferedLoad
 
 HALVINGS = 50
 MAX_BATCH = 1 << 16
@@ -20,7 +20,7 @@ class Streams:
     """Streams of one decoding worker."""
 
     roofline: Roofline
-    load: Load
+    load: OfferedLoad
     block_tokens: int
 
     def step_s(self, batch: float) -> float:

@@ -27,7 +27,7 @@ from tandem.client.options import EmbedOptions, GenerateOptions, Json, TokenizeO
 from tandem.client.parts import chat_message, medium
 from tandem.client.resuming import StreamProgress, Tries, may_have_others
 
-Answer = TypeVar("Answer")
+Reply = TypeVar("Reply")
 Request = TypeVar("Request")
 
 
@@ -317,10 +317,10 @@ class Client:
 
     async def _ask(
         self,
-        call: "Callable[[pb_grpc.InferenceStub, dict[str, Any]], Awaitable[Answer]]",
+        call: "Callable[[pb_grpc.InferenceStub, dict[str, Any]], Awaitable[Reply]]",
         timeout_s: float | None,
         metadata: Metadata = (),
-    ) -> Answer:
+    ) -> Reply:
         give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
         *others, last = self._order()
         for number in (*others, last):

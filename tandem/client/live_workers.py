@@ -15,7 +15,7 @@ from tandem.client.client import Client
 
 CALL_S = 10.0
 """Longest wait for a worker's answer, in seconds."""
-Answer = TypeVar("Answer")
+Reply = TypeVar("Reply")
 
 
 class LiveWorkers:
@@ -54,7 +54,7 @@ class LiveWorkers:
         known = ", ".join(worker.worker_id for worker in workers) or "none"
         raise InvalidRequest(field, f"unknown worker {worker_id!r}; known are {known}")
 
-    async def call(self, worker: public_pb.WorkerStatus, call: Callable[[Any], Awaitable[Answer]]) -> Answer:
+    async def call(self, worker: public_pb.WorkerStatus, call: Callable[[Any], Awaitable[Reply]]) -> Reply:
         """Return what a call of the worker's `Worker` service answers.
 
         Raises ServiceError.

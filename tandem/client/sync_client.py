@@ -17,7 +17,7 @@ from tandem.client.call_span import Metadata
 from tandem.client.client import Client
 from tandem.client.options import EmbedOptions, GenerateOptions, TokenizeOptions, WarmOptions
 
-Answer = TypeVar("Answer")
+Reply = TypeVar("Reply")
 Item = TypeVar("Item")
 
 
@@ -109,7 +109,7 @@ class SyncClient:
     ) -> list[pb.UsageTotal]:
         return self._wait(self._client.usage(days, tenant, timeout_s, metadata))
 
-    def _wait(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+    def _wait(self, work: Coroutine[Any, Any, Reply]) -> Reply:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _each(self, items: AsyncGenerator[Item]) -> Generator[Item]:
@@ -129,7 +129,7 @@ class SyncClient:
         self._loop.close()
 
 
-async def _made(make: Callable[[], Answer]) -> Answer:
+async def _made(make: Callable[[], Reply]) -> Reply:
     """Create an object on the loop; channels belong to the loop on which they are created."""
     return make()
 

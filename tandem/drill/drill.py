@@ -12,7 +12,7 @@ from cluster.errors import InvalidRequest, ServiceError, Unavailable
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from tandem.drill.cluster import FAULTS, DrillCluster, FaultOptions
-from tandem.drill.load import Answer, DrillLoad
+from tandem.drill.load import DrillLoad, DrillReply
 from tandem.drill.report import DrillReport, FaultResult
 
 SETTLE_S = 10.0
@@ -176,6 +176,6 @@ class Drill:
             return pb.AuditReport(worker_id=worker.worker_id, fault=f"no audit: {error}")
 
 
-def _slowest(answers: Sequence[Answer]) -> tuple[float, float]:
+def _slowest(answers: Sequence[DrillReply]) -> tuple[float, float]:
     """Return the longest TTFT and the longest total time."""
     return max(answer.ttft_s for answer in answers), max(answer.total_s for answer in answers)

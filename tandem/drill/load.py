@@ -30,7 +30,7 @@ class LoadSize:
 
 
 @dataclass(slots=True)
-class Answer:
+class DrillReply:
     """Answer of one stream, as far as it came."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -66,13 +66,13 @@ class DrillLoad:
         self._model = served.name
         self._sampling = pb.Sampling(max_tokens=size.output_tokens, temperature=0, ignore_eos=True)
 
-    async def wave(self) -> list[Answer]:
+    async def wave(self) -> list[DrillReply]:
         """Run one stream of each prompt, all at once; an error is part of its stream's answer."""
         salt = f"drill-{secrets.token_hex(8)}"
         return await asyncio.gather(*(self._stream(prompt, salt) for prompt in self._prompts))
 
-    async def _stream(self, prompt: list[int], salt: str) -> Answer:
-        answer, began_at = Answer(), time.monotonic()
+    async def _stream(self, prompt: list[int], salt: str) -> DrillReply:
+        answer, began_at = DrillReply(), time.monotonic()
         try:
             async for message in self._client.generate(
                 token_ids=prompt, sampling=self._sampling, model=self._model, cache_salt=salt, timeout_s=STREAM_S

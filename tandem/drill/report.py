@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from rich import box
 from rich.table import Table
 
-from tandem.drill.load import Answer
+from tandem.drill.load import DrillReply
 
 FIGURES = (
     *("streams", "lost", "wrong", "placed again", "loans failed", "mismatched blocks"),
@@ -53,7 +53,7 @@ class FaultResult:
     def passed(self) -> bool:
         return not (self.lost or self.wrong or self.stranded_blocks or self.broken) and self.recovered_s is not None
 
-    def add(self, answers: Iterable[Answer], expected: Sequence[list[int] | None]) -> None:
+    def add(self, answers: Iterable[DrillReply], expected: Sequence[list[int] | None]) -> None:
         """Count a wave; a prompt whose undisturbed answers differed has no `expected` answer and is not compared."""
         for answer, tokens in zip(answers, expected, strict=True):
             receipt = answer.receipt

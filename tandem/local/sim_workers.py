@@ -22,7 +22,7 @@ from engine.config import WorkerConfig
 from engine.model.hub import CONFIG_FILES, ModelPath, fetch_beside
 from engine.process.front.local_engine import LocalEngine
 from engine.process.spec import EngineSpec
-from engine.worker.runtime import Worker, start_worker
+from engine.worker.runtime import WorkerRuntime, start_worker
 from kvtransfer.local import LocalNetwork
 
 
@@ -30,7 +30,7 @@ from kvtransfer.local import LocalNetwork
 class SimWorker:
     """A worker and its engine, which tests may hang or kill."""
 
-    worker: Worker
+    worker: WorkerRuntime
     engine: LocalEngine
     leaving: asyncio.Future[None] | None = None
     """Waiter for a stop requested by a call."""
@@ -62,7 +62,7 @@ class SimPool:
         started.leaving = asyncio.ensure_future(self._stop_when_told(config.worker_id, worker))
         return started
 
-    async def _stop_when_told(self, worker_id: str, worker: Worker) -> None:
+    async def _stop_when_told(self, worker_id: str, worker: WorkerRuntime) -> None:
         await worker.stop_requested()
         if (left := self.workers.pop(worker_id, None)) is not None:
             await left.worker.drain()

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.network.rpc import channel
 from engine.config import WorkerConfig
-from engine.messages.from_engine import CacheChanged, CacheInspected, Load
+from engine.messages.from_engine import CacheChanged, CacheInspected, LoadReport
 from engine.messages.to_engine import InspectCache, TakeSnapshot
 from engine.process.front.engine_client import EngineClient
 from engine.process.front.local_engine import LocalEngine
@@ -123,9 +123,9 @@ async def test_a_warm_torch_engine_has_computed_and_has_nothing(tiny_model: Path
         await engine.audited()
         engine.send(InspectCache(2), TakeSnapshot())
         await engine.until(lambda: engine._said(CacheInspected) and engine._said(CacheChanged))
-        await engine.until(lambda: engine._said(Load))
+        await engine.until(lambda: engine._said(LoadReport))
         (inspected,) = [message for message in engine.said if isinstance(message, CacheInspected)]
         assert (inspected.held, inspected.filled) == (0, 0)
         assert all(not message.events for message in engine.said if isinstance(message, CacheChanged))
-        loads = [message for message in engine.said if isinstance(message, Load) and message.kv is not None]
+        loads = [message for message in engine.said if isinstance(message, LoadReport) and message.kv is not None]
         assert all(tier.queries == tier.hits == tier.used == 0 for load in loads for tier in load.kv.tiers)  # type: ignore[union-attr]

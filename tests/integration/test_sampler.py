@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.backends.torch.sampling.sampler import LIKELIEST, sample, uniform
-from engine.core_types import SamplingParams, Sequence
+from engine.core_types import EngineSequence, SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 DRAWS = 4000
@@ -19,9 +19,9 @@ OUTPUT = [1, 1, 4]
 EOS = frozenset({0})
 
 
-def sequence(options: dict[str, Any], prompt: list[int] = PROMPT, output: list[int] = OUTPUT) -> Sequence:
+def sequence(options: dict[str, Any], prompt: list[int] = PROMPT, output: list[int] = OUTPUT) -> EngineSequence:
     params = SamplingParams(**{"max_tokens": 10} | options)
-    made = Sequence("r", [*prompt, *output], len(prompt), b"", params, 0, 0)
+    made = EngineSequence("r", [*prompt, *output], len(prompt), b"", params, 0, 0)
     assert made.output_token_ids == output
     return made
 
@@ -121,7 +121,7 @@ def test_a_resumed_request_has_the_same_penalties() -> None:
     options = {"frequency_penalty": 2.0, "min_tokens": 4, "seed": 9}
     whole = sequence(options)
     params = whole.sampling
-    resumed = Sequence("r", [*PROMPT, *OUTPUT], len(PROMPT) + 2, b"", params, 0, 0, num_emitted_before=2)
+    resumed = EngineSequence("r", [*PROMPT, *OUTPUT], len(PROMPT) + 2, b"", params, 0, 0, num_emitted_before=2)
     assert (resumed.output_token_ids, resumed.num_sampled) == (OUTPUT, 3)
     assert sample(LOGITS[None], [resumed], EOS) == sample(LOGITS[None], [whole], EOS)
 

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.backends.torch.sampling.sampler import sample
-from engine.core_types import FinishReason, SamplingParams, Sequence, StepBudget, StructuredOutput
+from engine.core_types import EngineSequence, FinishReason, SamplingParams, StepBudget, StructuredOutput
 from engine.messages.from_engine import Failed, Token
 from engine.model.model_dir import ModelDir
 from engine.sampling.grammar import Grammars
@@ -202,12 +202,12 @@ def test_states_are_made_from_tokens_alone(model: Path) -> None:
     assert len(grammars._states) == 0, "a state lives no longer than its sequence"
 
 
-def _sequence(structured: StructuredOutput | None, output: tuple[int, ...] = (), **options: Any) -> Sequence:
+def _sequence(structured: StructuredOutput | None, output: tuple[int, ...] = (), **options: Any) -> EngineSequence:
     sampling = SamplingParams(**{"max_tokens": 300, "structured": structured} | options)
-    return Sequence("r", [*PROMPT, *output], len(PROMPT), b"", sampling, 0, 0)
+    return EngineSequence("r", [*PROMPT, *output], len(PROMPT), b"", sampling, 0, 0)
 
 
-def _written(model: Path, count: int, **options: Any) -> list[Sequence]:
+def _written(model: Path, count: int, **options: Any) -> list[EngineSequence]:
     """Sequences with some tokens of a schema's output, of random logits."""
     grammars, generator = Grammars(ModelDir.open(model)), torch.Generator().manual_seed(3)
     rows = [_sequence(CASES["json_schema"][0], seed=seed, **options) for seed in range(count)]
@@ -257,7 +257,7 @@ def test_it_is_sampling_with_the_forbidden_tokens_impossible(model: Path, option
         assert token.logprobs.top_token_ids == tuple(own.topk(3).indices.tolist())
 
 
-def _params(sequence: Sequence) -> SamplingParams:
+def _params(sequence: EngineSequence) -> SamplingParams:
     assert sequence.sampling is not None
     return sequence.sampling
 

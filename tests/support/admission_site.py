@@ -15,7 +15,7 @@ from router.admission.refusals import Refusal
 from router.admission.request import QueuedRequest, RequestInfo
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
-from router.placement.fleet.worker_records import ActivePlacement, Worker
+from router.placement.fleet.worker_records import ActivePlacement, WorkerRecord
 from router.placement.rates import Priors
 
 PRIORS = Priors(1000.0, 100.0, 1e9, 0.001, 0.001, 0.001)
@@ -36,7 +36,7 @@ class Site:
         self.config = AdmissionConfig(**config)
         self.tenants = RateLimiter(self.config)
         self.admission = Admission(self.fleet, self.config, self.tenants)
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, WorkerRecord] = {}
         self.used: dict[str, int] = {}
         self.started: list[Started] = []
         """In order; who is running is in `running`."""
@@ -186,7 +186,7 @@ class Job:
 class _Lender:
     """Computes one prompt after the other, by priority and arrival."""
 
-    worker: Worker
+    worker: WorkerRecord
     tokens_per_s: float
     queue: list[tuple[int, int, int, Callable[[], None]]] = field(default_factory=list)
     current: int = 0
@@ -226,13 +226,13 @@ class ModelledFleet:
         for worker in [*self._decodes, *joined]:
             self._report(worker)
 
-    def _join(self, worker_id: str, role: pb.Role.ValueType, pool: int) -> Worker:
+    def _join(self, worker_id: str, role: pb.Role.ValueType, pool: int) -> WorkerRecord:
         hello = pb.Hello(
             worker_id=worker_id, role=role, model_fingerprint=b"m", num_blocks=pool, reserve_output_tokens=1024
         )
         return self.fleet.joined(hello)
 
-    def _report(self, worker: Worker) -> None:
+    def _report(self, worker: WorkerRecord) -> None:
         load = pb.LoadReport(num_blocks=worker.hello.num_blocks, placements_seen={"router": self._seen})
         if worker in self._lenders:
             load.available_blocks = worker.hello.num_blocks

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from engine.kv.pins import Retention
-from engine.messages.from_engine import CacheInspected, KvAccount, Load, Token
+from engine.messages.from_engine import CacheInspected, KvAccount, LoadReport, Token
 from engine.messages.to_engine import CacheDrop, InspectCache
 from support.engine_contract import account_of, named, numbers
 from support.processes import until
@@ -79,7 +79,7 @@ def flip_a_bit(folder: Path, at: int) -> None:
 
 def uses(engine: RealEngine) -> dict[str, tuple[int, int, int]]:
     """Capacity, used blocks and hits of each place, in the last report."""
-    reports = [m.kv for m in engine.said if isinstance(m, Load) and m.kv is not None]
+    reports = [m.kv for m in engine.said if isinstance(m, LoadReport) and m.kv is not None]
     return {each.tier: (each.blocks, each.used, each.hits) for each in reports[-1].tiers} if reports else {}
 
 
@@ -134,7 +134,7 @@ class CacheContract:
         again = [last_account(await answered(small, prompt, pinned="tenant")) for prompt in pinned]
         gave_way = sum(account.pins_gave_way for account in again)
         assert gave_way >= 6, "18 of 20 blocks were needed, and nine pinned"
-        reports = [m.kv for m in small.said if isinstance(m, Load) and m.kv is not None]
+        reports = [m.kv for m in small.said if isinstance(m, LoadReport) and m.kv is not None]
         assert reports[-1].pins_gave_way == gave_way
         await inspected(small, drop_pins=True)
         await settled(small)

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from cluster.errors import InvalidRequest, Overloaded, ServiceError
-from engine.worker.front.loan_stream import Loan, LoanStream
+from engine.worker.front.loan_stream import LoanCall, LoanStream
 from prefill_worker.borrower_stream import BorrowerStream
 from protos import lend_pb2 as pb
 
@@ -99,7 +99,7 @@ class Wire:
         self.times_broken = 0
         self.link = LoanStream(self, "p0", self.borrower, SILENCE_S, self._broken)  # type: ignore[arg-type]
 
-    def open(self, name: str, size: int = 0) -> Loan:
+    def open(self, name: str, size: int = 0) -> LoanCall:
         return self.link.open(name, pb.Want(request_id=name, token_ids=bytes(size)))
 
     def _begin(self, want: pb.Want, on_news: Callable[[], object]) -> Any:

@@ -19,9 +19,9 @@ from engine.kv.store.object_format import ObjectFormat
 from engine.lending.reads.block_reads import BlockRead, LocalRank, OnQuiet, RemoteRank
 from engine.lending.reads.corruption import Corruption
 from engine.model_runner import ModelRunner
-from engine.tensor_parallel.gathering import GatheredBlocks, GatheringRank
-from engine.tensor_parallel.part_copies import PartCopies
-from engine.tensor_parallel.shared_memory import MappedMemory, SharedMemory
+from engine.ranks.gathering import GatheredBlocks, GatheringRank
+from engine.ranks.part_copies import PartCopies
+from engine.ranks.shared_memory import MappedMemory, SharedMemory
 from kvtransfer.fingerprint import Fingerprints
 from kvtransfer.local import LocalTransport
 from kvtransfer.ranks import BlockPart

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.torch.runner import TorchRunner
-from engine.core_types import Chunk, SamplingParams, Sequence
+from engine.core_types import Chunk, EngineSequence, SamplingParams
 
 BLOCK_TOKENS = 16
 VOCAB = 500
@@ -28,10 +28,10 @@ def random_prompts(*lengths: int, seed: int) -> list[tuple[int, ...]]:
     return [tuple(torch.randint(1, VOCAB, (length,), generator=generator).tolist()) for length in lengths]
 
 
-def in_blocks(runner: TorchRunner, prompt: tuple[int, ...], first_block: int = 0) -> Sequence:
+def in_blocks(runner: TorchRunner, prompt: tuple[int, ...], first_block: int = 0) -> EngineSequence:
     """A sequence of this prompt, its blocks side by side from `first_block` on."""
     blocks = list(range(first_block, first_block + runner.layout.blocks_for(len(prompt))))
-    return Sequence("a", list(prompt), len(prompt), b"", SamplingParams(1), 0, 0, blocks=blocks)
+    return EngineSequence("a", list(prompt), len(prompt), b"", SamplingParams(1), 0, 0, blocks=blocks)
 
 
 def logits_after(runner: TorchRunner, prompt: tuple[int, ...], chunk: int = 30, first_block: int = 0) -> Tensor:

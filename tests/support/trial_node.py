@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from engine.backends.sim.runner import SimRunner
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits, LoanHost
-from engine.core_types import Chunk, SampleResult, SamplingParams, StepBudget
-from engine.core_types import Sequence as Sequence_
+from engine.core_types import Chunk, EngineSequence, SampleResult, SamplingParams, StepBudget
 from engine.kv.layout import KvLayout
 from engine.kv.store.object_format import ObjectFormat
 from engine.lending.fast_path import KEY_BYTES, NAME_BYTES, SECRET_BYTES, FastPathLink
@@ -133,7 +132,7 @@ class TrialNode(ABC):
         """Fingerprints of the blocks' present bytes."""
 
     @abstractmethod
-    def waits(self, chain: Sequence_, block: int) -> bool:
+    def waits(self, chain: EngineSequence, block: int) -> bool:
         """No step reads or writes this block of a request's chain."""
 
     @property
@@ -269,7 +268,7 @@ class Node(TrialNode):
     def part_fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
         return self.runner.part_fingerprints(blocks)
 
-    def waits(self, chain: Sequence_, block: int) -> bool:
+    def waits(self, chain: EngineSequence, block: int) -> bool:
         if chain not in self.core._requests.running_set:
             return True
         return chain.held_at is not None and chain.held_at <= chain.blocks.index(block) * WIDTH

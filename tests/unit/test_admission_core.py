@@ -216,7 +216,7 @@ def test_a_pool_too_small_for_the_whole_is_not_taken_for_a_start() -> None:
     site.report("d0", 10)
     info = RequestInfo("", 0, 0.0)
     demand = Demand(4, 0, 11, BLOCK, 100, (4,), 44)
-    assert demand.num_promised_blocks(4) == 2
+    assert demand.num_blocks_to_reserve(4) == 2
     _, outcomes = site.admission.arrived(info, demand, [], 0.0)
     assert outcomes == []
 

@@ -24,7 +24,7 @@ from simulator.errors import BadSetup
 from simulator.gpus import gpu_named
 from simulator.models.model_shape import open_shape
 from simulator.plan.check import requests_of
-from simulator.plan.load import Load
+from simulator.plan.load import OfferedLoad
 from simulator.request import TraceRequest
 from support.virtual_cluster import random_requests
 
@@ -203,7 +203,7 @@ def test_a_samples_blocks_are_its_goodput() -> None:
     assert nothing.blocks.tolist() == 5 * [0.0]
 
 
-def in_a_span(load: Load, count: int, seed: int) -> list[TraceRequest]:
+def in_a_span(load: OfferedLoad, count: int, seed: int) -> list[TraceRequest]:
     """Other requests with each seed, all as fast in the mean."""
     requests = list(requests_of(load, count, seed))
     factor = count / load.rate / requests[-1].arrival_s
@@ -213,12 +213,12 @@ def in_a_span(load: Load, count: int, seed: int) -> list[TraceRequest]:
 @pytest.mark.parametrize(
     ("slo", "load", "together", "split", "said"),
     [
-        (Slo(1.0, 0.012), Load(14, 3000, 200), 4, (2, 2), "disaggregate"),
-        (Slo(1.0, 0.05), Load(1, 1000, 200), 1, (1, 1), "aggregate"),
+        (Slo(1.0, 0.012), OfferedLoad(14, 3000, 200), 4, (2, 2), "disaggregate"),
+        (Slo(1.0, 0.05), OfferedLoad(1, 1000, 200), 1, (1, 1), "aggregate"),
     ],
 )
 def test_a_cluster_that_is_clearly_better_is_advised(
-    slo: Slo, load: Load, together: int, split: tuple[int, int], said: str
+    slo: Slo, load: OfferedLoad, together: int, split: tuple[int, int], said: str
 ) -> None:
     """Two of docs/published-results.md: long prompts with a strict ITL, and low load."""
     setup = replace(SETUP, slo=slo)
@@ -232,7 +232,7 @@ def test_a_cluster_that_is_clearly_better_is_advised(
 
 def test_two_seeds_of_one_cluster_are_even() -> None:
     """By other requests near the load that it bears."""
-    setup, load = replace(SETUP, slo=Slo(1.0, 0.012)), Load(10, 3000, 200)
+    setup, load = replace(SETUP, slo=Slo(1.0, 0.012)), OfferedLoad(10, 3000, 200)
 
     def again(place: int, number: int) -> Sample:
         return sample(setup, Scenario("aggregated", 0, 4), in_a_span(load, 200, 10 * place + number))

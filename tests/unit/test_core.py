@@ -5,7 +5,7 @@ import pytest
 from engine.block_keys import block_keys, root_key
 from engine.core_types import FinishReason, SamplingParams, StepBudget
 from engine.kv.events import Removed, Stored
-from engine.messages.from_engine import Audited, CacheChanged, Load, Rejected, Token
+from engine.messages.from_engine import Audited, CacheChanged, LoadReport, Rejected, Token
 from engine.messages.to_engine import Audit, Cancel, Generate, Lend, PlacementMark, TakeSnapshot
 from support.checked_core import NOTHING_LEFT
 from support.core_engine import TEN, TWELVE, WIDE, Engine, account_of, generate, lend, tokens_of
@@ -225,7 +225,7 @@ def test_load_tells_of_the_latest_placement_of_each_router() -> None:
     engine.send(first, Lend("l", TWELVE, 0, "", True, 0, PlacementMark("r2", 1)))
     engine.send(Generate("b", (), (), SamplingParams(2), "", 0, False, PlacementMark("r1", 4)))
     engine.step()
-    load = engine.receive(Load)[-1]
+    load = engine.receive(LoadReport)[-1]
     assert load.placements_seen == {"r1": 5, "r2": 1}
     assert (load.running, load.loans, load.queued_loans, load.num_blocks) == (1, 1, 0, 8)
 
@@ -234,7 +234,7 @@ def test_load_counts_prompts_and_waiting_loans() -> None:
     engine = Engine(budget=StepBudget(4, 4))
     engine.send(generate("a", TEN, 2), lend("l", TWELVE), lend("m", range(40, 60)))
     engine.step()
-    load = engine.receive(Load)[-1]
+    load = engine.receive(LoadReport)[-1]
     assert load.queued_loans == 1
     assert load.queued_prefill_tokens == (10 - 4) + 12 + 20
     assert load.available_blocks == 8 - 3 - 3
@@ -247,7 +247,7 @@ def test_an_audit_is_answered() -> None:
     engine.core._kv_cache.pool._reserved += 1
     engine.core.handle(Audit(8))
     (audited,) = engine.receive(Audited)
-    assert audited.fault == "4 blocks are promised, 3 expected"
+    assert audited.fault == "4 blocks are reserved, 3 expected"
 
 
 def test_siblings_that_arrive_together_compute_once() -> None:

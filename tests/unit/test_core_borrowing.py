@@ -17,7 +17,7 @@ from engine.messages.from_engine import (
     KvUse,
     LendReady,
     LendStarting,
-    Load,
+    LoadReport,
     OpenLoan,
     Rejected,
     TierUse,
@@ -206,7 +206,7 @@ def test_messages_of_a_loan_that_is_over_are_ignored() -> None:
 
 
 def _uses(engine: LandingCore) -> list[KvUse | None]:
-    return [load.kv for load in engine.receive(Load)]
+    return [load.kv for load in engine.receive(LoadReport)]
 
 
 def test_what_was_found_where_is_counted_and_said_once() -> None:
@@ -258,7 +258,7 @@ def test_what_the_local_store_had_is_counted() -> None:
         core.handle(generate(name, tuple(prompt), 1))
         while core.step() or store.step() or store.is_busy:
             core.handle_posted()
-    *_, last = (message.kv for message in said if isinstance(message, Load) and message.kv is not None)
+    *_, last = (message.kv for message in said if isinstance(message, LoadReport) and message.kv is not None)
     found = {each.tier: each[1:] for each in last.tiers}
     assert found["pool"] == (4, 3, 9, 0)
     assert found["host"] == (8, 6, 9, 3), "the last request's chain came back; the pool and the first two had nothing"

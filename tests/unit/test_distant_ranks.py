@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from engine.lending.reads.block_reads import LocalRank
 from engine.process.ranks.ranks import DistantLink
-from engine.tensor_parallel.gathering import GatheredBlocks
-from engine.tensor_parallel.messages import Joined
-from engine.tensor_parallel.part_copies import PartCopies
-from engine.tensor_parallel.part_service import EngineLink, serve_part
-from engine.tensor_parallel.shared_memory import SharedMemory
+from engine.ranks.gathering import GatheredBlocks
+from engine.ranks.messages import Joined
+from engine.ranks.part_copies import PartCopies
+from engine.ranks.part_service import EngineLink, serve_part
+from engine.ranks.shared_memory import SharedMemory
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import BlockPart, shares_of
 from kvtransfer.transport import Pool

@@ -7,13 +7,13 @@ import pytest
 from cluster.errors import InvalidRequest, Unavailable
 from protos import inference_pb2 as pb
 from tandem.drill.drill import DrillPlan
-from tandem.drill.load import Answer, LoadSize
+from tandem.drill.load import DrillReply, LoadSize
 from tandem.drill.report import DrillReport, FaultResult
 
 
-def answer(*token_ids: int, error: Unavailable | None = None, attempt: int = 1, **kv: int | str) -> Answer:
+def answer(*token_ids: int, error: Unavailable | None = None, attempt: int = 1, **kv: int | str) -> DrillReply:
     receipt = pb.Receipt(placement=pb.Placement(attempt=attempt), kv=pb.KvReceipt(**kv))  # type: ignore[arg-type]
-    return Answer(list(token_ids), error, receipt=receipt)
+    return DrillReply(list(token_ids), error, receipt=receipt)
 
 
 def test_each_stream_is_counted_by_what_became_of_it() -> None:

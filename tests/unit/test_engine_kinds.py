@@ -29,7 +29,7 @@ from kvtransfer import plugins
 from kvtransfer.transport import Pool
 from protos.decode_pb2 import DecodeRequest
 from protos.inference_pb2 import Sampling, StructuredOutput
-from simulator.fit.memory import Device, Fit, Worker, check
+from simulator.fit.memory import Device, Fit, PlannedWorker, check
 from simulator.fit.nearest import nearest
 from simulator.models.known_models import known_shape
 from tandem.doctor.checks import check_packages
@@ -100,7 +100,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def planned(**values: object) -> Fit:
     device, shape = Device("memory", 1e12, is_gpu=False), known_shape("llama-3.1-8b")
-    return check(Worker("decode", {"model": "m", "engine": "abacus"} | values, device, shape, gpus=0))
+    return check(PlannedWorker("decode", {"model": "m", "engine": "abacus"} | values, device, shape, gpus=0))
 
 
 def settings(**values: object) -> WorkerConfig:

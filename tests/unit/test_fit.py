@@ -16,8 +16,8 @@ from simulator.fit.memory import (
     MIB,
     Device,
     Fit,
+    PlannedWorker,
     Unchecked,
-    Worker,
     check,
     full_context_bytes,
 )
@@ -40,10 +40,10 @@ LLAMA_8B, LLAMA_70B = shape_named("llama-3.1-8b"), shape_named("llama-3.1-70b")
 
 def worker(
     device: Device = H100, shape: ModelShape | None = LLAMA_8B, gpus: int | None = None, **others: Any
-) -> Worker:
+) -> PlannedWorker:
     ranks = others.get("tensor_parallel", 1)
     others = {"engine": "vllm" if device.is_gpu else "torch", **others}
-    return Worker("decode", {"model": "/m", **others}, device, shape, ranks if gpus is None else gpus)
+    return PlannedWorker("decode", {"model": "/m", **others}, device, shape, ranks if gpus is None else gpus)
 
 
 def need_of(fit: Fit) -> tuple[float, float, float, float]:
@@ -211,7 +211,7 @@ OLD_RDMA: dict[str, Any] = {
 
 
 def test_70b_on_one_h100() -> None:
-    old = Worker("decode", {"model": "/m"} | OLD_RDMA, H100, LLAMA_70B, 1)
+    old = PlannedWorker("decode", {"model": "/m"} | OLD_RDMA, H100, LLAMA_70B, 1)
     fit = check(old)
     assert fit.refusals == (
         "weights 141.1 GB + KV 42.9 GB + step 3.6 GB + reserve 2.0 GB = 189.6 GB, 109.6 GB more than the 80.0 GB"
@@ -250,7 +250,7 @@ def test_70b_on_one_h100() -> None:
         (worker(Device("limits", 4e9, False), gpus=0, kv_memory_mib=1024), "limits: 19Gi"),
     ],
 )
-def test_the_nearest_that_fits(refused: Worker, words: str) -> None:
+def test_the_nearest_that_fits(refused: PlannedWorker, words: str) -> None:
     assert not check(refused).fits
     found = nearest(refused)
     assert found is not None

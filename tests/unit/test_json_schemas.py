@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import InvalidRequest
-from engine.core_types import SamplingParams, Sequence, StructuredOutput
+from engine.core_types import EngineSequence, SamplingParams, StructuredOutput
 from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
 from engine.sampling import grammar
@@ -91,7 +91,7 @@ def test_an_output_that_began_elsewhere_goes_on(
     form = compiler.prepared(WITH_JSON["json_schema"])
     tokens = TOKENIZER.encode(begun, add_special_tokens=False).ids
     sampling = SamplingParams(max_tokens=99, structured=form)
-    moved = Sequence("r", [5, *tokens], 1 + len(tokens), b"", sampling, 0, 0, num_emitted_before=len(tokens))
+    moved = EngineSequence("r", [5, *tokens], 1 + len(tokens), b"", sampling, 0, 0, num_emitted_before=len(tokens))
     grammars = Grammars(MODEL)
     for text in ("1", ', "b"'):
         masks = grammars.masks([moved])

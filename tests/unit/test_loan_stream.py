@@ -12,7 +12,7 @@ from cluster.network.rpc import MAX_MESSAGE_BYTES
 from engine.messages.from_engine import LendReady
 from engine.messages.to_engine import LenderSilent, LoanBlocks, LoanFailed, LoanStarted
 from engine.worker.front.heartbeat import QUIET_AFTER_S
-from engine.worker.front.loan_stream import TOGETHER_S, Loan
+from engine.worker.front.loan_stream import TOGETHER_S, LoanCall
 from prefill_worker.borrower_stream import MAX_FRAME_BYTES
 from prefill_worker.loan import READY_BYTES, announcements
 from protos import lend_pb2 as pb
@@ -237,7 +237,7 @@ async def _any_schedule(schedule: list[tuple[str, int, int]], breaks: bool, seed
     """An engine hears all that is announced to its loan, in order, until it closes it or one failure comes; what is
     closed at one end is at the other."""
     wire = Wire()
-    loans: dict[str, Loan] = {}
+    loans: dict[str, LoanCall] = {}
     closed: dict[str, int] = {}
     """How much their engine had heard then."""
     released: dict[str, list[tuple[int, int]]] = {}

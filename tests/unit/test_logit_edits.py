@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.backends.torch.sampling.logit_edits import DistinctTokens, adjusted
-from engine.core_types import SamplingParams, Sequence
+from engine.core_types import EngineSequence, SamplingParams
 
 VOCAB = 20
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=40)
@@ -21,8 +21,8 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def made(prompt: list[int], output: list[int]) -> Sequence:
-    return Sequence("r", [*prompt, *output], len(prompt), b"", SamplingParams(max_tokens=99, **OPTIONS), 0, 0)
+def made(prompt: list[int], output: list[int]) -> EngineSequence:
+    return EngineSequence("r", [*prompt, *output], len(prompt), b"", SamplingParams(max_tokens=99, **OPTIONS), 0, 0)
 
 
 @given(TOKENS, TOKENS)

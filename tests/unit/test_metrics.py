@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from cluster.errors import Overloaded
 from encode_worker.metrics import EncodeCollector
-from engine.messages.from_engine import KvUse, Load, TierUse
+from engine.messages.from_engine import KvUse, LoadReport, TierUse
 from engine.worker.metrics import EngineCollector, GpuCollector
 from planner.runtime import PlannerMetrics
 from preprocessor.blobs import BlobStore
@@ -172,11 +172,11 @@ KV = KvUse((TierUse("pool", 40, 12, 100, 60), TierUse("remote", 0, 0, 40, 30)), 
 
 
 def test_an_engine_that_has_reported_and_one_that_has_not(registry: CollectorRegistry) -> None:
-    loads: list[Load | None] = [None]
+    loads: list[LoadReport | None] = [None]
     used: list[KvUse | None] = [None]
     registry.register(EngineCollector(lambda: loads[0], lambda: used[0]))
     assert generate_latest(registry) == b""
-    loads[0] = Load(7, 3, 1, 2, 500, 30, 40, {}, decoding=2)
+    loads[0] = LoadReport(7, 3, 1, 2, 500, 30, 40, {}, decoding=2)
     assert registry.get_sample_value("tandem_engine_kv_cache_usage_ratio") == pytest.approx(0.25)
     assert registry.get_sample_value("tandem_engine_steps_total") == 7
     used[0] = KV
@@ -196,7 +196,7 @@ def test_an_engine_that_has_reported_and_one_that_has_not(registry: CollectorReg
 def test_every_metric_stands_in_the_manual(registry: CollectorRegistry, request_metrics: RequestMetrics) -> None:
     request_metrics.message()
     request_metrics.finished(finish())
-    registry.register(EngineCollector(lambda: Load(7, 3, 1, 2, 500, 30, 40, {}), lambda: KV))
+    registry.register(EngineCollector(lambda: LoadReport(7, 3, 1, 2, 500, 30, 40, {}), lambda: KV))
     registry.register(GpuCollector(Nvml()))
     PlannerMetrics(registry, "m")
     media = SimpleNamespace(num_items=3, refusals={"INVALID_ARGUMENT": 2}), {"m": SimpleNamespace(num_restarts=1)}

@@ -19,7 +19,7 @@ from simulator.models.model_shape import DEFAULT_CONFIG, ModelShape, open_shape,
 from simulator.plan.arithmetic import sections
 from simulator.plan.check import check
 from simulator.plan.disaggregated import DisaggregatedPlan
-from simulator.plan.load import Load
+from simulator.plan.load import OfferedLoad
 from simulator.plan.search import GOAL, plan
 from simulator.plan.streams import Streams
 
@@ -265,7 +265,7 @@ def test_a_prompts_attention_ends_at_the_window() -> None:
 
 
 def test_a_pool_holds_sequences_of_the_loads_length() -> None:
-    load = Load(5, 16000, 300)
+    load = OfferedLoad(5, 16000, 300)
     for name in ("gpt-oss-120b", "qwen3.5-35b-a3b", "gemma-3-27b"):
         shape = shape_named(name)
         setup = Setup(shape, GPUS["H200"], gpus=1, sequence_tokens=load.context)
@@ -280,7 +280,7 @@ def test_a_pool_holds_sequences_of_the_loads_length() -> None:
 
 def test_a_plan_of_a_model_with_windows_shows_and_keeps_what_it_says() -> None:
     setup = Setup(shape_named("gpt-oss-120b"), GPUS["H100"], gpus=1, slo=Slo(2.0, 0.05))
-    made = plan(setup, Load(3, 8000, 100))
+    made = plan(setup, OfferedLoad(3, 8000, 100))
     figures = {figure.what: figure for figure in dict(sections(made))["model and load"]}
     assert figures["KV of a sequence"].how == "18 layers x 8,062 tokens x 2.0 kB + 18 layers x 128 tokens x 2.0 kB"
     assert "GPUs of a worker" not in figures
@@ -293,7 +293,9 @@ def test_a_plan_of_a_model_with_windows_shows_and_keeps_what_it_says() -> None:
 
 
 def test_a_plan_of_a_model_with_states_shows_them() -> None:
-    made = plan(Setup(shape_named("qwen3.5-35b-a3b"), GPUS["H200"], gpus=1, slo=Slo(2.0, 0.05)), Load(3, 8000, 100))
+    made = plan(
+        Setup(shape_named("qwen3.5-35b-a3b"), GPUS["H200"], gpus=1, slo=Slo(2.0, 0.05)), OfferedLoad(3, 8000, 100)
+    )
     figures = {figure.what: figure.how for figure in dict(sections(made))["model and load"]}
     assert figures["state"] == "30 layers x 2,146.3 kB"
     assert figures["GPUs of a worker"].startswith("all that the vllm engine takes with recurrent states")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from engine.core_types import SamplingParams, StepBudget
 from engine.kv.pins import Retention
-from engine.messages.from_engine import KvAccount, Load, Rejected, Token
+from engine.messages.from_engine import KvAccount, LoadReport, Rejected, Token
 from engine.messages.to_engine import Generate
 from support.sim_model import undisturbed
 from support.trial_node import Node
@@ -89,7 +89,7 @@ def test_pins_give_way_to_a_request_that_would_never_fit() -> None:
     engine.serve(40, 9, Retention(60.0, "other"))
     engine.now += 1.0
     engine.core.report()
-    load = [message for message in engine.said if isinstance(message, Load)][-1]
+    load = [message for message in engine.said if isinstance(message, LoadReport)][-1]
     assert load.available_blocks == 16, "the router may send it"
     engine.serve(31, 50)
     assert [pin.tenant for pin in engine.core._kv_cache.cached.pins._pins.values()] == 3 * ["tenant"], (

@@ -22,7 +22,7 @@ from simulator.plan.aggregated import AggregatedPlan
 from simulator.plan.arithmetic import sections
 from simulator.plan.check import check, requests_of
 from simulator.plan.disaggregated import DisaggregatedPlan
-from simulator.plan.load import Lengths, Load
+from simulator.plan.load import Lengths, OfferedLoad
 from simulator.plan.prompts import PromptSteps, line_of
 from simulator.plan.queueing import waiting
 from simulator.plan.search import GOAL, Option, apart_of, plan, smallest
@@ -52,7 +52,7 @@ def setup_of(gpu: str, ttft_s: float, itl_s: float, **changes: object) -> Setup:
 def test_a_load_that_cannot_be(field: str, value: float) -> None:
     given_load: dict[str, float] = {"rate": 1.0, "prompt": 100.0, "output": 100.0}
     with pytest.raises(BadSetup, match=field):
-        Load(**(given_load | {field: value}))
+        OfferedLoad(**(given_load | {field: value}))
 
 
 @given(mean=st.floats(50, 1e5), variation=st.floats(0, 2))
@@ -131,7 +131,7 @@ def test_crossings() -> None:
 
 
 loads = st.builds(
-    Load,
+    OfferedLoad,
     rate=st.floats(0.1, 60),
     prompt=st.floats(50, 20_000),
     output=st.floats(1, 800),
@@ -144,7 +144,7 @@ gpus = st.sampled_from(["H100", "A100", "L4"])
 @settings(max_examples=40, deadline=None)
 @given(load=loads, gpu=gpus, workers=st.integers(1, 20), ttft_s=st.floats(0.05, 5), itl_s=st.floats(0.01, 0.2))
 def test_more_workers_keep_no_less_and_parts_are_shares(
-    load: Load, gpu: str, workers: int, ttft_s: float, itl_s: float
+    load: OfferedLoad, gpu: str, workers: int, ttft_s: float, itl_s: float
 ) -> None:
     setup = setup_of(gpu, ttft_s, itl_s)
     models: list[tuple[DisaggregatedPlan | AggregatedPlan, DisaggregatedPlan | AggregatedPlan]] = [
@@ -161,7 +161,7 @@ ADVICE = {"disaggregate": "Disaggregate: ", "aggregate": "Do not disaggregate: "
 
 @settings(max_examples=8, deadline=None)
 @given(load=loads, gpu=gpus, ttft_s=st.floats(0.2, 5), itl_s=st.floats(0.02, 0.2))
-def test_a_plan_is_smallest_and_its_arithmetic_whole(load: Load, gpu: str, ttft_s: float, itl_s: float) -> None:
+def test_a_plan_is_smallest_and_its_arithmetic_whole(load: OfferedLoad, gpu: str, ttft_s: float, itl_s: float) -> None:
     made = plan(setup_of(gpu, ttft_s, itl_s), load)
     for option in (made.apart, made.together):
         if option is None:
@@ -194,12 +194,12 @@ def test_the_smallest_number() -> None:
 
 def test_equal_or_uncertain_prices_are_even() -> None:
     """A difference counts if it stays with so much more load as the formulas may be wrong by."""
-    same = plan(setup_of("A10", 0.5, 0.08), Load(40, 250, 150))
+    same = plan(setup_of("A10", 0.5, 0.08), OfferedLoad(40, 250, 150))
     assert (same.verdict, same.advice) == (
         "even",
         "Even, so do not disaggregate: aggregated has fewer parts, and both take 3.75 USD an hour",
     )
-    near = plan(setup_of("H100", 1.0, 0.016), Load(20, 4000, 200))
+    near = plan(setup_of("H100", 1.0, 0.016), OfferedLoad(20, 4000, 200))
     assert near.together is not None
     assert near.harder is not None
     assert near.harder.gpus > near.together.gpus
@@ -213,7 +213,7 @@ def test_equal_or_uncertain_prices_are_even() -> None:
 def test_what_is_clearly_cheaper_or_alone_keeps_the_slo_is_advised() -> None:
     """Splitwise's coding service: prefill on H100, decode on A100."""
     mixed = Setup(LLAMA_70B, GPUS["H100"], gpus=8, tp=8, decode_gpu=GPUS["A100"], slo=Slo(0.9, 0.026))
-    made = plan(mixed, Load(40, 2048, 28, variation=0.8))
+    made = plan(mixed, OfferedLoad(40, 2048, 28, variation=0.8))
     assert made.apart is not None
     assert made.harder is not None
     assert made.together is not None
@@ -234,12 +234,12 @@ def test_what_is_clearly_cheaper_or_alone_keeps_the_slo_is_advised() -> None:
 @pytest.mark.parametrize(
     ("gpu", "slo", "load", "said"),
     [
-        ("L4", (0.1, 0.2), Load(0.1, 8000, 100), "ttft: a prompt of"),
-        ("L4", (2.0, 0.005), Load(0.1, 100, 100), "itl: a step of a single stream takes"),
-        ("L4", (1e5, 0.5), Load(0.001, 3_000_000, 100), "memory: a stream has"),
+        ("L4", (0.1, 0.2), OfferedLoad(0.1, 8000, 100), "ttft: a prompt of"),
+        ("L4", (2.0, 0.005), OfferedLoad(0.1, 100, 100), "itl: a step of a single stream takes"),
+        ("L4", (1e5, 0.5), OfferedLoad(0.001, 3_000_000, 100), "memory: a stream has"),
     ],
 )
-def test_what_no_number_of_gpus_mends(gpu: str, slo: tuple[float, float], load: Load, said: str) -> None:
+def test_what_no_number_of_gpus_mends(gpu: str, slo: tuple[float, float], load: OfferedLoad, said: str) -> None:
     made = plan(setup_of(gpu, *slo), load)
     assert made.apart is None
     assert made.together is None
@@ -249,13 +249,13 @@ def test_what_no_number_of_gpus_mends(gpu: str, slo: tuple[float, float], load: 
 
 @pytest.mark.parametrize("rate", [4e5, 1e6])
 def test_more_workers_than_a_plan_counts_are_said_to_be(rate: float) -> None:
-    made = plan(setup_of("H100", 1.0, 0.05), Load(rate, 8000, 500))
+    made = plan(setup_of("H100", 1.0, 0.05), OfferedLoad(rate, 8000, 500))
     assert "would take more than 16,384 of them in a pool" in made.advice
     assert made.advice.startswith(("Nothing keeps the SLO: workers: ", "Nothing to compare: workers: "))
 
 
 def test_own_gpus_cost_nothing_and_are_counted() -> None:
-    load = Load(20, 2000, 200)
+    load = OfferedLoad(20, 2000, 200)
     free, paid = (plan(setup_of("H100", 1, 0.05, usd_per_gpu_hour=price), load) for price in (0.0, 3.0))
     for one, other in ((free.apart, paid.apart), (free.together, paid.together)):
         assert one is not None
@@ -265,16 +265,16 @@ def test_own_gpus_cost_nothing_and_are_counted() -> None:
 
 
 def test_a_large_model_takes_tensor_parallelism() -> None:
-    made = plan(replace(setup_of("H100", 2.0, 0.05), model=LLAMA_70B), Load(2, 2000, 200))
+    made = plan(replace(setup_of("H100", 2.0, 0.05), model=LLAMA_70B), OfferedLoad(2, 2000, 200))
     assert made.together is not None
     assert made.together.setup.tp >= 4  # 141 GB of weights; two H100 have 144 GB that can be used
     huge = shape_of("huge", DEFAULT_CONFIG | {"num_hidden_layers": 4000})
     with pytest.raises(BadSetup, match="weights"):
-        plan(replace(setup_of("L4", 1, 0.05), model=huge), Load(1, 100, 10))
+        plan(replace(setup_of("L4", 1, 0.05), model=huge), OfferedLoad(1, 100, 10))
 
 
 def test_pools_of_different_gpus() -> None:
-    load = Load(40, 4000, 30)
+    load = OfferedLoad(40, 4000, 30)
     same = plan(setup_of("H100", 1, 0.05), load).apart
     mixed = plan(setup_of("H100", 1, 0.05, decode_gpu=GPUS["A10"]), load).apart
     assert same is not None
@@ -290,7 +290,7 @@ def test_pools_of_different_gpus() -> None:
 
 def test_the_links_can_be_what_is_short() -> None:
     slow = replace(GPUS["H100"], nic_bytes_per_s=2e9)
-    load = Load(20, 4000, 100)
+    load = OfferedLoad(20, 4000, 100)
     apart = apart_of(replace(setup_of("H100", 1, 0.05), gpu=slow), load, 4, 2)
     assert apart.link_utilisation > 1
     assert apart.kept == 0
@@ -301,10 +301,10 @@ def test_the_links_can_be_what_is_short() -> None:
 # ------------------------------------------------------------------ the simulator has the last word
 
 TRIED = {
-    "short chat, A10": ("A10", 0.5, 0.08, Load(40, 250, 150), 700, 300),
-    "long context, H100": ("H100", 3.0, 0.04, Load(4, 12_000, 100), 300, 100),
-    "decode-heavy, A100": ("A100", 0.5, 0.03, Load(60, 200, 200), 700, 450),
-    "prefill-heavy, H100": ("H100", 1.0, 0.05, Load(30, 4000, 20), 500, 200),
+    "short chat, A10": ("A10", 0.5, 0.08, OfferedLoad(40, 250, 150), 700, 300),
+    "long context, H100": ("H100", 3.0, 0.04, OfferedLoad(4, 12_000, 100), 300, 100),
+    "decode-heavy, A100": ("A100", 0.5, 0.03, OfferedLoad(60, 200, 200), 700, 450),
+    "prefill-heavy, H100": ("H100", 1.0, 0.05, OfferedLoad(30, 4000, 20), 500, 200),
 }
 """GPU, SLO, load; requests through the planned cluster, and through half of it."""
 ALL = [(name, kind) for name in TRIED for kind in ("together", "apart")]
@@ -323,7 +323,7 @@ def test_a_simulated_cluster_of_the_planned_size_keeps_the_slo_and_half_of_it_do
 
 
 def test_requests_are_as_the_plan_assumes_them() -> None:
-    load = Load(10, 1000, 50, hit_rate=0.5)
+    load = OfferedLoad(10, 1000, 50, hit_rate=0.5)
     requests = list(requests_of(load, 4000))
     assert requests[-1].arrival_s == pytest.approx(400, rel=0.05)
     assert sum(each.input_tokens for each in requests) / 4000 == pytest.approx(1000, rel=0.05)

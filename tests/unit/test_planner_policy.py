@@ -15,7 +15,7 @@ from planner.config import PolicyConfig
 from planner.estimates import ArrivalForecast, Ratio
 from planner.observation import Counters, Observation, PoolObservation
 from planner.policy import PolicyState, decide
-from planner.sizing import Load
+from planner.sizing import PoolLoad
 from support.planned_load import Fluid
 
 
@@ -30,12 +30,12 @@ def config_of(**values: object) -> PolicyConfig:
 
 
 def test_square_root_staffing_exactly() -> None:
-    assert Load(4.0, 0.0, 1.0).workers(headroom=1.0) == 6  # 4 + 2
-    assert Load(4.0, 1.5, 1.0).workers(headroom=1.0) == 6  # which does that, too
-    assert Load(4.0, 2.5, 1.0).workers(headroom=1.0) == 7
-    assert Load(4.0, 0.0, 1.0).workers(headroom=1.0, margin=0.5625) == 9  # 6.25 + 2.5, rounded up
-    assert Load(100.0, 0.0, 25.0).workers(headroom=1.0) == 5  # 110 streams
-    assert Load(0.0, 0.0, 1.0).workers(headroom=1.0) == 0
+    assert PoolLoad(4.0, 0.0, 1.0).workers(headroom=1.0) == 6  # 4 + 2
+    assert PoolLoad(4.0, 1.5, 1.0).workers(headroom=1.0) == 6  # which does that, too
+    assert PoolLoad(4.0, 2.5, 1.0).workers(headroom=1.0) == 7
+    assert PoolLoad(4.0, 0.0, 1.0).workers(headroom=1.0, margin=0.5625) == 9  # 6.25 + 2.5, rounded up
+    assert PoolLoad(100.0, 0.0, 25.0).workers(headroom=1.0) == 5  # 110 streams
+    assert PoolLoad(0.0, 0.0, 1.0).workers(headroom=1.0) == 0
 
 
 def test_a_forecast_knows_a_steady_rise_and_never_promises_less_than_there_is() -> None:

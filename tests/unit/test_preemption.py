@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 from engine.core.preemption import admits, next_victim, oldest_of, restart_order
+from engine.core_types import EngineSequence as Tokens
 from engine.core_types import SamplingParams, StepBudget
-from engine.core_types import Sequence as Tokens
-from engine.messages.from_engine import LendReady, LendRefused, LendStarting, Load, OpenLoan, Rejected
+from engine.messages.from_engine import LendReady, LendRefused, LendStarting, LoadReport, OpenLoan, Rejected
 from engine.messages.to_engine import Cancel, Lend, LendClosed, LoanFailed
 from support.crowded_engine import Engine, tokens
 
@@ -96,13 +96,13 @@ def test_load_tells_of_preemptions_and_that_nothing_is_available() -> None:
     engine.run(10)
     engine.core.report()
     engine.check()
-    load = engine.receive(Load)[-1]
+    load = engine.receive(LoadReport)[-1]
     assert (load.running, load.preempted, load.preemptions, load.available_blocks) == (2, 1, 1, 0)
     assert load.queued_prefill_tokens == len(engine.streams["b"].tokens) + 7
     engine.run()
     engine.core.report()
     engine.check()
-    load = engine.receive(Load)[-1]
+    load = engine.receive(LoadReport)[-1]
     assert (load.running, load.preempted, load.preemptions, load.available_blocks) == (0, 0, 1, 6)
 
 

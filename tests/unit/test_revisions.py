@@ -17,7 +17,7 @@ from protos import membership_pb2
 from router.admission.request import RequestInfo
 from router.models.model_runtime import MAX_REVISIONS, ModelRuntime
 from router.placement.demand import Demand
-from router.placement.fleet.worker_records import Worker
+from router.placement.fleet.worker_records import WorkerRecord
 from router.request_path.preprocess import Preprocessor
 from router.request_path.stream_state import StreamState
 from router.security.api_keys import Principal
@@ -29,7 +29,7 @@ ANYBODY = Principal("", None)
 LOAD = membership_pb2.LoadReport(available_blocks=100, num_blocks=100)
 
 
-def join(model: ModelRuntime, worker_id: str, revision: bytes, **fields: Any) -> Worker:
+def join(model: ModelRuntime, worker_id: str, revision: bytes, **fields: Any) -> WorkerRecord:
     worker = model.fleet.joined(hello_of(model, worker_id, revision=revision, **fields))
     model.fleet.reported(worker, LOAD)
     model.on_worker_report()

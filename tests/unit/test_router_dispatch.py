@@ -13,7 +13,7 @@ from router.admission.limits.tenant_limits import TenantLimits
 from router.admission.request import RequestInfo
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
-from router.placement.fleet.worker_records import Worker
+from router.placement.fleet.worker_records import WorkerRecord
 from router.placement.rates import Priors
 from support.virtual_loop import settle
 
@@ -37,7 +37,7 @@ def info(priority: int = 0, **options: Any) -> RequestInfo:
     return RequestInfo("", priority, 0.0, **options)
 
 
-def make(available: int, **config: Any) -> tuple[Fleet, Worker, Dispatcher]:
+def make(available: int, **config: Any) -> tuple[Fleet, WorkerRecord, Dispatcher]:
     fleet = Fleet("router", PRIORS)
     worker = fleet.joined(pb.Hello(worker_id="d0", role=pb.ROLE_DECODE))
     fleet.reported(worker, pb.LoadReport(available_blocks=available, num_blocks=100))

@@ -4,7 +4,7 @@ from engine.block_keys import block_keys, root_key
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
-from router.placement.fleet.worker_records import Worker
+from router.placement.fleet.worker_records import WorkerRecord
 from router.placement.place import Decision
 from router.placement.rates import Floats, Priors
 
@@ -47,7 +47,7 @@ def stored(sequence: int, parent: bytes, keys: list[bytes], snapshot: bool = Fal
     return pb.CacheEvents(sequence=sequence, events=[event], snapshot=snapshot)
 
 
-def make_fleet() -> tuple[Fleet, Worker, Worker]:
+def make_fleet() -> tuple[Fleet, WorkerRecord, WorkerRecord]:
     fleet = Fleet("router", PRIORS)
     decode, prefill = fleet.joined(hello("d0")), fleet.joined(hello("p0"))
     fleet.reported(decode, report())
@@ -127,14 +127,14 @@ def test_a_placement_takes_what_its_worker_promises_and_not_all_it_may_need() ->
     worker = fleet.joined(made)
     fleet.reported(worker, report())
     demand = Demand(20, 4, 30, 4, 100, chain_tokens=(20,), max_chain_tokens=120)
-    assert [demand.num_promised_blocks(reserve) for reserve in (0, 1, 8, 1000)] == [30, 6, 7, 30]
+    assert [demand.num_blocks_to_reserve(reserve) for reserve in (0, 1, 8, 1000)] == [30, 6, 7, 30]
     fleet.placed(Decision("d0", None, False, None, 0, 0, 0, 0, 1, ""), demand, [])
     assert [view.available_blocks for view in fleet.views()] == [43]
 
 
 def test_choices_take_what_they_share_once() -> None:
     demand = Demand(21, 5, 95, 4, 100, chain_tokens=(21, 23, 21), max_chain_tokens=120, shared_tokens=20)
-    assert demand.num_promised_blocks(4) == 5 + (7 - 5) + (7 - 5) + (7 - 5)
+    assert demand.num_blocks_to_reserve(4) == 5 + (7 - 5) + (7 - 5) + (7 - 5)
 
 
 # ------------------------------------------------------------------------------------------- the shared store
@@ -151,7 +151,7 @@ def in_store(sequence: int, stored: list[bytes] = (), removed: list[bytes] = ())
     return pb.CacheEvents(sequence=sequence, events=[event])
 
 
-def sharing_fleet(*hellos: pb.Hello) -> tuple[Fleet, list[Worker]]:
+def sharing_fleet(*hellos: pb.Hello) -> tuple[Fleet, list[WorkerRecord]]:
     fleet = Fleet("router", PRIORS)
     workers = [fleet.joined(each) for each in hellos]
     for worker in workers:

@@ -7,7 +7,7 @@ from engine.block_keys import block_keys, root_key
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
-from router.placement.fleet.worker_records import ActivePlacement, Worker
+from router.placement.fleet.worker_records import ActivePlacement, WorkerRecord
 from router.placement.in_flight import Flows
 from router.placement.place import Decision, place
 from router.placement.rates import Priors
@@ -32,13 +32,13 @@ class FleetModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.fleet = Fleet("router", PRIORS)
-        self.workers: dict[str, Worker] = {}
-        self.old: list[Worker] = []
-        self.held: dict[Worker, set[bytes]] = {}
-        self.sequence: dict[Worker, int] = {}
+        self.workers: dict[str, WorkerRecord] = {}
+        self.old: list[WorkerRecord] = []
+        self.held: dict[WorkerRecord, set[bytes]] = {}
+        self.sequence: dict[WorkerRecord, int] = {}
         """What the worker will send next."""
-        self.in_step: dict[Worker, bool] = {}
-        self.draining: set[Worker] = set()
+        self.in_step: dict[WorkerRecord, bool] = {}
+        self.draining: set[WorkerRecord] = set()
         """Once and for all."""
         self.under_way: list[ActivePlacement] = []
         self.num_placed = 0
@@ -140,7 +140,7 @@ class FleetModel(RuleBasedStateMachine):
     def expected_views(self) -> list[WorkerView]:
         return [self.view(worker) for _, worker in sorted(self.workers.items()) if worker.load is not None]
 
-    def view(self, worker: Worker) -> WorkerView:
+    def view(self, worker: WorkerRecord) -> WorkerView:
         load, reserve = worker.load, worker.hello.reserve_output_tokens
         assert load is not None
         unseen = [p for p in self.under_way if p.sequence > load.placements_seen.get("router", 0)]
@@ -155,7 +155,7 @@ class FleetModel(RuleBasedStateMachine):
             queued_prefill_tokens=load.queued_prefill_tokens
             + sum(p.lender_tokens for p in lends)
             + sum(p.own_tokens for p in decodes if not p.started),
-            available_blocks=load.available_blocks - sum(p.demand.num_promised_blocks(reserve) for p in decodes),
+            available_blocks=load.available_blocks - sum(p.demand.num_blocks_to_reserve(reserve) for p in decodes),
             num_blocks=load.num_blocks,
             reserve_output_tokens=reserve,
             draining=worker in self.draining,

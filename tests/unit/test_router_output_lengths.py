@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.block_keys import root_key
-from engine.core_types import SamplingParams, Sequence
+from engine.core_types import EngineSequence, SamplingParams
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
@@ -95,7 +95,7 @@ def demand_of(num_emitted: int = 0, max_tokens: int = 2048) -> Demand:
 def test_the_router_reserves_by_what_receipts_said_and_never_more_than_the_worker_allows() -> None:
     fleet = a_fleet()
     fresh = fleet.with_expected_output(demand_of(), KEY, 16)
-    assert fresh.num_promised_blocks(256) == (16 + 256) // 16
+    assert fresh.num_blocks_to_reserve(256) == (16 + 256) // 16
     assert "unknown" in fresh.reservation(256)
     for num_tokens, key in ((16, KEY), (1024, ("long", ""))):
         for _ in range(EVERY):
@@ -104,10 +104,10 @@ def test_the_router_reserves_by_what_receipts_said_and_never_more_than_the_worke
             fleet.finished(placed, finish_of(num_tokens), None)
             fleet.ended(placed)
     short = fleet.with_expected_output(demand_of(), KEY, 16)
-    assert (short.expected_output_tokens, short.num_promised_blocks(256)) == (16, 2)
+    assert (short.expected_output_tokens, short.num_blocks_to_reserve(256)) == (16, 2)
     assert short.reservation(256) == "80th percentile of 8 outputs of this tenant and task"
     assert fleet.with_expected_output(demand_of(10), KEY, 16).expected_output_tokens == 6, "10 are emitted"
-    assert fleet.with_expected_output(demand_of(20), KEY, 16).num_promised_blocks(256) == (36 + 256 + 15) // 16
+    assert fleet.with_expected_output(demand_of(20), KEY, 16).num_blocks_to_reserve(256) == (36 + 256 + 15) // 16
     long = fleet.with_expected_output(demand_of(), ("long", ""), 16)
     assert long.reserved_output_tokens(256) == 256
     assert long.reservation(256).endswith("outputs of this tenant and task: 1024")
@@ -117,7 +117,7 @@ def test_the_router_reserves_by_what_receipts_said_and_never_more_than_the_worke
 @pytest.mark.parametrize(("num_sampled", "reserved"), [(0, 120), (15, 120), (20, 170), (990, 1100)])
 def test_an_engine_reserves_to_the_expected_end_and_by_its_setting_beyond(num_sampled: int, reserved: int) -> None:
     sampling = SamplingParams(max_tokens=1000, seed=1)
-    sequence = Sequence("r", [1] * 100, 100, root_key(b"m", ""), sampling, 0, 1, num_expected=120)
+    sequence = EngineSequence("r", [1] * 100, 100, root_key(b"m", ""), sampling, 0, 1, num_expected=120)
     sequence.token_ids += [2] * num_sampled
     assert sequence.num_tokens_reserved(50) == reserved
     assert sequence.num_tokens_reserved(5) <= sequence.num_tokens + 5

@@ -236,7 +236,7 @@ def plain_ways(case: Case, rates: Rates) -> Iterator[Way]:
     could = [view for view in could if view.num_blocks >= demand.num_total_blocks]
     could = [view for view in could if not demand.adapter or demand.adapter in view.adapters]
     could = [view for view in could if not demand.has_items or view.reads_media]
-    able = [view for view in could if view.available_blocks >= demand.num_promised_blocks(view.reserve_output_tokens)]
+    able = [view for view in could if view.available_blocks >= demand.num_blocks_to_reserve(view.reserve_output_tokens)]
     computing = [view for view in case.views if not view.decodes and not view.draining and view.num_blocks >= usable]
     computing = [view for view in computing if not demand.adapter or demand.adapter in view.adapters]
     computing = [view for view in computing if not demand.has_items or view.reads_media]

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
-from router.placement.fleet.worker_records import ActivePlacement, Worker
+from router.placement.fleet.worker_records import ActivePlacement, WorkerRecord
 from router.placement.rates import Priors
 
 ROUTERS = ["r0", "r1", "r2"]
@@ -71,7 +71,7 @@ class Replicas(RuleBasedStateMachine):
         super().__init__()
         self.fleets = {name: Fleet(name, PRIORS, learn_rates=False, incarnation=name) for name in ROUTERS}
         self.workers = {name: ModelWorker(name) for name in [*DECODES, *PREFILLS]}
-        self.members: dict[tuple[str, str], Worker] = {}
+        self.members: dict[tuple[str, str], WorkerRecord] = {}
         for router, fleet in self.fleets.items():
             for name, worker in self.workers.items():
                 role = pb.ROLE_DECODE if name in DECODES else pb.ROLE_PREFILL

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.scheduler import max_wait_steps, schedule
-from engine.core_types import Chunk, SamplingParams, Sequence, StepBudget
+from engine.core_types import Chunk, EngineSequence, SamplingParams, StepBudget
 
 SAMPLING = SamplingParams(max_tokens=4)
 
@@ -19,9 +19,9 @@ def sequence(
     priority: int = 0,
     job: bool = False,
     turn: int = 0,
-) -> Sequence:
+) -> EngineSequence:
     """A prompt of `prompt` tokens with `emitted` sampled ones after it; a `job` is of a loan and samples nothing."""
-    return Sequence(
+    return EngineSequence(
         request_id=name,
         token_ids=[0] * (prompt + emitted),
         num_prompt=prompt,
@@ -34,7 +34,7 @@ def sequence(
     )
 
 
-def decoding(name: str, arrival: int, priority: int = 0, turn: int = 0) -> Sequence:
+def decoding(name: str, arrival: int, priority: int = 0, turn: int = 0) -> EngineSequence:
     return sequence(name, arrival, prompt=4, computed=4, emitted=1, priority=priority, turn=turn)
 
 
@@ -109,8 +109,8 @@ def test_nothing_to_do() -> None:
 
 
 @st.composite
-def states(draw: st.DrawFn) -> list[Sequence]:
-    built: list[Sequence] = []
+def states(draw: st.DrawFn) -> list[EngineSequence]:
+    built: list[EngineSequence] = []
     for arrival in draw(st.permutations(range(draw(st.integers(0, 12))))):
         priority = draw(st.integers(-1, 1))
         prompt = draw(st.integers(1, 30))
@@ -134,7 +134,7 @@ budgets = st.builds(StepBudget, st.integers(1, 20), st.integers(1, 20))
 
 
 @given(states(), budgets)
-def test_every_batch_keeps_the_rules(state: list[Sequence], budget: StepBudget) -> None:
+def test_every_batch_keeps_the_rules(state: list[EngineSequence], budget: StepBudget) -> None:
     batch = schedule(state, budget)
     decodes = [chunk for chunk in batch if chunk.sequence.decoding]
     prompts = [chunk for chunk in batch if not chunk.sequence.decoding]
@@ -166,14 +166,16 @@ def test_every_batch_keeps_the_rules(state: list[Sequence], budget: StepBudget) 
 
 
 @given(states(), budgets, st.randoms(use_true_random=False))
-def test_the_order_of_the_input_does_not_matter(state: list[Sequence], budget: StepBudget, random: object) -> None:
+def test_the_order_of_the_input_does_not_matter(
+    state: list[EngineSequence], budget: StepBudget, random: object
+) -> None:
     shuffled = list(state)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     assert plan(schedule(state, budget)) == plan(schedule(shuffled, budget))
 
 
 @given(states(), budgets)
-def test_everything_ends_within_the_steps_its_work_needs(state: list[Sequence], budget: StepBudget) -> None:
+def test_everything_ends_within_the_steps_its_work_needs(state: list[EngineSequence], budget: StepBudget) -> None:
     """No starvation: every step does something, so the work bounds the steps, whatever the priorities are."""
     running = list(state)
     steps = 0
@@ -192,11 +194,11 @@ def test_everything_ends_within_the_steps_its_work_needs(state: list[Sequence], 
 
 @given(states(), budgets, st.data())
 def test_everybody_gets_a_token_within_the_bound_however_many_come_later(
-    state: list[Sequence], budget: StepBudget, data: st.DataObject
+    state: list[EngineSequence], budget: StepBudget, data: st.DataObject
 ) -> None:
     """The bound in the module's docstring, for all of them, under a flow of prompts of the highest priority."""
 
-    def bound(waiting: Sequence, runnable: list[Sequence]) -> int:
+    def bound(waiting: EngineSequence, runnable: list[EngineSequence]) -> int:
         ahead = [s for s in runnable if s.turn <= waiting.turn]
         return sum(-(-s.num_remaining // budget.guaranteed_tokens) for s in ahead)
 

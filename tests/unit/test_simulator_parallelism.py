@@ -14,7 +14,7 @@ from simulator.errors import BadSetup
 from simulator.gpus import GPUS, HOST_GPUS, Gpu, Roofline
 from simulator.models.known_models import known_shape
 from simulator.models.model_shape import ModelShape
-from simulator.plan.load import Load
+from simulator.plan.load import OfferedLoad
 from simulator.plan.search import plan
 
 H100, H200 = GPUS["H100"], GPUS["H200"]
@@ -88,7 +88,7 @@ def test_hidden_states_cross_hosts_and_no_more() -> None:
 
 
 def test_a_model_that_fits_no_host_is_planned_with_stages() -> None:
-    load = Load(rate=2, prompt=2000, output=300)
+    load = OfferedLoad(rate=2, prompt=2000, output=300)
     made = plan(setup_of(LLAMA_405B, H200, gpus=1), load)
     assert made.setup.pp == 1
     made = plan(setup_of(LLAMA_405B, H100, gpus=1, slo=replace(Setup(LLAMA_405B, H100, 1).slo, itl_s=0.1)), load)
@@ -100,7 +100,7 @@ def test_a_model_that_fits_no_host_is_planned_with_stages() -> None:
 
 
 def test_a_plan_with_groups_has_whole_groups_only() -> None:
-    made = plan(setup_of(DEEPSEEK_V3, H200, gpus=16, dp=16), Load(rate=40, prompt=2000, output=500))
+    made = plan(setup_of(DEEPSEEK_V3, H200, gpus=16, dp=16), OfferedLoad(rate=40, prompt=2000, output=500))
     assert made.together is not None
     assert made.apart is not None
     shape = made.apart.scenario

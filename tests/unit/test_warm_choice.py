@@ -49,7 +49,7 @@ LOADS = st.lists(
 
 def test_a_request_without_output_needs_its_full_blocks_and_nothing_else() -> None:
     assert (DEMAND.num_usable_blocks, DEMAND.num_total_blocks, DEMAND.num_tokens) == (10, 10, 40)
-    assert DEMAND.num_promised_blocks(256) == 10
+    assert DEMAND.num_blocks_to_reserve(256) == 10
 
 
 @given(LOADS, st.integers(0, 7))

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine.lending.reads.block_reads import LocalRank
-from engine.tensor_parallel.gathering import GATHER_BYTES, GatheredBlocks, GatheringRank
-from engine.tensor_parallel.part_copies import PartCopies
-from engine.tensor_parallel.shared_memory import MappedMemory, SharedMemory
+from engine.ranks.gathering import GATHER_BYTES, GatheredBlocks, GatheringRank
+from engine.ranks.part_copies import PartCopies
+from engine.ranks.shared_memory import MappedMemory, SharedMemory
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import BlockPart, part_spans
 from kvtransfer.transport import Pool

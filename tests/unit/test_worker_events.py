@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv.events import CacheEvent, Removed, Stored
-from engine.messages.from_engine import CacheChanged, Load
+from engine.messages.from_engine import CacheChanged, LoadReport
 from engine.worker.front import worker_events as news
 from engine.worker.front.worker_events import cache_events, messages_of, parts_of, summary
 from protos import membership_pb2 as pb
@@ -35,12 +35,12 @@ def apply(held: set[bytes], changed: tuple[CacheEvent, ...]) -> None:
             held -= set(event.keys)
 
 
-def heard(messages: list[CacheChanged | Load]) -> tuple[set[bytes], int, bool, int | None]:
+def heard(messages: list[CacheChanged | LoadReport]) -> tuple[set[bytes], int, bool, int | None]:
     """What a router holds after them: keys, the next sequence, whether it is in step, and the last step reported."""
     held: set[bytes] = set()
     expected, in_step, step = 0, True, None
     for message in messages:
-        if isinstance(message, Load):
+        if isinstance(message, LoadReport):
             step = message.step
         elif message.snapshot:
             held, expected, in_step = set(), message.sequence, True
@@ -55,12 +55,12 @@ def heard(messages: list[CacheChanged | Load]) -> tuple[set[bytes], int, bool, i
 
 @given(steps)
 def test_a_summary_says_the_same(said: list[object]) -> None:
-    messages: list[CacheChanged | Load] = []
+    messages: list[CacheChanged | LoadReport] = []
     there: set[bytes] = set()
     sequence = 0
     for step in said:
         if isinstance(step, int):
-            messages.append(Load(step, 0, 0, 0, 0, 0, 0, {}))
+            messages.append(LoadReport(step, 0, 0, 0, 0, 0, 0, {}))
         elif step == "snapshot":
             messages.append(CacheChanged(sequence, (Stored(b"", tuple(sorted(there))),), snapshot=True))
         else:

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from engine.block_keys import block_keys, resume_name, root_key
-from engine.kv.course import name_of
+from engine.kv.block_range import name_of
 from engine.kv.events import Removed, Stored
 from engine.messages.from_engine import CacheChanged, CacheInspected
 from engine.messages.to_engine import CacheDrop, InspectCache, LoanBlocks, TakeSnapshot

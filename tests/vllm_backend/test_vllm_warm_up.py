@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.messages.from_engine import CacheChanged, CacheInspected, Connected, Load
+from engine.messages.from_engine import CacheChanged, CacheInspected, Connected, LoadReport
 from engine.messages.to_engine import Connect, InspectCache, TakeSnapshot
 from support.engine_contract import named, prompt_of
 from support.long_runs import mostly_long
@@ -22,12 +22,12 @@ async def test_what_was_computed_to_warm_up_is_gone(kind: str) -> None:
         assert engine.ready.warm_up_s > 0
         await engine.audited()
         engine.send(InspectCache(2), TakeSnapshot(), Connect(3, lender.ready.endpoint))
-        for kind_of in (CacheInspected, CacheChanged, Connected, Load):
+        for kind_of in (CacheInspected, CacheChanged, Connected, LoadReport):
             await engine.until(lambda kind_of=kind_of: engine._said(kind_of))
         (inspected,) = [message for message in engine.said if isinstance(message, CacheInspected)]
         assert (inspected.held, inspected.filled) == (0, 0)
         assert all(not message.events for message in engine.said if isinstance(message, CacheChanged))
-        loads = [message for message in engine.said if isinstance(message, Load)]
+        loads = [message for message in engine.said if isinstance(message, LoadReport)]
         assert all(load.preemptions == load.running == 0 for load in loads)
         assert [message for message in engine.said if isinstance(message, Connected)] == [Connected(3)]
         await engine.audited()

@@ -1,8 +1,7 @@
 """Model joined to its paged KV memory: chunks in, logits out."""
 
 import weakref
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,13 +35,13 @@ class PagedModel:
         joined = join(model, self.blocks.view(getattr(torch, layout.dtype)).view(shape), layout, backend)
         self.backend, self._attention = joined.backend, joined.attention
         self.argmax, self._last_rows = joined.argmax, joined.last_rows
-        self.bind_threads: Callable[[Seq[int]], None] | None = joined.bind_threads
+        self.bind_threads: Callable[[Sequence[int]], None] | None = joined.bind_threads
         # by now the memory that the weights were read from is free: both at once would be a peak
         populate(self.blocks, lambda: self._computing)
         # transformers keeps what is registered for ever, so it gets no reference that keeps the pool
         use_attention(model, weakref.proxy(self._attention))
 
-    def logits(self, batch: Seq[Chunk]) -> Tensor:
+    def logits(self, batch: Sequence[Chunk]) -> Tensor:
         """Compute the chunks and return logits [chunks that sample, vocab], in order."""
         self._computing = True
         try:
@@ -50,7 +49,7 @@ class PagedModel:
         finally:
             self._computing = False
 
-    def _logits(self, batch: Seq[Chunk]) -> Tensor:
+    def _logits(self, batch: Sequence[Chunk]) -> Tensor:
         tokens: list[int] = []
         positions: list[int] = []
         last_rows: list[int] = []

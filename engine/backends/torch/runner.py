@@ -1,6 +1,6 @@
 """Torch model runner: a transformers model over a paged KV pool, on the CPU."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -52,7 +52,7 @@ class TorchRunner(ModelRunner):
         self.pool, self.backend = self.paged.pool, self.paged.backend
         self._scorer = PromptScorer(model, self.info.vocab_size)
 
-    def bind(self, own_cores: Seq[int], shared_cores: Seq[int]) -> None:
+    def bind(self, own_cores: Sequence[int], shared_cores: Sequence[int]) -> None:
         """Bind the kernels to all given cores, torch's operators to `own_cores`.
 
         The kernels hand out work to threads as they become free. torch's operators split work into equal parts, and
@@ -68,7 +68,7 @@ class TorchRunner(ModelRunner):
         self.paged.bind_threads(cores)
 
     @torch.inference_mode()
-    def execute(self, batch: Seq[Chunk]) -> list[SampleResult]:
+    def execute(self, batch: Sequence[Chunk]) -> list[SampleResult]:
         scores = wants_scores(batch)
         with self._scorer.keeping_hidden_states() if scores else nullcontext():
             logits = self.logits(batch)
@@ -78,7 +78,7 @@ class TorchRunner(ModelRunner):
         return self._scorer.score(batch, sampled) if scores else sampled
 
     @torch.inference_mode()
-    def logits(self, batch: Seq[Chunk]) -> torch.Tensor:
+    def logits(self, batch: Sequence[Chunk]) -> torch.Tensor:
         """Compute the chunks and return logits [chunks that sample, vocab], in order."""
         return self.paged.logits(batch)
 

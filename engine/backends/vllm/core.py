@@ -9,8 +9,7 @@ meanwhile, because vLLM defers freeing it (with several batches in flight) or Ta
 """
 
 import time
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,14 +23,14 @@ from engine.backends.vllm.requests import VllmRequests
 from engine.backends.vllm.sampling.sampling import Sampling
 from engine.backends.vllm.submitted import Full, Submissions, Submitted
 from engine.core.loan_host import EngineParts, Input, LoanHost
-from engine.core_types import Sequence
+from engine.core_types import EngineSequence
 from engine.kv.store.kv_store import KvStore
 from engine.lending.reads.block_reads import LocalRank
 from engine.messages.to_engine import ItemsFetched
 from engine.model_runner import ModelInfo
 from kvtransfer.ranks import join_endpoints, with_planes, with_stages
 
-Fingerprint = Callable[[Seq[int]], NDArray[np.uint64]]
+Fingerprint = Callable[[Sequence[int]], NDArray[np.uint64]]
 FingerprintLater = Callable[[Any, Callable[[], NDArray[np.uint64]]], None]
 """Callable later(tag, compute) that computes fingerprints on another thread; `VllmCore.name` takes tag and result."""
 
@@ -39,7 +38,7 @@ FingerprintLater = Callable[[Any, Callable[[], NDArray[np.uint64]]], None]
 class _Filled:
     """Blocks that one step filled, held until they are named."""
 
-    def __init__(self, full: Seq[Full], places: Seq[GroupPlace]) -> None:
+    def __init__(self, full: Sequence[Full], places: Sequence[GroupPlace]) -> None:
         self.full, self.places = full, places
         self.blocks = [each.block for each in places]
 
@@ -59,7 +58,7 @@ class VllmCore(LoanHost):
         info: ModelInfo,
         sampling: Sampling,
         lora: Mapping[bytes, Any],
-        stores: Seq[KvStore] = (),
+        stores: Sequence[KvStore] = (),
         fingerprint_later: FingerprintLater | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -226,16 +225,16 @@ class VllmCore(LoanHost):
 
     # ------------------------------------------------------------------ parts
 
-    def _endpoint(self, ranks: Seq[bytes]) -> bytes:
+    def _endpoint(self, ranks: Sequence[bytes]) -> bytes:
         memory = self._memory
         return with_stages(with_planes(join_endpoints(ranks), memory.layout.planes, memory.num_blocks), memory.shares)
 
-    def _own_claims(self) -> list[Seq[int]]:
-        """Return the blocks that vLLM's requests hold, those of hardened reservations, and those not named yet."""
+    def _own_claims(self) -> list[Sequence[int]]:
+        """Return the blocks that vLLM's requests hold, those allocated early, and those not named yet."""
         unnamed = [filled.blocks for filled in self._unnamed]
-        return [*self._submissions.holdings(), *self._kv_cache.hardened, *unnamed]
+        return [*self._submissions.holdings(), *self._kv_cache.allocated, *unnamed]
 
-    def _take_full(self, full: Seq[Full]) -> None:
+    def _take_full(self, full: Sequence[Full]) -> None:
         """Name the blocks that a step filled, once their fingerprints are known.
 
         Steps do not wait for fingerprints that another thread computes: the blocks are held meanwhile.
@@ -308,7 +307,7 @@ class VllmCore(LoanHost):
             if (submitted := self._submissions.get(request_id)) is not None:
                 self._give_up(submitted.sequence, "its blocks were given away, and the tensors of an item are not here")
 
-    def _give_up(self, sequence: Sequence, reason: str) -> None:
+    def _give_up(self, sequence: EngineSequence, reason: str) -> None:
         """End what cannot be computed here: a loan's borrower computes itself, a request is placed again."""
         if sequence.sampling is None:
             self._lender_manager.lose(sequence, reason)
@@ -319,6 +318,6 @@ class VllmCore(LoanHost):
         if submitted.sequence.sampling is not None:
             self._requests.scheduled(submitted, num_hits)
 
-    def _finished(self, sequence: Sequence) -> None:
+    def _finished(self, sequence: EngineSequence) -> None:
         self._blocked = False
         self._submissions.remove(sequence)

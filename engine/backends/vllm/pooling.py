@@ -4,15 +4,14 @@ The pooler is vLLM's own, with its projection, activation and scaling. A vector 
 prompt is made of one step, so such a prompt is neither cut into chunks nor begun after cached blocks.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.pooling_params import PoolingParams
 from vllm.v1.request import Request
 
 from engine.backends.vllm.sampling.sampling import Sampling
-from engine.core_types import Pooler, RequestFailure, SampleResult, Sequence
+from engine.core_types import EngineSequence, Pooler, RequestFailure, SampleResult
 from engine.errors import EngineStartError
 from engine.messages.to_engine import Generate
 
@@ -48,11 +47,11 @@ class PoolingRequests(Sampling):
         return RequestFailure("model", "it runs on vLLM's pooling runner here, which answers with vectors only")
 
     def request(
-        self, sequence: Sequence, request_id: str, arguments: dict[str, Any], wake: Callable[[], None]
+        self, sequence: EngineSequence, request_id: str, arguments: dict[str, Any], wake: Callable[[], None]
     ) -> Request:
         fills = sequence.sampling is None or sequence.only_fills
         tokens = self.fill_tokens(sequence) if fills else list(sequence.token_ids)
         return Request(request_id, tokens, None, **arguments | {"pooling_params": self._params.clone()})
 
-    def results(self, sequence: Sequence, request: Request, output: Any) -> Seq[SampleResult]:
+    def results(self, sequence: EngineSequence, request: Request, output: Any) -> Sequence[SampleResult]:
         return []

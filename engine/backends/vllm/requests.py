@@ -17,14 +17,14 @@ from engine.backends.vllm.sampling.sampling import Sampling
 from engine.backends.vllm.submitted import Submissions, Submitted
 from engine.block_keys import BlockKey
 from engine.core.request_table import Request, RequestTable, TableParts
-from engine.core_types import FinishReason, RequestFailure, SampleResult, Sequence, TokenLogprobs
+from engine.core_types import EngineSequence, FinishReason, RequestFailure, SampleResult, TokenLogprobs
 from engine.messages.from_engine import Embedded, Failed, KvAccount, PromptScored, Token
 from engine.messages.to_engine import Generate
 
 
 @dataclass(slots=True)
 class _Request(Request):
-    waiting: list[Sequence] = field(default_factory=list)
+    waiting: list[EngineSequence] = field(default_factory=list)
     """Choices to submit with the first choice's first token."""
     reserved: int = 0
     """Blocks reserved for `waiting`."""
@@ -75,11 +75,11 @@ class VllmRequests(RequestTable[_Request]):
         return sum(request.reserved for request in self._requests.values())
 
     @property
-    def running(self) -> list[Sequence]:
+    def running(self) -> list[EngineSequence]:
         return [each.sequence for each in self._submissions.of_requests if not each.is_preempted]
 
     @property
-    def preempted(self) -> list[Sequence]:
+    def preempted(self) -> list[EngineSequence]:
         return [each.sequence for each in self._submissions.of_requests if each.is_preempted]
 
     @property
@@ -106,7 +106,7 @@ class VllmRequests(RequestTable[_Request]):
     def _unsupported(self, message: Generate) -> str:
         return self._media.refusal(message.items) or self._sampling.refusal(message)
 
-    def _request(self, message: Generate, chains: list[Sequence]) -> _Request:
+    def _request(self, message: Generate, chains: list[EngineSequence]) -> _Request:
         by_choice = {chain.choice: chain for chain in chains}
         chains[0].siblings = []
         return _Request(
@@ -118,47 +118,47 @@ class VllmRequests(RequestTable[_Request]):
             tells_pins=message.retention is not None,
         )
 
-    def _start(self, request: _Request, chains: list[Sequence], keys: list[BlockKey]) -> str:
+    def _start(self, request: _Request, chains: list[EngineSequence], keys: list[BlockKey]) -> str:
         lead = chains[0]
         shared = lead.fork_at // self._kv_cache.layout.block_tokens
-        # a model of windows or states may promise fewer blocks than its chain has
-        for_others = sum(max(0, self._promised_blocks(other) - shared) for other in request.waiting)
-        needed = self._promised_blocks(lead) + for_others
+        # a model of windows or states may reserve fewer blocks than its chain has
+        for_others = sum(max(0, self._num_blocks_to_reserve(other) - shared) for other in request.waiting)
+        needed = self._num_blocks_to_reserve(lead) + for_others
         if self.short or not self._kv_cache.start(lead, keys, needed):
             return f"{needed} KV blocks needed, {0 if self.short else self._kv_cache.pool.num_available} available now"
         lead.num_reserved -= for_others
         request.reserved = for_others
         return ""
 
-    def _has_begun(self, request: _Request, chain: Sequence) -> bool:
+    def _has_begun(self, request: _Request, chain: EngineSequence) -> bool:
         return chain not in request.waiting
 
     def _over(self, request: _Request) -> None:
         self._kv_cache.pool.unreserve(request.reserved)
 
-    def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
+    def loan_over(self, sequence: EngineSequence, lost_blocks: bool) -> None:
         """Submit the request; vLLM computes the blocks that the loan did not bring."""
         if lost_blocks:
             self._lost(sequence)
             return
         self._count_left(sequence)
         if not self.fill_if_complete(sequence, sequence.num_computed):
-            self._submissions.add(sequence, self._promised_blocks(sequence))
+            self._submissions.add(sequence, self._num_blocks_to_reserve(sequence))
 
-    def give_up(self, sequence: Sequence, reason: str) -> None:
+    def give_up(self, sequence: EngineSequence, reason: str) -> None:
         """End a request that this worker cannot compute now; the router places it again."""
         if self.has(sequence):
             self._finish(sequence.request_id)
             self._reject(sequence.request_id, reason, permanent=False)
 
-    def fill_if_complete(self, sequence: Sequence, num_tokens: int) -> bool:
+    def fill_if_complete(self, sequence: EngineSequence, num_tokens: int) -> bool:
         """End a request without output when `num_tokens`, whose blocks are named, are all; return whether it ended."""
         if not sequence.only_fills or num_tokens < sequence.num_prompt or not self.has(sequence):
             return False
         self._fill(sequence)
         return True
 
-    def named(self, sequence: Sequence, num_tokens: int) -> None:
+    def named(self, sequence: EngineSequence, num_tokens: int) -> None:
         """Process that the blocks of a sequence's first `num_tokens` have their names."""
         if self.fill_if_complete(sequence, num_tokens) or not self.has(sequence):
             return
@@ -169,7 +169,7 @@ class VllmRequests(RequestTable[_Request]):
                 self._emit(request.held_back)
                 self._end(request, sequence)
 
-    def _pin_prompt(self, request: _Request, sequence: Sequence, is_last_chance: bool) -> None:
+    def _pin_prompt(self, request: _Request, sequence: EngineSequence, is_last_chance: bool) -> None:
         """Pin the blocks of a prompt that is computed, once they all have names."""
         retention = request.retention
         if retention is None or sequence is not next(iter(request.chains.values())):
@@ -280,12 +280,12 @@ class VllmRequests(RequestTable[_Request]):
         self._kv_cache.pool.unreserve(request.reserved)
         request.reserved = 0
         for sequence in waiting:
-            keys, promised = self._kv_cache.usable_keys(sequence), self._promised_blocks(sequence)
-            if not self._kv_cache.start(sequence, keys, promised):  # its prompt was evicted: vLLM waits for blocks
-                promised = 0
-            self._submissions.add(sequence, promised)
+            keys, num_blocks = self._kv_cache.usable_keys(sequence), self._num_blocks_to_reserve(sequence)
+            if not self._kv_cache.start(sequence, keys, num_blocks):  # its prompt was evicted: vLLM waits for blocks
+                num_blocks = 0
+            self._submissions.add(sequence, num_blocks)
 
-    def _score(self, sequence: Sequence, scores: Any) -> None:
+    def _score(self, sequence: EngineSequence, scores: Any) -> None:
         """Send the log probabilities of prompt tokens that no earlier attempt sent."""
         token_ids, logprobs = scores.logprob_token_ids.tolist(), scores.logprobs.tolist()
         wanted = sequence.sampling.prompt_logprobs if sequence.sampling is not None else None
@@ -297,7 +297,7 @@ class VllmRequests(RequestTable[_Request]):
         sequence.num_scored += len(prompt_logprobs)
         self._emit(PromptScored(sequence.request_id, prompt_logprobs))
 
-    def _promised_blocks(self, sequence: Sequence) -> int:
+    def _num_blocks_to_reserve(self, sequence: EngineSequence) -> int:
         """Return the blocks that a sequence is admitted with: its prompt, and some output."""
         num_tokens = sequence.num_tokens_reserved(self._reserve_output_tokens)
         return self._kv_cache.layout.blocks_for(max(num_tokens, sequence.num_tokens_with_items))

@@ -20,7 +20,7 @@ from engine.backends.vllm.kv.cache import VllmKVCache
 from engine.backends.vllm.media.features import Media
 from engine.backends.vllm.sampling.sampling import Sampling
 from engine.block_keys import block_keys
-from engine.core_types import Sequence
+from engine.core_types import EngineSequence
 
 _numbers = count(1)
 """Ids of vLLM's requests. None is used twice in a process: vLLM keeps states of an id that it has not forgotten yet."""
@@ -30,10 +30,10 @@ _numbers = count(1)
 class Submitted:
     """One vLLM request, and the sequence it computes."""
 
-    sequence: Sequence
+    sequence: EngineSequence
     request: Any
     """vLLM's `Request`."""
-    promised: int
+    num_blocks: int
     """Blocks that the sequence was admitted with."""
     blocks: list[list[int]] = field(default_factory=list)
     """Blocks that vLLM gave it, by group, in order; 0 where it has none. Empty while it waits."""
@@ -89,14 +89,14 @@ class Submissions:
         self._on_scheduled = on_scheduled
         self._unblock = unblock
         self._by_id: dict[str, Submitted] = {}
-        self._of_sequence: dict[Sequence, Submitted] = {}
+        self._of_sequence: dict[EngineSequence, Submitted] = {}
         self._to_abort: list[str] = []
 
     @property
     def of_requests(self) -> Iterable[Submitted]:
         return (each for each in self._by_id.values() if each.sequence.sampling is not None)
 
-    def __contains__(self, sequence: Sequence) -> bool:
+    def __contains__(self, sequence: EngineSequence) -> bool:
         return sequence in self._of_sequence
 
     def holdings(self) -> list[list[int]]:
@@ -112,16 +112,16 @@ class Submissions:
     def get(self, request_id: str) -> Submitted | None:
         return self._by_id.get(request_id)
 
-    def add(self, sequence: Sequence, promised: int) -> None:
+    def add(self, sequence: EngineSequence, num_blocks: int) -> None:
         """Let vLLM compute the sequence, which waits for the blobs of its items first; then this is called again.
 
         Raises ValueError for a blob that cannot be read.
         """
-        if self._media.awaits(sequence, promised):
+        if self._media.awaits(sequence, num_blocks):
             return
         request_id = str(next(_numbers))
         features = self._media.features(sequence, request_id)
-        self._kv_cache.soften(sequence)
+        self._kv_cache.release_unfound(sequence)
         arguments = {
             "pooling_params": None,
             "arrival_time": float(sequence.arrival),
@@ -131,11 +131,11 @@ class Submissions:
             "mm_features": features,
         }
         request = self._sampling.request(sequence, request_id, arguments, self._unblock)
-        submitted = Submitted(sequence, request, promised)
+        submitted = Submitted(sequence, request, num_blocks)
         self._by_id[request_id] = self._of_sequence[sequence] = submitted
         self._scheduler.add_request(request)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: EngineSequence) -> None:
         """End the vLLM request of a sequence that is over, if it has one.
 
         While a step computes that might write its blocks, vLLM defers freeing them, or the request ends after the step.
@@ -250,16 +250,16 @@ class Submissions:
         submitted.num_filled = [known // width for width in groups.widths]
 
     def _started(self, submitted: Submitted, num_hits: int) -> None:
-        self._kv_cache.hand_over(submitted.sequence)
+        self._kv_cache.release_held(submitted.sequence)
         self._lower(submitted)
         self._on_scheduled(submitted, num_hits)
 
     def _lower(self, submitted: Submitted) -> None:
         held = sum(map(len, submitted.blocks))
-        self._kv_cache.promise(submitted.sequence, max(0, submitted.promised - held))
+        self._kv_cache.lower_reservation(submitted.sequence, max(0, submitted.num_blocks - held))
 
 
-def _hasher(sequence: Sequence, width: int) -> Callable[[Any], list[BlockHash]]:
+def _hasher(sequence: EngineSequence, width: int) -> Callable[[Any], list[BlockHash]]:
     """Return the function that names the next full blocks of a vLLM request by Tandem's block keys."""
 
     def keys(request: Any) -> list[BlockHash]:

@@ -5,8 +5,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,7 +29,7 @@ OnQuiet = Callable[[tuple[bytes, ...] | None, bool], None]
 The fingerprints have one entry per block, or are None when not all blocks arrived."""
 TransferRead = Read | Future[None]
 """A read by a transport or from a tier."""
-ReadRun = Callable[[Seq[int], Seq[int]], Seq[TransferRead]]
+ReadRun = Callable[[Sequence[int], Sequence[int]], Sequence[TransferRead]]
 """Callable read(block_ids, blocks) that starts the reads of remote `block_ids` into own `blocks`."""
 Peers = list[tuple[BlockPart, Peer, "ReadProgress"]]
 """Ranks of another worker: the part of a block each holds, its peer, and the progress of reads from it."""
@@ -91,7 +90,9 @@ class BlockRead:
     `borrower.py` compares. Reads end on any thread; the last one to be verified calls `on_quiet`, once.
     """
 
-    def __init__(self, verify: Callable[[Arrival], None], on_quiet: OnQuiet, origins: Seq[ReadProgress] = ()) -> None:
+    def __init__(
+        self, verify: Callable[[Arrival], None], on_quiet: OnQuiet, origins: Sequence[ReadProgress] = ()
+    ) -> None:
         """Create the read.
 
         `verify` reports the fingerprints of an arrival, at once or later. `origins` are all sources read from.
@@ -106,7 +107,7 @@ class BlockRead:
         self.withdrawn = False
         """Whether the blocks may be in use by others, as far as no read writes them."""
 
-    def follow(self, pieces: Seq[tuple[Seq[int], Seq[TransferRead]]]) -> None:
+    def follow(self, pieces: Sequence[tuple[Sequence[int], Sequence[TransferRead]]]) -> None:
         """Follow runs of blocks and the reads that fill each.
 
         Called once.
@@ -173,7 +174,7 @@ class _Piece:
 
     __slots__ = ("arrived", "blocks", "failed", "found", "num_reading", "reads")
 
-    def __init__(self, blocks: Seq[int], reads: list[TransferRead], num_reading: int) -> None:
+    def __init__(self, blocks: Sequence[int], reads: list[TransferRead], num_reading: int) -> None:
         self.blocks, self.reads, self.num_reading = blocks, reads, num_reading
         self.failed = False
         self.found: Found = None
@@ -189,7 +190,7 @@ class _ArrivedPiece:
     piece: _Piece
 
     @property
-    def blocks(self) -> Seq[int]:
+    def blocks(self) -> Sequence[int]:
         return self.piece.blocks
 
     @property
@@ -208,7 +209,7 @@ class Rank(ABC):
 
     @abstractmethod
     def start_read(
-        self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet
+        self, endpoint: bytes, block_ids: Sequence[int], blocks: Sequence[int], flow: str, on_quiet: OnQuiet
     ) -> RankRead:
         """Start reading this rank's part of `block_ids` of the worker at `endpoint` into `blocks`.
 
@@ -237,7 +238,7 @@ class RemoteRank(Rank):
     """Name of its transport."""
 
     @abstractmethod
-    def start_copy(self, contents: Seq[NDArray[np.uint8]], blocks: Seq[int], on_quiet: OnQuiet) -> RankRead:
+    def start_copy(self, contents: Sequence[NDArray[np.uint8]], blocks: Sequence[int], on_quiet: OnQuiet) -> RankRead:
         """Start copying this rank's part of whole blocks, whose `contents` this process holds, into `blocks`.
 
         Never raises, like `start_read`.
@@ -255,7 +256,7 @@ class LocalRank(Rank):
         self,
         transport: Transport,
         part: BlockPart,
-        fingerprints: Callable[[Seq[int]], NDArray[np.uint64]],
+        fingerprints: Callable[[Sequence[int]], NDArray[np.uint64]],
         folding: Folding | None = None,
         clock: Callable[[], float] = time.monotonic,
         executor: Executor | None = None,
@@ -314,7 +315,7 @@ class LocalRank(Rank):
         return peers
 
     def start_read(
-        self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet
+        self, endpoint: bytes, block_ids: Sequence[int], blocks: Sequence[int], flow: str, on_quiet: OnQuiet
     ) -> BlockRead:
         peers: Peers = []
         failure: TransferError | None = None
@@ -323,7 +324,7 @@ class LocalRank(Rank):
         except TransferError as error:
             failure = error
 
-        def read(block_ids: Seq[int], blocks: Seq[int]) -> Seq[TransferRead]:
+        def read(block_ids: Sequence[int], blocks: Sequence[int]) -> Sequence[TransferRead]:
             return [failed_read(failure)] if failure else self._read(peers, block_ids, blocks, flow)
 
         run = self._transport.blocks_per_read(self._part.num_bytes, peers[0][1]) if len(peers) == 1 else None
@@ -332,10 +333,10 @@ class LocalRank(Rank):
     def follow(
         self,
         read: ReadRun,
-        block_ids: Seq[int],
-        blocks: Seq[int],
+        block_ids: Sequence[int],
+        blocks: Sequence[int],
         on_quiet: OnQuiet,
-        origins: Seq[ReadProgress],
+        origins: Sequence[ReadProgress],
         run_blocks: int | None = None,
     ) -> BlockRead:
         """Read `block_ids` into `blocks` by any kind of read, `run_blocks` at a time, each run verified on arrival.
@@ -352,7 +353,7 @@ class LocalRank(Rank):
         for _, peer, _ in self._peers.pop(endpoint, []):
             self._transport.drop(peer)
 
-    def _read(self, peers: Peers, block_ids: Seq[int], blocks: Seq[int], flow: str) -> list[Read]:
+    def _read(self, peers: Peers, block_ids: Sequence[int], blocks: Sequence[int], flow: str) -> list[Read]:
         reads: list[Read] = []
         # with several peers or planes a read brings only pieces of blocks
         folding = self._folding if len(peers) == self._part.planes == 1 and not self._is_corrupting else None

@@ -7,7 +7,7 @@ from engine.kv.kv_stats import LOCAL, STORE
 from engine.kv.kv_view import KvView
 from engine.kv.store.kv_store import Fetched
 from engine.lending.borrower import Event, Failed, Shortened, Started
-from engine.lending.loan import BorrowRequest, Loan, Posted, StoreFetched, StoreFound
+from engine.lending.loan import BorrowRequest, Posted, StoreFetched, StoreFound, TakenLoan
 from engine.lending.reads.block_reads import LocalRank, ReadProgress, RemoteRank
 from engine.lending.sources import LoanSource
 from engine.lending.store.source import StoreSource
@@ -25,8 +25,8 @@ class StoreLoans:
         own: LocalRank | None,
         others: Sequence[RemoteRank],
         post: Callable[[Posted], None],
-        open_loan: Callable[[BorrowRequest, LoanSource, int, int, bool], Loan],
-        handle: Callable[[Loan, Event], None],
+        open_loan: Callable[[BorrowRequest, LoanSource, int, int, bool], TakenLoan],
+        handle: Callable[[TakenLoan, Event], None],
         compute_s: Callable[[int], float],
     ) -> None:
         """Create them.
@@ -53,7 +53,7 @@ class StoreLoans:
         if (below := self._cached.local) is None or not wanted.missing:
             return False
         if wanted.lender_computes is None:  # a lender's loan would have to begin where this one ends
-            wanted.course = self._kv_cache.stored_course(wanted.sequence, wanted.course, below)
+            wanted.block_range = self._kv_cache.stored_range(wanted.sequence, wanted.block_range, below)
         missing = wanted.missing
         count = below.store.num_known(missing)
         if count and self._is_usable(count, len(missing)) and self._cached.worth_restoring(below, count):
@@ -72,7 +72,7 @@ class StoreLoans:
         """
         if (below := self._cached.shared) is None or wanted.lender_computes is not None:
             return False
-        wanted.course = self._kv_cache.stored_course(wanted.sequence, wanted.course, below)
+        wanted.block_range = self._kv_cache.stored_range(wanted.sequence, wanted.block_range, below)
         if not (missing := wanted.missing) or not below.store.answers:
             return False
         if not (wanted.reads_store or self._seems_worth_it(below, len(missing))):
@@ -107,7 +107,7 @@ class StoreLoans:
             loan.wanted.account.store_failed(source.is_local, failure)
             self._handle(loan, Shortened(end))
 
-    def give_up(self, loans: Iterable[Loan], now: float) -> None:
+    def give_up(self, loans: Iterable[TakenLoan], now: float) -> None:
         """End those of `loans` whose store has been silent for longer than computing the rest takes."""
         for loan in list(loans):
             if isinstance(loan.source, StoreSource) and not loan.block_reads:
@@ -117,7 +117,7 @@ class StoreLoans:
                     loan.source.below.store.fell_silent()
                     self._handle(loan, Failed(f"{loan.source.name} was silent for {silent_s:.1f} s"))
 
-    def closed(self, loan: Loan) -> None:
+    def closed(self, loan: TakenLoan) -> None:
         """Learn a store's speed from a loan that is over."""
         source, account, now = loan.source, loan.wanted.account, self._cached.clock()
         assert isinstance(source, StoreSource)
@@ -126,7 +126,7 @@ class StoreLoans:
         num_blocks = account.restored_blocks if source.is_local else account.store_blocks
         source.below.speeds.restored(num_blocks * self._cached.layout.block_bytes, now - account.times[began])
 
-    def _open(self, wanted: BorrowRequest, below: StoreBelow, num_missing: int) -> Loan:
+    def _open(self, wanted: BorrowRequest, below: StoreBelow, num_missing: int) -> TakenLoan:
         first = len(wanted.sequence.keys)
         write_block = self._cached.write_block
         source = StoreSource(below, wanted.missing, first, write_block, self._own, self._others, self._copying)
@@ -146,7 +146,7 @@ class StoreLoans:
         assert isinstance(loan.source, StoreSource)
         loan.source.look_up(lambda num_blocks: self._post(StoreFound(loan, num_blocks)))
 
-    def _start(self, loan: Loan, count: int) -> None:
+    def _start(self, loan: TakenLoan, count: int) -> None:
         self._handle(loan, Started(loan.machine.first + count))
         if not loan.machine.done:
             assert isinstance(loan.source, StoreSource)

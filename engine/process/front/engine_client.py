@@ -21,7 +21,7 @@ from engine.messages.from_engine import (
     LendReady,
     LendRefused,
     LendStarting,
-    Load,
+    LoadReport,
     NodeLinked,
     Ready,
     StartFailed,
@@ -69,11 +69,11 @@ class EngineClient(EngineListener):
     def __init__(self, host: EngineHost) -> None:
         self._host = host
         self._listeners: dict[str, Callable[[EngineMessage], None]] = {}
-        self._watchers: set[Callable[[CacheChanged | Load], None]] = set()
+        self._watchers: set[Callable[[CacheChanged | LoadReport], None]] = set()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._num_asked = 0
         self._dead = False
-        self.last_load: Load | None = None
+        self.last_load: LoadReport | None = None
         """The engine's last load report."""
         self.last_kv: KvUse | None = None
         self._last_report_at = -math.inf
@@ -132,7 +132,7 @@ class EngineClient(EngineListener):
         self._listeners.pop(name, None)
 
     @contextlib.contextmanager
-    def watching(self, watcher: Callable[[CacheChanged | Load], None]):  # type: ignore[no-untyped-def]
+    def watching(self, watcher: Callable[[CacheChanged | LoadReport], None]):  # type: ignore[no-untyped-def]
         """Call `watcher` with every cache change and load report within the block."""
         self._watchers.add(watcher)
         try:
@@ -184,8 +184,8 @@ class EngineClient(EngineListener):
             match message:
                 case Token(request_id):  # first, since most messages are tokens
                     self._deliver(request_id, message)
-                case Load() | CacheChanged():
-                    if isinstance(message, Load):
+                case LoadReport() | CacheChanged():
+                    if isinstance(message, LoadReport):
                         self.last_load, self._last_report_at = message, time.monotonic()
                         self.last_kv = message.kv or self.last_kv
                     for watcher in tuple(self._watchers):

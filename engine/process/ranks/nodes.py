@@ -30,7 +30,7 @@ from engine.config import WorkerConfig
 from engine.errors import EngineStartError
 from engine.kv.store.opening import secret_of
 from engine.process.ranks.ranks import shut_down
-from engine.tensor_parallel.messages import HEARTBEAT_S
+from engine.ranks.messages import HEARTBEAT_S
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,9 +22,8 @@ from numpy.typing import NDArray
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError, RankLost
 from engine.lending.reads.block_reads import MAX_PEERS, OnQuiet, RemoteRank
-from engine.tensor_parallel.gathering import FingerprintingRank
-from engine.tensor_parallel.messages import (
-    Answer,
+from engine.ranks.gathering import FingerprintingRank
+from engine.ranks.messages import (
     BlocksRead,
     CopyBlocks,
     Corrupt,
@@ -37,11 +35,12 @@ from engine.tensor_parallel.messages import (
     Heartbeat,
     Joined,
     NotJoined,
+    RankReply,
     ReadBlocks,
     ToFollower,
     Withdraw,
 )
-from engine.tensor_parallel.shared_memory import SharedMemory
+from engine.ranks.shared_memory import SharedMemory
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.ranks import BlockPart
 
@@ -71,7 +70,7 @@ class PartLink(RemoteRank, FingerprintingRank):
         self._on_lost = on_lost
         self.joined: Future[Joined] = Future()
         """The rank's answer once its pool is registered, or why it could not start."""
-        self._answers: SimpleQueue[Answer | None] = SimpleQueue()
+        self._answers: SimpleQueue[RankReply | None] = SimpleQueue()
         self._quiet: dict[int, tuple[OnQuiet, bytes]] = {}
         """Completion callback and endpoint, by number of the block read."""
         self._num_block_reads = 0
@@ -121,13 +120,15 @@ class PartLink(RemoteRank, FingerprintingRank):
 
     # ------------------------------------------------------------------ whole blocks
 
-    def begin_gather(self, blocks: Seq[int], rows: NDArray[np.uint8]) -> None:
+    def begin_gather(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
         self._tell(Gather(tuple(blocks), self._memory.offset_of(rows)))
 
     def end_gather(self) -> None:
         self._answer()
 
-    def start_copy(self, contents: Seq[NDArray[np.uint8]], blocks: Seq[int], on_quiet: OnQuiet) -> "_RemoteRead":
+    def start_copy(
+        self, contents: Sequence[NDArray[np.uint8]], blocks: Sequence[int], on_quiet: OnQuiet
+    ) -> "_RemoteRead":
         number = self._new_read(on_quiet, b"")
         self._tell(CopyBlocks(number, tuple(self._source(content) for content in contents), tuple(blocks)))
         return _RemoteRead(self, number)
@@ -137,7 +138,7 @@ class PartLink(RemoteRank, FingerprintingRank):
 
     # ------------------------------------------------------------------ fingerprints
 
-    def begin_fingerprints(self, blocks: Seq[int]) -> "Future[NDArray[np.uint64]]":
+    def begin_fingerprints(self, blocks: Sequence[int]) -> "Future[NDArray[np.uint64]]":
         future: Future[NDArray[np.uint64]] = Future()
         with self._hashing_lock:
             self._num_hashed += 1
@@ -166,7 +167,7 @@ class PartLink(RemoteRank, FingerprintingRank):
         return lambda: self._lanes.get(endpoint, ())
 
     def start_read(
-        self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet
+        self, endpoint: bytes, block_ids: Sequence[int], blocks: Sequence[int], flow: str, on_quiet: OnQuiet
     ) -> "_RemoteRead":
         number = self._new_read(on_quiet, endpoint)
         self._tell(ReadBlocks(number, endpoint, tuple(block_ids), tuple(blocks), flow))
@@ -194,11 +195,11 @@ class PartLink(RemoteRank, FingerprintingRank):
         except OSError as error:
             self._is_lost(str(error))  # the loop checks for it
 
-    def _ask(self, message: ToFollower) -> Answer:
+    def _ask(self, message: ToFollower) -> RankReply:
         self._tell(message)
         return self._answer()
 
-    def _answer(self) -> Answer:
+    def _answer(self) -> RankReply:
         try:
             answer = None if self.lost is not None else self._answers.get(timeout=ANSWER_S)
         except Empty:
@@ -242,7 +243,7 @@ class PartLink(RemoteRank, FingerprintingRank):
                 with self._hashing_lock:
                     future = self._hashing.pop(number)
                 future.set_result(computed)
-            case Answer():
+            case RankReply():
                 self._answers.put(message)
 
     def _is_lost(self, how: str) -> RankLost:
@@ -255,7 +256,7 @@ class PartLink(RemoteRank, FingerprintingRank):
 class DistantLink(PartLink):
     """A rank on another node, which maps no memory of this one: bytes of its part go over the connection."""
 
-    def begin_gather(self, blocks: Seq[int], rows: NDArray[np.uint8]) -> None:
+    def begin_gather(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
         self._rows = rows
         self._tell(Gather(tuple(blocks), None))
 
@@ -296,7 +297,7 @@ class Ranks(ABC):
 
     @property
     @abstractmethod
-    def links(self) -> Seq[PartLink]:
+    def links(self) -> Sequence[PartLink]:
         """The ranks, in order; those that have connected so far."""
 
     @property

@@ -12,8 +12,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, Listener
@@ -24,7 +23,7 @@ from engine.errors import EngineStartError, RankLost
 from engine.process.ranks.nodes import SILENCE_S, Nodes
 from engine.process.ranks.ranks import DistantLink, PartLink, Ranks
 from engine.process.spec import EngineSpec, RankSpec
-from engine.tensor_parallel.messages import Joined
+from engine.ranks.messages import Joined
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ class WorkerRanks(Ranks):
             self._nodes.gather(facts)
 
     @property
-    def links(self) -> Seq[PartLink]:
+    def links(self) -> Sequence[PartLink]:
         return [self._by_rank[rank] for rank in sorted(self._by_rank.copy())]
 
     @property

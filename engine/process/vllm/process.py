@@ -11,8 +11,7 @@ has no work (`lockstep.py`). Each launch waits for the other ranks', within vLLM
 """
 
 import logging
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +55,7 @@ class VllmSteps(Steps):
         self,
         core: Any,
         batches: Any,
-        threads: Seq[ComputeThread[Any]],
+        threads: Sequence[ComputeThread[Any]],
         depth: int,
         group: StepGroup | None = None,
     ) -> None:
@@ -174,7 +173,7 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None) -> Open
     hashes, depth = ComputeThread(lambda: None, front.wake), started.num_batches
     hashes_later = depth > 1 or ranks is not None  # the loop waits for no other process
 
-    def core_of(emit: Callable[[FromEngine], None], fast_path: FastPathLink | None, stores: Seq[KvStore]) -> Any:
+    def core_of(emit: Callable[[FromEngine], None], fast_path: FastPathLink | None, stores: Sequence[KvStore]) -> Any:
         return VllmCore(
             EngineParts(transport, limits_of(spec, started.gpu), emit, front.wake, fast_path, links, grid),
             started.engine,

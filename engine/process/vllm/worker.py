@@ -37,10 +37,10 @@ from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import become_child, own_transport
 from engine.process.vllm.node import NODE_SPEC
 from engine.process.vllm.start import why_not_started
-from engine.tensor_parallel.messages import Joined, NotJoined
-from engine.tensor_parallel.part_copies import PartCopies
-from engine.tensor_parallel.part_service import EngineLink, serve_part
-from engine.tensor_parallel.shared_memory import MappedMemory
+from engine.ranks.messages import Joined, NotJoined
+from engine.ranks.part_copies import PartCopies
+from engine.ranks.part_service import EngineLink, serve_part
+from engine.ranks.shared_memory import MappedMemory
 from kvtransfer.errors import TransportUnavailable
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from engine.media.item_messages import item_messages
 from engine.media.items import Item, begun_items
 from engine.messages.from_engine import CloseLoan, OpenLoan, ReleaseLoan
 from engine.process.front.engine_client import EngineClient
-from engine.worker.front.loan_stream import Loan, LoanStream
+from engine.worker.front.loan_stream import LoanCall, LoanStream
 from protos import lend_pb2 as pb
 
 CUT_OFF = "the lender is cut off from this worker, in a drill"
@@ -53,7 +53,7 @@ class Borrowing:
         self._engine_id = engine_id
         self._holder = holder
         self._chain = chain
-        self._loan: Loan | None = None
+        self._loan: LoanCall | None = None
 
     def handle(self, message: object) -> bool:
         """Perform an engine message about the loan.
@@ -101,7 +101,7 @@ class LenderStreams:
         self._cut_off: dict[str, float] = {}
         """Lenders cut off in a drill: until when, in seconds of the monotonic clock, by worker id."""
 
-    def open(self, engine_id: str, holder: pb.Holder, chain: LoanChain, wanted: OpenLoan) -> Loan:
+    def open(self, engine_id: str, holder: pb.Holder, chain: LoanChain, wanted: OpenLoan) -> LoanCall:
         num_tokens = wanted.end_block * self._block_tokens
         if self._block_tokens > 1:  # draft layers read the next token; otherwise it would be a block more
             num_tokens += 1

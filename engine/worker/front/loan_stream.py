@@ -87,13 +87,13 @@ class LoanStream:
     def num_loans(self) -> int:
         return len(self._loans)
 
-    def open(self, engine_id: str, want: pb.Want) -> "Loan":
+    def open(self, engine_id: str, want: pb.Want) -> "LoanCall":
         """Open a loan.
 
         The engine is told its progress, also when the lender cannot be reached.
         """
         self._numbers += 1
-        loan, recipient = Loan(self, self._numbers), _Recipient(engine_id, want.request_id)
+        loan, recipient = LoanCall(self, self._numbers), _Recipient(engine_id, want.request_id)
         if want.ByteSize() > MAX_MESSAGE_BYTES - MARGIN_BYTES:
             self._tell_failed(recipient, f"{want.ByteSize()} bytes of tokens are more than a message takes")
         elif self.broken:
@@ -229,7 +229,7 @@ class LoanStream:
             self._engine.send(*messages)
 
 
-class Loan:
+class LoanCall:
     """One loan of the stream."""
 
     __slots__ = ("_link", "number")

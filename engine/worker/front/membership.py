@@ -18,7 +18,7 @@ from cluster.network.frame_stream import FrameStream
 from cluster.network.protocol import WORKER_EVENTS
 from cluster.network.rpc import channel
 from cluster.network.tls import TlsIdentity
-from engine.messages.from_engine import CacheChanged, Load
+from engine.messages.from_engine import CacheChanged, LoadReport
 from engine.messages.to_engine import TakeSnapshot
 from engine.process.front.engine_client import EngineClient
 from engine.worker.front.router_streams import RouterStreams, end_of
@@ -49,7 +49,9 @@ class _Router:
     """One router, by its address."""
 
     address: str
-    backlog: "asyncio.Queue[CacheChanged | Load | None]" = field(default_factory=lambda: asyncio.Queue(MAX_BACKLOG))
+    backlog: "asyncio.Queue[CacheChanged | LoadReport | None]" = field(
+        default_factory=lambda: asyncio.Queue(MAX_BACKLOG)
+    )
     """Messages to send; None ends the stream."""
     task: "asyncio.Future[TandemError] | None" = None
     router_id: str = ""
@@ -105,7 +107,7 @@ class Memberships:
         self._meet = meet
         self._roster = Roster(pinned)
         self._routers: dict[str, _Router] = {}
-        self._last_load: Load | None = None
+        self._last_load: LoadReport | None = None
         self._failed: asyncio.Future[TandemError]
         self._listening: asyncio.Task[None]
 
@@ -255,8 +257,8 @@ class Memberships:
         stream: FrameStream | None = None
         opening: asyncio.Future[FrameStream] | None = None
 
-        def watch(message: CacheChanged | Load) -> None:
-            if isinstance(message, Load):
+        def watch(message: CacheChanged | LoadReport) -> None:
+            if isinstance(message, LoadReport):
                 self._last_load = message
             try:
                 backlog.put_nowait(message)
@@ -314,7 +316,7 @@ class Memberships:
                 load: pb.LoadReport | None = None
                 caches: list[pb.CacheEvents] = []
                 for event in summary(news):
-                    if isinstance(event, Load):
+                    if isinstance(event, LoadReport):
                         load = load_report(event, self._draining())
                     elif synchronised or event.snapshot:
                         synchronised = True

@@ -6,20 +6,20 @@ Pure.
 from collections.abc import Iterable, Iterator, Sequence
 
 from engine.kv.events import CacheEvent, Stored
-from engine.messages.from_engine import CacheChanged, Load
+from engine.messages.from_engine import CacheChanged, LoadReport
 from protos import membership_pb2 as pb
 
 PART_BYTES = 4 << 20
 """Largest size of a message; a router processes one at a time."""
 
 
-def summary(news: Sequence[CacheChanged | Load]) -> list[CacheChanged | Load]:
+def summary(news: Sequence[CacheChanged | LoadReport]) -> list[CacheChanged | LoadReport]:
     """Merge messages: consecutive cache changes into one, without those a snapshot replaces; then the last load."""
     snapshot: list[CacheChanged] = []
     sequence, events = 0, list[CacheEvent]()
-    load: list[Load] = []
+    load: list[LoadReport] = []
     for message in news:
-        if isinstance(message, Load):
+        if isinstance(message, LoadReport):
             load = [message]
         elif message.snapshot:
             snapshot, events = [message], []
@@ -44,7 +44,7 @@ def messages_of(caches: Iterable[pb.CacheEvents], load: pb.LoadReport | None) ->
         yield message
 
 
-def load_report(load: Load, draining: bool) -> pb.LoadReport:
+def load_report(load: LoadReport, draining: bool) -> pb.LoadReport:
     return pb.LoadReport(
         step=load.step,
         running=load.running,

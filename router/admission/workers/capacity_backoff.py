@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from router.placement.fleet.fleet import Fleet
-from router.placement.fleet.worker_records import Worker
+from router.placement.fleet.worker_records import WorkerRecord
 from router.placement.rates import Ints
 
 FADES_S = 0.1
@@ -29,9 +29,9 @@ class CapacityBackoff:
     """Latest refusal of each worker."""
 
     def __init__(self) -> None:
-        self._of: dict[Worker, _Backoff] = {}
+        self._of: dict[WorkerRecord, _Backoff] = {}
 
-    def add(self, worker: Worker, num_blocks: int, now: float) -> float:
+    def add(self, worker: WorkerRecord, num_blocks: int, now: float) -> float:
         """Record that the worker refused `num_blocks`; return when this is forgotten."""
         self._of[worker] = _Backoff(num_blocks, worker.num_reports, now + FADES_S)
         return now + FADES_S

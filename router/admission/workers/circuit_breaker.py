@@ -14,7 +14,7 @@ import logging
 from dataclasses import dataclass
 
 from router.placement.fleet.fleet import Fleet
-from router.placement.fleet.worker_records import ActivePlacement, Worker
+from router.placement.fleet.worker_records import ActivePlacement, WorkerRecord
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ SAID_AT = 2
 TOLERATED_LOANS = 1
 """Failed loans in a row that are tolerated: one costs only a recompute."""
 
-Subject = Worker | tuple[Worker, Worker]
+Subject = WorkerRecord | tuple[WorkerRecord, WorkerRecord]
 """Subject of a breaker: a decode worker, or a borrower and its lender."""
 
 
@@ -71,7 +71,7 @@ class CircuitBreaker:
             if not self._there(subject):
                 del self._of[subject]
                 _mark(subject, False)
-            elif failing.trial is not None and failing.trial.started and isinstance(subject, Worker):
+            elif failing.trial is not None and failing.trial.started and isinstance(subject, WorkerRecord):
                 self._forget(subject)
             elif failing.open_until is not None and now >= failing.open_until:
                 failing.open_until = None
@@ -116,17 +116,17 @@ class CircuitBreaker:
             log.warning("%s: works again", _named(subject))
 
     def _there(self, subject: Subject) -> bool:
-        workers = (subject,) if isinstance(subject, Worker) else subject
+        workers = (subject,) if isinstance(subject, WorkerRecord) else subject
         return all(self._fleet.worker(worker.worker_id) is worker for worker in workers)
 
     def _reset(self, subject: Subject) -> None:
-        if isinstance(subject, Worker):
+        if isinstance(subject, WorkerRecord):
             self._fleet.avoid(subject, False)
         else:
             self._fleet.part(*subject, False)
 
     def _trip(self, subject: Subject) -> None:
-        if isinstance(subject, Worker):
+        if isinstance(subject, WorkerRecord):
             self._fleet.avoid(subject, True)
         else:
             self._fleet.part(*subject, True)
@@ -134,7 +134,7 @@ class CircuitBreaker:
 
 def _mark(subject: Subject, failing: bool) -> None:
     """Mark a subject for display, also while it is half-open."""
-    if isinstance(subject, Worker):
+    if isinstance(subject, WorkerRecord):
         subject.failing = failing
     elif failing:
         subject[0].failing_lenders.add(subject[1])
@@ -147,10 +147,10 @@ def _subjects(placed: ActivePlacement) -> tuple[Subject, ...]:
 
 
 def _tolerated(subject: Subject) -> int:
-    return 0 if isinstance(subject, Worker) else TOLERATED_LOANS
+    return 0 if isinstance(subject, WorkerRecord) else TOLERATED_LOANS
 
 
 def _named(subject: Subject) -> str:
-    if isinstance(subject, Worker):
+    if isinstance(subject, WorkerRecord):
         return f"decode worker {subject.worker_id}"
     return f"loans of {subject[0].worker_id} from {subject[1].worker_id}"

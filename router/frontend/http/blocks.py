@@ -10,7 +10,7 @@ from router.frontend.http.generation import Answer, Generation, PromptInfo
 from router.models.output.call_reading import CallArguments, CallBegun, ToolCall
 from router.models.output.output_format import OutputParser, Piece, Reasoning
 
-Asked = TypeVar("Asked", bound=Generation)
+RequestT = TypeVar("RequestT", bound=Generation)
 
 
 @dataclass(slots=True)
@@ -34,13 +34,13 @@ class Block:
 TEXT, REASONING, CALL = "text", "reasoning", "call"
 
 
-class BlockAnswer(Answer, Generic[Asked]):
+class BlockAnswer(Answer, Generic[RequestT]):
     """Answer with one choice, in blocks.
 
     A stream's events and the whole answer are made by the same steps.
     """
 
-    def __init__(self, api_request: Asked, answer_id: str) -> None:
+    def __init__(self, api_request: RequestT, answer_id: str) -> None:
         self.api_request = api_request
         self.answer_id = answer_id
         self.served: PromptInfo | None = None

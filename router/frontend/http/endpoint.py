@@ -30,8 +30,8 @@ from router.security.api_keys import ApiKeys
 from router.validation import check_whole_answer
 
 log = logging.getLogger(__name__)
-Asked = TypeVar("Asked", bound=Generation)
-Made = TypeVar("Made", bound=Answer)
+RequestT = TypeVar("RequestT", bound=Generation)
+AnswerT = TypeVar("AnswerT", bound=Answer)
 INLINE_BYTES = 64 << 10
 """Size from which bodies are parsed on a thread, so that other streams wait less."""
 SPARE_VALUES = 65_536
@@ -68,36 +68,36 @@ class EndpointContext:
     """Seconds between comments of a stream before its first event; None: there are none."""
 
 
-class Hooks(Generic[Asked, Made]):
+class Hooks(Generic[RequestT, AnswerT]):
     """Steps of an API around a generation, for what it keeps."""
 
-    async def before(self, api_request: Asked, caller: Caller) -> None:
+    async def before(self, api_request: RequestT, caller: Caller) -> None:
         """Complete a request by what is kept.
 
         Raises ServiceError.
         """
 
-    def ready(self, api_request: Asked) -> None:
+    def ready(self, api_request: RequestT) -> None:
         """Note a request with pictures that is complete: its files are dropped while it is served."""
 
-    async def after(self, api_request: Asked, caller: Caller, answer: Made) -> None:
+    async def after(self, api_request: RequestT, caller: Caller, answer: AnswerT) -> None:
         """Keep a complete answer, before its client has all of it."""
 
 
-class Endpoint(Generic[Asked, Made]):
+class Endpoint(Generic[RequestT, AnswerT]):
     """ASGI application of one path."""
 
     def __init__(
         self,
         context: EndpointContext,
-        read: Callable[[Fields, Caller], Asked],
-        answer: Callable[[Asked, str], Made],
+        read: Callable[[Fields, Caller], RequestT],
+        answer: Callable[[RequestT, str], AnswerT],
         error_form: Form = openai_form,
-        hooks: "Hooks[Asked, Made] | None" = None,
+        hooks: "Hooks[RequestT, AnswerT] | None" = None,
     ) -> None:
         """Create the application of an API's reader, its maker of answers and its form of errors."""
         self.error_form = error_form
-        self._hooks: Hooks[Asked, Made] = hooks or Hooks()
+        self._hooks: Hooks[RequestT, AnswerT] = hooks or Hooks()
         self._context = context
         self._arrivals = context.arrivals
         self._handler = context.handler
@@ -136,7 +136,7 @@ class Endpoint(Generic[Asked, Made]):
             failure = ServiceError("the router failed; its log says why")
             await exchange.fail(error_answer(failure, names, self.error_form))
 
-    async def whole(self, values: dict[str, Any], caller: Caller, adapt: Callable[[Asked], object]) -> bytes:
+    async def whole(self, values: dict[str, Any], caller: Caller, adapt: Callable[[RequestT], object]) -> bytes:
         """Return the whole answer to a body that came by no exchange, such as a line of a batch.
 
         Raises ServiceError, whose field is the client's. `adapt` may change or refuse the request that was read.
@@ -154,10 +154,10 @@ class Endpoint(Generic[Asked, Made]):
             error.field = client_field(error.field, names)
             raise
 
-    def _parsed(self, body: bytes, caller: Caller) -> Asked:
+    def _parsed(self, body: bytes, caller: Caller) -> RequestT:
         return self._read_values(parse_object(body, self._context.limits.max_values), caller)
 
-    def _read_values(self, values: dict[str, Any], caller: Caller) -> Asked:
+    def _read_values(self, values: dict[str, Any], caller: Caller) -> RequestT:
         try:
             fields = Fields(values, ignored=IgnoredFields(self._context.strict_fields))
             api_request = self.read(fields, caller)
@@ -167,7 +167,7 @@ class Endpoint(Generic[Asked, Made]):
             raise InvalidRequest("", "the body is nested too deeply") from None
 
     @asynccontextmanager
-    async def _deadline(self, api_request: Asked) -> AsyncIterator[None]:
+    async def _deadline(self, api_request: RequestT) -> AsyncIterator[None]:
         """End a block at a request's deadline, also when the client does not read.
 
         Raises DeadlineExceeded.
@@ -180,7 +180,7 @@ class Endpoint(Generic[Asked, Made]):
             raise DeadlineExceeded("the deadline passed before the client took the answer") from None
 
     def _streams(
-        self, api_request: Asked, answer: Answer, caller: Caller, arrival: Arrival
+        self, api_request: RequestT, answer: Answer, caller: Caller, arrival: Arrival
     ) -> AsyncGenerator[tuple[int, bytes]]:
         """Return the messages of all prompts of a request."""
         streams = [
@@ -195,7 +195,7 @@ class Endpoint(Generic[Asked, Made]):
         ]
         return merged(streams, api_request.max_open)
 
-    async def _before(self, api_request: Asked, caller: Caller, arrival: Arrival) -> None:
+    async def _before(self, api_request: RequestT, caller: Caller, arrival: Arrival) -> None:
         """Complete a request by what is kept, and by files that it names."""
         await self._hooks.before(api_request, caller)
         if len(api_request.requests) != 1 or not sources_of(api_request.requests[0]):
@@ -204,7 +204,7 @@ class Endpoint(Generic[Asked, Made]):
         api_request.names.update(media_names(api_request.requests[0].messages, api_request.media))
         self._hooks.ready(api_request)
 
-    async def _whole(self, api_request: Asked, caller: Caller, arrival: Arrival) -> bytes:
+    async def _whole(self, api_request: RequestT, caller: Caller, arrival: Arrival) -> bytes:
         check_whole_answer(api_request.requests)
         await self._before(api_request, caller, arrival)
         answer = self._answer(api_request, api_request.answer_id)
@@ -214,7 +214,7 @@ class Endpoint(Generic[Asked, Made]):
         await self._hooks.after(api_request, caller, answer)
         return answer.whole()
 
-    async def _serve(self, exchange: Exchange, api_request: Asked, caller: Caller, arrival: Arrival) -> None:
+    async def _serve(self, exchange: Exchange, api_request: RequestT, caller: Caller, arrival: Arrival) -> None:
         if not api_request.stream:
             await exchange.send_json(await self._whole(api_request, caller, arrival))
             return

@@ -16,18 +16,18 @@ from router.frontend.http.errors import Form, error_answer, openai_form
 from router.frontend.http.exchange import ClientGone, Exchange
 
 log = logging.getLogger(__name__)
-Asked = TypeVar("Asked")
+RequestT = TypeVar("RequestT")
 NO_NAMES: Mapping[str, str] = {}
 
 
-class JsonEndpoint(Generic[Asked]):
+class JsonEndpoint(Generic[RequestT]):
     """ASGI application of one path."""
 
     def __init__(
         self,
         context: EndpointContext,
-        read: Callable[[Fields, Caller], Asked],
-        answer: Callable[[Asked, Caller], Awaitable[dict[str, Any]]],
+        read: Callable[[Fields, Caller], RequestT],
+        answer: Callable[[RequestT, Caller], Awaitable[dict[str, Any]]],
         error_form: Form = openai_form,
         names: Mapping[str, str] = NO_NAMES,
     ) -> None:
@@ -60,7 +60,7 @@ class JsonEndpoint(Generic[Asked]):
             failure = ServiceError("the router failed; its log says why")
             await exchange.fail(error_answer(failure, self._names, self._error_form))
 
-    def _parsed(self, body: bytes, caller: Caller) -> tuple[Asked, tuple[str, ...]]:
+    def _parsed(self, body: bytes, caller: Caller) -> tuple[RequestT, tuple[str, ...]]:
         values = parse_object(body, self._context.limits.max_values)
         ignored = IgnoredFields(self._context.strict_fields)
         try:

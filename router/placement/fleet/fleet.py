@@ -23,7 +23,7 @@ from router.placement.demand import Demand
 from router.placement.fleet.finished_streams import FinishedStreams
 from router.placement.fleet.index import PrefixIndex, shared_prefix
 from router.placement.fleet.traffic_counters import TrafficCounters
-from router.placement.fleet.worker_records import ActivePlacement, Worker
+from router.placement.fleet.worker_records import ActivePlacement, WorkerRecord
 from router.placement.fleet.worker_views import (
     adapters_of,
     available_of,
@@ -56,7 +56,7 @@ class Fleet:
         """Number of changes of who is there, has reported, or drains."""
         self.traffic = TrafficCounters()
         """Traffic counters, updated by the request handler."""
-        self._workers: dict[str, Worker] = {}
+        self._workers: dict[str, WorkerRecord] = {}
         self._index = PrefixIndex()
         self._learned = FinishedStreams(priors, learn_rates)
         self._snapshot = WorkerTable.of(())
@@ -64,7 +64,7 @@ class Fleet:
         self._in_flight = TransfersInFlight()
         self._computing: set[ActivePlacement] = set()
         """Placements without a first token whose lender computes."""
-        self._parted: set[tuple[Worker, Worker]] = set()
+        self._parted: set[tuple[WorkerRecord, WorkerRecord]] = set()
         """Borrower and lender pairs that the circuit breaker separates."""
         self._sequence = 0
         self._bounded: set[str] = set()
@@ -77,28 +77,28 @@ class Fleet:
         """Inputs of the last decision that found a route."""
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[WorkerRecord]:
         return list(self._workers.values())
 
-    def worker(self, worker_id: str) -> Worker | None:
+    def worker(self, worker_id: str) -> WorkerRecord | None:
         return self._workers.get(worker_id)
 
     # ------------------------------------------------------------------ events
 
-    def joined(self, hello: pb.Hello) -> Worker:
+    def joined(self, hello: pb.Hello) -> WorkerRecord:
         """Add a worker.
 
         One of the same id is replaced: it restarted, or its stream broke unnoticed.
         """
         if (old := self._workers.get(hello.worker_id)) is not None:
             self.left(old)
-        worker = self._workers[hello.worker_id] = Worker(hello)
+        worker = self._workers[hello.worker_id] = WorkerRecord(hello)
         self.num_roster_changes += 1
         if hello.resumes_at_boundaries:
             self._bounded |= {worker.worker_id, worker.store_id} - {""}
         return worker
 
-    def left(self, worker: Worker) -> None:
+    def left(self, worker: WorkerRecord) -> None:
         """Remove a worker, unless another one has taken its place already."""
         if self._workers.get(worker.worker_id) is worker:
             del self._workers[worker.worker_id]
@@ -110,7 +110,7 @@ class Fleet:
             if worker.load is not None:
                 self._arrange()
 
-    def reported(self, worker: Worker, load: pb.LoadReport) -> None:
+    def reported(self, worker: WorkerRecord, load: pb.LoadReport) -> None:
         worker.num_reports += 1
         if load == worker.load and not (worker.unreported_decodes or worker.unreported_lends):
             return  # the common case, with capacity in the fleet
@@ -129,12 +129,12 @@ class Fleet:
         else:
             self._refresh(worker)
 
-    def avoid(self, worker: Worker, avoided: bool) -> None:
+    def avoid(self, worker: WorkerRecord, avoided: bool) -> None:
         """Set whether nothing may start on a worker."""
         worker.avoided = avoided
         self._refresh(worker)
 
-    def part(self, borrower: Worker, lender: Worker, parted: bool) -> None:
+    def part(self, borrower: WorkerRecord, lender: WorkerRecord, parted: bool) -> None:
         """Set whether a worker may not borrow from another."""
         if parted:
             self._parted.add((borrower, lender))
@@ -142,13 +142,13 @@ class Fleet:
             self._parted.discard((borrower, lender))
         self._arrange()
 
-    def drains(self, worker: Worker) -> None:
+    def drains(self, worker: WorkerRecord) -> None:
         """Mark a worker as draining, before its next report does."""
         worker.draining = True
         self.num_roster_changes += 1
         self._refresh(worker)
 
-    def cache_changed(self, worker: Worker, changed: pb.CacheEvents) -> bool:
+    def cache_changed(self, worker: WorkerRecord, changed: pb.CacheEvents) -> bool:
         """Apply cache events.
 
         Returns False when events were lost: ask for a snapshot.
@@ -157,7 +157,7 @@ class Fleet:
             pass
         return worker.next_cache_sequence is not None or self._workers.get(worker.worker_id) is not worker
 
-    def change_cache(self, worker: Worker, changed: pb.CacheEvents) -> Iterator[None]:
+    def change_cache(self, worker: WorkerRecord, changed: pb.CacheEvents) -> Iterator[None]:
         """Apply cache events a part at a time, so that other events may come in between.
 
         Events were lost if `next_cache_sequence` is None at the end.
@@ -290,7 +290,7 @@ class Fleet:
         """Predicted over actual TTFT of successful streams."""
         return self._learned.ttft_scores
 
-    def failing_lenders(self, borrower: Worker) -> list[str]:
+    def failing_lenders(self, borrower: WorkerRecord) -> list[str]:
         """Return the present lenders from which the borrower's loans fail."""
         lenders = borrower.failing_lenders
         return sorted(lender.worker_id for lender in lenders if self._workers.get(lender.worker_id) is lender)
@@ -404,7 +404,7 @@ class Fleet:
         """Return the shared stores of present workers, with their model's fingerprint."""
         return {worker.store_id: worker.hello.model_fingerprint for worker in self._workers.values() if worker.store_id}
 
-    def _refresh(self, worker: Worker) -> None:
+    def _refresh(self, worker: WorkerRecord) -> None:
         """Update a worker's row."""
         row = self._snapshot.row_of.get(worker.worker_id)
         if row is not None and self._workers.get(worker.worker_id) is worker:

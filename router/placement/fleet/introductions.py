@@ -8,14 +8,14 @@ from hashlib import blake2b
 
 from protos import lend_pb2
 from protos import membership_pb2 as pb
-from router.placement.fleet.worker_records import Worker
+from router.placement.fleet.worker_records import WorkerRecord
 
 MAX_PEERS = 16
 """Workers that one is told of. A full mesh of N workers would be N x N connections. With this many, a new worker is
 connected before its first report, and each pair beyond them connects with its first loan."""
 
 
-def peers_of(hello: pb.Hello, workers: Iterable[Worker]) -> list[lend_pb2.Holder]:
+def peers_of(hello: pb.Hello, workers: Iterable[WorkerRecord]) -> list[lend_pb2.Holder]:
     """Return the workers with which a new one will likely exchange blocks, the likeliest first.
 
     Those of the other role come first, then those of its host. Among equals the order is another one for each worker,

@@ -58,7 +58,7 @@ class UnreportedPlacements:
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class WorkerRecord:
     """One membership, from Hello to the end of its stream."""
 
     hello: pb.Hello
@@ -88,7 +88,7 @@ class Worker:
     """Whether its circuit breaker is open or half-open."""
     stream_key: bytes = b""
     """Key of the stream that brings its events; empty where they come over gRPC."""
-    failing_lenders: "set[Worker]" = field(default_factory=set)
+    failing_lenders: "set[WorkerRecord]" = field(default_factory=set)
     """Lenders for which the circuit breaker of its loans is open or half-open."""
     store_id: str = field(init=False, default="")
     """Row of the worker table for the store that it shares, by model and store; empty without one."""
@@ -112,13 +112,13 @@ class ActivePlacement:
     """A placement in progress."""
 
     sequence: int
-    decode: Worker
-    lender: Worker | None
+    decode: WorkerRecord
+    lender: WorkerRecord | None
     lender_tokens: int
     own_tokens: int
     """Prompt tokens that the decode worker computes."""
     lender_computes: bool
-    source: Worker | None
+    source: WorkerRecord | None
     demand: Demand
     keys: tuple[BlockKey, ...]
     predicted_ttft_s: float

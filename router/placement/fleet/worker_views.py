@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from protos import membership_pb2 as pb
-from router.placement.fleet.worker_records import Worker
+from router.placement.fleet.worker_records import WorkerRecord
 from router.placement.in_flight import Flows, Transfer, TransfersInFlight
 from router.placement.place import Decision
 from router.placement.worker_table import WorkerView
 
 
-def view_of(worker: Worker, in_flight: TransfersInFlight) -> WorkerView:
+def view_of(worker: WorkerRecord, in_flight: TransfersInFlight) -> WorkerView:
     """Return a reporting worker as placement sees it."""
     load = worker.load
     assert load is not None, "it has reported"
@@ -75,19 +75,19 @@ def adapters_of(hellos: Iterable[pb.Hello]) -> dict[str, bytes]:
     return {name: min(versions, key=lambda each: (-versions[each], each)) for name, versions in sorted(counts.items())}
 
 
-def running_of(worker: Worker) -> int:
+def running_of(worker: WorkerRecord) -> int:
     """Return a reporting worker's streams; like the next two, with placements not yet in its reports."""
     assert worker.load is not None
     return worker.load.running + worker.unreported_decodes.streams
 
 
-def queued_of(worker: Worker) -> int:
+def queued_of(worker: WorkerRecord) -> int:
     """Return a worker's queued prompt tokens."""
     assert worker.load is not None
     return worker.load.queued_prefill_tokens + worker.unreported_lends.tokens + worker.unreported_decodes.tokens
 
 
-def available_of(worker: Worker) -> int:
+def available_of(worker: WorkerRecord) -> int:
     """Return a worker's available blocks; -1: nothing may start there."""
     assert worker.load is not None
     return -1 if worker.avoided else worker.load.available_blocks - worker.unreported_decodes.blocks

@@ -17,7 +17,7 @@ from simulator.comparison.report import finite
 from simulator.errors import BadSetup
 from simulator.plan.arithmetic import PlanFigure, sections
 from simulator.plan.check import check
-from simulator.plan.load import Load
+from simulator.plan.load import OfferedLoad
 from simulator.plan.search import GOAL, MODEL_ERROR, Option, Plan, plan
 from tandem.progress import ShareProgress
 
@@ -32,7 +32,7 @@ def needed(name: str, value: float | None) -> float:
     return value
 
 
-def make_plan(console: Console, setup: Setup, load: Load, num_simulated: int, json_path: Path | None) -> Plan:
+def make_plan(console: Console, setup: Setup, load: OfferedLoad, num_simulated: int, json_path: Path | None) -> Plan:
     """Compute a plan, print it, simulate it with so many requests, and write files.
 
     Raises BadSetup.

@@ -79,7 +79,7 @@ def plan_cluster(
     from simulator.comparison.results import Slo
     from simulator.gpus import gpu_named
     from simulator.models.known_models import named_shape
-    from simulator.plan.load import Load
+    from simulator.plan.load import OfferedLoad
     from tandem.cli.sizing.fit import parse_shapes, read_values, refuse_beside_values, show_fit
     from tandem.cli.sizing.plan import make_plan, needed
 
@@ -105,7 +105,7 @@ def plan_cluster(
         block_tokens=block_tokens,
     )
     means = {name: needed(name, value) for name, value in load.items()}
-    make_plan(console, setup, Load(**means, hit_rate=hit_rate, variation=variation), simulate, json_path)
+    make_plan(console, setup, OfferedLoad(**means, hit_rate=hit_rate, variation=variation), simulate, json_path)
 
 
 @app.command(name="replay", rich_help_panel=SIZE)

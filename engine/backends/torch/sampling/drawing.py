@@ -5,7 +5,7 @@ likeliest tokens first. Only rows whose cut may lie beyond the candidates are so
 tokens: equal logits are ordered by token id.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -23,7 +23,7 @@ BLOCK = 512
 """Weights summed at a time, so that the search for one token cumulates few of them."""
 
 
-def draw(logits: Tensor, params: Seq[SamplingParams], targets: Seq[float]) -> Tensor:
+def draw(logits: Tensor, params: Sequence[SamplingParams], targets: Sequence[float]) -> Tensor:
     """Draw one token a row, int64 [rows].
 
     `logits` is float32 [rows, vocab]; `targets` are numbers in [0, 1).
@@ -58,7 +58,7 @@ def _weights(scaled: Tensor) -> Tensor:
 
 
 def _draw_filtered(
-    scaled: Tensor, params: Seq[SamplingParams], target: Tensor, counts: Seq[int] | None = None
+    scaled: Tensor, params: Sequence[SamplingParams], target: Tensor, counts: Sequence[int] | None = None
 ) -> Tensor:
     """Draw from the likeliest candidates, and again from the next number in `counts` where those are too few."""
     count, *more = counts or CANDIDATES
@@ -84,7 +84,7 @@ def _draw_filtered(
     return tokens
 
 
-def _draw_ordered(scaled: Tensor, params: Seq[SamplingParams], target: Tensor) -> Tensor:
+def _draw_ordered(scaled: Tensor, params: Sequence[SamplingParams], target: Tensor) -> Tensor:
     """Draw after sorting the whole vocabulary."""
     values, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
     weights = (values - values[:, :1]).double().exp()
@@ -92,7 +92,7 @@ def _draw_ordered(scaled: Tensor, params: Seq[SamplingParams], target: Tensor) -
     return token_ids.gather(-1, _invert(probs, target)[:, None])[:, 0]
 
 
-def _filter(weights: Tensor, total: Tensor, params: Seq[SamplingParams]) -> tuple[Tensor, Tensor]:
+def _filter(weights: Tensor, total: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
     """Zero the weights that min-p, top-k and then top-p leave out.
 
     `weights` is [rows, n] in falling order: the first n weights of distributions whose weights sum to `total` [rows,

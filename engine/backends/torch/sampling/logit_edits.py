@@ -5,8 +5,7 @@ new ones, so that a step of a long context costs no more than that of a short on
 from the tokens, as after a move to another worker.
 """
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.torch.device import staged
-from engine.core_types import SamplingParams, Sequence
+from engine.core_types import EngineSequence, SamplingParams
 
 LEAST_REPETITION_PENALTY = 1e-6
 """Smallest repetition penalty: dividing or multiplying by less leaves float32."""
@@ -27,7 +26,7 @@ Values = NDArray[np.float32]
 class DistinctTokens:
     """Distinct tokens of a list that grows, and how often each occurs."""
 
-    def __init__(self, token_ids: Seq[int]) -> None:
+    def __init__(self, token_ids: Sequence[int]) -> None:
         tokens, counts = np.unique(np.array(token_ids, np.int64), return_counts=True)
         self._at = {int(token): place for place, token in enumerate(tokens)}
         self._tokens = tokens
@@ -74,10 +73,10 @@ class _State:
         self.ends: tuple[frozenset[int], Tokens] | None = None
 
 
-_states: WeakKeyDictionary[Sequence, _State] = WeakKeyDictionary()
+_states: WeakKeyDictionary[EngineSequence, _State] = WeakKeyDictionary()
 
 
-def _counted(sequence: Sequence, known: DistinctTokens | None, start: int) -> DistinctTokens:
+def _counted(sequence: EngineSequence, known: DistinctTokens | None, start: int) -> DistinctTokens:
     """Return the distinct tokens of a sequence from position `start` on."""
     if known is None or known.num_seen > sequence.num_tokens - start:
         return DistinctTokens(sequence.token_ids[start:])
@@ -111,7 +110,7 @@ class _Edits:
 
 
 def adjusted(
-    logits: Tensor, sequences: Seq[Sequence], params: Seq[SamplingParams], eos_token_ids: frozenset[int]
+    logits: Tensor, sequences: Sequence[EngineSequence], params: Sequence[SamplingParams], eos_token_ids: frozenset[int]
 ) -> Tensor:
     """Apply bias, penalties and min_tokens to logits [sequences, vocab].
 
@@ -160,7 +159,7 @@ def adjusted(
     return changed
 
 
-def _hold_back(changed: Tensor, ends: _Edits, params: Seq[SamplingParams]) -> None:
+def _hold_back(changed: Tensor, ends: _Edits, params: Sequence[SamplingParams]) -> None:
     """Make the held-back ends impossible, except where a grammar allows only an end."""
     structured = sorted(row for row in set(ends.rows) if params[row].structured is not None)
     before = changed[structured]
@@ -172,7 +171,7 @@ def _hold_back(changed: Tensor, ends: _Edits, params: Seq[SamplingParams]) -> No
         changed[at] = torch.where(possible, changed[at], before)
 
 
-def _held_back(sequence: Sequence, sampling: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+def _held_back(sequence: EngineSequence, sampling: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
     """Return the ends that may not come yet.
 
     Ends are held back by min_tokens, and by ignore_eos with a grammar that still allows other tokens.

@@ -13,8 +13,7 @@ where none may, the end is sampled and the request finishes.
 """
 
 import struct
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
 
@@ -25,10 +24,10 @@ from engine.backends.torch.device import read_back, staged
 from engine.backends.torch.sampling.drawing import draw
 from engine.backends.torch.sampling.logit_edits import adjusted
 from engine.core_types import (
+    EngineSequence,
     RequestFailure,
     SampleResult,
     SamplingParams,
-    Sequence,
     TokenLogprobs,
 )
 from engine.sampling.grammar import Grammars, TokenMasks
@@ -50,7 +49,7 @@ def uniform(seed: int, position: int, choice: int = 0) -> float:
 
 def sample(
     logits: Tensor,
-    sequences: Seq[Sequence],
+    sequences: Sequence[EngineSequence],
     eos_token_ids: frozenset[int],
     grammars: Grammars | None = None,
     argmax: Callable[[Tensor], Tensor] = LIKELIEST,
@@ -95,7 +94,7 @@ def sample(
     return results
 
 
-def _params(sequence: Sequence) -> SamplingParams:
+def _params(sequence: EngineSequence) -> SamplingParams:
     assert sequence.sampling is not None
     return sequence.sampling
 
@@ -116,19 +115,21 @@ def _of_token(token: int) -> SampleResult:
     return SampleResult(token) if token >= 0 else SampleResult(-1, failure=NO_NUMBERS)
 
 
-def is_plain(sequence: Sequence) -> bool:
+def is_plain(sequence: EngineSequence) -> bool:
     """Return whether the likeliest token is wanted and no option changes which one that is."""
     return _plain(sequence, _params(sequence))
 
 
-def _plain(sequence: Sequence, sampling: SamplingParams) -> bool:
+def _plain(sequence: EngineSequence, sampling: SamplingParams) -> bool:
     changed = sampling.logit_bias or sampling.repetition_penalty != 1 or sampling.structured is not None
     penalised = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
     early = sequence.num_sampled < sampling.min_tokens
     return _greedy(sampling) and sampling.logprobs is None and not (changed or penalised or early)
 
 
-def _masks(sequences: Seq[Sequence], params: Seq[SamplingParams], grammars: Grammars | None) -> TokenMasks | None:
+def _masks(
+    sequences: Sequence[EngineSequence], params: Sequence[SamplingParams], grammars: Grammars | None
+) -> TokenMasks | None:
     if all(sampling.structured is None for sampling in params):
         return None
     assert grammars is not None
@@ -151,7 +152,7 @@ def _mask(logits: Tensor, masks: TokenMasks) -> Tensor:
     return masked
 
 
-def _logprobs(logits: Tensor, tokens: Seq[int], params: Seq[SamplingParams]) -> dict[int, TokenLogprobs]:
+def _logprobs(logits: Tensor, tokens: Sequence[int], params: Sequence[SamplingParams]) -> dict[int, TokenLogprobs]:
     """Return the log probabilities of the rows that ask for them and have a token.
 
     Rows that ask for the same number of top tokens are computed together. So another row's number cannot change the

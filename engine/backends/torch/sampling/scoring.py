@@ -4,8 +4,7 @@ A step's forward gives logits only for the sampled tokens. Logits for every prom
 vocabulary of 150,000. So the step's hidden states are kept, and the output layer is applied to a few rows at a time.
 """
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ SLICE_LOGITS = 1 << 23
 """Logits computed at a time, at most: 32 MiB of float32."""
 
 
-def wants_scores(batch: Seq[Chunk]) -> bool:
+def wants_scores(batch: Sequence[Chunk]) -> bool:
     """Return whether any chunk asks for scores of its prompt tokens."""
     return any(len(chunk.scored) > 0 for chunk in batch)
 
@@ -51,7 +50,7 @@ class PromptScorer:
         with self._replaced(keep):
             yield
 
-    def score(self, batch: Seq[Chunk], sampled: Seq[SampleResult]) -> list[SampleResult]:
+    def score(self, batch: Sequence[Chunk], sampled: Sequence[SampleResult]) -> list[SampleResult]:
         """Return one result for each chunk that `answers`: its sampled result with the prompt scores.
 
         `sampled` has one result for each chunk that `samples`.

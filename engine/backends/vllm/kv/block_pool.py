@@ -3,7 +3,7 @@
 vLLM's `BlockPool` owns the blocks: reference counts, the free queue and the hashes of its prefix cache, which are
 Tandem's block keys here. This adapter adds what loans need:
 
-- *reservations*, counted only: a promise that so many blocks are free when an admitted sequence asks for them;
+- *reservations*, counted only: so many blocks will be free when an admitted sequence asks for them;
 - an index of *filled* blocks. vLLM names a block when it schedules the step that will fill it; a block may be lent
   only once that step has ended and its fingerprint is taken;
 - *quarantined* blocks, which a read that cannot be stopped may still write.
@@ -23,7 +23,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash
 from engine.backends.vllm.kv.boundaries import Boundaries, announced, withdrawn
 from engine.backends.vllm.kv.groups import KvGroups
 from engine.block_keys import BlockKey
-from engine.kv.course import GroupBlock
+from engine.kv.block_range import GroupBlock
 from engine.kv.events import CacheEvent, Removed, Stored
 from engine.kv.pool import NamedBlock
 
@@ -242,7 +242,7 @@ class VllmBlockPool:
         assert 0 <= count <= self._reserved
         self._reserved -= count
 
-    def soften(self, blocks: Sequence[int]) -> None:
+    def release_reserved(self, blocks: Sequence[int]) -> None:
         """Turn held blocks into a reservation, also where vLLM has taken more than was available."""
         self.release(blocks)
         self._reserved += len(blocks)

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from engine.block_keys import BlockKey, resume_name
-from engine.kv.course import GroupBlock, name_of
+from engine.kv.block_range import GroupBlock, name_of
 from engine.kv.events import CacheEvent, Removed, Stored
 
 

@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from engine.block_keys import BlockKey
-from engine.kv.course import Course, GroupBlock, name_of
+from engine.kv.block_range import BlockRange, GroupBlock, name_of
 
 RUNNING_STATES = 3
 """States that vLLM holds of a request at most: the running one, and those of the two steps before."""
@@ -141,13 +141,13 @@ class KvGroups:
             most = min(min(missing), end) - 1  # being computed: its fingerprint is not known yet
         return 0, []
 
-    def course(self, keys: Sequence[BlockKey], first: int, end: int) -> "GroupCourse":
-        """Return the course from the boundary `first` to the last one within `keys[:end]`."""
+    def range_of(self, keys: Sequence[BlockKey], first: int, end: int) -> "GroupRange":
+        """Return the blocks from the boundary `first` to the last one within `keys[:end]`."""
         _, held = self.needs(keys[:first])
         end, needed = self.needs(keys[:end])
         names = {block.name for block in held}
         blocks = [*held, *(block for block in needed if block.name not in names)]
-        return GroupCourse(first, end, len(held), [block.name for block in blocks], self, list(keys[:end]), blocks)
+        return GroupRange(first, end, len(held), [block.name for block in blocks], self, list(keys[:end]), blocks)
 
     def block(self, keys: Sequence[BlockKey], group: int, at: int, boundary: int) -> GroupBlock:
         """Return block number `at` of a group; one that the boundary cuts is named by the boundary's key."""
@@ -158,8 +158,8 @@ class KvGroups:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupCourse(Course):
-    """Course of a model with several groups."""
+class GroupRange(BlockRange):
+    """BlockRange of a model with several groups."""
 
     groups: KvGroups
     keys: list[BlockKey] = field(repr=False)
@@ -167,8 +167,8 @@ class GroupCourse(Course):
     blocks: list[GroupBlock] = field(repr=False)
     """Blocks by position."""
 
-    def cut(self, end: int) -> "GroupCourse":
-        return self.groups.course(self.keys, self.first, end)
+    def cut(self, end: int) -> "GroupRange":
+        return self.groups.range_of(self.keys, self.first, end)
 
     def num_chain_blocks(self, first: int, end: int) -> int:
         width = self.groups.widths[self.groups.chain_group]

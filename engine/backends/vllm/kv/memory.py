@@ -19,7 +19,7 @@ from engine.errors import EngineStartError
 from engine.host.memory import pool_memory
 from engine.kv.layout import KV_FORMAT, KvLayout
 from engine.kv.rows import Allocate
-from engine.tensor_parallel.gathering import FingerprintingRank, GatheredBlocks
+from engine.ranks.gathering import FingerprintingRank, GatheredBlocks
 from kvtransfer.fingerprint import WORD_BYTES, Cut, Fingerprints, PlaneFingerprints
 from kvtransfer.ranks import ALL, MAX_PLANES, BlockPart, RankGrid, Share
 from kvtransfer.transport import AnyPool, DevicePool, Pool

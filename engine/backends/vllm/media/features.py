@@ -8,7 +8,7 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from engine.core_types import Sequence
+from engine.core_types import EngineSequence
 from engine.media.items import Item
 from engine.media.processor import ProcessedItem
 from engine.messages.from_engine import ItemsWanted
@@ -72,12 +72,12 @@ class Media:
         self._connector = scheduler.ec_connector
         """EmbeddingsConnector; None for a model without an encoder."""
         self._fingerprint = fingerprint if self._connector is not None else b""
-        self._embedded: dict[Sequence, list[str]] = {}
+        self._embedded: dict[EngineSequence, list[str]] = {}
         """Identifiers of embeddings that were offered to vLLM for a sequence."""
         self._most = int(scheduler.encoder_cache_manager.cache_size)
-        self._waiting: dict[tuple[str, int], tuple[Sequence, int]] = {}
-        """Sequences, and the blocks that they are promised."""
-        self._blobs: dict[Sequence, dict[bytes, bytes]] = {}
+        self._waiting: dict[tuple[str, int], tuple[EngineSequence, int]] = {}
+        """Sequences, and the numbers of blocks that are reserved for them."""
+        self._blobs: dict[EngineSequence, dict[bytes, bytes]] = {}
         """Blobs of sequences that vLLM gets next."""
         self._lacking: dict[str, frozenset[int]] = {}
         """Numbers of items without a blob, by the id of vLLM's request."""
@@ -99,7 +99,7 @@ class Media:
                 )
         return ""
 
-    def awaits(self, sequence: Sequence, promised: int) -> bool:
+    def awaits(self, sequence: EngineSequence, num_blocks: int) -> bool:
         """Return whether the sequence waits for blobs, and ask for them the first time."""
         if not sequence.items or sequence in self._blobs:
             return False
@@ -109,12 +109,12 @@ class Media:
         wanted = tuple(item for item in sequence.items if item.end > sequence.num_computed)
         if not wanted:
             return False
-        self._waiting[key] = sequence, promised
+        self._waiting[key] = sequence, num_blocks
         self._ask(ItemsWanted(*key, wanted, self._fingerprint))
         return True
 
-    def fetched(self, message: ItemsFetched) -> tuple[Sequence, int] | None:
-        """Take the blobs of a sequence; return it with the blocks that it is promised, None where it is over."""
+    def fetched(self, message: ItemsFetched) -> tuple[EngineSequence, int] | None:
+        """Take the blobs of a sequence; return it with the number of its reserved blocks, None where it is over."""
         waiting = self._waiting.pop((message.request_id, message.choice), None)
         if waiting is not None and not message.failure:
             self._blobs[waiting[0]] = dict(message.blobs)
@@ -124,7 +124,7 @@ class Media:
                 self._connector.offer(embeddings)
         return waiting
 
-    def features(self, sequence: Sequence, request_id: str) -> list[MultiModalFeatureSpec] | None:
+    def features(self, sequence: EngineSequence, request_id: str) -> list[MultiModalFeatureSpec] | None:
         """Return vLLM's features of a sequence, for its request of this id.
 
         Raises ValueError for a blob that cannot be read.
@@ -139,7 +139,7 @@ class Media:
         )
         return [unpack(item, blobs.get(item.identifier)) for item in sequence.items]
 
-    def forget(self, sequence: Sequence, request_id: str | None) -> None:
+    def forget(self, sequence: EngineSequence, request_id: str | None) -> None:
         """Forget a sequence that is over."""
         if sequence.items:
             self._waiting.pop((sequence.request_id, sequence.choice), None)

@@ -9,7 +9,7 @@ numbers.
 It needs the tokens of the step before, so an engine with it does not schedule asynchronously.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from vllm.v1.sample.logits_processor.interface import LogitsProcessor, MoveDirec
 from engine.backends.torch.sampling.sampler import is_plain, sample
 from engine.backends.vllm.sampling.native_sampling import NativeSampling
 from engine.backends.vllm.sampling.sampling import ends_of, scores_wanted
-from engine.core_types import SamplingParams, Sequence
+from engine.core_types import EngineSequence, SamplingParams
 from engine.messages.to_engine import Generate
 from engine.model.model_dir import ModelDir
 
@@ -50,7 +50,7 @@ class KeyedSampling(NativeSampling):
     def refusal(self, message: Generate) -> str:
         return self._refused_structure(message.sampling)
 
-    def _params(self, sequence: Sequence) -> VllmParams:
+    def _params(self, sequence: EngineSequence) -> VllmParams:
         wanted = sequence.sampling
         assert wanted is not None
         bare = wanted._replace(structured=None, logprobs=None, prompt_logprobs=None)
@@ -69,8 +69,8 @@ class KeyedSampling(NativeSampling):
         )
 
 
-def _sequence(keys: Keys, token_ids: Seq[int]) -> Sequence:
-    return Sequence(
+def _sequence(keys: Keys, token_ids: Sequence[int]) -> EngineSequence:
+    return EngineSequence(
         request_id="",
         token_ids=list(token_ids),
         num_prompt=keys.num_prompt,
@@ -86,11 +86,11 @@ def _sequence(keys: Keys, token_ids: Seq[int]) -> Sequence:
 class _Row(NamedTuple):
     """A row of the batch that Tandem samples."""
 
-    sequence: Sequence
+    sequence: EngineSequence
     output: list[int]
     """vLLM's list of the request's output tokens, which it extends."""
 
-    def place(self) -> Sequence:
+    def place(self) -> EngineSequence:
         """Return the sequence with all its tokens so far."""
         num_known = self.sequence.num_tokens - self.sequence.num_prompt
         self.sequence.token_ids += self.output[num_known:]

@@ -8,8 +8,7 @@ distribution.
 
 import struct
 import threading
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from hashlib import blake2b
@@ -23,10 +22,10 @@ from vllm.v1.worker.gpu.sample.logit_bias import MAX_NUM_LOGIT_BIAS_TOKENS, MAX_
 from engine.backends.torch.sampling.sampler import NO_NUMBERS
 from engine.backends.vllm.sampling.sampling import FILLS, Sampling, ends_of, scores_wanted
 from engine.core_types import (
+    EngineSequence,
     RequestFailure,
     SampleResult,
     SamplingParams,
-    Sequence,
     StructuredOutput,
     TokenLogprobs,
 )
@@ -72,7 +71,7 @@ class NativeSampling(Sampling):
         return ""
 
     def request(
-        self, sequence: Sequence, request_id: str, arguments: dict[str, Any], wake: Callable[[], None]
+        self, sequence: EngineSequence, request_id: str, arguments: dict[str, Any], wake: Callable[[], None]
     ) -> Request:
         if sequence.sampling is None or sequence.only_fills:
             return Request(request_id, self.fill_tokens(sequence), FILLS, **arguments)
@@ -94,7 +93,7 @@ class NativeSampling(Sampling):
                 compiled.add_done_callback(lambda _: wake())
         return request
 
-    def results(self, sequence: Sequence, request: Request, output: Any) -> Seq[SampleResult]:
+    def results(self, sequence: EngineSequence, request: Request, output: Any) -> Sequence[SampleResult]:
         if output.num_nans_in_logits:
             return [SampleResult(-1, failure=NO_NUMBERS)]
         if output.finish_reason is not None and str(output.finish_reason) == "error":
@@ -122,7 +121,7 @@ class NativeSampling(Sampling):
             return failed
         return request.structured_output_request._grammar
 
-    def _other_forms(self, sequence: Sequence, request: Request) -> list[Callable[[], Any]]:
+    def _other_forms(self, sequence: EngineSequence, request: Request) -> list[Callable[[], Any]]:
         """Return functions that compile further forms to which emitted tokens may keep."""
         assert sequence.sampling is not None
         assert sequence.sampling.structured is not None
@@ -131,7 +130,7 @@ class NativeSampling(Sampling):
         others = forms_of(sequence.sampling.structured)[1:]
         return [partial(self._manager.backend.compile_grammar, kind, schema_text(form)) for form in others]
 
-    def _params(self, sequence: Sequence) -> VllmParams:
+    def _params(self, sequence: EngineSequence) -> VllmParams:
         wanted = sequence.sampling
         assert wanted is not None
         return VllmParams(
@@ -192,7 +191,7 @@ def _likeliest(token_ids: Any, logprobs: Any, count: int | None) -> tuple[tuple[
     return tuple(map(int, token_ids[1:end])), tuple(map(float, logprobs[1:end]))
 
 
-def _failure_of(sequence: Sequence, request: Request) -> RequestFailure:
+def _failure_of(sequence: EngineSequence, request: Request) -> RequestFailure:
     """Return why vLLM ended a request with an error."""
     structured = request.structured_output_request
     if structured is None:
@@ -203,7 +202,7 @@ def _failure_of(sequence: Sequence, request: Request) -> RequestFailure:
     return RequestFailure(wanted.field if wanted is not None else FIELD, reason[:MAX_REASON_CHARS])
 
 
-def _advanced(compiled: Any, request_id: str, emitted: Seq[int], others: Seq[Callable[[], Any]]) -> Any:
+def _advanced(compiled: Any, request_id: str, emitted: Sequence[int], others: Sequence[Callable[[], Any]]) -> Any:
     """Return a grammar that has accepted the tokens of an earlier attempt: the first one, or the first other one."""
     grammar = compiled.result() if isinstance(compiled, Future) else compiled
     waiting = list(others)

@@ -6,14 +6,13 @@ processes that compute.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm import SamplingParams as VllmParams
 from vllm.v1.request import Request
 
-from engine.core_types import Pooler, RequestFailure, SampleResult, Sequence
+from engine.core_types import EngineSequence, Pooler, RequestFailure, SampleResult
 from engine.messages.to_engine import Generate
 
 FILLS = VllmParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -27,7 +26,7 @@ class Sampling(ABC):
     """Least number of tokens that a sequence without output gets after its last one. Of windows and states vLLM keeps
     what a boundary needs that lies before the last token of a prompt, and draft layers read the next tokens."""
 
-    def fill_tokens(self, sequence: Sequence) -> list[int]:
+    def fill_tokens(self, sequence: EngineSequence) -> list[int]:
         """Return the prompt of a sequence without output."""
         count = max(self.num_beyond, sequence.num_tokens_with_items - sequence.num_tokens)
         beyond = sequence.tail[:count]
@@ -48,7 +47,7 @@ class Sampling(ABC):
 
     @abstractmethod
     def request(
-        self, sequence: Sequence, request_id: str, arguments: dict[str, Any], wake: Callable[[], None]
+        self, sequence: EngineSequence, request_id: str, arguments: dict[str, Any], wake: Callable[[], None]
     ) -> Request:
         """Return vLLM's request for a sequence.
 
@@ -57,14 +56,14 @@ class Sampling(ABC):
         """
 
     @abstractmethod
-    def results(self, sequence: Sequence, request: Request, output: Any) -> Seq[SampleResult]:
+    def results(self, sequence: EngineSequence, request: Request, output: Any) -> Sequence[SampleResult]:
         """Return the samples in vLLM's EngineCoreOutput of a request, in order; one with a failure is the last."""
 
     def forget(self, request_id: str) -> None:  # noqa: B027 - only one of them keeps anything
         """Forget a request that is over."""
 
 
-def ends_of(sequence: Sequence, eos_token_ids: frozenset[int]) -> list[int]:
+def ends_of(sequence: EngineSequence, eos_token_ids: frozenset[int]) -> list[int]:
     """Return the tokens after which a sequence ends."""
     wanted = sequence.sampling
     assert wanted is not None
@@ -74,7 +73,7 @@ def ends_of(sequence: Sequence, eos_token_ids: frozenset[int]) -> list[int]:
     return sorted(ends)
 
 
-def scores_wanted(sequence: Sequence) -> int | None:
+def scores_wanted(sequence: EngineSequence) -> int | None:
     """Return vLLM's `prompt_logprobs`: None where no score of the prompt is still to be returned."""
     wanted = sequence.sampling
     assert wanted is not None

@@ -1,9 +1,9 @@
 """Blocks that a chain needs up to a boundary, in the order in which a loan brings them.
 
 A *boundary* is a number of leading blocks of a chain after which a request can go on. With one KV group a boundary
-needs every block before it, so a course is the chain itself. With several groups (sliding windows, recurrent states)
-it needs all blocks of full attention, the last ones of each window, and one state; `engine/backends/vllm/kv/groups.py`
-knows which.
+needs every block before it, so a block range is the chain itself. With several groups (sliding windows, recurrent
+states) it needs all blocks of full attention, the last ones of each window, and one state;
+`engine/backends/vllm/kv/groups.py` knows which.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from engine.block_keys import KEY_BYTES, BlockKey
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """Course from one boundary of a chain to a later one. Both ends of a loan compute it from the same keys.
+class BlockRange:
+    """Blocks from one boundary of a chain to a later one. Both ends of a loan compute it from the same keys.
 
     Positions count its blocks: those of the first boundary are [0, start), those to be brought [start, len(names)).
     """
@@ -31,18 +31,18 @@ class Course:
     names: list[BlockKey]
     """Names by position."""
 
-    def cut(self, end: int) -> "Course":
-        """Return the course to the earlier boundary `end`."""
-        return Course(self.first, end, self.start, self.names[:end])
+    def cut(self, end: int) -> "BlockRange":
+        """Return the range to the earlier boundary `end`."""
+        return BlockRange(self.first, end, self.start, self.names[:end])
 
     def num_chain_blocks(self, first: int, end: int) -> int:
         """Return how many blocks of the chain positions [first, end) are; each counts once, whatever its groups."""
         return end - first
 
 
-def chain_course(keys: Sequence[BlockKey], first: int, end: int) -> Course:
-    """Return the course of a chain with one KV group."""
-    return Course(first, end, first, list(keys[:end]))
+def chain_range(keys: Sequence[BlockKey], first: int, end: int) -> BlockRange:
+    """Return a range of a chain with one KV group."""
+    return BlockRange(first, end, first, list(keys[:end]))
 
 
 class GroupBlock(NamedTuple):

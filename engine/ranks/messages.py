@@ -132,7 +132,7 @@ class Fingerprinted:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RankReply:
     """Answer to Withdraw or Gather, in the order of the questions."""
 
     blocks: tuple[int, ...] = ()
@@ -148,4 +148,4 @@ class Heartbeat:
     """Block reads without recent progress, by number, and for how many seconds."""
 
 
-FromFollower = Joined | NotJoined | BlocksRead | Fingerprinted | Answer | Heartbeat
+FromFollower = Joined | NotJoined | BlocksRead | Fingerprinted | RankReply | Heartbeat

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from engine.lending.reads.block_reads import BlockRead, LocalRank, OnQuiet
 from engine.lending.reads.corruption import Corruption
-from engine.tensor_parallel.messages import (
+from engine.ranks.messages import (
     HEARTBEAT_S,
-    Answer,
     BlocksRead,
     CopyBlocks,
     Corrupt,
@@ -26,10 +25,11 @@ from engine.tensor_parallel.messages import (
     FromFollower,
     Gather,
     Heartbeat,
+    RankReply,
     ReadBlocks,
     Withdraw,
 )
-from engine.tensor_parallel.part_copies import PartCopies
+from engine.ranks.part_copies import PartCopies
 
 log = logging.getLogger(__name__)
 
@@ -105,13 +105,13 @@ def serve_part(
             case Fingerprint(number, blocks):
                 hashing.submit(fingerprint, number, blocks)
             case Gather(blocks, None):
-                engine.send(Answer(contents=copies.parts(blocks)))
+                engine.send(RankReply(contents=copies.parts(blocks)))
             case Gather(blocks, int(offset)):
                 copies.gather(blocks, offset)
-                engine.send(Answer())
+                engine.send(RankReply())
             case Withdraw(number):
                 pending_read = block_reads.get(number)
-                engine.send(Answer(tuple(pending_read.withdraw()) if pending_read is not None else ()))
+                engine.send(RankReply(tuple(pending_read.withdraw()) if pending_read is not None else ()))
             case Drop(endpoint):
                 rank.drop(endpoint)
             case Corrupt(num_blocks):

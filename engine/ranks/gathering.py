@@ -5,8 +5,7 @@ leaves the pool when every rank has copied its part into a row of shared memory;
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from engine.kv.rows import Allocate
 from kvtransfer.ranks import BlockPart
 
-ReadPart = Callable[[Seq[int]], Iterable[NDArray[np.uint8]]]
+ReadPart = Callable[[Sequence[int]], Iterable[NDArray[np.uint8]]]
 """Function that returns a rank's part of blocks."""
 GATHER_BYTES = 8 << 20
 """Shared memory for blocks that are being gathered, if a block is smaller."""
@@ -28,7 +27,7 @@ class GatheringRank(ABC):
     """
 
     @abstractmethod
-    def begin_gather(self, blocks: Seq[int], rows: NDArray[np.uint8]) -> None:
+    def begin_gather(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Copy this rank's parts of `blocks` into `rows`, [len(blocks), block_bytes], from now on."""
 
     @abstractmethod
@@ -43,7 +42,7 @@ class FingerprintingRank(GatheringRank):
     """
 
     @abstractmethod
-    def begin_fingerprints(self, blocks: Seq[int]) -> "Future[NDArray[np.uint64]]":
+    def begin_fingerprints(self, blocks: Sequence[int]) -> "Future[NDArray[np.uint64]]":
         """Start computing fingerprints of the rank's part of blocks that no step writes, [blocks, its KV heads]."""
 
     @abstractmethod
@@ -60,7 +59,7 @@ class GatheredBlocks:
     def __init__(
         self,
         block_bytes: int,
-        followers: Seq[GatheringRank],
+        followers: Sequence[GatheringRank],
         allocate: Allocate,
         own: tuple[BlockPart, ReadPart] | None = None,
     ) -> None:
@@ -73,7 +72,7 @@ class GatheredBlocks:
         self._followers = followers
         self._rows = allocate(max(1, GATHER_BYTES // block_bytes), block_bytes)
 
-    def read(self, blocks: Seq[int]) -> Iterator[NDArray[np.uint8]]:
+    def read(self, blocks: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
         """Yield the bytes of blocks that no step writes, each valid until the next one is asked for.
 
         Raises RankLost.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from engine.lending.reads.block_reads import BlockRead, LocalRank, OnQuiet, ReadProgress
 from engine.lending.reads.corruption import PartMemory
-from engine.tensor_parallel.shared_memory import MappedMemory
+from engine.ranks.shared_memory import MappedMemory
 from kvtransfer.ranks import BlockPart
 
 log = logging.getLogger(__name__)
