@@ -152,7 +152,7 @@ class Admission:
         info.num_refusals += 1
         info.not_before = now + min(0.5, 0.01 * 2 ** min(info.num_refusals - 1, 10))
         worker = placed.decode
-        needed = placed.demand.num_promised_blocks(worker.hello.reserve_output_tokens)
+        needed = placed.demand.num_blocks_to_reserve(worker.hello.reserve_output_tokens)
         self._at(self._backoff.add(worker, needed, now), None)
         if info.num_refusals > self._config.max_refusals:
             refusal = refusals.too_often_refused(info.num_refusals, refusals.DEFAULT_RETRY_AFTER_S)

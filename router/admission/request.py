@@ -79,7 +79,7 @@ class QueuedRequest:
         self.need = (
             -1
             if self.demand.embeds or self.demand.only
-            else min(self.demand.num_promised_blocks(each) for each in reserves)
+            else min(self.demand.num_blocks_to_reserve(each) for each in reserves)
         )
         self.cost = cost_of(self.demand, max(reserves))
 

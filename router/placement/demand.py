@@ -68,7 +68,7 @@ class Demand:
             return f"the worker's reserve_output_tokens; {learned}: {self.expected_output_tokens}"
         return learned
 
-    def num_promised_blocks(self, reserve_output_tokens: int) -> int:
+    def num_blocks_to_reserve(self, reserve_output_tokens: int) -> int:
         """Return the blocks that a worker with this setting must have free; 0 reserves everything."""
         reserve_output_tokens = self.reserved_output_tokens(reserve_output_tokens)
         if not reserve_output_tokens or not self.chain_tokens:

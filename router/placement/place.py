@@ -59,7 +59,7 @@ def startable(demand: Demand, workers: WorkerTable, available: Ints | None = Non
     The worker must have the request's adapter and read its items. The traffic hash decides between canaries and other
     workers. A worker that could not hold the whole request would refuse it for good.
     """
-    by_reserve = [demand.num_promised_blocks(reserve) for reserve in workers.reserves]
+    by_reserve = [demand.num_blocks_to_reserve(reserve) for reserve in workers.reserves]
     promised = by_reserve[0] if len(by_reserve) == 1 else np.array(by_reserve, np.int64)[workers.reserve_of]
     free_blocks = workers.available_blocks if available is None else available
     could: Bools = workers.starts_for(demand) & (workers.num_blocks >= demand.num_total_blocks)

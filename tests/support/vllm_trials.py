@@ -1,4 +1,4 @@
-"""Trials of vLLM engines, without a model: `python -m support.vllm_trials FIRST COUNT`.
+"""Trials of vLLM engines, without a model: `python -m support.vllm_trials FIRST COUNT SEED...`.
 
 Each engine is Tandem's core over vLLM's own scheduler and block pool, in the harness of all engines (`trials.py`).
 Instead of a model, `Computer` writes into each block what a model would have written, and looks, before each step,
@@ -414,10 +414,10 @@ class VllmCluster(Cluster):
 
 
 def main() -> None:
-    first, count = int(sys.argv[1]), int(sys.argv[2])
+    first, count, *others = map(int, sys.argv[1:])
     seen: Counter[str] = Counter()
     cells: Counter[Cell] = Counter()
-    for seed in range(first, first + count):
+    for seed in [*range(first, first + count), *others]:
         cluster = run_trial(seed, VllmCluster, num_moves=500)
         seen += cluster.seen
         cells += cluster.cells.counts

@@ -229,7 +229,7 @@ REACHED = {
     "local store damaged": 30,
     "from the store": 10,
     "pinned": 100,
-    "store failed": 3,
+    "store failed": 2,
     "store damaged": 30,
     "stopped": 50,
     "woken": 50,

@@ -222,6 +222,8 @@ class VllmCore(LoanHost):
         self._named(filled, fingerprints)
         self._kv_cache.pool.release(filled.blocks)
         self._blocked = False
+        if not self._unnamed:
+            self._requests.all_named()
 
     # ------------------------------------------------------------------ parts
 

@@ -54,6 +54,8 @@ class VllmRequests(RequestTable[_Request]):
         """Create the table; `is_naming` returns whether blocks that a step filled wait for their names."""
         super().__init__(parts)
         self._is_naming = is_naming
+        self._held_back: list[EngineSequence] = []
+        """Sequences whose last token waits for the names of their prompts' blocks."""
         self._max_context_tokens = parts.info.max_context_tokens
         self._media = media
         self._submissions = submissions
@@ -164,10 +166,22 @@ class VllmRequests(RequestTable[_Request]):
             return
         request = self._requests[sequence.request_id]
         if request.retention is not None and len(sequence.token_ids) > sequence.num_prompt:
-            self._pin_prompt(request, sequence, is_last_chance=not self._is_naming())
-            if request.held_back is not None and request.retention is None:
-                self._emit(request.held_back)
-                self._end(request, sequence)
+            self._pin_prompt(request, sequence, is_last_chance=False)
+            self._end_held_back(request, sequence)
+
+    def all_named(self) -> None:
+        """Process that no block waits for its name: of prompts that are not named whole, a part is pinned."""
+        held_back, self._held_back = self._held_back, []
+        for sequence in held_back:
+            if self.has(sequence):
+                request = self._requests[sequence.request_id]
+                self._pin_prompt(request, sequence, is_last_chance=True)
+                self._end_held_back(request, sequence)
+
+    def _end_held_back(self, request: _Request, sequence: EngineSequence) -> None:
+        if request.held_back is not None and request.retention is None:
+            self._emit(request.held_back)
+            self._end(request, sequence)
 
     def _pin_prompt(self, request: _Request, sequence: EngineSequence, is_last_chance: bool) -> None:
         """Pin the blocks of a prompt that is computed, once they all have names."""
@@ -250,6 +264,7 @@ class VllmRequests(RequestTable[_Request]):
         )
         if finish is not None and request.retention is not None and len(request.chains) == 1:
             request.held_back = token
+            self._held_back.append(sequence)
             return
         self._emit(token)
         if request.waiting:

@@ -90,7 +90,7 @@ def first_to_free(demand: Demand, workers: WorkerTable, batch_block_share: float
     used blocks per second: the smallest share that must be freed wins. None where no worker's pool could hold the
     request.
     """
-    promised = np.array([demand.num_promised_blocks(reserve) for reserve in workers.reserves], np.int64)
+    promised = np.array([demand.num_blocks_to_reserve(reserve) for reserve in workers.reserves], np.int64)
     if not len(promised):
         return None
     pools = workers.num_blocks

@@ -219,7 +219,7 @@ class Fleet:
         for transfer in placed.transfers:
             self._in_flight.begin(transfer)
             self._refresh_ends(transfer)
-        blocks = demand.num_promised_blocks(decode.hello.reserve_output_tokens)
+        blocks = demand.num_blocks_to_reserve(decode.hello.reserve_output_tokens)
         decode.unreported_decodes.add(placed, placed.num_streams, placed.own_tokens, blocks)
         self._refresh(decode)
         if lender is not None:
