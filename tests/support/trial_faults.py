@@ -267,7 +267,7 @@ class Faults(Front):
                     self.cells.note_restoring("bytes corrupted", node)
         name = self.rng.choice(wanted or list(objects.stored))
         stored = bytearray(objects.stored[name])
-        match self.rng.randrange(4):
+        match self.rng.randrange(4) if stored else 3:  # it may have been cut to nothing
             case 0:
                 stored[self.rng.randrange(len(stored))] ^= 1 << self.rng.randrange(8)
                 objects.stored[name] = bytes(stored)
