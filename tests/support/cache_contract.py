@@ -192,6 +192,18 @@ class CacheContract:
             assert dropped.dropped_in_pool == 10
             assert account_of(await answered(engine, prompt)).restored_blocks == 0
 
+    async def test_workers_of_a_host_share_its_memory(self, opened: Opened) -> None:
+        """What one evicts another restores, which has not heard of it."""
+        prompt, shared = prompt_of(10 * BLOCK + 5, 75), {"kv_host_memory_mib": 16, "kv_host_memory_shared": True}
+        async with opened("one", **shared) as one, opened("two", **shared) as two:
+            expected = ids(await answered(one, prompt))
+            await answered(one, prompt_of(18 * BLOCK, 76), 1)
+            await self._stored(one, "host", 10)
+            tokens = await answered(two, prompt)
+            assert ids(tokens) == expected
+            assert account_of(tokens).restored_blocks == 10
+            await settled(two)
+
     @pytest.mark.parametrize("at", ["head", "middle", "last byte"])
     async def test_a_damaged_file_is_never_used(self, opened: Opened, tmp_path: Path, at: str) -> None:
         prompt = prompt_of(10 * BLOCK + 5, 80)

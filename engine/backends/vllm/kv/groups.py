@@ -43,7 +43,6 @@ class KvGroups:
         `unit` is the number of tokens of a key, and `num_ahead` that of positions after a sequence's tokens that
         vLLM gives blocks to, for drafts. vLLM's groups describe one rank's part of a block, of so many `parts`.
         """
-        self._num_ahead = num_ahead
         coordinator = manager.coordinator
         self._coordinator = coordinator
         self._ideal = copy(coordinator)
@@ -62,6 +61,7 @@ class KvGroups:
         self.has_full = bool(full)
         self.is_chain = len(specs) == 1 and bool(full) and not coordinator.eagle_group_ids
         """Whether a boundary is any number of blocks, and needs these blocks alone."""
+        self._num_ahead = num_ahead if self.is_chain else max(1, num_ahead)  # a fill goes one token beyond its boundary
         windows = (
             getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) for spec in specs
         )
