@@ -70,7 +70,7 @@ def _kv(account: KvAccount, block_tokens: int) -> pb.KvReceipt:
 
 _SPANS = (
     ("admit", "received", "admitted"),
-    ("restore from tiers", "restore_started", "restored"),
+    ("restore from local store", "restore_started", "restored"),
     ("fetch from the store", "fetch_started", "fetched"),
     ("lender queue", "loan_opened", "loan_started"),
     ("lender prefill", "loan_started", "last_blocks_ready"),

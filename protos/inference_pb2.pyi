@@ -2453,7 +2453,7 @@ class WorkerStatus(_message.Message):
     available_blocks: _builtins.int
     """Blocks that new requests could reserve, cached blocks included."""
     cached_blocks: _builtins.int
-    """Blocks that the router's index has for the worker: cached in its pool or in the tiers below."""
+    """Blocks that the router's index has for the worker: cached in its pool or in its local store."""
     block_tokens: _builtins.int
     transport: _builtins.str
     prefill_tokens_per_s: _builtins.float

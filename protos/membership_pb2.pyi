@@ -153,7 +153,7 @@ Global___CacheRequest: _TypeAlias = CacheRequest  # noqa: Y015
 
 @_typing.final
 class CacheDrop(_message.Message):
-    """Cached blocks of the pool and of the tiers below it. Blocks of requests, loans and pins stay."""
+    """Cached blocks of the pool and of the local store below it. Blocks of requests, loans and pins stay."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -221,7 +221,7 @@ class CacheReport(_message.Message):
     """Blocks whose pins this call dropped."""
     block_tokens: _builtins.int
     dropped_from_pool: _builtins.int
-    """Cached blocks that this call dropped from the pool, and those that only lower tiers held."""
+    """Cached blocks that this call dropped from the pool, and those that only the local store had."""
     dropped_from_tiers: _builtins.int
     in_use: _builtins.int
     """Blocks that were to be dropped and stay, because they are in use."""

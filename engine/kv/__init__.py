@@ -1,1 +1,1 @@
-"""KV blocks: the block pool, the KV cache manager, block keys, and the tiers below the pool."""
+"""KV blocks: pools, what an engine keeps about their named blocks, pins, and the stores below."""

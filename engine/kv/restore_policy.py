@@ -34,7 +34,7 @@ class RestorePolicy:
             self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, prompt_tokens / seconds)
 
     def restored(self, num_bytes: int, seconds: float) -> None:
-        """Learn from a restore: bytes read from the tiers, verified and bound."""
+        """Learn from a restore: bytes read from a store, verified and bound."""
         if num_bytes and seconds > 0:
             self.restored_bytes_per_s = _mean(self.restored_bytes_per_s, num_bytes / seconds)
 

@@ -173,7 +173,7 @@ class CorruptReads(NamedTuple):
 
 
 class CacheDrop(NamedTuple):
-    """Blocks to drop from the pool and the tiers below it, unless they are in use."""
+    """Blocks to drop from the pool and the local store, unless they are in use."""
 
     token_ids: Sequence[int] | None
     """Prompt whose full blocks are dropped; None: all blocks, a limited number at a time."""

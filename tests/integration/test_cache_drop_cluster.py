@@ -1,4 +1,4 @@
-"""`tandem cache drop` over a real cluster: blocks leave pool, tiers and store, and the router's index hears of it."""
+"""`tandem cache drop` over a real cluster: blocks leave pool and stores, and the router's index hears of it."""
 
 import asyncio
 import subprocess
@@ -50,6 +50,7 @@ async def test_blocks_of_a_prompt_and_then_all_of_them(
     model = sim_model(600, speaks=True)
     store = tmp_path / "store"
     settings = {"engine": "sim", "kv_memory_mib": 1, "kv_store": str(store), "kv_store_writes": "computed"}
+    settings |= {"sim_step_ms": 2.0}  # the last stream must not end before the drop
     settings |= {"kv_host_memory_mib": 4, "kv_disk_dir": str(tmp_path / "disk"), "kv_disk_mib": 8}
     router = {"isolate_tenants": True}
     async with running(cluster_of(model, prefill=0, decode=1, router=router, **settings)) as (cluster, client):
@@ -78,7 +79,10 @@ async def test_blocks_of_a_prompt_and_then_all_of_them(
         )
         assert code == 0, printed
         words = " ".join(printed.split())
-        assert f"{full} blocks dropped from the pool, 0 from tiers, 0 in use stay, {full} objects removed" in words
+        assert (
+            f"{full} blocks dropped from the pool, 0 from the local store, 0 in use stay, {full} objects removed"
+            in words
+        )
         assert objects() == both - full
 
         async def forgotten() -> bool:
@@ -89,7 +93,7 @@ async def test_blocks_of_a_prompt_and_then_all_of_them(
         assert again.receipt.kv.computed_blocks == len(prompt) // 16 + 1
         assert again.token_ids == streams[0].token_ids
 
-        for number in range(16):  # 8192 tokens fit: the first prompts fall into the tiers
+        for number in range(16):  # 8192 tokens fit: the first prompts fall into the local store
             await finished([Stream(client, [(7 * number + at) % 599 for at in range(1, 1001)], 3)])
         kept = Stream(client, other, 3000)
         await kept.reached(1)

@@ -11,7 +11,7 @@ from engine.kv.layout import KvLayout
 from engine.kv.store.bucket import BucketObjects
 from engine.kv.store.object_format import ObjectRefused
 from engine.kv.store.objects import ObjectMissing, StoreError
-from engine.kv.store.opening import open_store
+from engine.kv.store.opening import open_shared_store
 from engine.kv.store.settings import StoreSettings
 from support.processes import Stream, finished, running
 from support.s3_server import BUCKET, s3_server
@@ -83,7 +83,7 @@ def test_a_store_that_cannot_be_used_is_refused_at_start(
     filled = {name: value.replace("DIR", str(tmp_path)) for name, value in settings.items()}
     layout = KvLayout(layers=2, kv_heads=2, head_dim=8, block_tokens=4, dtype="float32")
     with pytest.raises(EngineStartError, match=reason) as refused:
-        open_store(StoreSettings(**filled), layout, bytes(32))
+        open_shared_store(StoreSettings(**filled), layout, bytes(32))
     assert refused.value.field == field
 
 

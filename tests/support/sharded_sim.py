@@ -12,6 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.sim.runner import SimRunner
+from engine.block_parts.gathering import GatheredBlocks, GatheringRank
+from engine.block_parts.part_copies import PartCopies
+from engine.block_parts.shared_memory import MappedMemory, SharedMemory
 from engine.core.loan_host import EngineLimits
 from engine.core_types import Chunk, SampleResult
 from engine.kv.layout import KvLayout
@@ -19,9 +22,6 @@ from engine.kv.store.object_format import ObjectFormat
 from engine.lending.reads.block_reads import BlockRead, LocalRank, OnQuiet, RemoteRank
 from engine.lending.reads.corruption import Corruption
 from engine.model_runner import ModelRunner
-from engine.ranks.gathering import GatheredBlocks, GatheringRank
-from engine.ranks.part_copies import PartCopies
-from engine.ranks.shared_memory import MappedMemory, SharedMemory
 from kvtransfer.fingerprint import Fingerprints
 from kvtransfer.local import LocalTransport
 from kvtransfer.ranks import BlockPart

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from engine.block_parts.gathering import GatheredBlocks
+from engine.block_parts.messages import Joined
+from engine.block_parts.part_copies import PartCopies
+from engine.block_parts.part_service import EngineLink, serve_part
+from engine.block_parts.shared_memory import SharedMemory
 from engine.lending.reads.block_reads import LocalRank
 from engine.process.ranks.ranks import DistantLink
-from engine.ranks.gathering import GatheredBlocks
-from engine.ranks.messages import Joined
-from engine.ranks.part_copies import PartCopies
-from engine.ranks.part_service import EngineLink, serve_part
-from engine.ranks.shared_memory import SharedMemory
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import BlockPart, shares_of
 from kvtransfer.transport import Pool

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from engine.block_parts.gathering import GATHER_BYTES, GatheredBlocks, GatheringRank
+from engine.block_parts.part_copies import PartCopies
+from engine.block_parts.shared_memory import MappedMemory, SharedMemory
 from engine.lending.reads.block_reads import LocalRank
-from engine.ranks.gathering import GATHER_BYTES, GatheredBlocks, GatheringRank
-from engine.ranks.part_copies import PartCopies
-from engine.ranks.shared_memory import MappedMemory, SharedMemory
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import BlockPart, part_spans
 from kvtransfer.transport import Pool

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
+from engine.block_parts.messages import HEARTBEAT_S
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
 from engine.kv.store.opening import secret_of
 from engine.process.ranks.ranks import shut_down
-from engine.ranks.messages import HEARTBEAT_S
 
 log = logging.getLogger(__name__)
 

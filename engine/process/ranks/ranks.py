@@ -19,11 +19,8 @@ from queue import Empty, SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import WorkerConfig
-from engine.errors import EngineStartError, RankLost
-from engine.lending.reads.block_reads import MAX_PEERS, OnQuiet, RemoteRank
-from engine.ranks.gathering import FingerprintingRank
-from engine.ranks.messages import (
+from engine.block_parts.gathering import FingerprintingRank
+from engine.block_parts.messages import (
     BlocksRead,
     CopyBlocks,
     Corrupt,
@@ -40,7 +37,10 @@ from engine.ranks.messages import (
     ToFollower,
     Withdraw,
 )
-from engine.ranks.shared_memory import SharedMemory
+from engine.block_parts.shared_memory import SharedMemory
+from engine.config import WorkerConfig
+from engine.errors import EngineStartError, RankLost
+from engine.lending.reads.block_reads import MAX_PEERS, OnQuiet, RemoteRank
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.ranks import BlockPart
 

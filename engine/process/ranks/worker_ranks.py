@@ -18,12 +18,12 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
+from engine.block_parts.messages import Joined
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError, RankLost
 from engine.process.ranks.nodes import SILENCE_S, Nodes
 from engine.process.ranks.ranks import DistantLink, PartLink, Ranks
 from engine.process.spec import EngineSpec, RankSpec
-from engine.ranks.messages import Joined
 
 log = logging.getLogger(__name__)
 

@@ -28,6 +28,10 @@ from engine.backends.vllm.environment import quiet_vllm
 from engine.backends.vllm.kv.memory import VllmKvMemory
 from engine.backends.vllm.kv.stages import Stage, StagePool
 from engine.backends.vllm.sampling.speculation import COUPLED
+from engine.block_parts.messages import Joined, NotJoined
+from engine.block_parts.part_copies import PartCopies
+from engine.block_parts.part_service import EngineLink, serve_part
+from engine.block_parts.shared_memory import MappedMemory
 from engine.errors import EngineStartError
 from engine.host.cpu_affinity import stay_on
 from engine.lending.reads.block_reads import LocalRank
@@ -37,10 +41,6 @@ from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import become_child, own_transport
 from engine.process.vllm.node import NODE_SPEC
 from engine.process.vllm.start import why_not_started
-from engine.ranks.messages import Joined, NotJoined
-from engine.ranks.part_copies import PartCopies
-from engine.ranks.part_service import EngineLink, serve_part
-from engine.ranks.shared_memory import MappedMemory
 from kvtransfer.errors import TransportUnavailable
 
 log = logging.getLogger(__name__)

@@ -72,7 +72,7 @@ def cache_events(changed: CacheChanged) -> pb.CacheEvents:
 
 
 def parts_of(changed: pb.CacheEvents) -> Iterator[pb.CacheEvents]:
-    """Split changes into messages that gRPC accepts, however many blocks the tiers hold.
+    """Split changes into messages that gRPC accepts, however many blocks the stores hold.
 
     Parts of a snapshot after its first are `continued`.
     """

@@ -93,7 +93,8 @@ async def drop_cached(
             drop, model = await _drop_of(client, prompt, served), served.base_model or served.name
         drop.store = store
         for worker, report in await _ask(client, member, worker_id, pb.CacheRequest(drop=drop), model):
-            gone = f"{report.dropped_from_pool} blocks dropped from the pool, {report.dropped_from_tiers} from tiers"
+            gone = f"{report.dropped_from_pool} blocks dropped from the pool"
+            gone += f", {report.dropped_from_tiers} from the local store"
             stay = f"{report.in_use} in use stay"
             objects = f", {report.removed_objects} objects removed from the store" if store else ""
             console.print(f"{worker.worker_id}: {gone}, {stay}{objects}", markup=False)
@@ -129,7 +130,7 @@ async def warm(
         kv = each.receipt.kv
         parts = {
             "cached": kv.reused_blocks,
-            "from tiers": kv.restored_blocks,
+            "from local store": kv.restored_blocks,
             "from the store": kv.store_blocks,
             f"from {each.receipt.placement.lender or 'a lender'}": kv.moved_blocks,
             "computed": kv.computed_blocks,

@@ -1,4 +1,4 @@
-"""Bytes of KV blocks, copied out of the pool to the tiers below it and back."""
+"""Bytes of KV blocks, copied out of the pool to the stores below it and back."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -8,9 +8,9 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.block_parts.shared_memory import MappedMemory
 from engine.lending.reads.block_reads import BlockRead, LocalRank, OnQuiet, ReadProgress
 from engine.lending.reads.corruption import PartMemory
-from engine.ranks.shared_memory import MappedMemory
 from kvtransfer.ranks import BlockPart
 
 log = logging.getLogger(__name__)

@@ -12,9 +12,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.lending.reads.block_reads import BlockRead, LocalRank, OnQuiet
-from engine.lending.reads.corruption import Corruption
-from engine.ranks.messages import (
+from engine.block_parts.messages import (
     HEARTBEAT_S,
     BlocksRead,
     CopyBlocks,
@@ -29,7 +27,9 @@ from engine.ranks.messages import (
     ReadBlocks,
     Withdraw,
 )
-from engine.ranks.part_copies import PartCopies
+from engine.block_parts.part_copies import PartCopies
+from engine.lending.reads.block_reads import BlockRead, LocalRank, OnQuiet
+from engine.lending.reads.corruption import Corruption
 
 log = logging.getLogger(__name__)
 
