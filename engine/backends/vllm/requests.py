@@ -250,7 +250,7 @@ class VllmRequests(RequestTable[_Request]):
             account = request.account
         sequence.token_ids.append(result.token_id)
         if request.tells_pins:
-            self._pin_prompt(request, sequence, is_last_chance=finish is not None and not self._is_naming())
+            self._pin_prompt(request, sequence, is_last_chance=not self._is_naming())
             account, request.tells_pins = request.account, request.retention is not None
         token = Token(
             sequence.request_id,
