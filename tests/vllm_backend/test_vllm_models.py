@@ -89,7 +89,6 @@ async def test_two_adapters_and_their_base_model_at_once(tmp_path: Path) -> None
 async def test_what_an_engine_cannot_do_is_refused_at_start_by_name() -> None:
     refused = [
         ("tensor_parallel", {"tensor_parallel": 3}),
-        ("kv_host_memory_mib", {"kv_host_memory_mib": 64}),
         ("kv_store", {"kv_store": "/proc/none/store"}),
         ("backend", {"backend": "native"}),
     ]
