@@ -1,6 +1,6 @@
-"""What an engine keeps about the named blocks of its pool, whichever engine it is.
+"""Named blocks of a pool, of whichever engine.
 
-These are the blocks' fingerprints, the pins, the stores below the pool, the changes that routers are told, and the
+With them come their fingerprints, the pins, the stores below the pool, the changes that routers are told, and the
 statistics of lookups.
 """
 
@@ -103,6 +103,10 @@ class CachedBlocks:
         self.speeds = RestorePolicy()
         """Speed of computing prompts."""
         self.stores = tuple(stores)
+        self.local = next((below for below in stores if below.store.is_local), None)
+        """Store of this host."""
+        self.shared = next((below for below in stores if not below.store.is_local), None)
+        """Store that workers share."""
         self.compute_fingerprints = memory.fingerprints
         self.write_block = memory.write_block
         self._memory = memory
@@ -111,16 +115,6 @@ class CachedBlocks:
         self._write_behind_at = 0.0
         if self.stores:
             pool.on_evict = self._evicted
-
-    @property
-    def local(self) -> StoreBelow | None:
-        """Store of this host."""
-        return next((below for below in self.stores if below.store.is_local), None)
-
-    @property
-    def shared(self) -> StoreBelow | None:
-        """Store that workers share."""
-        return next((below for below in self.stores if not below.store.is_local), None)
 
     def fingerprints_of(self, blocks: Sequence[int]) -> bytes:
         """Return the fingerprints taken when the blocks became full, uint64 [len(blocks), kv_heads]."""

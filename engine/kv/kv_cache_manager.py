@@ -150,6 +150,8 @@ class KVCacheManager:
         blocks = sequence.blocks[first:end]
         self.cached.set_fingerprints(blocks, self.cached.compute_fingerprints(blocks))
         self._name(sequence, end)
+        if not self.cached.stores:
+            return blocks
         keys = sequence.keys[first:]
         parents = [sequence.keys[first - 1] if first else sequence.root, *keys[:-1]]
         self.cached.became_full([NamedBlock(*each) for each in zip(blocks, parents, keys, strict=True)])

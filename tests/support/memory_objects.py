@@ -12,10 +12,10 @@ from engine.kv.kv_stats import HOST
 from engine.kv.store.block_store import BlockStore
 from engine.kv.store.kv_store import PlaceUse
 from engine.kv.store.object_format import ObjectFormat
-from engine.kv.store.objects import ObjectMissing, Objects, ReadFailure, StoreError
+from engine.kv.store.objects import LocalObjects, ObjectMissing, Objects, ReadFailure, StoreError
 
 
-class MemoryObjects(Objects):
+class MemoryObjects(LocalObjects):
     """Objects of all stores that share them, which a test may damage, remove or make unreachable."""
 
     identity = "memory"

@@ -20,7 +20,7 @@ from engine.kv.store import local
 from engine.kv.store.folder import FolderObjects
 from engine.kv.store.local import LayeredObjects, MemoryFolder, open_local_store
 from engine.kv.store.object_format import ObjectFormat
-from engine.kv.store.objects import Objects, StoreError
+from engine.kv.store.objects import LocalObjects, StoreError
 from support.memory_objects import StepStore
 from support.small_blocks import BLOCK_BYTES, HEADS, MODEL, ROOT, block_of, fingerprint_of
 
@@ -36,7 +36,7 @@ def folder(root: Path, place: str, num_blocks: int) -> FolderObjects:
     return FolderObjects(root, FORMAT.object_bytes, num_bytes, 1e9, num_folders=1, place=place)
 
 
-def store_over(*places: Objects) -> StepStore:
+def store_over(*places: LocalObjects) -> StepStore:
     store = StepStore(LayeredObjects(places), FORMAT, lambda: 100.0, is_local=True)
     store.settle()
     return store

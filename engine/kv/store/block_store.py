@@ -19,7 +19,7 @@ from engine.kv.events import CacheEvent, Removed, Stored
 from engine.kv.rows import Allocate, private_rows
 from engine.kv.store.kv_store import Fetched, KvStore, PlaceUse
 from engine.kv.store.object_format import ObjectFormat, ObjectRefused, StoredBlock
-from engine.kv.store.objects import ObjectMissing, Objects, StoreError
+from engine.kv.store.objects import LocalObjects, ObjectMissing, Objects, StoreError
 
 READ_THREADS = 4
 WRITE_THREADS = 2
@@ -123,8 +123,9 @@ class BlockStore(KvStore):
         self._avoid_until = -AVOID_S
         self._complained_at = -COMPLAIN_EVERY_S
         self._closed = False
-        if is_local:
-            _logged(self._readers.submit(self._look_around))
+        self._local = objects if is_local and isinstance(objects, LocalObjects) else None
+        if self._local is not None:
+            _logged(self._readers.submit(self._look_around, self._local))
 
     @property
     def answers(self) -> bool:
@@ -206,7 +207,7 @@ class BlockStore(KvStore):
         return [Stored(parent, (key,), shared=not self.is_local) for key, parent in self._known.items()]
 
     def places(self) -> list[PlaceUse]:
-        return self._objects.places() if self.is_local else []
+        return [] if self._local is None else self._local.places()
 
     def outcomes(self) -> tuple[tuple[str, int], ...]:
         return tuple((field.name, getattr(self.counts, field.name)) for field in fields(self.counts))
@@ -367,10 +368,10 @@ class BlockStore(KvStore):
         contents = tuple(row[self._format.payload_offset :] for row in rows[: len(blocks)])
         on_fetched(Fetched(tuple(block.fingerprint for block in blocks), contents, reason, buffer))
 
-    def _look_around(self) -> None:
+    def _look_around(self, objects: LocalObjects) -> None:
         """Learn what an earlier process has left in a local store; objects that are none are removed."""
         try:
-            for name, head in self._objects.heads(self._format.folder, self._format.payload_offset):
+            for name, head in objects.heads(self._format.folder, self._format.payload_offset):
                 key = _key_of(name)
                 try:
                     if key is not None:

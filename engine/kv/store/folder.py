@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.kv.store.kv_store import PlaceUse
-from engine.kv.store.objects import ObjectMissing, Objects, ReadFailure, StoreError
+from engine.kv.store.objects import LocalObjects, ObjectMissing, ReadFailure, StoreError
 
 COUNT_EVERY_S = 5.0
 COUNTING_SHARE = 0.05
@@ -37,7 +37,7 @@ IDENTITY_FILE = "tandem-store"
 UNFINISHED = ".part-"
 
 
-class FolderObjects(Objects):
+class FolderObjects(LocalObjects):
     """Files of `object_bytes` below `root`.
 
     Readable by this user only: KV reveals prompts. No link is followed.

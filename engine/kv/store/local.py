@@ -28,7 +28,7 @@ from engine.kv.store.block_store import BlockStore
 from engine.kv.store.folder import FolderObjects
 from engine.kv.store.kv_store import PlaceUse
 from engine.kv.store.object_format import ObjectFormat
-from engine.kv.store.objects import ObjectMissing, Objects, ReadFailure, StoreError
+from engine.kv.store.objects import LocalObjects, ObjectMissing, ReadFailure, StoreError
 from engine.kv.store.settings import StoreSettings
 from kvtransfer.hardware.main_memory import check_fits
 
@@ -45,10 +45,10 @@ OLD_FILES = "*-*/kv-*.blocks"
 MIB = 1 << 20
 
 
-class LayeredObjects(Objects):
+class LayeredObjects(LocalObjects):
     """Objects in several local places, the fastest first."""
 
-    def __init__(self, places: Sequence[Objects]) -> None:
+    def __init__(self, places: Sequence[LocalObjects]) -> None:
         self._places = places
         self.identity = places[0].identity
         self.reads_at_once = places[0].reads_at_once
@@ -120,7 +120,7 @@ def open_local_store(
     kv_disk_dir.
     """
     object_format = ObjectFormat(layout.block_bytes, layout.kv_heads, model_fingerprint, num_folders=1)
-    places: list[Objects] = []
+    places: list[LocalObjects] = []
     if settings.kv_host_memory_mib:
         places.append(_open_memory(settings, object_format))
     if settings.kv_disk_dir is not None:

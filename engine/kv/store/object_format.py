@@ -90,7 +90,7 @@ class ObjectFormat:
         Raises ObjectRefused as `check` does; the payload is checked when it is read.
         """
         if self.secret or len(head) < self.payload_offset:
-            raise ObjectRefused("the object's head does not show what it is")
+            raise ObjectRefused("the object is too short, or signed, to be known by its head")
         return self._checked(key, head, np.frombuffer(head, np.uint8))
 
     def _checked(self, key: BlockKey, head: bytes, stored: NDArray[np.uint8]) -> StoredBlock:

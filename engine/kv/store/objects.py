@@ -70,16 +70,20 @@ class Objects(ABC):
         """
         return []
 
+    def close(self) -> None:  # noqa: B027 - a folder has nothing to close
+        """Release what the place holds; no call follows."""
+
+
+class LocalObjects(Objects):
+    """Objects in a place of this host, which can be listed."""
+
+    @abstractmethod
     def heads(self, folder: str, num_bytes: int) -> Iterator[tuple[str, bytes]]:
-        """Yield the names of all objects of a folder of a local place, with the first `num_bytes` of each.
+        """Yield the names of all objects of a folder, with the first `num_bytes` of each.
 
         Raises StoreError.
         """
-        raise NotImplementedError("this place is not a local one")
 
+    @abstractmethod
     def places(self) -> list[PlaceUse]:
-        """Return the use of a local place."""
-        raise NotImplementedError("this place is not a local one")
-
-    def close(self) -> None:  # noqa: B027 - a folder has nothing to close
-        """Release what the place holds; no call follows."""
+        """Return the use of each part of the place."""
