@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from engine.block_keys import block_keys, root_key
 from engine.kv.pins import Retention
 from engine.messages.from_engine import CacheInspected, KvAccount, LoadReport, Token
 from engine.messages.to_engine import CacheDrop, InspectCache
@@ -67,6 +68,16 @@ async def inspected(engine: RealEngine, **query: object) -> CacheInspected:
 
     await engine.until(lambda: bool(answers()))
     return answers()[0]
+
+
+async def on_disk(engine: RealEngine, prompt: list[int], folder: Path) -> None:
+    """Wait until every full block of the prompt is in the folder."""
+    keys = block_keys(root_key(engine.ready.model_fingerprint, ""), prompt, BLOCK)
+
+    async def all_there() -> bool:
+        return {key.hex() for key in keys} <= {path.name for path in folder.glob("*/*")}
+
+    await until(all_there, "its blocks are on disk")
 
 
 def flip_a_bit(folder: Path, at: int) -> None:
@@ -182,7 +193,7 @@ class CacheContract:
         async with opened("before", kv_disk_dir=str(tmp_path)) as engine:
             expected = ids(await answered(engine, prompt))
             await answered(engine, prompt_of(18 * BLOCK, 71), 1)
-            await self._stored(engine, "disk", 10)
+            await on_disk(engine, prompt, tmp_path)
         async with opened("after", kv_disk_dir=str(tmp_path)) as engine:
             await self._stored(engine, "disk", 10)
             tokens = await answered(engine, prompt)
@@ -210,7 +221,7 @@ class CacheContract:
         async with opened("damaged", kv_disk_dir=str(tmp_path)) as engine:
             expected = ids(await answered(engine, prompt))
             await answered(engine, prompt_of(18 * BLOCK, 81), 1)
-            await self._stored(engine, "disk", 10)
+            await on_disk(engine, prompt, tmp_path)
             flip_a_bit(tmp_path, {"head": 40, "middle": SIZE // 2, "last byte": SIZE - 1}[at])
             tokens = await answered(engine, prompt)
             account = account_of(tokens)
