@@ -74,8 +74,11 @@ async def on_disk(engine: RealEngine, prompt: list[int], folder: Path) -> None:
     """Wait until every full block of the prompt is in the folder."""
     keys = block_keys(root_key(engine.ready.model_fingerprint, ""), prompt, BLOCK)
 
+    def names() -> set[str]:
+        return {path.name for path in folder.glob("*/*")}
+
     async def all_there() -> bool:
-        return {key.hex() for key in keys} <= {path.name for path in folder.glob("*/*")}
+        return {key.hex() for key in keys} <= names()
 
     await until(all_there, "its blocks are on disk")
 
