@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import pytest_asyncio
-from support.draft_models import add_mtp_layer, cut_model, write_eagle
 
 from cluster.errors import StartError
 from engine.core_types import StructuredOutput
 from engine.messages.from_engine import Token
 from engine.messages.to_engine import Generate
+from support.draft_models import add_mtp_layer, cut_model, write_eagle
 from support.engine_contract import VOCAB, EngineContract, Pair, account_of, named, numbers, prompt_of
 from support.long_runs import mostly_long
 from support.real_engines import RealEngine, engines
