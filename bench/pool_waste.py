@@ -6,8 +6,8 @@ from engine.backends.sim.runner import SimRunner
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core_types import SamplingParams, StepBudget
-from engine.kv.layout import KvLayout
 from engine.messages.to_engine import Generate
+from kvcache.layout import KvLayout
 from kvtransfer.local import LocalNetwork, LocalTransport
 
 REQUESTS = 200

@@ -8,11 +8,11 @@ from cluster.errors import InvalidRequest, Overloaded, Unavailable
 from decode_worker.embedding import finished_embedding
 from decode_worker.placed_request import emitted_of, num_choices
 from decode_worker.receipt import build_receipt, price_of
-from engine.block_keys import token_digest
 from engine.core_types import FinishReason, TokenLogprobs
 from engine.messages.from_engine import Embedded, Failed, Filled, FromEngine, KvAccount, PromptScored, Rejected, Token
 from engine.messages.to_engine import LendClosed
 from engine.model.detokenizer import TextStream
+from kvcache.block_keys import token_digest
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
 

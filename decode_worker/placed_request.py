@@ -4,15 +4,15 @@ from array import array
 from dataclasses import replace
 
 from cluster.errors import InvalidRequest
-from engine.block_keys import token_array
 from engine.core_types import MAX_CHAINS, Pooling, SamplingParams
 from engine.engine_kind import Feature, kind_of
-from engine.kv.pins import Retention
 from engine.media.item_messages import read_items
-from engine.media.items import items_fault
 from engine.messages.to_engine import Generate, PlacementMark
 from engine.model.detokenizer import check_token_ids
 from engine.sampling.structured_output import FIELD, read_structured
+from kvcache.block_keys import token_array
+from kvcache.items import items_fault
+from kvcache.pins import Retention
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple
 
-from engine.block_keys import BlockKey
-from engine.media.items import Item
+from kvcache.chain import Chain
 
 
 class FinishReason(Enum):
@@ -87,35 +86,18 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: tuple[float, ...]
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class EngineSequence:
-    """A token chain whose KV is computed here.
+@dataclass(slots=True, eq=False)
+class EngineSequence(Chain):
+    """A token chain that an engine computes, with or without output.
 
-        token_ids   [0 ........ num_prompt ........ num_tokens)
-        KV          [0 .. num_computed)                          in `blocks`
-        named       [0 .. num_published blocks)                  in `keys`
-
-    `num_prompt` counts given tokens: the prompt, and the tokens that an earlier attempt emitted. A sequence without
-    `sampling` computes the KV of a loan and samples nothing. A preempted sequence has lost its KV: all its tokens,
-    sampled ones included, are computed again in chunks like a prompt, and the next token is sampled at their end.
+    `num_prompt` counts the prompt, and the tokens that an earlier attempt emitted. A sequence without `sampling`
+    computes the KV of a loan and samples nothing. A preempted sequence has lost its KV: all its tokens, sampled ones
+    included, are computed again in chunks like a prompt, and the next token is sampled at their end.
     """
 
-    request_id: str
-    token_ids: list[int]
-    num_prompt: int
-    root: BlockKey
-    sampling: SamplingParams | None
-    priority: int
-    arrival: int
-    blocks: list[int] = field(default_factory=list)
-    num_reserved: int = 0
-    num_computed: int = 0
-    keys: list[BlockKey] = field(default_factory=list)
+    sampling: SamplingParams | None = None
     num_emitted_before: int = 0
     """Tokens among `num_prompt` that count against max_tokens, because an earlier attempt sampled them."""
-    turn: int = 0
-    """Position among sequences that wait for their next token; a lower one waits longer. See
-    `engine/core/scheduler.py`."""
     num_preemptions: int = 0
     num_recomputed: int = 0
     """Tokens computed again because preemption gave their KV back."""
@@ -127,28 +109,8 @@ class EngineSequence:
     """Number of leading tokens that siblings share. A sequence with `siblings` computes no more than those."""
     num_scored: int = 0
     """Leading prompt positions whose requested scores, see `num_to_score`, were already returned or are not needed."""
-    adapter: bytes = b""
-    """Fingerprint of the LoRA adapter that computes it; empty for none."""
-    hedged: bool = False
-    """Whether it is computed although its loan is open, because the lender is silent."""
     num_expected: int = 0
     """Number of tokens at its expected end; 0: unknown."""
-    tail: tuple[int, ...] = ()
-    """Tokens after the last one, where a sequence without output has them. Draft layers make the KV of a token from the
-    one after it, and an item may go on."""
-    items: tuple[Item, ...] = ()
-    """Items among its tokens, in order of their places; the last one may end in `tail`."""
-    held_at: int | None = None
-    """Number of leading tokens that a hedged sequence may compute: blocks after them are being read."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def num_tokens_with_items(self) -> int:
-        """Number of its tokens, with all tokens of an item that ends in `tail`."""
-        return max(len(self.token_ids), self.items[-1].end) if self.items else len(self.token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core_types import Chunk, GpuDevice, Pooler, SampleResult
-from engine.kv.layout import KvLayout
+from kvcache.layout import KvLayout
 from kvtransfer.fingerprint import Fingerprints, Folding
 from kvtransfer.transport import AnyPool, Pool
 

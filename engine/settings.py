@@ -12,9 +12,9 @@ from cluster.roles import Role
 from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings
 from engine.core_types import GpuDevice, StepBudget
 from engine.host.cpu_affinity import num_available
-from engine.kv.store.block_store import BUFFER_BYTES
-from engine.kv.store.settings import StoreSettings
 from engine.model.hub import ModelPath
+from kvcache.store.block_store import BUFFER_BYTES
+from kvcache.store.settings import StoreSettings
 from kvtransfer.ranks import MAX_RANKS
 
 BATCH_TOKENS_ON_CPU = 2048

@@ -7,16 +7,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from cluster.errors import Incompatible, InvalidRequest, Overloaded, ServiceError, Unavailable
-from engine.block_keys import unpack_tokens
-from engine.lending.fast_path import ADDRESS_BYTES
 from engine.media.item_messages import read_items
-from engine.media.items import items_fault
 from engine.messages.from_engine import LendReady, LendRefused, LendStarting
 from engine.messages.to_engine import Lend, LendClosed, LendReleased, PlacementMark
 from engine.model.detokenizer import check_token_ids
 from engine.process.front.engine_client import EngineMessage
 from engine.worker.front.lender_streams import Borrowing, LoanChain
 from engine.worker.runtime import WorkerContext
+from kvcache.block_keys import unpack_tokens
+from kvcache.items import items_fault
+from loans.fast_path import ADDRESS_BYTES
 from protos import lend_pb2 as pb
 
 log = logging.getLogger(__name__)

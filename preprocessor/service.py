@@ -15,8 +15,8 @@ from cluster.fair_turns import FairTurns
 from cluster.logs import request_id
 from cluster.network.error_status import end_call
 from cluster.process.drain import Drain
-from engine.media.items import IDENTIFIER_BYTES
 from engine.media.processor import MediaInput, MediaKind
+from kvcache.items import IDENTIFIER_BYTES
 from preprocessor.blobs import BlobStore, Lease
 from preprocessor.children import Children
 from preprocessor.config import PreprocessorConfig

@@ -702,7 +702,7 @@ class Hello(_message.Message):
     resumes_at_boundaries: _builtins.bool
     """Whether a request can go on only after some of the blocks held here, because the model has several KV groups
     (sliding windows, recurrent states). The cache events announce each such block by a second name (resume_name in
-    engine/block_keys.py).
+    kvcache/block_keys.py).
     """
     group: _builtins.str
     """Data-parallel group whose ranks step together, and drain and are lost together, as host:port of its rank 0, and the

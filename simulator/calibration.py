@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from cluster.roles import Role
 from engine.backends.sim.timing import StepTiming, StepWork, Timing
-from engine.kv.layout import KvLayout
+from kvcache.layout import KvLayout
 from simulator.errors import SHOWN, BadSetup
 
 LONGEST_S = 3600.0

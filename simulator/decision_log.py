@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TextIO
 
-from engine.block_keys import BlockKey
+from kvcache.block_keys import BlockKey
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
 from router.placement.place import Decision

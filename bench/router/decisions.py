@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from bench.support.report import Bar, percentile
-from engine.block_keys import KEY_BYTES, BlockKey, split_keys
+from kvcache.block_keys import KEY_BYTES, BlockKey, split_keys
 from protos import membership_pb2 as pb
 from router.placement.affinity import session_of
 from router.placement.demand import Demand

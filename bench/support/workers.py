@@ -10,8 +10,8 @@ from typing import Any, Self
 import grpc
 
 from cluster.network.rpc import Server, channel
-from engine.block_keys import pack_tokens
 from engine.config import WorkerConfig
+from kvcache.block_keys import pack_tokens
 from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
 from router.placement.fleet.introductions import peers_of

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kv.rows import Allocate
+from kvcache.rows import Allocate
 from kvtransfer.ranks import BlockPart
 
 ReadPart = Callable[[Sequence[int]], Iterable[NDArray[np.uint8]]]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kv.layout import KvLayout
+from kvcache.layout import KvLayout
 from kvtransfer.ranks import BlockPart
 
 HEARTBEAT_S = 0.2

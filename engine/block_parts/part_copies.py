@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.block_parts.shared_memory import MappedMemory
-from engine.lending.reads.block_reads import BlockRead, LocalRank, OnQuiet, ReadProgress
-from engine.lending.reads.corruption import PartMemory
 from kvtransfer.ranks import BlockPart
+from loans.reads.block_reads import BlockRead, LocalRank, OnQuiet, ReadProgress
+from loans.reads.corruption import PartMemory
 
 log = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from engine.block_parts.messages import (
     Withdraw,
 )
 from engine.block_parts.part_copies import PartCopies
-from engine.lending.reads.block_reads import BlockRead, LocalRank, OnQuiet
-from engine.lending.reads.corruption import Corruption
+from loans.reads.block_reads import BlockRead, LocalRank, OnQuiet
+from loans.reads.corruption import Corruption
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ left.
 import logging
 from collections.abc import Callable, Sequence
 
-from engine.block_keys import BlockKey, block_keys, root_key
-from engine.kv.cached_blocks import CachedBlocks
-from engine.lending.loan import Posted, StoreRemoved
 from engine.messages.from_engine import CacheInspected, FromEngine
 from engine.messages.to_engine import CacheDrop, InspectCache
+from kvcache.block_keys import BlockKey, block_keys, root_key
+from kvcache.cached_blocks import CachedBlocks
+from loans.loan import Posted, StoreRemoved
 
 MAX_DROPPED = 4096
 """Largest number of blocks that a query for all blocks drops, of the pool and the local store together."""

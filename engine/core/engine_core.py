@@ -14,16 +14,16 @@ from engine.core.request_manager import RequestManager
 from engine.core.scheduler import schedule
 from engine.core.uniform_decode import UniformDecode
 from engine.core_types import Chunk, EngineSequence, SampleResult, StepBudget
-from engine.kv.block_pool import BlockPool
-from engine.kv.cached_blocks import CachedBlocks, StoreBelow
-from engine.kv.kv_cache_manager import KVCacheManager
-from engine.kv.store.kv_store import KvStore
-from engine.lending.fast_path import FastPathLink
-from engine.lending.reads.block_reads import LocalRank, RemoteRank
 from engine.messages.from_engine import FromEngine
 from engine.model_runner import ModelRunner
+from kvcache.block_pool import BlockPool
+from kvcache.cached_blocks import CachedBlocks, StoreBelow
+from kvcache.kv_cache_manager import KVCacheManager
+from kvcache.store.kv_store import KvStore
 from kvtransfer.ranks import BlockPart, join_endpoints
 from kvtransfer.transport import Transport
+from loans.fast_path import FastPathLink
+from loans.reads.block_reads import LocalRank, RemoteRank
 
 
 class EngineCore(LoanHost):

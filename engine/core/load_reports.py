@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.core_types import EngineSequence
-from engine.kv.kv_stats import LOCAL, PINNED, POOL, REMOTE, STORE
-from engine.kv.kv_view import KvView
-from engine.lending.lender_manager import LenderManager
 from engine.messages.from_engine import CacheChanged, FromEngine, KvUse, LoadReport, TierUse
 from engine.messages.to_engine import PlacementMark
+from kvcache.kv_stats import LOCAL, PINNED, POOL, REMOTE, STORE
+from kvcache.kv_view import KvView
+from loans.lender_manager import LenderManager
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,6 @@ from engine.core.cache_queries import CacheQueries
 from engine.core.load_reports import DraftCounts, LoadReporter, ReportSchedule
 from engine.core.request_table import RequestTable, TableParts
 from engine.core_types import StepBudget
-from engine.kv.cached_blocks import BlockMemory
-from engine.kv.kv_view import KvView
-from engine.lending.borrower_manager import BorrowerManager
-from engine.lending.connections import Connections
-from engine.lending.fast_path import FastPath, FastPathLink
-from engine.lending.lender_manager import LenderManager
-from engine.lending.loan import ConnectionRead, Posted, ReadCompletion, StoreFetched, StoreFound, StoreRemoved
-from engine.lending.reads.block_reads import LocalRank, Rank, RemoteRank
-from engine.lending.reads.corruption import Corruption
 from engine.messages.from_engine import Audited, FromEngine, Ready
 from engine.messages.to_engine import (
     Audit,
@@ -44,8 +35,17 @@ from engine.messages.to_engine import (
     ToEngine,
 )
 from engine.model_runner import ModelInfo
+from kvcache.cached_blocks import BlockMemory
+from kvcache.kv_view import KvView
 from kvtransfer.ranks import RankGrid
 from kvtransfer.transport import AnyPool, Transport
+from loans.borrower_manager import BorrowerManager
+from loans.connections import Connections
+from loans.fast_path import FastPath, FastPathLink
+from loans.lender_manager import LenderManager
+from loans.loan import ConnectionRead, Posted, ReadCompletion, StoreFetched, StoreFound, StoreRemoved
+from loans.reads.block_reads import LocalRank, Rank, RemoteRank
+from loans.reads.corruption import Corruption
 
 Input = ToEngine | Posted
 
@@ -80,7 +80,7 @@ class EngineParts:
     wake: Callable[[], None] = lambda: None
     """Function that `post` calls, on its thread, when `handle_posted` has work."""
     fast_path: FastPathLink | None = None
-    """Link to other engines, see `engine/lending/fast_path.py`."""
+    """Link to other engines, see `loans/fast_path.py`."""
     others: Sequence[RemoteRank] = ()
     """Other ranks of the engine, each with as many blocks of the same numbers."""
     grid: RankGrid | None = None

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.block_keys import BlockKey
 from engine.core.request_table import Request, RequestTable, TableParts
 from engine.core.running_set import RunningSet
 from engine.core_types import Chunk, EngineSequence, FinishReason, SampleResult
-from engine.kv.kv_cache_manager import KVCacheManager
 from engine.messages.from_engine import Embedded, KvAccount, PromptScored, Token
 from engine.messages.to_engine import Generate
+from kvcache.block_keys import BlockKey
+from kvcache.kv_cache_manager import KVCacheManager
 
 
 @dataclass(slots=True)

@@ -9,18 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from engine.block_keys import BlockKey, root_key
 from engine.core.load_reports import RunningSequences
 from engine.core_types import EngineSequence, RequestFailure
-from engine.kv.kv_stats import POOL
-from engine.kv.kv_view import KvView
-from engine.kv.pins import Retention
-from engine.lending.borrower_manager import BorrowerManager
-from engine.lending.loan import BorrowRequest
 from engine.messages.from_engine import Failed, Filled, FromEngine, KvAccount, Rejected
 from engine.messages.to_engine import Generate
 from engine.model_runner import ModelInfo
 from engine.sampling.parallel_sampling import chains_of, is_complete, num_blocks_at_most, without_tail
+from kvcache.block_keys import BlockKey, root_key
+from kvcache.kv_stats import POOL
+from kvcache.kv_view import KvView
+from kvcache.pins import Retention
+from loans.borrower_manager import BorrowerManager
+from loans.loan import BorrowRequest
 
 
 @dataclass(slots=True)

@@ -8,10 +8,10 @@ nothing to compute is about to be forked (`engine/sampling/parallel_sampling.py`
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.block_keys import BlockKey
 from engine.core.preemption import admits, next_victim, oldest_of, restart_order
 from engine.core_types import Chunk, EngineSequence
-from engine.kv.kv_cache_manager import KVCacheManager
+from kvcache.block_keys import BlockKey
+from kvcache.kv_cache_manager import KVCacheManager
 
 
 @dataclass(frozen=True, slots=True)

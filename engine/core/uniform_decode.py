@@ -15,8 +15,8 @@ from collections.abc import Callable
 from engine.core.load_reports import LoadReporter
 from engine.core.request_manager import RequestManager
 from engine.core_types import EngineSequence, StepBudget
-from engine.kv.kv_cache_manager import KVCacheManager
-from engine.lending.lender_manager import LenderManager
+from kvcache.kv_cache_manager import KVCacheManager
+from loans.lender_manager import LenderManager
 
 
 class UniformDecode:

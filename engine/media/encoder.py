@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from hashlib import blake2b
 from typing import NamedTuple
 
-from engine.media.items import Item
+from kvcache.items import Item
 
 
 class Embeddings(NamedTuple):

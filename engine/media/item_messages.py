@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from engine.media.items import Item
+from kvcache.items import Item
 from protos import items_pb2 as pb
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.core_types import FinishReason, GpuDevice, Pooler, RequestFailure, TokenLogprobs
-from engine.kv.events import CacheEvent
-from engine.media.items import Item
+from kvcache.events import CacheEvent
+from kvcache.items import Item
 
 
 class Ready(NamedTuple):
@@ -220,7 +220,7 @@ class CacheChanged(NamedTuple):
 
 
 class TierUse(NamedTuple):
-    """Use of one KV tier, in blocks; see `engine/kv/kv_stats.py`."""
+    """Use of one KV tier, in blocks; see `kvcache/kv_stats.py`."""
 
     tier: str
     blocks: int
@@ -243,7 +243,7 @@ class KvUse(NamedTuple):
     pins_gave_way: int = 0
     """Pinned blocks that gave way to requests."""
     store: tuple[tuple[str, int], ...] = ()
-    """Blocks of the shared store, by what became of them: see `StoreCounts` of `engine/kv/store/block_store.py`."""
+    """Blocks of the shared store, by what became of them: see `StoreCounts` of `kvcache/store/block_store.py`."""
 
 
 class LoadReport(NamedTuple):

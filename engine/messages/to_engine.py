@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.core_types import SamplingParams, StepBudget
-from engine.kv.pins import Retention
 from engine.media.encoder import Embeddings
-from engine.media.items import Item
+from kvcache.items import Item
+from kvcache.pins import Retention
 
 
 class PlacementMark(NamedTuple):
@@ -114,7 +114,7 @@ class Lend(NamedTuple):
     borrow: bool = False
     """Whether a source is named that holds more of the chain: borrow from it before computing."""
     fast_path: bytes = b""
-    """Address for fast-path announcements, see `engine/lending/fast_path.py`; empty for none."""
+    """Address for fast-path announcements, see `loans/fast_path.py`; empty for none."""
     adapter: bytes = b""
     """Fingerprint of the LoRA adapter; empty for none."""
     reads_store: bool = False

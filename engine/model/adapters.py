@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from engine.block_keys import ADAPTER_BYTES
 from engine.errors import EngineStartError
 from engine.model.hub import ADAPTER_FILES
+from kvcache.block_keys import ADAPTER_BYTES
 
 FIELD = "adapters"
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest
-from engine.block_keys import max_token
 from engine.model.model_dir import ModelDir
+from kvcache.block_keys import max_token
 
 NO_CHARACTER = "\ufffd"
 """Character for bytes that are no character, or not a whole one."""

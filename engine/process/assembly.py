@@ -5,13 +5,13 @@ from collections.abc import Callable
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core_types import GpuDevice
-from engine.kv.store.opening import open_stores
-from engine.lending.fast_path import FastPathLink
 from engine.messages.from_engine import FromEngine
 from engine.model_runner import ModelRunner
 from engine.process.spec import EngineSpec
 from engine.settings import step_budget
+from kvcache.store.opening import open_stores
 from kvtransfer.transport import Transport
+from loans.fast_path import FastPathLink
 
 IDLE_TURN_S = 0.15
 """Longest pause of an engine's loop, in seconds; it makes load reports serve as heartbeats."""

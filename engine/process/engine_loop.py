@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from cluster.errors import StartError
 from cluster.logs import set_up
 from cluster.process.garbage_collection import spare_the_started
 from engine.core.loan_host import LoanHost
-from engine.errors import EngineStartError, RankLost
+from engine.errors import RankLost
 from engine.messages.from_engine import Ready, StartFailed
 from engine.process.assembly import IDLE_TURN_S
 from engine.process.data_parallel.step_group import StepGroup
@@ -93,8 +94,8 @@ def run_engine(open_engine: OpenEngine[OtherRanks], open_ranks: OpenRanks[OtherR
             ranks = open_ranks(spec, front.wake)
         prepare(spec.config if ranks is None else ranks.own_share(spec.config))
         engine = open_engine(spec, front, ranks)
-    except (EngineStartError, TransportUnavailable, RankLost) as error:
-        front.send(StartFailed(str(error) if isinstance(error, EngineStartError) else start_failure(error)))
+    except (StartError, TransportUnavailable, RankLost) as error:
+        front.send(StartFailed(str(error) if isinstance(error, StartError) else start_failure(error)))
         front.finish()
         if ranks is not None:
             ranks.close()

@@ -14,7 +14,7 @@ import secrets
 import socket
 import struct
 
-from engine.lending.fast_path import KEY_BYTES, MAX_WORD_BYTES, NAME_BYTES, VERSION, FastPathLink
+from loans.fast_path import KEY_BYTES, MAX_WORD_BYTES, NAME_BYTES, VERSION, FastPathLink
 
 PREFIX = f"\0tandem-early-{VERSION}-".encode()
 """Prefix of socket names: an address given by a borrower can make a lender write to such sockets only."""

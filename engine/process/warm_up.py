@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from cluster.errors import StartError
 from engine.core.loan_host import LoanHost
 from engine.core_types import SamplingParams, StructuredOutput
 from engine.errors import EngineStartError, RankLost
@@ -66,7 +67,7 @@ class WarmUp:
         try:
             for messages in self._work():
                 self._compute(core, steps, turn, messages)
-        except (EngineStartError, RankLost):
+        except (StartError, RankLost):
             raise
         except Exception as error:
             log.exception("the warm-up failed")

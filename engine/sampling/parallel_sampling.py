@@ -15,11 +15,11 @@ for the scheduler, for preemption and for the KV cache manager.
 
 from collections.abc import Callable
 
-from engine.block_keys import BlockKey
 from engine.core_types import EngineSequence
-from engine.kv.layout import KvLayout
-from engine.media.items import begun_items
 from engine.messages.to_engine import Generate
+from kvcache.block_keys import BlockKey
+from kvcache.items import begun_items
+from kvcache.layout import KvLayout
 
 
 def chains_of(message: Generate, root: BlockKey, next_arrival: Callable[[], int]) -> list[EngineSequence]:

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.kv.kv_stats import REMOTE
 from engine.messages.from_engine import KvUse, LoadReport, Ready
+from kvcache.kv_stats import REMOTE
 
 log = logging.getLogger(__name__)
 

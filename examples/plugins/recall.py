@@ -11,9 +11,9 @@ from cluster.roles import Role
 from engine.config import WorkerConfig
 from engine.core_types import Chunk, SampleResult
 from engine.errors import EngineStartError
-from engine.kv.layout import KvLayout
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelInfo, ModelRunner
+from kvcache.layout import KvLayout
 from kvtransfer.transport import Pool
 
 LAG = 8

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.block_keys import BlockKey
+from kvcache.block_keys import BlockKey
 from router.admission import refusals
 from router.admission.config import AdmissionConfig
 from router.admission.limits.rate_limiter import RateLimiter

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from engine.block_keys import BlockKey
+from kvcache.block_keys import BlockKey
 from router.admission.admission import Admission, Outcome, Started
 from router.admission.config import AdmissionConfig
 from router.admission.limits.rate_limiter import RateLimiter

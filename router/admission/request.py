@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.block_keys import BlockKey
+from kvcache.block_keys import BlockKey
 from router.placement.demand import Demand
 from router.placement.worker_table import WorkerTable
 

@@ -10,7 +10,7 @@ from typing import Any
 from cluster.errors import AlreadyExists, Incompatible, InvalidRequest, ServiceError
 from cluster.network.error_status import to_status
 from cluster.network.protocol import PROTOCOL
-from engine.block_keys import ADAPTER_BYTES
+from kvcache.block_keys import ADAPTER_BYTES
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from router.decode_client.inbox import Inbox

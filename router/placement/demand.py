@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from engine.block_keys import BlockKey
+from kvcache.block_keys import BlockKey
 from router.placement.affinity import NO_SESSION, SessionKey
 from router.placement.learning.output_lengths import SHARE, OutputKey
 

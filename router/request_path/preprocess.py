@@ -8,8 +8,8 @@ from dataclasses import replace
 from cluster import logs
 from cluster.cache_salt import isolated_salt
 from cluster.errors import Forbidden, Incompatible, InvalidRequest, RevisionGone, Unavailable
-from engine.block_keys import BlockKey, token_digest
 from engine.sampling.structured_output import read_structured
+from kvcache.block_keys import BlockKey, token_digest
 from protos import inference_pb2 as pb
 from router.admission import refusals
 from router.admission.arrivals import Arrival

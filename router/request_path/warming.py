@@ -14,7 +14,7 @@ from typing import Any
 
 from cluster.errors import Incompatible, InvalidRequest, ServiceError, Unavailable
 from cluster.network.error_status import to_proto
-from engine.block_keys import BlockKey
+from kvcache.block_keys import BlockKey
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals
 from router.config import RouterConfig

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from engine.core_types import Chunk, SampleResult
 from engine.core_types import EngineSequence as Chain
-from engine.kv.layout import KvLayout
 from engine.model_runner import ModelInfo, ModelRunner
+from kvcache.layout import KvLayout
 from kvtransfer.transport import DevicePool
 
 FIRST_OUTPUT_TOKEN = 1 << 31

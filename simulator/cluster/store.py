@@ -13,11 +13,11 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.block_keys import BlockKey
-from engine.kv.events import CacheEvent, Removed, Stored
-from engine.kv.layout import KvLayout
-from engine.kv.store.block_store import FETCH_BYTES, FETCHES_AT_ONCE, WRITE_BYTES
-from engine.kv.store.kv_store import Fetched, KvStore
+from kvcache.block_keys import BlockKey
+from kvcache.events import CacheEvent, Removed, Stored
+from kvcache.layout import KvLayout
+from kvcache.store.block_store import FETCH_BYTES, FETCHES_AT_ONCE, WRITE_BYTES
+from kvcache.store.kv_store import Fetched, KvStore
 from simulator.cluster.clock import VirtualClock
 from simulator.cluster.links import Links
 from simulator.cluster.runner import NO_BYTES

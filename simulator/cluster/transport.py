@@ -3,11 +3,11 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from engine.lending.borrower_manager import BLOCK_READ_BYTES
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.fair_queue import FairQueue
 from kvtransfer.fingerprint import Folding
 from kvtransfer.transport import AnyPool, Peer, Read, Span, Transport
+from loans.borrower_manager import BLOCK_READ_BYTES
 from simulator.cluster.clock import VirtualClock
 from simulator.cluster.links import Links
 

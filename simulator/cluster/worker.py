@@ -19,9 +19,9 @@ from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits, Input
 from engine.core_types import Chunk
 from engine.core_types import EngineSequence as Chain
-from engine.kv.layout import KvLayout
-from engine.kv.store.kv_store import KvStore
 from engine.messages.from_engine import FromEngine, Ready
+from kvcache.layout import KvLayout
+from kvcache.store.kv_store import KvStore
 from simulator.cluster.clock import ScheduledEvent, VirtualClock
 from simulator.cluster.runner import UNLIMITED_CONTEXT, BytelessRunner, token_of
 from simulator.cluster.transport import VirtualTransport

@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from engine.block_keys import BlockKey
+from kvcache.block_keys import BlockKey
 from router.placement.costs import CostedPairs
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet

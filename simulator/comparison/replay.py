@@ -10,8 +10,8 @@ from cluster.roles import Role
 from engine.backends.sim.timing import StepTiming, StepWork
 from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget
-from engine.kv.layout import KvLayout
 from engine.settings import BATCH_TOKENS_ON_CPU
+from kvcache.layout import KvLayout
 from router.admission.config import AdmissionConfig
 from router.config import RouterConfig
 from router.placement.rates import Priors

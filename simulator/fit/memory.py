@@ -36,8 +36,8 @@ from engine.config import WorkerConfig
 from engine.core_types import GpuDevice
 from engine.engine_kind import EngineKind, EngineMemory, Option, kind_of
 from engine.host.memory import UNMEASURED_KV_BYTES
-from engine.kv.layout import DTYPE_BYTES, KvLayout
 from engine.settings import BATCH_TOKENS_ON_CPU, DEFAULT_ENGINE, max_step_tokens
+from kvcache.layout import DTYPE_BYTES, KvLayout
 from simulator.errors import BadSetup, shown
 from simulator.models.model_shape import ModelShape
 

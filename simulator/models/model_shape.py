@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelRefused
-from engine.kv.layout import DTYPE_BYTES
 from engine.model.hub import CONFIG_FILES, fetch
 from engine.model.model_dir import ModelDir
+from kvcache.layout import DTYPE_BYTES
 from simulator.errors import BadSetup, shown
 from simulator.models.model_layers import LayerGroup, attention_of, groups_of, kinds_of, number
 from simulator.models.model_weights import weights_of

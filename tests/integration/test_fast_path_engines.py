@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from engine.lending.fast_path import KEY_BYTES, MAX_WORD_BYTES, NAME_BYTES
 from engine.process.fast_path_socket import MAX_AT_ONCE, PREFIX, FastPathSocket
+from loans.fast_path import KEY_BYTES, MAX_WORD_BYTES, NAME_BYTES
 from support.processes import LENDER_ALWAYS, Stream, assert_equal_answers, finished, lending, pause, running
 
 VOCAB, BLOCK = 600, 16

@@ -17,7 +17,7 @@ from engine.backends.torch.runner import TorchRunner
 from engine.backends.torch.sdpa import SdpaPagedAttention
 from engine.core_types import Chunk, EngineSequence, SamplingParams
 from engine.errors import KernelsUnavailable
-from engine.kv.layout import KvLayout
+from kvcache.layout import KvLayout
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_attention_equals_the_reference(
         chunks, first = [], 0
         for (start, count), blocks in zip(CHUNKS, tables, strict=True):
             tokens = [0] * (start + count)
-            sequence = EngineSequence("a", tokens, len(tokens), b"", SamplingParams(1), 0, 0)
+            sequence = EngineSequence("a", tokens, len(tokens), b"", 0, 0, sampling=SamplingParams(1))
             sequence.blocks = order[first : first + blocks]
             first += blocks
             chunks.append(Chunk(sequence, start, count))
@@ -155,7 +155,7 @@ def test_attention_equals_the_reference(
 def test_unread_memory_does_not_matter(kernels: Kernels) -> None:
     """What lies in a block after the sequence's end may be anything."""
     layout = KvLayout(1, 1, 64, 16, "float32")
-    sequence = EngineSequence("a", [0] * 5, 5, b"", SamplingParams(1), 0, 0, blocks=[0])
+    sequence = EngineSequence("a", [0] * 5, 5, b"", 0, 0, sampling=SamplingParams(1), blocks=[0])
     query, key, value = (randn(1, 1, 5, 64, dtype=torch.float32, seed=seed) for seed in range(3))
     results = []
     for filling in (0.0, torch.nan):

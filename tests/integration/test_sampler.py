@@ -21,7 +21,7 @@ EOS = frozenset({0})
 
 def sequence(options: dict[str, Any], prompt: list[int] = PROMPT, output: list[int] = OUTPUT) -> EngineSequence:
     params = SamplingParams(**{"max_tokens": 10} | options)
-    made = EngineSequence("r", [*prompt, *output], len(prompt), b"", params, 0, 0)
+    made = EngineSequence("r", [*prompt, *output], len(prompt), b"", 0, 0, sampling=params)
     assert made.output_token_ids == output
     return made
 
@@ -121,7 +121,7 @@ def test_a_resumed_request_has_the_same_penalties() -> None:
     options = {"frequency_penalty": 2.0, "min_tokens": 4, "seed": 9}
     whole = sequence(options)
     params = whole.sampling
-    resumed = EngineSequence("r", [*PROMPT, *OUTPUT], len(PROMPT) + 2, b"", params, 0, 0, num_emitted_before=2)
+    resumed = EngineSequence("r", [*PROMPT, *OUTPUT], len(PROMPT) + 2, b"", 0, 0, sampling=params, num_emitted_before=2)
     assert (resumed.output_token_ids, resumed.num_sampled) == (OUTPUT, 3)
     assert sample(LOGITS[None], [resumed], EOS) == sample(LOGITS[None], [whole], EOS)
 

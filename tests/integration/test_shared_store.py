@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from engine.errors import EngineStartError
-from engine.kv.layout import KvLayout
-from engine.kv.store.bucket import BucketObjects
-from engine.kv.store.object_format import ObjectRefused
-from engine.kv.store.objects import ObjectMissing, StoreError
-from engine.kv.store.opening import open_shared_store
-from engine.kv.store.settings import StoreSettings
+from kvcache.layout import KvLayout
+from kvcache.store.bucket import BucketObjects
+from kvcache.store.object_format import ObjectRefused
+from kvcache.store.objects import ObjectMissing, StoreError
+from kvcache.store.opening import open_shared_store
+from kvcache.store.settings import StoreSettings
 from support.processes import Stream, finished, running
 from support.s3_server import BUCKET, s3_server
 from support.store_damage import FORMAT, KEYS, damage_files, kill_writers, object_of

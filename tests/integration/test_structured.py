@@ -204,7 +204,7 @@ def test_states_are_made_from_tokens_alone(model: Path) -> None:
 
 def _sequence(structured: StructuredOutput | None, output: tuple[int, ...] = (), **options: Any) -> EngineSequence:
     sampling = SamplingParams(**{"max_tokens": 300, "structured": structured} | options)
-    return EngineSequence("r", [*PROMPT, *output], len(PROMPT), b"", sampling, 0, 0)
+    return EngineSequence("r", [*PROMPT, *output], len(PROMPT), b"", 0, 0, sampling=sampling)
 
 
 def _written(model: Path, count: int, **options: Any) -> list[EngineSequence]:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.block_keys import block_keys, root_key
-from engine.kv.pins import Retention
 from engine.messages.from_engine import CacheInspected, KvAccount, LoadReport, Token
 from engine.messages.to_engine import CacheDrop, InspectCache
+from kvcache.block_keys import block_keys, root_key
+from kvcache.pins import Retention
 from support.engine_contract import account_of, named, numbers
 from support.processes import until
 from support.real_engines import RealEngine

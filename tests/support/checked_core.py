@@ -6,13 +6,13 @@ from typing import TypeVar
 
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits, LoanHost
-from engine.kv.store.kv_store import KvStore
-from engine.lending.fast_path import FastPathLink
-from engine.lending.reads.block_reads import RemoteRank
 from engine.messages.from_engine import FromEngine
 from engine.messages.to_engine import ToEngine
 from engine.model_runner import ModelRunner
+from kvcache.store.kv_store import KvStore
 from kvtransfer.transport import Transport
+from loans.fast_path import FastPathLink
+from loans.reads.block_reads import RemoteRank
 
 NOTHING_LEFT = (0, 0, 0, 0, 0)
 M = TypeVar("M")

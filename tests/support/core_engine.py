@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from engine.backends.sim.runner import SimRunner
 from engine.core.loan_host import EngineLimits
 from engine.core_types import SamplingParams, StepBudget
-from engine.lending.fast_path import FastPathLink
-from engine.media.items import Item
 from engine.messages.from_engine import KvAccount, LendStarting, Token
 from engine.messages.to_engine import Generate, Lend
+from kvcache.items import Item
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
+from loans.fast_path import FastPathLink
 from support.checked_core import LandingCore
 from support.sim_model import LAYOUT, VOCAB
 

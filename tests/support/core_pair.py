@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from engine.core_types import StepBudget
-from engine.media.items import Item, begun_items
 from engine.messages.from_engine import (
     CloseLoan,
     Filled,
@@ -17,6 +16,7 @@ from engine.messages.from_engine import (
     Token,
 )
 from engine.messages.to_engine import Lend, LendClosed, LendReleased, LoanBlocks, LoanFailed, LoanStarted, ToEngine
+from kvcache.items import Item, begun_items
 from kvtransfer.local import LocalNetwork
 from support.checked_core import NOTHING_LEFT, LandingCore
 from support.core_engine import WIDE, Engine, generate, tokens_of

@@ -11,8 +11,6 @@ from itertools import count
 
 import pytest
 
-from engine.block_keys import block_keys, root_key
-from engine.kv.events import Removed, Stored
 from engine.messages.from_engine import Audited, CacheChanged, CacheInspected, Filled, KvAccount, Rejected, Token
 from engine.messages.to_engine import (
     Audit,
@@ -27,6 +25,8 @@ from engine.messages.to_engine import (
     LoanFailed,
     TakeSnapshot,
 )
+from kvcache.block_keys import block_keys, root_key
+from kvcache.events import Removed, Stored
 from support.real_engines import RealEngine, chosen, greedy
 from support.vllm_engines import BLOCK, flip_a_byte, ids
 

@@ -1,6 +1,6 @@
 """Fast-path links within a process."""
 
-from engine.lending.fast_path import KEY_BYTES, FastPathLink
+from loans.fast_path import KEY_BYTES, FastPathLink
 
 
 class Post(FastPathLink):

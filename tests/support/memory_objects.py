@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kv.kv_stats import HOST
-from engine.kv.store.block_store import BlockStore
-from engine.kv.store.kv_store import PlaceUse
-from engine.kv.store.object_format import ObjectFormat
-from engine.kv.store.objects import LocalObjects, ObjectMissing, Objects, ReadFailure, StoreError
+from kvcache.kv_stats import HOST
+from kvcache.store.block_store import BlockStore
+from kvcache.store.kv_store import PlaceUse
+from kvcache.store.object_format import ObjectFormat
+from kvcache.store.objects import LocalObjects, ObjectMissing, Objects, ReadFailure, StoreError
 
 
 class MemoryObjects(LocalObjects):

@@ -12,7 +12,6 @@ from cluster.errors import StartError
 from cluster.roles import Role
 from engine.config import WorkerConfig
 from engine.core_types import SamplingParams, TokenLogprobs
-from engine.media.items import begun_items
 from engine.messages.from_engine import (
     Audited,
     CloseLoan,
@@ -46,6 +45,7 @@ from engine.process.front.child_engine import ChildEngine
 from engine.process.front.engine_client import EngineListener
 from engine.process.spec import EngineSpec
 from engine.worker.front.item_fetches import ItemFetches
+from kvcache.items import begun_items
 from support.processes import PATIENCE_S, gone, ranks_of
 
 START_S = 300.0

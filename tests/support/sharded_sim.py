@@ -17,15 +17,15 @@ from engine.block_parts.part_copies import PartCopies
 from engine.block_parts.shared_memory import MappedMemory, SharedMemory
 from engine.core.loan_host import EngineLimits
 from engine.core_types import Chunk, SampleResult
-from engine.kv.layout import KvLayout
-from engine.kv.store.object_format import ObjectFormat
-from engine.lending.reads.block_reads import BlockRead, LocalRank, OnQuiet, RemoteRank
-from engine.lending.reads.corruption import Corruption
 from engine.model_runner import ModelRunner
+from kvcache.layout import KvLayout
+from kvcache.store.object_format import ObjectFormat
 from kvtransfer.fingerprint import Fingerprints
 from kvtransfer.local import LocalTransport
 from kvtransfer.ranks import BlockPart
 from kvtransfer.transport import Pool, Transport
+from loans.reads.block_reads import BlockRead, LocalRank, OnQuiet, RemoteRank
+from loans.reads.corruption import Corruption
 from support.checked_core import LandingCore
 from support.core_engine import WIDE
 from support.memory_objects import MemoryObjects, StepExecutor, StepStore

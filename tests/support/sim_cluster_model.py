@@ -7,8 +7,8 @@ import numpy as np
 
 from engine.backends.sim.runner import sim_runner, weights_of
 from engine.backends.sim.states import states_of, token_of
-from engine.kv.layout import KvLayout
 from engine.model.model_dir import ModelDir
+from kvcache.layout import KvLayout
 
 _MASK = (1 << 64) - 1
 

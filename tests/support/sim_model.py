@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.backends.sim.states import choice_token, states_of, token_of_all, tokens_seen
-from engine.kv.layout import KvLayout
-from engine.media.items import Item
+from kvcache.items import Item
+from kvcache.layout import KvLayout
 
 WIDTH = 4
 LAYOUT = KvLayout(layers=1, kv_heads=2, head_dim=1, block_tokens=WIDTH, dtype="float32")

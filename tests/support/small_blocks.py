@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.block_keys import root_key
+from kvcache.block_keys import root_key
 from kvtransfer.fingerprint import fingerprint_blocks
 
 HEADS = 2

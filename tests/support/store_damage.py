@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.block_keys import block_keys, root_key
-from engine.kv.store.folder import FolderObjects
-from engine.kv.store.object_format import ObjectFormat, ObjectRefused, StoredBlock
-from engine.kv.store.objects import ObjectMissing
+from kvcache.block_keys import block_keys, root_key
+from kvcache.store.folder import FolderObjects
+from kvcache.store.object_format import ObjectFormat, ObjectRefused, StoredBlock
+from kvcache.store.objects import ObjectMissing
 from kvtransfer.fingerprint import fingerprint_blocks
 
 HEADS = 2

@@ -31,7 +31,7 @@ def random_prompts(*lengths: int, seed: int) -> list[tuple[int, ...]]:
 def in_blocks(runner: TorchRunner, prompt: tuple[int, ...], first_block: int = 0) -> EngineSequence:
     """A sequence of this prompt, its blocks side by side from `first_block` on."""
     blocks = list(range(first_block, first_block + runner.layout.blocks_for(len(prompt))))
-    return EngineSequence("a", list(prompt), len(prompt), b"", SamplingParams(1), 0, 0, blocks=blocks)
+    return EngineSequence("a", list(prompt), len(prompt), b"", 0, 0, sampling=SamplingParams(1), blocks=blocks)
 
 
 def logits_after(runner: TorchRunner, prompt: tuple[int, ...], chunk: int = 30, first_block: int = 0) -> Tensor:

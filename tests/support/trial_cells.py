@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from engine.lending.sources import LenderSource
+from loans.sources import LenderSource
 from support.trial_node import Stream, TrialNode
 
 FAULTS = (

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from engine.backends.sim.states import prompt_logprob
 from engine.core_types import StepBudget
-from engine.lending.sources import LenderSource
 from kvtransfer.transport import Pool
+from loans.sources import LenderSource
 from support.memory_objects import MemoryObjects
 from support.sim_model import VOCAB, undisturbed
 from support.trial_cells import lender_state

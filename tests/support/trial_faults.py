@@ -3,8 +3,8 @@
 import math
 import random
 
-from engine.lending.store.source import StoreSource
 from engine.messages.to_engine import Cancel, LendClosed, LenderSilent, LoanFailed
+from loans.store.source import StoreSource
 from support.memory_objects import MemoryObjects, StepStore
 from support.trial_cells import borrower_state, lender_state
 from support.trial_front import Front

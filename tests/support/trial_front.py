@@ -3,9 +3,7 @@
 import random
 from collections import Counter
 
-from engine.block_keys import block_keys, root_key
 from engine.core_types import FinishReason
-from engine.kv.pins import Retention
 from engine.messages.from_engine import (
     CloseLoan,
     LendReady,
@@ -27,6 +25,8 @@ from engine.messages.to_engine import (
     LoanStarted,
     ToEngine,
 )
+from kvcache.block_keys import block_keys, root_key
+from kvcache.pins import Retention
 from support.sim_model import LAYOUT, WIDTH
 from support.trial_cells import Cells
 from support.trial_node import Attempt, Client, Stream, TrialNode

@@ -15,13 +15,13 @@ from engine.backends.sim.runner import SimRunner
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits, LoanHost
 from engine.core_types import Chunk, EngineSequence, SampleResult, SamplingParams, StepBudget
-from engine.kv.layout import KvLayout
-from engine.kv.store.object_format import ObjectFormat
-from engine.lending.fast_path import KEY_BYTES, NAME_BYTES, SECRET_BYTES, FastPathLink
-from engine.lending.reads.verification import BatchVerifier
 from engine.messages.from_engine import FromEngine
 from engine.messages.to_engine import ToEngine
+from kvcache.layout import KvLayout
+from kvcache.store.object_format import ObjectFormat
 from kvtransfer.transport import Pool
+from loans.fast_path import KEY_BYTES, NAME_BYTES, SECRET_BYTES, FastPathLink
+from loans.reads.verification import BatchVerifier
 from support.checked_core import NOTHING_LEFT, held
 from support.memory_objects import MemoryObjects, StepExecutor, StepStore
 from support.sim_model import LAYOUT, VOCAB, WIDTH

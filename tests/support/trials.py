@@ -33,11 +33,11 @@ def run_trial(seed: int, open_cluster: Callable[[int], C], num_moves: int = 300)
     with (
         patch("kvtransfer.transport.MAX_POSTED_BYTES", window),
         patch("kvtransfer.transport.MAX_POSTED_BYTES_ON_GPU", window),
-        patch("engine.lending.sources.RELEASE_BYTES", release),
+        patch("loans.sources.RELEASE_BYTES", release),
         patch("kvtransfer.transport.READ_BYTES", read),
         patch("kvtransfer.transport.READ_BYTES_ON_GPU", read),
-        patch("engine.lending.borrower_manager.BLOCK_READ_BYTES", block_read),
-        patch("engine.lending.store.loans.STORE_SILENCE_S", 25.0),
+        patch("loans.borrower_manager.BLOCK_READ_BYTES", block_read),
+        patch("loans.store.loans.STORE_SILENCE_S", 25.0),
     ):
         cluster = open_cluster(seed)
         try:

@@ -9,7 +9,7 @@ from cluster.roles import Role
 from engine.backends.sim.timing import StepTiming
 from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget
-from engine.kv.layout import KvLayout
+from kvcache.layout import KvLayout
 from router.placement.rates import Priors
 from simulator.cluster.clock import VirtualClock
 from simulator.cluster.cluster import ClusterSpec, Failure, SimCluster, audit

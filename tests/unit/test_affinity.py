@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.block_keys import block_keys, root_key
+from kvcache.block_keys import block_keys, root_key
 from protos import membership_pb2 as pb
 from router.placement.affinity import MOST_S, NO_SESSION, SHARE, Affinities, Served, SessionKey, session_of
 from router.placement.demand import Demand

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.lending.reads import block_reads as block_read
-from engine.lending.reads.block_reads import LocalRank
-from engine.lending.reads.corruption import Corruption
 from kvtransfer.fingerprint import Folding, fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import BlockPart, join_endpoints
 from kvtransfer.transport import Pool
+from loans.reads import block_reads as block_read
+from loans.reads.block_reads import LocalRank
+from loans.reads.corruption import Corruption
 from support.slow_transport import SlowTransport
 
 BLOCK = 64

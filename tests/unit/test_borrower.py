@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.lending.borrower import (
+from kvtransfer.ranks import RankGrid
+from loans.borrower import (
     OVERTAKEN,
     Abandon,
     Allocate,
@@ -22,7 +23,6 @@ from engine.lending.borrower import (
     Release,
     Started,
 )
-from kvtransfer.ranks import RankGrid
 
 A, B, C, D, BAD = b"A", b"B", b"C", b"D", b"?"
 

@@ -2,15 +2,15 @@
 
 import pytest
 
-from engine.block_keys import block_keys, root_key
 from engine.core import cache_queries
 from engine.core.cache_queries import drop_cached
 from engine.core_types import SamplingParams, StepBudget
-from engine.kv.events import Removed, Stored
-from engine.kv.pins import Retention
-from engine.kv.store.bucket import BucketObjects
 from engine.messages.from_engine import CacheChanged, CacheInspected
 from engine.messages.to_engine import CacheDrop, Generate, InspectCache
+from kvcache.block_keys import block_keys, root_key
+from kvcache.events import Removed, Stored
+from kvcache.pins import Retention
+from kvcache.store.bucket import BucketObjects
 from support.memory_objects import MemoryObjects
 from support.sim_model import LAYOUT
 from support.trial_node import Node

@@ -8,8 +8,6 @@ from engine.backends.sim.runner import SimRunner
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget
-from engine.kv.kv_stats import KvStats
-from engine.kv.store.object_format import ObjectFormat
 from engine.messages.from_engine import (
     CloseLoan,
     FromEngine,
@@ -24,6 +22,8 @@ from engine.messages.from_engine import (
     Token,
 )
 from engine.messages.to_engine import Cancel, LoanBlocks, LoanFailed, LoanStarted
+from kvcache.kv_stats import KvStats
+from kvcache.store.object_format import ObjectFormat
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.checked_core import NOTHING_LEFT, LandingCore, held
 from support.core_engine import (

@@ -3,10 +3,10 @@
 import pytest
 
 from engine.core_types import StepBudget
-from engine.lending.fast_path import NAME_BYTES
 from engine.messages.from_engine import LendReady, LendStarting, Token
 from engine.messages.to_engine import Cancel, LoanBlocks, LoanStarted, ToEngine
 from kvtransfer.local import LocalNetwork
+from loans.fast_path import NAME_BYTES
 from support.core_engine import TWELVE, WIDE, Engine, account_of
 from support.core_pair import Pair, moved
 from support.fast_path_post import Post

@@ -132,7 +132,7 @@ def test_a_lender_that_turns_while_its_bytes_do_not_come_is_given_up_as_a_silent
 def test_when_the_lender_has_gone_the_receipt_still_says_over_what_the_blocks_came(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.lending.borrower_manager.BLOCK_READ_BYTES", LAYOUT.block_bytes)
+    monkeypatch.setattr("loans.borrower_manager.BLOCK_READ_BYTES", LAYOUT.block_bytes)
     silence = Silence(monkeypatch)
     silence.finish_the_read()
     silence.transport.post("lender")

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from engine.core_types import StepBudget
-from engine.lending.borrower_manager import HEDGE_AFTER_S, HEDGE_UNMEASURED_S
 from engine.messages.to_engine import Cancel, LenderSilent
 from kvtransfer.local import LocalNetwork
+from loans.borrower_manager import HEDGE_AFTER_S, HEDGE_UNMEASURED_S
 from support.checked_core import NOTHING_LEFT
 from support.core_engine import WIDE, Engine, account_of, tokens_of
 from support.core_pair import Pair, moved

@@ -2,10 +2,10 @@
 
 import pytest
 
-from engine.block_keys import block_keys, root_key
 from engine.core_types import FinishReason, StepBudget
 from engine.messages.from_engine import LendReady, LendRefused, LendStarting, Token
 from engine.messages.to_engine import Audit, Cancel, LendClosed, LendReleased
+from kvcache.block_keys import block_keys, root_key
 from support.checked_core import NOTHING_LEFT
 from support.core_engine import (
     TEN,

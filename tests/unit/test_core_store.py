@@ -3,9 +3,9 @@
 import pytest
 
 from engine.core_types import SamplingParams, StepBudget
-from engine.kv.events import Removed, Stored
 from engine.messages.from_engine import CacheChanged, KvAccount, LendReady, LendStarting, Token
 from engine.messages.to_engine import Generate, Lend
+from kvcache.events import Removed, Stored
 from support.memory_objects import MemoryObjects
 from support.sim_model import undisturbed
 from support.trial_node import Node

@@ -15,11 +15,11 @@ from engine.block_parts.messages import Joined
 from engine.block_parts.part_copies import PartCopies
 from engine.block_parts.part_service import EngineLink, serve_part
 from engine.block_parts.shared_memory import SharedMemory
-from engine.lending.reads.block_reads import LocalRank
 from engine.process.ranks.ranks import DistantLink
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import BlockPart, shares_of
 from kvtransfer.transport import Pool
+from loans.reads.block_reads import LocalRank
 
 BLOCK, PLANES, NUM_BLOCKS = 96, 3, 8
 PARTS = [

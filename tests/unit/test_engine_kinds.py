@@ -22,9 +22,9 @@ from engine.core_types import Chunk, SampleResult
 from engine.engine_kind import BUILT_IN, GROUP, ONE_RANK, FunctionKind, Installation, RunnerKind, find_kind
 from engine.errors import EngineStartError
 from engine.host.core_allocation import CoreAllocation
-from engine.kv.layout import KvLayout
 from engine.model_runner import ModelInfo, ModelRunner
 from engine.process.spec import EngineSpec
+from kvcache.layout import KvLayout
 from kvtransfer import plugins
 from kvtransfer.transport import Pool
 from protos.decode_pb2 import DecodeRequest

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.lending.fast_path import ADDRESS_BYTES, MAX_BLOCKS_BYTES, MAX_ENDPOINTS, NAME_BYTES, FastPath
 from engine.messages.from_engine import LendReady, LendStarting
 from engine.messages.to_engine import LoanBlocks, LoanStarted
+from loans.fast_path import ADDRESS_BYTES, MAX_BLOCKS_BYTES, MAX_ENDPOINTS, NAME_BYTES, FastPath
 from prefill_worker.loan import announcements
 from support.fast_path_post import Post
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import WorkerConfig
-from engine.kv.store.block_store import BUFFER_BYTES
+from kvcache.store.block_store import BUFFER_BYTES
 from simulator.fit.memory import (
     GPU_RESERVE,
     HOST_RESERVE,

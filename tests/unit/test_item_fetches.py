@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from cluster.errors import InvalidRequest, ServiceError, Unavailable
-from engine.media.items import Item
 from engine.messages.from_engine import ItemsWanted
 from engine.messages.to_engine import ItemsFetched, ToEngine
 from engine.worker.front import item_fetches
 from engine.worker.front.item_fetches import ItemFetches
+from kvcache.items import Item
 
 ENCODER = "encoder:1"
 ITEM = Item(bytes(16), 0, 4, b"", "preprocessor:1", encoder=ENCODER)

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.block_keys import block_keys, root_key
 from engine.core_types import StepBudget
-from engine.lending.lender_manager import LenderManager
-from engine.media.items import Item, begun_items, items_fault
 from engine.messages.from_engine import LendRefused, Rejected
 from engine.model_runner import ModelInfo
+from kvcache.block_keys import block_keys, root_key
+from kvcache.items import Item, begun_items, items_fault
+from loans.lender_manager import LenderManager
 from support.core_engine import Engine, generate, lend
 from support.core_pair import Pair
 from support.sim_model import WIDTH

@@ -91,7 +91,9 @@ def test_an_output_that_began_elsewhere_goes_on(
     form = compiler.prepared(WITH_JSON["json_schema"])
     tokens = TOKENIZER.encode(begun, add_special_tokens=False).ids
     sampling = SamplingParams(max_tokens=99, structured=form)
-    moved = EngineSequence("r", [5, *tokens], 1 + len(tokens), b"", sampling, 0, 0, num_emitted_before=len(tokens))
+    moved = EngineSequence(
+        "r", [5, *tokens], 1 + len(tokens), b"", 0, 0, sampling=sampling, num_emitted_before=len(tokens)
+    )
     grammars = Grammars(MODEL)
     for text in ("1", ', "b"'):
         masks = grammars.masks([moved])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.block_keys import (
+from kvcache.block_keys import (
     KEY_BYTES,
     block_keys,
     max_token,

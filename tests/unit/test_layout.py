@@ -1,6 +1,6 @@
 import pytest
 
-from engine.kv.layout import KvLayout
+from kvcache.layout import KvLayout
 
 LAYOUT = KvLayout(layers=2, kv_heads=3, head_dim=8, block_tokens=4, dtype="bfloat16")
 

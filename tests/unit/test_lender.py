@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.lending.lender import (
+from loans.lender import (
     Announce,
     Closed,
     Computed,

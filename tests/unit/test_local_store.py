@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.block_keys import block_keys
+from cluster.errors import StartError
 from engine.config import WorkerConfig
-from engine.errors import EngineStartError
-from engine.kv.events import CacheEvent, MergedEvents, Removed, Stored
-from engine.kv.kv_stats import DISK, HOST
-from engine.kv.layout import KvLayout
-from engine.kv.store import local
-from engine.kv.store.folder import FolderObjects
-from engine.kv.store.local import LayeredObjects, MemoryFolder, open_local_store
-from engine.kv.store.object_format import ObjectFormat
-from engine.kv.store.objects import LocalObjects, StoreError
+from kvcache.block_keys import block_keys
+from kvcache.events import CacheEvent, MergedEvents, Removed, Stored
+from kvcache.kv_stats import DISK, HOST
+from kvcache.layout import KvLayout
+from kvcache.store import local
+from kvcache.store.folder import FolderObjects
+from kvcache.store.local import LayeredObjects, MemoryFolder, open_local_store
+from kvcache.store.object_format import ObjectFormat
+from kvcache.store.objects import LocalObjects, StoreError
 from support.memory_objects import StepStore
 from support.small_blocks import BLOCK_BYTES, HEADS, MODEL, ROOT, block_of, fingerprint_of
 
@@ -210,7 +210,7 @@ def memory_root(memory: Path, name: str) -> Path:
 def test_a_place_that_cannot_be_opened_is_named(
     start: Callable[..., object], values: dict[str, object], reason: str
 ) -> None:
-    with pytest.raises(EngineStartError, match=reason):
+    with pytest.raises(StartError, match=reason):
         start(**values)
 
 
@@ -218,13 +218,13 @@ def test_a_place_that_cannot_be_opened_is_named(
 def test_a_bound_below_one_block_is_named(setting: str, memory: Path, tmp_path: Path) -> None:
     large = KvLayout(64, 64, 128, 64, "float32")
     config = WorkerConfig(model="m", engine="sim", kv_disk_dir=tmp_path / "disk", **{setting: 1})  # type: ignore[arg-type]
-    with pytest.raises(EngineStartError, match=f"{setting}: is less than one KV block"):
+    with pytest.raises(StartError, match=f"{setting}: is less than one KV block"):
         open_local_store(config, large, MODEL)
 
 
 def test_dev_shm_that_is_too_small_is_named(start: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 64, 64, 64, 0, 0, 0, 0, 255)))
-    with pytest.raises(EngineStartError, match=r"kv_host_memory_mib: .* has 0 MiB left: enlarge it"):
+    with pytest.raises(StartError, match=r"kv_host_memory_mib: .* has 0 MiB left: enlarge it"):
         start(kv_host_memory_mib=1)
 
 

@@ -22,7 +22,9 @@ OPTIONS: dict[str, Any] = {
 
 
 def made(prompt: list[int], output: list[int]) -> EngineSequence:
-    return EngineSequence("r", [*prompt, *output], len(prompt), b"", SamplingParams(max_tokens=99, **OPTIONS), 0, 0)
+    return EngineSequence(
+        "r", [*prompt, *output], len(prompt), b"", 0, 0, sampling=SamplingParams(max_tokens=99, **OPTIONS)
+    )
 
 
 @given(TOKENS, TOKENS)

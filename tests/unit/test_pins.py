@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core_types import SamplingParams, StepBudget
-from engine.kv.pins import Retention
 from engine.messages.from_engine import KvAccount, LoadReport, Rejected, Token
 from engine.messages.to_engine import Generate
+from kvcache.pins import Retention
 from support.sim_model import undisturbed
 from support.trial_node import Node
 

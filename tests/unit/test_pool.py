@@ -8,9 +8,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.block_keys import BlockKey, block_keys
-from engine.kv.block_pool import BlockPool
-from engine.kv.events import Removed, Stored
+from kvcache.block_keys import BlockKey, block_keys
+from kvcache.block_pool import BlockPool
+from kvcache.events import Removed, Stored
 
 ROOT = b"root"
 

@@ -15,7 +15,7 @@ from support.crowded_engine import Engine, tokens
 
 
 def waiting(name: str, arrival: int, priority: int = 0) -> Tokens:
-    return Tokens(name, [1], 1, b"", SamplingParams(1), priority, arrival)
+    return Tokens(name, [1], 1, b"", priority, arrival, sampling=SamplingParams(1))
 
 
 def test_victims_are_of_the_lowest_priority_and_then_the_youngest_but_never_the_oldest() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv.layout import KvLayout
+from kvcache.layout import KvLayout
 from kvtransfer.errors import EndpointMismatch
 from kvtransfer.fingerprint import Cut, Fingerprints, PlaneFingerprints, fingerprint_blocks
 from kvtransfer.ranks import (

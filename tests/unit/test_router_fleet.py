@@ -1,6 +1,6 @@
 """What the router believes of its workers between their reports."""
 
-from engine.block_keys import block_keys, root_key
+from kvcache.block_keys import block_keys, root_key
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet

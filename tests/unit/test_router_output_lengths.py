@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.block_keys import root_key
 from engine.core_types import EngineSequence, SamplingParams
+from kvcache.block_keys import root_key
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
@@ -117,7 +117,7 @@ def test_the_router_reserves_by_what_receipts_said_and_never_more_than_the_worke
 @pytest.mark.parametrize(("num_sampled", "reserved"), [(0, 120), (15, 120), (20, 170), (990, 1100)])
 def test_an_engine_reserves_to_the_expected_end_and_by_its_setting_beyond(num_sampled: int, reserved: int) -> None:
     sampling = SamplingParams(max_tokens=1000, seed=1)
-    sequence = EngineSequence("r", [1] * 100, 100, root_key(b"m", ""), sampling, 0, 1, num_expected=120)
+    sequence = EngineSequence("r", [1] * 100, 100, root_key(b"m", ""), 0, 1, sampling=sampling, num_expected=120)
     sequence.token_ids += [2] * num_sampled
     assert sequence.num_tokens_reserved(50) == reserved
     assert sequence.num_tokens_reserved(5) <= sequence.num_tokens + 5

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import Forbidden, Incompatible, InvalidRequest, Overloaded, StartError, UnknownModel
-from engine.block_keys import block_keys, root_key
+from kvcache.block_keys import block_keys, root_key
 from protos import inference_pb2 as pb
 from protos import membership_pb2
 from router.admission.request import RequestInfo

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.block_keys import KEY_BYTES, block_keys
-from engine.kv.store.folder import FolderObjects
-from engine.kv.store.object_format import ObjectFormat, ObjectRefused, StoredBlock
-from engine.kv.store.objects import ObjectMissing, StoreError
+from kvcache.block_keys import KEY_BYTES, block_keys
+from kvcache.store.folder import FolderObjects
+from kvcache.store.object_format import ObjectFormat, ObjectRefused, StoredBlock
+from kvcache.store.objects import ObjectMissing, StoreError
 from support.small_blocks import BLOCK_BYTES, HEADS, MODEL, ROOT, block_of, fingerprint_of
 from support.store_damage import damaged
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from engine.lending.reads.block_reads import BlockRead, LocalRank
 from kvtransfer.errors import TransferError
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import BlockPart, join_endpoints
 from kvtransfer.transport import Pool
+from loans.reads.block_reads import BlockRead, LocalRank
 from support.memory_objects import StepExecutor
 from support.sim_model import LAYOUT
 from support.slow_transport import SlowTransport

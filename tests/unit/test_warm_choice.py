@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.block_keys import block_keys, root_key
+from kvcache.block_keys import block_keys, root_key
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from router.admission.request import QueuedRequest, RequestInfo

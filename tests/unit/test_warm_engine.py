@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core_types import SamplingParams, StepBudget
-from engine.kv.pins import Retention
-from engine.lending.borrower_manager import HEDGE_UNMEASURED_S
 from engine.messages.from_engine import Filled, KvAccount, Rejected, Token
 from engine.messages.to_engine import Cancel, Generate, LenderSilent, ToEngine
+from kvcache.pins import Retention
 from kvtransfer.local import LocalNetwork
+from loans.borrower_manager import HEDGE_UNMEASURED_S
 from support.checked_core import NOTHING_LEFT
 from support.core_engine import Engine as CoreEngine
 from support.core_pair import Pair

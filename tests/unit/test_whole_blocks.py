@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from engine.block_parts.gathering import GATHER_BYTES, GatheredBlocks, GatheringRank
 from engine.block_parts.part_copies import PartCopies
 from engine.block_parts.shared_memory import MappedMemory, SharedMemory
-from engine.lending.reads.block_reads import LocalRank
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import BlockPart, part_spans
 from kvtransfer.transport import Pool
+from loans.reads.block_reads import LocalRank
 from support.memory_objects import StepExecutor
 
 RANKS, PLANES, SPAN = st.integers(1, 4), st.integers(1, 3), st.integers(1, 5)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from engine.block_keys import block_keys, resume_name, root_key
-from engine.kv.block_range import name_of
-from engine.kv.events import Removed, Stored
 from engine.messages.from_engine import CacheChanged, CacheInspected
 from engine.messages.to_engine import CacheDrop, InspectCache, LoanBlocks, TakeSnapshot
+from kvcache.block_keys import block_keys, resume_name, root_key
+from kvcache.block_range import name_of
+from kvcache.events import Removed, Stored
 from support.engine_contract import VOCAB, EngineContract, Pair, account_of, named, prompt_of
 from support.long_runs import mostly_long
 from support.processes import LENDER_ALWAYS, running

@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from engine.core_types import SamplingParams
-from engine.media.items import Item
 from engine.messages.to_engine import Generate
+from kvcache.items import Item
 from support.long_runs import mostly_long
 from support.media_files import picture
 from support.preprocessors import preprocessor

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.block_keys import block_keys, root_key
-from engine.kv.events import Stored
 from engine.messages.from_engine import CacheChanged, KvAccount
 from engine.messages.to_engine import Cancel, Generate
+from kvcache.block_keys import block_keys, root_key
+from kvcache.events import Stored
 from support.engine_contract import account_of, named
 from support.processes import until
 from support.real_engines import RealEngine, engines

@@ -25,10 +25,10 @@ from engine.backends.sim.states import (
 from engine.backends.sim.timing import AT_ONCE, StepTiming
 from engine.core_types import Chunk, SampleResult, TokenLogprobs
 from engine.host.memory import pool_memory
-from engine.kv.layout import KvLayout
 from engine.model.embedding import is_embedding_model
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelInfo, ModelRunner
+from kvcache.layout import KvLayout
 from kvtransfer.transport import Pool
 
 LARGE_BYTES = 64 << 20

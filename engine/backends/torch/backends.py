@@ -16,7 +16,7 @@ from engine.backends.torch.native.modules import LastRows, use_kernels
 from engine.backends.torch.sampling.sampler import LIKELIEST
 from engine.backends.torch.sdpa import SdpaPagedAttention
 from engine.errors import KernelsUnavailable
-from engine.kv.layout import KvLayout
+from kvcache.layout import KvLayout
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from engine.backends.torch.memory import populate
 from engine.backends.torch.sampling.scoring import scored_rows
 from engine.core_types import Chunk
 from engine.host.memory import pool_memory
-from engine.kv.layout import KvLayout
+from kvcache.layout import KvLayout
 
 
 class PagedModel:

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.backends.torch.attention import PagedAttention
 from engine.core_types import Chunk
-from engine.kv.layout import KvLayout
+from kvcache.layout import KvLayout
 
 
 @dataclass(slots=True)

@@ -24,11 +24,12 @@ from engine.backends.vllm.sampling.sampling import Sampling
 from engine.backends.vllm.submitted import Full, Submissions, Submitted
 from engine.core.loan_host import EngineParts, Input, LoanHost
 from engine.core_types import EngineSequence
-from engine.kv.store.kv_store import KvStore
-from engine.lending.reads.block_reads import LocalRank
 from engine.messages.to_engine import ItemsFetched
 from engine.model_runner import ModelInfo
+from kvcache.chain import Chain
+from kvcache.store.kv_store import KvStore
 from kvtransfer.ranks import join_endpoints, with_planes, with_stages
+from loans.reads.block_reads import LocalRank
 
 Fingerprint = Callable[[Sequence[int]], NDArray[np.uint64]]
 FingerprintLater = Callable[[Any, Callable[[], NDArray[np.uint64]]], None]
@@ -320,6 +321,6 @@ class VllmCore(LoanHost):
         if submitted.sequence.sampling is not None:
             self._requests.scheduled(submitted, num_hits)
 
-    def _finished(self, sequence: EngineSequence) -> None:
+    def _finished(self, sequence: Chain) -> None:
         self._blocked = False
         self._submissions.remove(sequence)

@@ -15,11 +15,11 @@ from engine.backends.vllm.kv.cache import VllmKVCache
 from engine.backends.vllm.media.features import Media
 from engine.backends.vllm.sampling.sampling import Sampling
 from engine.backends.vllm.submitted import Submissions, Submitted
-from engine.block_keys import BlockKey
 from engine.core.request_table import Request, RequestTable, TableParts
 from engine.core_types import EngineSequence, FinishReason, RequestFailure, SampleResult, TokenLogprobs
 from engine.messages.from_engine import Embedded, Failed, KvAccount, PromptScored, Token
 from engine.messages.to_engine import Generate
+from kvcache.block_keys import BlockKey
 
 
 @dataclass(slots=True)

@@ -29,8 +29,8 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from engine.block_parts.messages import HEARTBEAT_S
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
-from engine.kv.store.opening import secret_of
 from engine.process.ranks.ranks import shut_down
+from kvcache.store.opening import secret_of
 
 log = logging.getLogger(__name__)
 

@@ -40,9 +40,9 @@ from engine.block_parts.messages import (
 from engine.block_parts.shared_memory import SharedMemory
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError, RankLost
-from engine.lending.reads.block_reads import MAX_PEERS, OnQuiet, RemoteRank
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.ranks import BlockPart
+from loans.reads.block_reads import MAX_PEERS, OnQuiet, RemoteRank
 
 log = logging.getLogger(__name__)
 

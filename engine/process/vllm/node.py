@@ -16,8 +16,8 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+from cluster.errors import StartError
 from cluster.logs import set_up
-from engine.errors import EngineStartError
 from engine.messages.from_engine import NodeLinked, StartFailed
 from engine.process.front_link import FrontLink, receive_spec
 from engine.process.message_socket import MessageSocket
@@ -47,7 +47,7 @@ def main() -> None:
         prepare_vllm(config)
         configured = configure_vllm(config, spec.role)
         node = NodeLink(config, configured.facts)
-    except EngineStartError as error:
+    except StartError as error:
         front.send(StartFailed(str(error)))
         front.finish()
         os._exit(0)

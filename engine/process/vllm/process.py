@@ -15,13 +15,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from cluster.errors import StartError
 from engine.backends.vllm.environment import computes_at_launch
 from engine.core.loan_host import EngineParts
-from engine.errors import EngineStartError, RankLost
-from engine.kv.rows import Allocate, private_rows
-from engine.kv.store.kv_store import KvStore
-from engine.kv.store.opening import open_stores
-from engine.lending.fast_path import FastPathLink
+from engine.errors import RankLost
 from engine.messages.from_engine import FromEngine
 from engine.model.model_dir import ModelDir
 from engine.process.assembly import limits_of
@@ -36,6 +33,10 @@ from engine.process.start_up import own_transport
 from engine.process.vllm.start import StartedVllm, prepare_vllm, start_vllm, why_not_started
 from engine.process.warm_up import WarmUp, turn_of
 from engine.sampling.grammar_gate import GrammarGate
+from kvcache.rows import Allocate, private_rows
+from kvcache.store.kv_store import KvStore
+from kvcache.store.opening import open_stores
+from loans.fast_path import FastPathLink
 
 if TYPE_CHECKING:
     from engine.backends.vllm.batch_runner import Batches
@@ -231,7 +232,7 @@ def _start(
 def _make(spec: EngineSpec, ranks: WorkerRanks | None, group: StepGroup | None) -> StartedVllm:
     try:
         return start_vllm(spec.config, spec.role, ranks, group)
-    except (EngineStartError, RankLost):
+    except (StartError, RankLost):
         raise
     except Exception as error:
         log.exception("vLLM did not start")

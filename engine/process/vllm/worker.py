@@ -21,6 +21,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from cluster.errors import StartError
 from cluster.logs import set_up
 from cluster.process.garbage_collection import spare_the_started
 from engine.backends.vllm.connector import offered, offered_memory, offered_pool
@@ -32,9 +33,7 @@ from engine.block_parts.messages import Joined, NotJoined
 from engine.block_parts.part_copies import PartCopies
 from engine.block_parts.part_service import EngineLink, serve_part
 from engine.block_parts.shared_memory import MappedMemory
-from engine.errors import EngineStartError
 from engine.host.cpu_affinity import stay_on
-from engine.lending.reads.block_reads import LocalRank
 from engine.process.ranks.nodes import RankHello, address_of, connect_to, key_of
 from engine.process.ranks.worker_ranks import ADDRESS
 from engine.process.spec import EngineSpec, RankSpec
@@ -42,6 +41,7 @@ from engine.process.start_up import become_child, own_transport
 from engine.process.vllm.node import NODE_SPEC
 from engine.process.vllm.start import why_not_started
 from kvtransfer.errors import TransportUnavailable
+from loans.reads.block_reads import LocalRank
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class TandemWorker:
             memory = offered_memory(
                 worker.vllm_config, config, unit, None, ranks, of_heads // replicas, stages[stage], attention
             )
-        except EngineStartError as error:
+        except StartError as error:
             _part.fail(error)
             return
         _part.serve(memory, worker.device)

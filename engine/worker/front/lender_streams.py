@@ -10,12 +10,12 @@ import grpc
 
 from cluster.network.rpc import Channels
 from cluster.network.tls import TlsIdentity
-from engine.block_keys import pack_tokens
 from engine.media.item_messages import item_messages
-from engine.media.items import Item, begun_items
 from engine.messages.from_engine import CloseLoan, OpenLoan, ReleaseLoan
 from engine.process.front.engine_client import EngineClient
 from engine.worker.front.loan_stream import LoanCall, LoanStream
+from kvcache.block_keys import pack_tokens
+from kvcache.items import Item, begun_items
 from protos import lend_pb2 as pb
 
 CUT_OFF = "the lender is cut off from this worker, in a drill"

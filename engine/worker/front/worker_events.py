@@ -5,8 +5,8 @@ Pure.
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from engine.kv.events import CacheEvent, Stored
 from engine.messages.from_engine import CacheChanged, LoadReport
+from kvcache.events import CacheEvent, Stored
 from protos import membership_pb2 as pb
 
 PART_BYTES = 4 << 20

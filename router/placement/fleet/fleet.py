@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.block_keys import KEY_BYTES, BlockKey, split_keys
+from kvcache.block_keys import KEY_BYTES, BlockKey, split_keys
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from router.placement.affinity import NO_SESSION, Affinities, Served, SessionKey

@@ -15,7 +15,7 @@ Shards also bound the pause while a dictionary grows.
 
 from collections.abc import Collection, Iterator, Sequence
 
-from engine.block_keys import BlockKey, resume_name
+from kvcache.block_keys import BlockKey, resume_name
 
 NUM_SHARDS = 256
 """Number of shards, by a key's first byte."""

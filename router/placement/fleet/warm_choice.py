@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.block_keys import BlockKey
+from kvcache.block_keys import BlockKey
 from router.placement.demand import Demand
 from router.placement.fleet.fleet import Fleet
 from router.placement.place import place_on, startable

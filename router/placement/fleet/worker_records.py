@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from engine.block_keys import BlockKey
+from kvcache.block_keys import BlockKey
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
 from router.placement.in_flight import Transfer

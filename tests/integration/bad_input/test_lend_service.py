@@ -11,7 +11,7 @@ from google.rpc import status_pb2
 
 from cluster.errors import Incompatible, InvalidRequest, Overloaded, ServiceError
 from cluster.network.error_status import from_proto
-from engine.block_keys import pack_tokens
+from kvcache.block_keys import pack_tokens
 from protos import lend_pb2, lend_pb2_grpc
 from support.observed_cluster import BLOCK, GOOD, MALFORMED, POOL_TOKENS, VOCAB, Site, refusal
 

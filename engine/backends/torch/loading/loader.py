@@ -12,9 +12,9 @@ from transformers.utils import logging as transformers_logging
 
 from engine.backends.torch.loading.probe import layers_of
 from engine.errors import EngineStartError, ModelRefused
-from engine.kv.layout import DTYPE_BYTES, KvLayout
 from engine.model.embedding import is_embedding_model
 from engine.model.model_dir import ModelDir
+from kvcache.layout import DTYPE_BYTES, KvLayout
 
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})

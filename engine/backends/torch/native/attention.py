@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.backends.torch.attention import PagedAttention
 from engine.backends.torch.native.kernels import Kernels, attention_shape
 from engine.core_types import Chunk
-from engine.kv.layout import KvLayout
+from kvcache.layout import KvLayout
 
 ITEM_ROWS = 256
 """Query rows (tokens times heads of a KV head) that one thread takes at a time: keys are unpacked once for them."""

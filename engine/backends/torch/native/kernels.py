@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.backends.torch.memory import Arena, forget_file_pages
 from engine.errors import KernelsUnavailable
-from engine.kv.layout import KvLayout
+from kvcache.layout import KvLayout
 from kvtransfer.native.compiler import NotCompiled, Source, load_libraries
 
 FOLDER = Path(__file__).parent

@@ -22,10 +22,10 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash
 
 from engine.backends.vllm.kv.boundaries import Boundaries, announced, withdrawn
 from engine.backends.vllm.kv.groups import KvGroups
-from engine.block_keys import BlockKey
-from engine.kv.block_range import GroupBlock
-from engine.kv.events import CacheEvent, Removed, Stored
-from engine.kv.pool import NamedBlock
+from kvcache.block_keys import BlockKey
+from kvcache.block_range import GroupBlock
+from kvcache.events import CacheEvent, Removed, Stored
+from kvcache.pool import NamedBlock
 
 
 class GroupPlace(NamedTuple):

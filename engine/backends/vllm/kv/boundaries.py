@@ -8,9 +8,9 @@ boundaries that could need it are this block and as many after it as a boundary 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from engine.block_keys import BlockKey, resume_name
-from engine.kv.block_range import GroupBlock, name_of
-from engine.kv.events import CacheEvent, Removed, Stored
+from kvcache.block_keys import BlockKey, resume_name
+from kvcache.block_range import GroupBlock, name_of
+from kvcache.events import CacheEvent, Removed, Stored
 
 
 class _Tails:

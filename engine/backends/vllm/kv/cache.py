@@ -20,13 +20,13 @@ from engine.backends.vllm.kv.block_pool import GroupPlace, VllmBlockPool
 from engine.backends.vllm.kv.boundaries import StoredBoundaries
 from engine.backends.vllm.kv.groups import GroupRange, KvGroups
 from engine.backends.vllm.kv.memory import KvMemory
-from engine.block_keys import BlockKey, block_keys
-from engine.core_types import EngineSequence
-from engine.kv.block_range import BlockRange, GroupBlock, chain_range
-from engine.kv.cached_blocks import CachedBlocks, StoreBelow
-from engine.kv.pool import NamedBlock
-from engine.kv.sequence_blocks import quarantine_unbound, start_chain, usable_keys
-from engine.kv.store.kv_store import KvStore
+from kvcache.block_keys import BlockKey, block_keys
+from kvcache.block_range import BlockRange, GroupBlock, chain_range
+from kvcache.cached_blocks import CachedBlocks, StoreBelow
+from kvcache.chain import Chain
+from kvcache.pool import NamedBlock
+from kvcache.sequence_blocks import quarantine_unbound, start_chain, usable_keys
+from kvcache.store.kv_store import KvStore
 
 
 class VllmKVCache:
@@ -40,7 +40,7 @@ class VllmKVCache:
         block_pool: Any,
         groups: KvGroups,
         clock: Callable[[], float],
-        on_finish: Callable[[EngineSequence], None],
+        on_finish: Callable[[Chain], None],
         stores: Sequence[KvStore] = (),
     ) -> None:
         """Create the manager over vLLM's BlockPool and its groups.
@@ -52,10 +52,10 @@ class VllmKVCache:
         self.layout = memory.layout
         below = [StoreBelow(store, self._translator(store)) for store in stores]
         self.cached = CachedBlocks(self.pool, memory.layout, memory, clock, below)
-        self._ranges: dict[EngineSequence, GroupRange] = {}
+        self._ranges: dict[Chain, GroupRange] = {}
         """Block ranges of sequences that are not submitted, with several groups."""
         self._on_finish = on_finish
-        self._allocated: dict[EngineSequence, list[int]] = {}
+        self._allocated: dict[Chain, list[int]] = {}
         """Blocks taken for a reservation and not used yet."""
         self.num_steps = 0
         """Number of steps in flight."""
@@ -78,21 +78,21 @@ class VllmKVCache:
         """Block lists of reservations that were allocated early."""
         return list(self._allocated.values())
 
-    def wait_for_loan(self, sequence: EngineSequence) -> None:
+    def wait_for_loan(self, sequence: Chain) -> None:
         """Take the blocks of the sequence's reservation, once."""
         if sequence in self._allocated:
             return
         count, sequence.num_reserved = sequence.num_reserved, 0
         self._allocated[sequence] = self.pool.allocate(count)
 
-    def start(self, sequence: EngineSequence, keys: Sequence[BlockKey], num_total_blocks: int) -> bool:
+    def start(self, sequence: Chain, keys: Sequence[BlockKey], num_total_blocks: int) -> bool:
         if self.groups.is_chain:
             return start_chain(self.cached, sequence, keys, num_total_blocks)
         if self._start(sequence, keys, num_total_blocks):
             return True
         return self.cached.pins.give_way(num_total_blocks) and self._start(sequence, keys, num_total_blocks)
 
-    def _start(self, sequence: EngineSequence, keys: Sequence[BlockKey], num_total_blocks: int) -> bool:
+    def _start(self, sequence: Chain, keys: Sequence[BlockKey], num_total_blocks: int) -> bool:
         first, held = self.pool.resumable(keys)
         block_range = self.groups.range_of(keys, first, len(keys))
         # a loan brings the tails of another boundary while those of the first one are held
@@ -106,7 +106,7 @@ class VllmKVCache:
         self._ranges[sequence] = block_range
         return True
 
-    def stored_range(self, sequence: EngineSequence, block_range: BlockRange, below: StoreBelow) -> BlockRange:
+    def stored_range(self, sequence: Chain, block_range: BlockRange, below: StoreBelow) -> BlockRange:
         stored = below.translator
         if not isinstance(stored, StoredBoundaries) or not isinstance(block_range, GroupRange):
             return block_range
@@ -114,7 +114,7 @@ class VllmKVCache:
         known = next((end for end in ends if block_range.keys[end - 1] in stored), block_range.end)
         return block_range if known == block_range.end else self.cut(sequence, block_range, known)
 
-    def range_of(self, sequence: EngineSequence, keys: Sequence[BlockKey]) -> BlockRange:
+    def range_of(self, sequence: Chain, keys: Sequence[BlockKey]) -> BlockRange:
         if self.groups.is_chain:
             return chain_range(keys, len(sequence.keys), len(keys))
         return self._ranges[sequence]
@@ -124,7 +124,7 @@ class VllmKVCache:
             return chain_range(keys, first, end)
         return self.groups.range_of(keys, first, end)
 
-    def cut(self, sequence: EngineSequence, block_range: BlockRange, end: int) -> BlockRange:
+    def cut(self, sequence: Chain, block_range: BlockRange, end: int) -> BlockRange:
         shorter = block_range.cut(end)
         if isinstance(shorter, GroupRange):
             self._ranges[sequence] = shorter
@@ -133,19 +133,19 @@ class VllmKVCache:
     def num_cached(self, keys: Sequence[BlockKey]) -> int:
         return len(self.pool.match(keys)) if self.groups.is_chain else self.pool.resumable(keys)[0]
 
-    def usable_keys(self, sequence: EngineSequence) -> list[BlockKey]:
+    def usable_keys(self, sequence: Chain) -> list[BlockKey]:
         return usable_keys(sequence, self.layout.block_tokens)
 
-    def prompt_names(self, sequence: EngineSequence) -> list[BlockKey]:
+    def prompt_names(self, sequence: Chain) -> list[BlockKey]:
         width = self.layout.block_tokens
         end = sequence.num_prompt // width * width
         keys = block_keys(sequence.root, sequence.token_ids[:end], width, sequence.items)
         return keys if self.groups.is_chain else [block.name for block in self.groups.needs(keys)[1]]
 
-    def quarantine_unbound(self, sequence: EngineSequence, indices: Sequence[int], replace: bool) -> bool:
+    def quarantine_unbound(self, sequence: Chain, indices: Sequence[int], replace: bool) -> bool:
         return quarantine_unbound(self.pool, sequence, indices, replace)
 
-    def grow_to(self, sequence: EngineSequence, num_blocks: int) -> None:
+    def grow_to(self, sequence: Chain, num_blocks: int) -> None:
         missing = num_blocks - len(sequence.blocks)
         if missing > 0:
             taken = self._allocated[sequence]
@@ -153,7 +153,7 @@ class VllmKVCache:
             sequence.blocks += taken[:missing]
             del taken[:missing]
 
-    def release_unfound(self, sequence: EngineSequence) -> None:
+    def release_unfound(self, sequence: Chain) -> None:
         """Return the blocks that a sequence holds and vLLM will not find to the pool, as a reservation again.
 
         vLLM computes the sequence next, and might wait for these very blocks.
@@ -165,7 +165,7 @@ class VllmKVCache:
             sequence.num_reserved += len(taken)
             sequence.blocks = [block for block in sequence.blocks if block in kept]
 
-    def _found_by_vllm(self, sequence: EngineSequence) -> set[int]:
+    def _found_by_vllm(self, sequence: Chain) -> set[int]:
         """Return the blocks among a sequence's own that its boundary needs."""
         bound = zip(sequence.keys, sequence.blocks, strict=False)
         if (block_range := self._ranges.get(sequence)) is None:
@@ -174,19 +174,19 @@ class VllmKVCache:
         names = {each.name for each in needed}
         return {block for name, block in bound if name in names}
 
-    def release_held(self, sequence: EngineSequence) -> None:
+    def release_held(self, sequence: Chain) -> None:
         """Drop the sequence's references: vLLM holds the same blocks by now."""
         self._ranges.pop(sequence, None)
         self.pool.release(sequence.blocks)
         sequence.blocks = []
 
-    def lower_reservation(self, sequence: EngineSequence, num_blocks: int) -> None:
+    def lower_reservation(self, sequence: Chain, num_blocks: int) -> None:
         """Lower the sequence's reservation to `num_blocks`."""
         if sequence.num_reserved > num_blocks:
             self.pool.unreserve(sequence.num_reserved - num_blocks)
             sequence.num_reserved = num_blocks
 
-    def finish(self, sequence: EngineSequence) -> None:
+    def finish(self, sequence: Chain) -> None:
         self._ranges.pop(sequence, None)
         if taken := self._allocated.pop(sequence, None):
             self.pool.release(taken)
@@ -204,7 +204,7 @@ class VllmKVCache:
                 new.append(NamedBlock(each.block, each.parent, each.key))
         self.cached.became_full(new)
 
-    def bind(self, sequence: EngineSequence, keys: Sequence[BlockKey], fingerprints: Sequence[bytes]) -> None:
+    def bind(self, sequence: Chain, keys: Sequence[BlockKey], fingerprints: Sequence[bytes]) -> None:
         first_computed, first = sequence.num_computed, len(sequence.keys)
         blocks = sequence.blocks[first : first + len(keys)]
         self.cached.set_fingerprints(blocks, np.frombuffer(b"".join(fingerprints), np.uint64).reshape(len(blocks), -1))
@@ -214,7 +214,7 @@ class VllmKVCache:
             is_whole = len(sequence.keys) == len(block_range.names)
             sequence.num_computed = block_range.end * self.groups.unit if is_whole else first_computed
 
-    def _publish(self, sequence: EngineSequence, keys: Sequence[BlockKey]) -> None:
+    def _publish(self, sequence: Chain, keys: Sequence[BlockKey]) -> None:
         first = len(sequence.keys)
         blocks = sequence.blocks[first : first + len(keys)]
         if (block_range := self._ranges.get(sequence)) is not None:
@@ -228,7 +228,7 @@ class VllmKVCache:
         self.pool.publish_at([self.place(sequence, each, block) for each, block in zip(new, blocks, strict=True)])
         sequence.keys += keys
 
-    def place(self, sequence: EngineSequence, block: GroupBlock, number: int) -> GroupPlace:
+    def place(self, sequence: Chain, block: GroupBlock, number: int) -> GroupPlace:
         """Return the place of a sequence's block in its chain."""
         in_chain = block.group == self.groups.chain_group
         parent = (block.before or sequence.root) if in_chain else block.key

@@ -17,8 +17,8 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from engine.block_keys import BlockKey
-from engine.kv.block_range import BlockRange, GroupBlock, name_of
+from kvcache.block_keys import BlockKey
+from kvcache.block_range import BlockRange, GroupBlock, name_of
 
 RUNNING_STATES = 3
 """States that vLLM holds of a request at most: the running one, and those of the two steps before."""

@@ -18,8 +18,8 @@ from engine.backends.vllm.kv.stages import HEADS, LAYERS, Stage
 from engine.block_parts.gathering import FingerprintingRank, GatheredBlocks
 from engine.errors import EngineStartError
 from engine.host.memory import pool_memory
-from engine.kv.layout import KV_FORMAT, KvLayout
-from engine.kv.rows import Allocate
+from kvcache.layout import KV_FORMAT, KvLayout
+from kvcache.rows import Allocate
 from kvtransfer.fingerprint import WORD_BYTES, Cut, Fingerprints, PlaneFingerprints
 from kvtransfer.ranks import ALL, MAX_PLANES, BlockPart, RankGrid, Share
 from kvtransfer.transport import AnyPool, DevicePool, Pool

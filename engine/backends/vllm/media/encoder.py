@@ -7,8 +7,8 @@ from engine.backends.vllm.environment import computes_at_launch, quiet_vllm, set
 from engine.backends.vllm.settings import VllmSettings
 from engine.errors import EngineStartError, ModelRefused
 from engine.media.encoder import Embeddings, MediaEncoder, encoder_fingerprint
-from engine.media.items import Item
 from engine.model.model_dir import ModelDir
+from kvcache.items import Item
 
 UNUSED_KV_BYTES = 64 << 20
 """KV memory on a CPU, where vLLM needs some that nothing uses."""

@@ -1,0 +1,73 @@
+"""Protocol of an engine's KV as requests and loans use it. Each engine has its own, over a pool of its own."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvcache.block_keys import BlockKey
+from kvcache.block_range import BlockRange
+from kvcache.cached_blocks import CachedBlocks, StoreBelow
+from kvcache.chain import Chain
+
+
+class KvView(Protocol):
+    """Blocks of sequences, and the cached blocks of the engine's pool."""
+
+    @property
+    def cached(self) -> CachedBlocks: ...
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step is writing into blocks."""
+
+    @property
+    def resumes_at_boundaries(self) -> bool:
+        """Whether a request can go on only after some of the cached blocks of its chain."""
+
+    @property
+    def lingering(self) -> Sequence[Chain]:
+        """Sequences that are over and keep their blocks until a step ends."""
+
+    def usable_keys(self, sequence: Chain) -> list[BlockKey]:
+        """Return the keys of the sequence's full blocks that may come from elsewhere.
+
+        Blocks whose logits are needed here are excluded, so the block of the last token always is.
+        """
+
+    def num_cached(self, keys: Sequence[BlockKey]) -> int:
+        """Return the last boundary within `keys` at which a request can go on from cached blocks."""
+
+    def start(self, sequence: Chain, keys: Sequence[BlockKey], num_total_blocks: int) -> bool:
+        """Give `sequence` the cached blocks of `keys` and reserve the rest; return False when they do not fit now."""
+
+    def range_of(self, sequence: Chain, keys: Sequence[BlockKey]) -> BlockRange:
+        """Return the blocks that a started sequence needs from its cached ones to the last of `keys`."""
+
+    def range_between(self, keys: Sequence[BlockKey], first: int, end: int) -> BlockRange:
+        """Return the blocks of a chain from the boundary `first` to the last one within `keys[:end]`."""
+
+    def cut(self, sequence: Chain, block_range: BlockRange, end: int) -> BlockRange:
+        """Return a sequence's blocks to an earlier boundary, at which its loan ends."""
+
+    def stored_range(self, sequence: Chain, block_range: BlockRange, below: StoreBelow) -> BlockRange:
+        """Return a sequence's blocks to the last boundary that a store seems to have."""
+
+    def wait_for_loan(self, sequence: Chain) -> None:
+        """Process that a sequence waits for a loan, perhaps its second one, and is not computed meanwhile."""
+
+    def grow_to(self, sequence: Chain, num_blocks: int) -> None:
+        """Allocate blocks from the sequence's reservation until it has `num_blocks`."""
+
+    def bind(self, sequence: Chain, keys: Sequence[BlockKey], fingerprints: Sequence[bytes]) -> None:
+        """Add the sequence's next blocks, which arrived from elsewhere and were verified."""
+
+    def quarantine_unbound(self, sequence: Chain, indices: Sequence[int], replace: bool) -> bool:
+        """Quarantine the sequence's blocks at chain `indices`; with `replace`, give it others in their place.
+
+        Returns False when there are no others: the chain has holes then, and the sequence can only be finished.
+        """
+
+    def prompt_names(self, sequence: Chain) -> list[BlockKey]:
+        """Return the names of the blocks with which a request could go on after the sequence's prompt."""
+
+    def finish(self, sequence: Chain) -> None:
+        """Release all blocks of the sequence; those that a step is writing into, when it ends."""

@@ -1,0 +1,420 @@
+"""The loans that this engine takes, from stores and from other workers: performs the borrowers' actions.
+
+A sequence that lacks blocks asks its sources in order: first the local store, for the blocks of the chain that it has
+next, then a lender, for the blocks still missing; without a lender, the store that workers share. Each source is one
+loan with a state machine of its own. The sequence may be computed when the last loan is over, however much the loans
+brought.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from engine.core_types import EngineSequence
+from engine.messages.from_engine import FromEngine
+from engine.messages.to_engine import LenderSilent, LoanBlocks, LoanFailed, LoanStarted
+from kvcache.kv_stats import LOCAL, REMOTE, STORE
+from kvcache.kv_view import KvView
+from kvtransfer.errors import TransferError
+from kvtransfer.ranks import RankGrid
+from loans.borrower import (
+    NONE_HELD,
+    Abandon,
+    Allocate,
+    Announced,
+    Bind,
+    Borrower,
+    Cancelled,
+    Claimed,
+    Close,
+    ComputedHere,
+    Event,
+    Failed,
+    Read,
+    ReadCompleted,
+    Release,
+    Started,
+)
+from loans.fast_path import FastPath, Word
+from loans.loan import BorrowRequest, Posted, Quarantined, ReadCompletion, TakenLoan
+from loans.reads.block_reads import LocalRank, Rank, RemoteRank
+from loans.sources import LenderSource, LoanSource
+from loans.store.loans import StoreLoans
+from loans.store.source import StoreSource
+
+BLOCK_READ_BYTES = 64 << 20
+"""Largest part of an announcement read as one block read. The loop is woken once per block read, and if the lender dies
+in the middle, the whole block read is lost."""
+HEDGE_AFTER_S = 0.3
+"""Shortest silence of a lender, in seconds, after which a borrower computes blocks itself. Lenders send a heartbeat at
+least every 0.15 s, also during long steps."""
+HEDGE_UNMEASURED_S = 1.0
+"""The same for an engine that has computed no prompt yet, and so does not know its speed."""
+LOOKS_PER_SILENCE = 20
+"""Checks for reads without progress, per `read_silence_s`."""
+
+
+class BorrowerManager:
+    """Loans by the id of the request, or of the loan given, that needs them; at most one at a time for each."""
+
+    def __init__(
+        self,
+        kv_cache: KvView,
+        transport_name: str,
+        emit: Callable[[FromEngine], None],
+        post: Callable[[Posted], None],
+        own: LocalRank | None,
+        fast_path: FastPath,
+        others: Sequence[RemoteRank] = (),
+        read_silence_s: float = math.inf,
+        grid: RankGrid | None = None,
+    ) -> None:
+        """Create the manager.
+
+        `own` and `others` are the ranks of this engine: that of this process, if it has one, and the rest.
+        `grid` tells which part of a block each of them holds; None: each has some heads.
+
+        Loans whose reads make no progress for `read_silence_s` fail.
+        """
+        self._kv_cache = kv_cache
+        self._cached = kv_cache.cached
+        self._transport_name = transport_name
+        self._emit = emit
+        self._post = post
+        self._own, self._others = own, others
+        self._ranks: list[Rank] = [*([own] if own is not None else []), *others]
+        self._grid = grid or RankGrid(len(self._ranks))
+        self._fast_path = fast_path
+        self._read_silence_s = read_silence_s
+        self._looked_at = 0.0
+        self.store = StoreLoans(kv_cache, own, others, post, self._open, self._handle, self._hedge_after_s)
+        """Loans from the stores below the pool."""
+        self._loans: dict[str, TakenLoan] = {}
+        self._blocks_per_read = max(1, BLOCK_READ_BYTES // self._cached.layout.block_bytes)
+
+    @property
+    def num_loans(self) -> int:
+        return len(self._loans)
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether some lender has not started yet, perhaps for lack of capacity.
+
+        A lender that computes nothing never waits.
+        """
+        return any(
+            loan.machine.opening and isinstance(loan.source, LenderSource) and loan.source.may_compute
+            for loan in self._loans.values()
+        )
+
+    def take(self, wanted: BorrowRequest) -> bool:
+        """Ask for the blocks that the sequence lacks.
+
+        Returns False without a source; else the owner is told the end.
+        """
+        loan_id = wanted.sequence.request_id
+        assert loan_id not in self._loans
+        return self.store.take_local(wanted) or self._take_from_others(wanted)
+
+    def started(self, message: LoanStarted) -> None:
+        self._fast_path.met(message.endpoint)
+        if (pair := self._of_lender(message.request_id)) is not None and not self._was_announced(*pair, message):
+            self._start(*pair, message)
+
+    def announced(self, message: LoanBlocks) -> None:
+        if (pair := self._of_lender(message.request_id)) is not None and not self._was_announced(*pair, message):
+            self._announce(*pair, message)
+
+    def handle_fast_path(self) -> None:
+        """Process fast-path announcements that are the next message of their loan."""
+        for word in self._fast_path.take():
+            if (pair := self._of_lender(word.request_id)) is None:
+                continue
+            loan, lender = pair
+            match word:
+                case LoanStarted() if loan.machine.opening:
+                    lender.fast_path.append(word)
+                    self._start(loan, lender, word)
+                case LoanBlocks(_, first) if loan.machine.expects(first):
+                    lender.fast_path.append(word)
+                    self._announce(loan, lender, word)
+
+    def _was_announced(self, loan: TakenLoan, lender: LenderSource, message: Word) -> bool:
+        """Check a lease message against its fast-path announcement; a difference ends the loan."""
+        if not lender.fast_path:
+            return False
+        if lender.fast_path.popleft() != message:
+            self._handle(loan, Failed("protocol error: the lender announced another message"))
+        return True
+
+    def _start(self, loan: TakenLoan, lender: LenderSource, message: LoanStarted) -> None:
+        times = loan.wanted.account.times
+        times["loan_started"] = loan.heard_at = self._cached.clock()
+        times["lender_queued_s"] = message.queued_ms / 1e3
+        lender.cached_end = lender.fetched_end = message.cached_end_block
+        block_range, end = loan.wanted.block_range, message.end_block
+        if block_range.first <= end < block_range.end:
+            block_range = loan.wanted.block_range = self._kv_cache.cut(loan.wanted.sequence, block_range, end)
+            end = len(block_range.names)
+        elif end == block_range.end:
+            end = len(block_range.names)
+        try:
+            lender.connect(message.endpoint)
+        except TransferError as error:
+            self._handle(loan, Failed(str(error)))
+            return
+        self._handle(loan, Started(end))  # an end outside the range ends the loan
+
+    def _announce(self, loan: TakenLoan, lender: LenderSource, message: LoanBlocks) -> None:
+        times = loan.wanted.account.times
+        times["last_blocks_ready"] = loan.heard_at = self._cached.clock()
+        times.setdefault("first_blocks_ready", loan.heard_at)
+        if message.fetched:
+            lender.fetched_end = message.first + len(message.block_ids)
+        self._handle(loan, Announced(message.first, message.block_ids, self._split(message.fingerprints)))
+
+    def failed(self, message: LoanFailed) -> None:
+        if (pair := self._of_lender(message.request_id)) is not None:
+            self._handle(pair[0], Failed(message.reason))
+
+    def silent(self, message: LenderSilent) -> None:
+        """Compute the missing blocks here if the lender has been silent for longer than that takes.
+
+        Blocks that arrive later are still used, as far as they are ahead. A loan whose reads hang is over.
+        """
+        if (pair := self._of_lender(message.request_id)) is None:
+            return
+        loan, machine, sequence = pair[0], pair[0].machine, pair[0].wanted.sequence
+        silent_s = min(message.silent_s, self._cached.clock() - loan.heard_at)
+        if silent_s < self._hedge_after_s(machine.end - machine.bound_end):
+            return
+        loan.silent_s = loan.silent_s or silent_s
+        if machine.hold_at is not None:
+            self._handle(loan, Failed("its reads hang"))
+        elif not sequence.hedged and not loan.wanted.owner.loan_hedged(sequence):
+            self._handle(loan, Failed("its blocks are computed here"))
+
+    def claim(self, sequence: EngineSequence, num_tokens: int) -> None:
+        """Take the blocks of the sequence's first `num_tokens` from its hedged loan: a step computes them."""
+        loan = self._loans[sequence.request_id]
+        end = self._cached.layout.blocks_for(num_tokens)
+        loan.wanted.account.hedged_blocks += max(0, min(end, loan.machine.end) - loan.machine.claimed_end)
+        self._handle(loan, Claimed(end))
+
+    def computed(self, sequence: EngineSequence) -> None:
+        """Bind blocks of the sequence's hedged loan that follow those it has computed by now."""
+        self._handle(self._loans[sequence.request_id], ComputedHere(len(sequence.keys)))
+
+    def _hedge_after_s(self, num_blocks: int) -> float:
+        """Return the seconds in which this engine would compute `num_blocks`, by its measured speed."""
+        speed = self._cached.speeds.prefill_tokens_per_s
+        if speed is None:
+            return HEDGE_UNMEASURED_S
+        return max(HEDGE_AFTER_S, num_blocks * self._cached.layout.block_tokens / speed)
+
+    def cancel(self, loan_id: str) -> None:
+        """Cancel a loan.
+
+        Afterwards its sequence holds no block that may still be written.
+        """
+        if (loan := self._loans.get(loan_id)) is not None:
+            self._handle(loan, Cancelled())
+
+    def read_completed(self, message: ReadCompletion) -> None:
+        loan = message.loan
+        if isinstance(loan.source, LenderSource):
+            self._cached.counts.read_ends(self._cached.clock())
+        if message.peer_gone:
+            loan.source.gone()
+        if (quarantined := loan.quarantined.get(message.first)) is not None:
+            quarantined.writing.discard(message.rank)
+            if not quarantined.writing:
+                del loan.quarantined[message.first]
+                self._cached.pool.unquarantine(quarantined.blocks)
+        elif (block_read := loan.block_reads.get(message.first)) is not None:
+            del block_read[message.rank]
+            if not block_read:
+                del loan.block_reads[message.first]
+            self._handle(loan, ReadCompleted(message.first, message.fingerprints, message.rank))
+
+    def give_up_stuck(self) -> None:
+        """End loans whose source is silent or whose reads make no progress although their lender sends heartbeats.
+
+        The network path or one rank of the lender is broken then. Posted reads stay quarantined.
+        """
+        now = self._cached.clock()
+        self.store.give_up(self._loans.values(), now)
+        if not self._loans or now - self._looked_at < self._read_silence_s / LOOKS_PER_SILENCE:
+            return
+        self._looked_at = now
+        for loan in list(self._loans.values()):
+            block_reads = [each for ranks in loan.block_reads.values() for each in ranks.values()]
+            if max((each.stuck_s() for each in block_reads), default=0.0) >= self._read_silence_s:
+                self._handle(loan, Failed(f"no read has ended for {self._read_silence_s:g} s"))
+
+    # ------------------------------------------------------------------ the sources in turn
+
+    def _borrow(self, wanted: BorrowRequest) -> bool:
+        """Borrow from the lender, if there is one and blocks are missing."""
+        sequence = wanted.sequence
+        first = len(sequence.keys)
+        if wanted.lender_computes is None or first >= len(wanted.block_range.names):
+            return False
+        lender = LenderSource(
+            sequence.request_id,
+            wanted.lender_computes,
+            self._ranks,
+            self._cached.layout.block_bytes,
+            self._emit,
+        )
+        self._open(wanted, lender, first, len(wanted.block_range.names), may_be_part=not wanted.lender_computes)
+        self._cached.counts.looked(REMOTE, len(wanted.block_range.names) - first, 0)
+        wanted.account.times["loan_opened"] = self._cached.clock()
+        lender.open(wanted.block_range.first, wanted.block_range.end, self._fast_path.expect(sequence.request_id))
+        return True
+
+    def _open(
+        self, wanted: BorrowRequest, source: LoanSource, first: int, end: int, may_be_part: bool = False
+    ) -> TakenLoan:
+        self._kv_cache.wait_for_loan(wanted.sequence)
+        machine = Borrower(first, end, self._blocks_per_read, may_be_part, self._grid)
+        loan = self._loans[wanted.sequence.request_id] = TakenLoan(wanted, machine, source)
+        return loan
+
+    def _of_lender(self, loan_id: str) -> tuple[TakenLoan, LenderSource] | None:
+        """Return the present loan that a lender's message is about, or None."""
+        loan = self._loans.get(loan_id)
+        if loan is None or not isinstance(loan.source, LenderSource):
+            return None
+        return loan, loan.source
+
+    # ------------------------------------------------------------------ what a machine says
+
+    def _handle(self, loan: TakenLoan, event: Event) -> None:
+        sequence, lost_blocks = loan.wanted.sequence, False
+        for action in loan.machine.handle(event):
+            match action:
+                case Allocate(_, end):
+                    self._kv_cache.grow_to(sequence, end)
+                case Read(first, block_ids):
+                    self._read(loan, first, block_ids)
+                case Bind(first, end, fingerprints):
+                    self._kv_cache.bind(sequence, loan.wanted.block_range.names[first:end], fingerprints)
+                    self._count(loan, first, end)
+                    loan.wanted.owner.loan_bound(sequence, first)
+                case Release(first, count):
+                    loan.source.release(first, count)
+                case Abandon():
+                    lost_blocks = not self._abandon(loan, needed=not isinstance(event, Cancelled))
+                case Close(_, mismatched, failure):
+                    self._close(loan, mismatched, failure, lost_blocks, isinstance(event, Cancelled))
+        if sequence.hedged:
+            hold = loan.machine.hold_at if not loan.machine.done else None
+            sequence.held_at = None if hold is None else hold * self._cached.layout.block_tokens
+
+    def _read(self, loan: TakenLoan, first: int, block_ids: tuple[int, ...]) -> None:
+        blocks = loan.wanted.sequence.blocks[first : first + len(block_ids)]
+        if isinstance(loan.source, LenderSource):
+            self._cached.counts.reads_begin(len(self._ranks), self._cached.clock())
+        loan.block_reads[first] = dict(
+            enumerate(loan.source.start_read(block_ids, blocks, partial(self._quiet, loan, first)))
+        )
+
+    def _quiet(
+        self, loan: TakenLoan, first: int, rank: int, fingerprints: tuple[bytes, ...] | None, peer_gone: bool
+    ) -> None:
+        """Post the completion of a block read.
+
+        From any thread.
+        """
+        self._post(ReadCompletion(loan, first, rank, fingerprints, peer_gone))
+
+    def _abandon(self, loan: TakenLoan, needed: bool) -> bool:
+        """Withdraw reads.
+
+        Returns False when the sequence lost blocks to posted reads and gets no others for them.
+
+        A block is in flight while any rank may write its part. Only a sequence that continues is `needed` new blocks;
+        for one that is over they would only evict cached blocks.
+        """
+        sequence, lost = loan.wanted.sequence, list[int]()
+        for first, block_read in loan.block_reads.items():
+            writing = {rank: blocks for rank, each in block_read.items() if (blocks := each.withdraw())}
+            if writing:
+                unsafe = dict.fromkeys(block for each in writing.values() for block in each)
+                loan.quarantined[first] = Quarantined(list(unsafe), set(writing))
+                target = sequence.blocks[first : first + self._blocks_per_read]
+                lost += [index for index, block in enumerate(target, first) if block in unsafe]
+        loan.block_reads.clear()
+        return not lost or self._kv_cache.quarantine_unbound(sequence, lost, replace=needed)
+
+    def _close(self, loan: TakenLoan, mismatched: int, failure: str, lost_blocks: bool, cancelled: bool) -> None:
+        wanted, account = loan.wanted, loan.wanted.account
+        del self._loans[wanted.sequence.request_id]
+        account.mismatched_blocks += mismatched
+        if isinstance(loan.source, LenderSource):
+            self._cached.counts.num_mismatched += mismatched
+        if failure and not cancelled:
+            self._name_failure(loan, mismatched, failure)
+        if isinstance(loan.source, LenderSource):
+            self._fast_path.forget(wanted.sequence.request_id)
+            account.times["loan_closed"] = self._cached.clock()
+            if account.moved_blocks:
+                account.lanes = loan.source.lanes
+        else:
+            self.store.closed(loan)
+        loan.source.close()
+        if not cancelled and (lost_blocks or not self._ask_next(loan)):
+            wanted.owner.loan_over(wanted.sequence, lost_blocks)
+
+    def _ask_next(self, loan: TakenLoan) -> bool:
+        """Ask the source after a loan's own, if there is one; return whether one was asked."""
+        is_local = isinstance(loan.source, StoreSource) and loan.source.is_local
+        return is_local and self._take_from_others(loan.wanted)
+
+    def _take_from_others(self, wanted: BorrowRequest) -> bool:
+        return self.store.take_shared(wanted) or self._borrow(wanted)
+
+    def _name_failure(self, loan: TakenLoan, mismatched: int, failure: str) -> None:
+        """Name a loan's failure in the account, and tell its source of a block that arrived wrong."""
+        account = loan.wanted.account
+        match loan.source:
+            case LenderSource():
+                silence = f"the lender was silent for {loan.silent_s:.1f} s: " if loan.silent_s else ""
+                account.loan_failure = silence + failure
+            case StoreSource(is_local=is_local):
+                if failure == NONE_HELD:
+                    return  # a miss
+                account.store_failed(is_local, failure)
+                if mismatched:
+                    loan.source.spoiled(loan.next_name)
+
+    def _count(self, loan: TakenLoan, first: int, end: int) -> None:
+        account, block_range = loan.wanted.account, loan.wanted.block_range
+        count = block_range.num_chain_blocks(first, end)
+        if isinstance(loan.source, StoreSource):
+            if loan.source.is_local:
+                account.restored_blocks += count
+            else:
+                account.store_blocks += count
+            self._cached.counts.found(LOCAL if loan.source.is_local else STORE, count)
+            return
+        assert isinstance(loan.source, LenderSource)
+        cached_end = min(end, max(first, loan.source.cached_end))
+        fetched_end = min(end, max(cached_end, loan.source.fetched_end))
+        cached = block_range.num_chain_blocks(first, cached_end)
+        fetched = block_range.num_chain_blocks(cached_end, fetched_end)
+        account.moved_blocks += count
+        account.moved_bytes += (end - first) * self._cached.layout.block_bytes
+        self._cached.counts.found(REMOTE, count)
+        self._cached.counts.read_bytes += (end - first) * self._cached.layout.block_bytes
+        account.lender_cached_blocks += cached
+        account.lender_fetched_blocks += fetched
+        account.lender_computed_blocks += count - cached - fetched
+        account.transport = self._transport_name
+        account.times["last_bound"] = self._cached.clock()
+
+    def _split(self, fingerprints: bytes) -> tuple[bytes, ...]:
+        """Split fingerprints into one entry per block."""
+        width = 8 * self._cached.layout.kv_heads
+        return tuple(fingerprints[i : i + width] for i in range(0, len(fingerprints), width))

@@ -1,0 +1,153 @@
+"""Sources of a loan's blocks: another worker's pool, or a store below this engine's own.
+
+The borrower's state machine is the same for all. They differ in who reads, who is told of releases, and what happens
+to a block that arrived wrong.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.messages.from_engine import CloseLoan, FromEngine, OpenLoan, ReleaseLoan
+from kvcache.block_keys import BlockKey
+from loans.fast_path import Word
+from loans.reads.block_reads import LocalRank, Rank, RankRead, ReadProgress, ReadRun, RemoteRank
+
+RELEASE_BYTES = 32 << 20
+"""Bytes that may be read before the lender is sent a release; a range out of order is sent at once."""
+RankQuiet = Callable[[int, tuple[bytes, ...] | None, bool], None]
+"""Callback like OnQuiet of `block_reads.py`, with the rank's number first."""
+WriteBlock = Callable[[int, NDArray[np.uint8]], None]
+"""Callable write_block(block, bytes) that writes what this process's pool has of a whole block. From any thread."""
+
+
+class LoanSource(ABC):
+    """Source of one loan.
+
+    Block ids have the meaning of the source's announcements.
+    """
+
+    @abstractmethod
+    def start_read(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[RankRead]:
+        """Start reading the source's `block_ids` into the pool's `blocks`, on every rank; each rank reports its end."""
+
+    def release(self, first: int, count: int) -> None:  # noqa: B027 - not every source needs releases
+        """Process that chain blocks [first, first + count) were read."""
+
+    def spoiled(self, key: BlockKey) -> None:  # noqa: B027 - a lender checks its own blocks
+        """Process that a block could not be read, or differs from its announcement."""
+
+    def gone(self) -> None:  # noqa: B027 - a store has no connection
+        """Process that the holder of the blocks is gone."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the loan; no read follows."""
+
+
+class LenderSource(LoanSource):
+    """Another worker, reached through the front's Lend stream and read by the ranks of this engine."""
+
+    def __init__(
+        self,
+        loan_id: str,
+        may_compute: bool,
+        ranks: Sequence[Rank],
+        block_bytes: int,
+        emit: Callable[[FromEngine], None],
+    ) -> None:
+        """Create the source.
+
+        `ranks` are all of this engine; `block_bytes` is the size of a whole block.
+        """
+        self._loan_id = loan_id
+        self._ranks = ranks
+        self._block_bytes = block_bytes
+        self._emit = emit
+        self._endpoint = b""
+        self._lanes: Callable[[], tuple[str, ...]] = tuple
+        self._unreleased: tuple[int, int] | None = None
+        """First block and count of the blocks read since the last ReleaseLoan."""
+        self.may_compute = may_compute
+        self.cached_end = 0
+        """Chain index below which blocks were cached at the lender."""
+        self.fetched_end = 0
+        """Chain index below which announced blocks, from `cached_end` on, came to the lender from elsewhere."""
+        self.fast_path: deque[Word] = deque()
+        """Fast-path announcements that the lease has not repeated yet."""
+
+    def open(self, first: int, end: int, fast_path: bytes) -> None:
+        self._emit(OpenLoan(self._loan_id, first, end, self.may_compute, fast_path))
+
+    def connect(self, endpoint: bytes) -> None:
+        """Connect to the lender, which has started.
+
+        Raises TransferError.
+        """
+        self._lanes = self._ranks[0].lanes_to(endpoint)
+        self._endpoint = endpoint
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """Lanes of rank 0; those of other ranks are of the same kind."""
+        return self._lanes()
+
+    def start_read(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[RankRead]:
+        assert self._endpoint
+        return [
+            rank.start_read(self._endpoint, block_ids, blocks, self._loan_id, partial(on_quiet, number))
+            for number, rank in enumerate(self._ranks)
+        ]
+
+    def release(self, first: int, count: int) -> None:
+        """Send releases in large ranges, since each is a message; the end of the loan releases the rest."""
+        if self._unreleased and first == self._unreleased[0] + self._unreleased[1]:
+            first, count = self._unreleased[0], self._unreleased[1] + count
+        elif self._unreleased:
+            self._emit(ReleaseLoan(self._loan_id, *self._unreleased))
+        self._unreleased = first, count
+        if count * self._block_bytes >= RELEASE_BYTES:
+            self._emit(ReleaseLoan(self._loan_id, first, count))
+            self._unreleased = None
+
+    def gone(self) -> None:
+        for rank in self._ranks:
+            rank.drop(self._endpoint)
+
+    def close(self) -> None:
+        self._emit(CloseLoan(self._loan_id))
+
+
+class RankCopies:
+    """Copies of whole blocks, which this process holds, into the parts of all ranks."""
+
+    def __init__(self, own: LocalRank | None, others: Sequence[RemoteRank], progress: ReadProgress) -> None:
+        """Create them.
+
+        `own` is this process's rank, if it has one; `progress` covers its copies.
+        """
+        self._own, self._others, self._progress = own, others, progress
+
+    def start(
+        self,
+        read: ReadRun,
+        content: Callable[[int], NDArray[np.uint8]],
+        block_ids: Sequence[int],
+        blocks: Sequence[int],
+        on_quiet: RankQuiet,
+    ) -> list[RankRead]:
+        """Start copying `block_ids` into `blocks`.
+
+        `read` copies into this process's part. The other ranks copy the `content` of each block by themselves.
+        """
+        started: list[RankRead] = []
+        if self._own is not None:
+            started.append(self._own.follow(read, block_ids, blocks, partial(on_quiet, 0), [self._progress]))
+        contents = [content(index) for index in block_ids]
+        for number, rank in enumerate(self._others, len(started)):
+            started.append(rank.start_copy(contents, blocks, partial(on_quiet, number)))
+        return started

@@ -1,0 +1,162 @@
+"""Loans from the stores below the pool: a lookup, fetches, and the end of a store that does not answer."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from kvcache.cached_blocks import StoreBelow
+from kvcache.kv_stats import LOCAL, STORE
+from kvcache.kv_view import KvView
+from kvcache.store.kv_store import Fetched
+from loans.borrower import Event, Failed, Shortened, Started
+from loans.loan import BorrowRequest, Posted, StoreFetched, StoreFound, TakenLoan
+from loans.reads.block_reads import LocalRank, ReadProgress, RemoteRank
+from loans.sources import LoanSource
+from loans.store.source import StoreSource
+
+STORE_SILENCE_S = 1.0
+"""Shortest silence of a store, in seconds, after which a loan gives it up."""
+
+
+class StoreLoans:
+    """Loans from the stores, beside those that `BorrowerManager` takes from lenders."""
+
+    def __init__(
+        self,
+        kv_cache: KvView,
+        own: LocalRank | None,
+        others: Sequence[RemoteRank],
+        post: Callable[[Posted], None],
+        open_loan: Callable[[BorrowRequest, LoanSource, int, int, bool], TakenLoan],
+        handle: Callable[[TakenLoan, Event], None],
+        compute_s: Callable[[int], float],
+    ) -> None:
+        """Create them.
+
+        `open_loan` makes a loan of a source for chain blocks [first, end), of which fewer may come; `handle` passes an
+        event to a loan's machine. `compute_s` returns the seconds in which this engine would compute so many blocks.
+        """
+        self._kv_cache = kv_cache
+        self._cached = kv_cache.cached
+        self._own, self._others = own, others
+        self._post = post
+        self._open_loan = open_loan
+        self._handle = handle
+        self._compute_s = compute_s
+        self._copying = ReadProgress(self._cached.clock)
+        """Progress of copies from a store's memory into the pool."""
+
+    def take_local(self, wanted: BorrowRequest) -> bool:
+        """Ask the local store for the missing blocks.
+
+        What it is known to have is fetched at once, if that seems faster than computing. What other workers may have
+        written there is looked up first.
+        """
+        if (below := self._cached.local) is None or not wanted.missing:
+            return False
+        if wanted.lender_computes is None:  # a lender's loan would have to begin where this one ends
+            wanted.block_range = self._kv_cache.stored_range(wanted.sequence, wanted.block_range, below)
+        missing = wanted.missing
+        count = below.store.num_known(missing)
+        if count and self._is_usable(count, len(missing)) and self._cached.worth_restoring(below, count):
+            self._start(self._open(wanted, below, len(missing)), count)
+            return True
+        if below.store.has_other_writers and below.store.answers and self._seems_worth_it(below, len(missing)):
+            self._look_up(wanted, below)
+            return True
+        self._cached.counts.looked(LOCAL, len(missing), 0)
+        return False
+
+    def take_shared(self, wanted: BorrowRequest) -> bool:
+        """Ask the shared store for the missing blocks, if there is no lender and fetching seems faster than computing.
+
+        A placement that counts on the store knows what it holds, and what reading from it costs.
+        """
+        if (below := self._cached.shared) is None or wanted.lender_computes is not None:
+            return False
+        wanted.block_range = self._kv_cache.stored_range(wanted.sequence, wanted.block_range, below)
+        if not (missing := wanted.missing) or not below.store.answers:
+            return False
+        if not (wanted.reads_store or self._seems_worth_it(below, len(missing))):
+            return False
+        self._look_up(wanted, below)
+        return True
+
+    def found(self, message: StoreFound) -> None:
+        """Fetch what a store holds of a loan's blocks, if that is faster than computing them."""
+        loan = message.loan
+        if loan.machine.done:
+            return
+        assert isinstance(loan.source, StoreSource)
+        below, now = loan.source.below, self._cached.clock()
+        wanted = loan.machine.end - loan.machine.first
+        if not loan.wanted.reads_store:  # what the router knows to be there says nothing about other prompts
+            below.lookups.looked(wanted, message.num_blocks, now - loan.heard_at)
+        loan.heard_at = now
+        is_worth_it = loan.wanted.reads_store or self._cached.worth_restoring(below, message.num_blocks)
+        is_usable = self._is_usable(message.num_blocks, wanted)
+        self._start(loan, message.num_blocks if is_worth_it and is_usable else 0)
+
+    def fetched(self, message: StoreFetched) -> None:
+        """Announce blocks that a store brought, or end the loan before one that it lacks."""
+        loan, source = message.loan, message.loan.source
+        assert isinstance(source, StoreSource)
+        loan.heard_at = self._cached.clock()
+        for announced in source.arrived(message.first, message.fetched):
+            self._handle(loan, announced)
+        if source.shortened is not None and not loan.machine.done:
+            end, failure = source.shortened
+            loan.wanted.account.store_failed(source.is_local, failure)
+            self._handle(loan, Shortened(end))
+
+    def give_up(self, loans: Iterable[TakenLoan], now: float) -> None:
+        """End those of `loans` whose store has been silent for longer than computing the rest takes."""
+        for loan in list(loans):
+            if isinstance(loan.source, StoreSource) and not loan.block_reads:
+                missing = loan.machine.end - loan.machine.bound_end
+                silent_s = now - loan.heard_at
+                if silent_s >= max(STORE_SILENCE_S, self._compute_s(missing)):
+                    loan.source.below.store.fell_silent()
+                    self._handle(loan, Failed(f"{loan.source.name} was silent for {silent_s:.1f} s"))
+
+    def closed(self, loan: TakenLoan) -> None:
+        """Learn a store's speed from a loan that is over."""
+        source, account, now = loan.source, loan.wanted.account, self._cached.clock()
+        assert isinstance(source, StoreSource)
+        began, ended = ("restore_started", "restored") if source.is_local else ("fetch_started", "fetched")
+        account.times[ended] = now
+        num_blocks = account.restored_blocks if source.is_local else account.store_blocks
+        source.below.speeds.restored(num_blocks * self._cached.layout.block_bytes, now - account.times[began])
+
+    def _open(self, wanted: BorrowRequest, below: StoreBelow, num_missing: int) -> TakenLoan:
+        first = len(wanted.sequence.keys)
+        write_block = self._cached.write_block
+        source = StoreSource(below, wanted.missing, first, write_block, self._own, self._others, self._copying)
+        loan = self._open_loan(wanted, source, first, first + num_missing, True)
+        self._cached.counts.looked(LOCAL if source.is_local else STORE, num_missing, 0)
+        began = "restore_started" if source.is_local else "fetch_started"
+        wanted.account.times[began] = loan.heard_at = self._cached.clock()
+
+        def fetched(first: int, what: Fetched) -> None:
+            self._post(StoreFetched(loan, first, what))
+
+        source.open(fetched)
+        return loan
+
+    def _look_up(self, wanted: BorrowRequest, below: StoreBelow) -> None:
+        loan = self._open(wanted, below, len(wanted.missing))
+        assert isinstance(loan.source, StoreSource)
+        loan.source.look_up(lambda num_blocks: self._post(StoreFound(loan, num_blocks)))
+
+    def _start(self, loan: TakenLoan, count: int) -> None:
+        self._handle(loan, Started(loan.machine.first + count))
+        if not loan.machine.done:
+            assert isinstance(loan.source, StoreSource)
+            loan.source.start(count)
+
+    def _is_usable(self, num_found: int, num_wanted: int) -> bool:
+        """Return whether a request could go on after a leading part of the blocks that it wants."""
+        return num_found >= num_wanted or not self._kv_cache.resumes_at_boundaries
+
+    def _seems_worth_it(self, below: StoreBelow, num_blocks: int) -> bool:
+        num_tokens = num_blocks * self._cached.layout.block_tokens
+        is_faster = self._cached.worth_restoring(below, num_blocks)
+        return is_faster and below.lookups.worth_looking(num_tokens, self._cached.speeds)
