@@ -24,36 +24,26 @@ _sym_db = _symbol_database.Default()
 
 from protos import inference_pb2 as protos_dot_inference__pb2
 from protos import items_pb2 as protos_dot_items__pb2
-from protos import lend_pb2 as protos_dot_lend__pb2
+from protos import loans_pb2 as protos_dot_loans__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x12tandem.internal.v1\x1a\x16protos/inference.proto\x1a\x12protos/items.proto\x1a\x11protos/lend.proto\"t\n\x0bRouterFrame\x12\x31\n\x06placed\x18\x01 \x03(\x0b\x32!.tandem.internal.v1.PlacedRequest\x12\x11\n\tcancelled\x18\x02 \x03(\x04\x12\x0e\n\x06paused\x18\x03 \x03(\x04\x12\x0f\n\x07resumed\x18\x04 \x03(\x04\"g\n\rPlacedRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x32\n\x07request\x18\x02 \x01(\x0b\x32!.tandem.internal.v1.DecodeRequest\x12\x12\n\ntimeout_ms\x18\x03 \x01(\x01\"6\n\x0b\x44\x65\x63odeFrame\x12\'\n\x05parts\x18\x01 \x03(\x0b\x32\x18.tandem.internal.v1.Part\"G\n\x04Part\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x10\n\x08messages\x18\x02 \x03(\x0c\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\x12\x0e\n\x06status\x18\x04 \x01(\x0c\"\xf6\x06\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x02 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x19\n\x11\x65mitted_token_ids\x18\x04 \x03(\r\x12\x15\n\remitted_chars\x18\x05 \x01(\r\x12%\n\x08sampling\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x15\n\rseed_is_drawn\x18\x1c \x01(\x08\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12*\n\x06lender\x18\t \x01(\x0b\x32\x1a.tandem.internal.v1.Lender\x12\'\n\tplacement\x18\n \x01(\x0b\x32\x14.tandem.v1.Placement\x12\'\n\rrouter_stages\x18\x0b \x03(\x0b\x32\x10.tandem.v1.Stage\x12\x12\n\nelapsed_ms\x18\x0c \x01(\x01\x12\x11\n\trouter_id\x18\r \x01(\t\x12\x1a\n\x12placement_sequence\x18\x0e \x01(\x04\x12\x1f\n\x17\x65mitted_prompt_logprobs\x18\x0f \x01(\r\x12:\n\x0f\x65mitted_choices\x18\x10 \x03(\x0b\x32!.tandem.internal.v1.EmittedChoice\x12\x18\n\x10\x66inished_choices\x18\x11 \x03(\r\x12\r\n\x05model\x18\x12 \x01(\t\x12\x14\n\x0cmodel_reason\x18\x13 \x01(\t\x12\x1f\n\x05price\x18\x14 \x01(\x0b\x32\x10.tandem.v1.Price\x12\x0f\n\x07\x61\x64\x61pter\x18\x15 \x01(\x0c\x12\x30\n\tembedding\x18\x16 \x01(\x0b\x32\x1d.tandem.internal.v1.Embedding\x12\x19\n\x11\x63\x61\x63he_retention_s\x18\x17 \x01(\x01\x12\x0e\n\x06tenant\x18\x18 \x01(\t\x12\x13\n\x0breads_store\x18\x1a \x01(\x08\x12&\n\x04warm\x18\x1b \x01(\x0b\x32\x18.tandem.internal.v1.Warm\x12\x1d\n\x15reserve_output_tokens\x18\x19 \x01(\r\x12\'\n\x05items\x18\x1d \x03(\x0b\x32\x18.tandem.internal.v1.Item\x12\x14\n\x0ctells_origin\x18\x1e \x01(\x08\"`\n\tEmbedding\x12,\n\x07pooling\x18\x01 \x01(\x0e\x32\x1b.tandem.internal.v1.Pooling\x12\x12\n\ndimensions\x18\x02 \x01(\r\x12\x11\n\tnormalize\x18\x03 \x01(\x08\"\x18\n\x04Warm\x12\x10\n\x08to_store\x18\x01 \x01(\x08\"@\n\rEmittedChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\r\n\x05\x63hars\x18\x03 \x01(\r\"\x8a\x01\n\x06Lender\x12*\n\x06worker\x18\x01 \x01(\x0b\x32\x1a.tandem.internal.v1.Holder\x12\x13\n\x0bmay_compute\x18\x02 \x01(\x08\x12*\n\x06source\x18\x03 \x01(\x0b\x32\x1a.tandem.internal.v1.Holder\x12\x13\n\x0breads_store\x18\x04 \x01(\x08*F\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_LAST\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02\x32\xa5\x01\n\x06\x44\x65\x63ode\x12M\n\x05Serve\x12\x1f.tandem.internal.v1.RouterFrame\x1a\x1f.tandem.internal.v1.DecodeFrame(\x01\x30\x01\x12L\n\x08Generate\x12!.tandem.internal.v1.DecodeRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x12tandem.internal.v1\x1a\x16protos/inference.proto\x1a\x12protos/items.proto\x1a\x12protos/loans.proto\"\x9e\x07\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x02 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x19\n\x11\x65mitted_token_ids\x18\x04 \x03(\r\x12\x15\n\remitted_chars\x18\x05 \x01(\r\x12%\n\x08sampling\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x15\n\rseed_is_drawn\x18\x1c \x01(\x08\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12*\n\x06lender\x18\t \x01(\x0b\x32\x1a.tandem.internal.v1.Lender\x12\'\n\tplacement\x18\n \x01(\x0b\x32\x14.tandem.v1.Placement\x12\'\n\rrouter_stages\x18\x0b \x03(\x0b\x32\x10.tandem.v1.Stage\x12\x12\n\nelapsed_ms\x18\x0c \x01(\x01\x12\x11\n\trouter_id\x18\r \x01(\t\x12\x1a\n\x12placement_sequence\x18\x0e \x01(\x04\x12\x1f\n\x17\x65mitted_prompt_logprobs\x18\x0f \x01(\r\x12:\n\x0f\x65mitted_choices\x18\x10 \x03(\x0b\x32!.tandem.internal.v1.EmittedChoice\x12\x18\n\x10\x66inished_choices\x18\x11 \x03(\r\x12\r\n\x05model\x18\x12 \x01(\t\x12\x14\n\x0cmodel_reason\x18\x13 \x01(\t\x12\x1f\n\x05price\x18\x14 \x01(\x0b\x32\x10.tandem.v1.Price\x12\x0f\n\x07\x61\x64\x61pter\x18\x15 \x01(\x0c\x12\x30\n\tembedding\x18\x16 \x01(\x0b\x32\x1d.tandem.internal.v1.Embedding\x12\x19\n\x11\x63\x61\x63he_retention_s\x18\x17 \x01(\x01\x12\x0e\n\x06tenant\x18\x18 \x01(\t\x12\x13\n\x0breads_store\x18\x1a \x01(\x08\x12&\n\x04warm\x18\x1b \x01(\x0b\x32\x18.tandem.internal.v1.Warm\x12\x1d\n\x15reserve_output_tokens\x18\x19 \x01(\r\x12\'\n\x05items\x18\x1d \x03(\x0b\x32\x18.tandem.internal.v1.Item\x12\x14\n\x0ctells_origin\x18\x1e \x01(\x08\x12\x12\n\ntimeout_ms\x18\x1f \x01(\x01\x12\x12\n\nblock_keys\x18  \x01(\x0c\"`\n\tEmbedding\x12,\n\x07pooling\x18\x01 \x01(\x0e\x32\x1b.tandem.internal.v1.Pooling\x12\x12\n\ndimensions\x18\x02 \x01(\r\x12\x11\n\tnormalize\x18\x03 \x01(\x08\"\x18\n\x04Warm\x12\x10\n\x08to_store\x18\x01 \x01(\x08\"@\n\rEmittedChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\r\n\x05\x63hars\x18\x03 \x01(\r\"\x8a\x01\n\x06Lender\x12*\n\x06worker\x18\x01 \x01(\x0b\x32\x1a.tandem.internal.v1.Holder\x12\x13\n\x0bmay_compute\x18\x02 \x01(\x08\x12*\n\x06source\x18\x03 \x01(\x0b\x32\x1a.tandem.internal.v1.Holder\x12\x13\n\x0breads_store\x18\x04 \x01(\x08*F\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_LAST\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_POOLING']._serialized_start=1678
-  _globals['_POOLING']._serialized_end=1748
-  _globals['_ROUTERFRAME']._serialized_start=106
-  _globals['_ROUTERFRAME']._serialized_end=222
-  _globals['_PLACEDREQUEST']._serialized_start=224
-  _globals['_PLACEDREQUEST']._serialized_end=327
-  _globals['_DECODEFRAME']._serialized_start=329
-  _globals['_DECODEFRAME']._serialized_end=383
-  _globals['_PART']._serialized_start=385
-  _globals['_PART']._serialized_end=456
-  _globals['_DECODEREQUEST']._serialized_start=459
-  _globals['_DECODEREQUEST']._serialized_end=1345
-  _globals['_EMBEDDING']._serialized_start=1347
-  _globals['_EMBEDDING']._serialized_end=1443
-  _globals['_WARM']._serialized_start=1445
-  _globals['_WARM']._serialized_end=1469
-  _globals['_EMITTEDCHOICE']._serialized_start=1471
-  _globals['_EMITTEDCHOICE']._serialized_end=1535
-  _globals['_LENDER']._serialized_start=1538
-  _globals['_LENDER']._serialized_end=1676
-  _globals['_DECODE']._serialized_start=1751
-  _globals['_DECODE']._serialized_end=1916
+  _globals['_POOLING']._serialized_start=1367
+  _globals['_POOLING']._serialized_end=1437
+  _globals['_DECODEREQUEST']._serialized_start=108
+  _globals['_DECODEREQUEST']._serialized_end=1034
+  _globals['_EMBEDDING']._serialized_start=1036
+  _globals['_EMBEDDING']._serialized_end=1132
+  _globals['_WARM']._serialized_start=1134
+  _globals['_WARM']._serialized_end=1158
+  _globals['_EMITTEDCHOICE']._serialized_start=1160
+  _globals['_EMITTEDCHOICE']._serialized_end=1224
+  _globals['_LENDER']._serialized_start=1227
+  _globals['_LENDER']._serialized_end=1365
 # @@protoc_insertion_point(module_scope)

@@ -10,7 +10,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from protos import inference_pb2 as _inference_pb2
 from protos import items_pb2 as _items_pb2
-from protos import lend_pb2 as _lend_pb2
+from protos import loans_pb2 as _loans_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -44,128 +44,11 @@ POOLING_MEAN: Pooling.ValueType  # 2
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final
-class RouterFrame(_message.Message):
-    """Changes that a router sends together. At least one field is set."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PLACED_FIELD_NUMBER: _builtins.int
-    CANCELLED_FIELD_NUMBER: _builtins.int
-    PAUSED_FIELD_NUMBER: _builtins.int
-    RESUMED_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def placed(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedRequest]: ...
-    @_builtins.property
-    def cancelled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Cancelled requests, by number."""
-
-    @_builtins.property
-    def paused(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Requests whose clients do not read: their tokens wait at the worker until the requests are resumed."""
-
-    @_builtins.property
-    def resumed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        placed: _abc.Iterable[Global___PlacedRequest] | None = ...,
-        cancelled: _abc.Iterable[_builtins.int] | None = ...,
-        paused: _abc.Iterable[_builtins.int] | None = ...,
-        resumed: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "paused", b"paused", "placed", b"placed", "resumed", b"resumed"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RouterFrame: _TypeAlias = RouterFrame  # noqa: Y015
-
-@_typing.final
-class PlacedRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NUMBER_FIELD_NUMBER: _builtins.int
-    REQUEST_FIELD_NUMBER: _builtins.int
-    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
-    number: _builtins.int
-    """Number within this stream, never used twice."""
-    timeout_ms: _builtins.float
-    """Milliseconds after which the request is ended with DEADLINE_EXCEEDED."""
-    @_builtins.property
-    def request(self) -> Global___DecodeRequest: ...
-    def __init__(
-        self,
-        *,
-        number: _builtins.int = ...,
-        request: Global___DecodeRequest | None = ...,
-        timeout_ms: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "request", b"request", "timeout_ms", b"timeout_ms"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PlacedRequest: _TypeAlias = PlacedRequest  # noqa: Y015
-
-@_typing.final
-class DecodeFrame(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PARTS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]: ...
-    def __init__(
-        self,
-        *,
-        parts: _abc.Iterable[Global___Part] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DecodeFrame: _TypeAlias = DecodeFrame  # noqa: Y015
-
-@_typing.final
-class Part(_message.Message):
-    """Part of one request's results."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NUMBER_FIELD_NUMBER: _builtins.int
-    MESSAGES_FIELD_NUMBER: _builtins.int
-    ENDED_FIELD_NUMBER: _builtins.int
-    STATUS_FIELD_NUMBER: _builtins.int
-    number: _builtins.int
-    ended: _builtins.bool
-    """Whether this is the request's last part."""
-    status: _builtins.bytes
-    """Error as a serialised google.rpc.Status; empty when the request succeeded."""
-    @_builtins.property
-    def messages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Serialised tandem.v1.GenerateResponse messages, in order. The router forwards them without parsing."""
-
-    def __init__(
-        self,
-        *,
-        number: _builtins.int = ...,
-        messages: _abc.Iterable[_builtins.bytes] | None = ...,
-        ended: _builtins.bool = ...,
-        status: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "messages", b"messages", "number", b"number", "status", b"status"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Part: _TypeAlias = Part  # noqa: Y015
-
-@_typing.final
 class DecodeRequest(_message.Message):
+    """A router's requests on one worker are channels of one connection (mux.proto). A DecodeRequest opens one. The worker's
+    messages are serialised tandem.v1.GenerateResponse messages, in order, which the router forwards without parsing.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -198,6 +81,8 @@ class DecodeRequest(_message.Message):
     RESERVE_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
     TELLS_ORIGIN_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    BLOCK_KEYS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     worker_incarnation: _builtins.bytes
     """Incarnation of the intended worker; another process at the same address refuses."""
@@ -233,6 +118,10 @@ class DecodeRequest(_message.Message):
     """
     tells_origin: _builtins.bool
     """Whether the first message carries the stream's Origin: the router has sent nothing of the stream."""
+    timeout_ms: _builtins.float
+    """Milliseconds after which the request is ended with DEADLINE_EXCEEDED; 0: never."""
+    block_keys: _builtins.bytes
+    """Keys of the prompt's full blocks, 16 bytes each, as far as the router knows them."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -314,10 +203,12 @@ class DecodeRequest(_message.Message):
         reserve_output_tokens: _builtins.int = ...,
         items: _abc.Iterable[_items_pb2.Item] | None = ...,
         tells_origin: _builtins.bool = ...,
+        timeout_ms: _builtins.float = ...,
+        block_keys: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "lender", b"lender", "placement", b"placement", "price", b"price", "sampling", b"sampling", "warm", b"warm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "embedding", b"embedding", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "items", b"items", "lender", b"lender", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "placement_sequence", b"placement_sequence", "price", b"price", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reads_store", b"reads_store", "request_id", b"request_id", "reserve_output_tokens", b"reserve_output_tokens", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "seed_is_drawn", b"seed_is_drawn", "tells_origin", b"tells_origin", "tenant", b"tenant", "warm", b"warm", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_keys", b"block_keys", "cache_retention_s", b"cache_retention_s", "cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "embedding", b"embedding", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "items", b"items", "lender", b"lender", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "placement_sequence", b"placement_sequence", "price", b"price", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reads_store", b"reads_store", "request_id", b"request_id", "reserve_output_tokens", b"reserve_output_tokens", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "seed_is_drawn", b"seed_is_drawn", "tells_origin", b"tells_origin", "tenant", b"tenant", "timeout_ms", b"timeout_ms", "warm", b"warm", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -412,17 +303,17 @@ class Lender(_message.Message):
     reads_store: _builtins.bool
     """Whether the lender reads blocks it lacks from the store that workers share, as in Want."""
     @_builtins.property
-    def worker(self) -> _lend_pb2.Holder: ...
+    def worker(self) -> _loans_pb2.Holder: ...
     @_builtins.property
-    def source(self) -> _lend_pb2.Holder:
+    def source(self) -> _loans_pb2.Holder:
         """Source, as in Want."""
 
     def __init__(
         self,
         *,
-        worker: _lend_pb2.Holder | None = ...,
+        worker: _loans_pb2.Holder | None = ...,
         may_compute: _builtins.bool = ...,
-        source: _lend_pb2.Holder | None = ...,
+        source: _loans_pb2.Holder | None = ...,
         reads_store: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "worker", b"worker"]  # noqa: Y015

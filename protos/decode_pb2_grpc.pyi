@@ -4,45 +4,7 @@ isort:skip_file
 Router to decode worker. Internal: a worker of another protocol version (cluster/network/protocol.py) cannot join."""
 
 from collections import abc as _abc
-from grpc import aio as _aio
-from protos import decode_pb2 as _decode_pb2
-from protos import inference_pb2 as _inference_pb2
-import abc as _abc_1
 
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
-
-class DecodeStub:
-    def __init__(self, channel: _aio.Channel) -> None: ...
-    Serve: _aio.StreamStreamMultiCallable[_decode_pb2.RouterFrame, _decode_pb2.DecodeFrame]
-    """Serve all of one router's requests on this worker. The results of a step for all of them are one message. When the
-    stream ends, all of its requests end.
-    """
-    Generate: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _inference_pb2.GenerateResponse]
-    """Serve a single placed request, for tools. The responses are the client's own messages. RESOURCE_EXHAUSTED at once
-    when the projected KV does not fit now.
-    """
-
-class DecodeServicer(metaclass=_abc_1.ABCMeta):
-    @_abc_1.abstractmethod
-    def Serve(
-        self,
-        request_iterator: _abc.AsyncIterator[_decode_pb2.RouterFrame],
-        context: _aio.ServicerContext[_abc.AsyncIterator[_decode_pb2.RouterFrame], _abc.AsyncIterator[_decode_pb2.DecodeFrame]],
-    ) -> _abc.AsyncIterator[_decode_pb2.DecodeFrame]:
-        """Serve all of one router's requests on this worker. The results of a step for all of them are one message. When the
-        stream ends, all of its requests end.
-        """
-
-    @_abc_1.abstractmethod
-    def Generate(
-        self,
-        request: _decode_pb2.DecodeRequest,
-        context: _aio.ServicerContext[_decode_pb2.DecodeRequest, _abc.AsyncIterator[_inference_pb2.GenerateResponse]],
-    ) -> _abc.AsyncIterator[_inference_pb2.GenerateResponse]:
-        """Serve a single placed request, for tools. The responses are the client's own messages. RESOURCE_EXHAUSTED at once
-        when the projected KV does not fit now.
-        """
-
-def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _aio.Server) -> None: ...

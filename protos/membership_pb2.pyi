@@ -11,7 +11,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from protos import inference_pb2 as _inference_pb2
-from protos import lend_pb2 as _lend_pb2
+from protos import loans_pb2 as _loans_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -667,6 +667,8 @@ class Hello(_message.Message):
     READS_MEDIA_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     POOLER_FIELD_NUMBER: _builtins.int
+    LOAN_ADDRESS_FIELD_NUMBER: _builtins.int
+    LOAN_VERSION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.bytes
     role: Global___Role.ValueType
@@ -710,14 +712,18 @@ class Hello(_message.Message):
     """
     group_rank: _builtins.int
     stream_address: _builtins.str
-    """host:port at which a router opens its stream of requests and events (cluster/network/frame_stream.py); empty: the worker
-    takes both over gRPC.
-    """
+    """host:port at which a router opens its connection of requests and events (cluster/network/mux.py)."""
     reads_media: _builtins.bool
     """Whether it serves requests with items (items.proto) and lends their blocks."""
     revision: _builtins.bytes
     """Fingerprint of the model's weights, config and tokenizer, 16 bytes: streams go on only at workers with an equal one. Empty
     for a worker of an earlier version, which has no answer to FilesWanted either.
+    """
+    loan_address: _builtins.str
+    """host:port at which its engine takes loans (loans.proto)."""
+    loan_version: _builtins.int
+    """Version of the loan messages that its engine speaks; 0 of a worker whose front lends over gRPC. Engines of different
+    versions lend each other nothing.
     """
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
@@ -757,10 +763,12 @@ class Hello(_message.Message):
         reads_media: _builtins.bool = ...,
         revision: _builtins.bytes = ...,
         pooler: Global___Pooler | None = ...,
+        loan_address: _builtins.str = ...,
+        loan_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pooler", b"pooler"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "group", b"group", "group_rank", b"group_rank", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "pooler", b"pooler", "protocol", b"protocol", "reads_media", b"reads_media", "reserve_output_tokens", b"reserve_output_tokens", "resumes_at_boundaries", b"resumes_at_boundaries", "revision", b"revision", "role", b"role", "start_seconds", b"start_seconds", "store", b"store", "stream_address", b"stream_address", "traffic_share", b"traffic_share", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "group", b"group", "group_rank", b"group_rank", "incarnation", b"incarnation", "lends", b"lends", "loan_address", b"loan_address", "loan_version", b"loan_version", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "pooler", b"pooler", "protocol", b"protocol", "reads_media", b"reads_media", "reserve_output_tokens", b"reserve_output_tokens", "resumes_at_boundaries", b"resumes_at_boundaries", "revision", b"revision", "role", b"role", "start_seconds", b"start_seconds", "store", b"store", "stream_address", b"stream_address", "traffic_share", b"traffic_share", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1029,7 +1037,6 @@ class RouterMessage(_message.Message):
 
     WELCOME_FIELD_NUMBER: _builtins.int
     RESYNC_FIELD_NUMBER: _builtins.int
-    NO_STREAM_FIELD_NUMBER: _builtins.int
     FILES_WANTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
@@ -1038,22 +1045,19 @@ class RouterMessage(_message.Message):
         """Request for a snapshot, after lost events."""
 
     @_builtins.property
-    def no_stream(self) -> Global___NoStream: ...
-    @_builtins.property
     def files_wanted(self) -> Global___FilesWanted: ...
     def __init__(
         self,
         *,
         welcome: Global___Welcome | None = ...,
         resync: Global___Resync | None = ...,
-        no_stream: Global___NoStream | None = ...,
         files_wanted: Global___FilesWanted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["files_wanted", b"files_wanted", "message", b"message", "no_stream", b"no_stream", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["files_wanted", b"files_wanted", "message", b"message", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files_wanted", b"files_wanted", "message", b"message", "no_stream", b"no_stream", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files_wanted", b"files_wanted", "message", b"message", "resync", b"resync", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resync", "no_stream", "files_wanted"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resync", "files_wanted"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1077,27 +1081,6 @@ class FilesWanted(_message.Message):
 Global___FilesWanted: _TypeAlias = FilesWanted  # noqa: Y015
 
 @_typing.final
-class NoStream(_message.Message):
-    """Notice that the worker's `stream_address` cannot be reached: the worker sends its events on this call."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REASON_FIELD_NUMBER: _builtins.int
-    reason: _builtins.str
-    def __init__(
-        self,
-        *,
-        reason: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___NoStream: _TypeAlias = NoStream  # noqa: Y015
-
-@_typing.final
 class Welcome(_message.Message):
     """Answer to Hello. The worker sends its reports only after it, when it knows which router it joined."""
 
@@ -1110,11 +1093,11 @@ class Welcome(_message.Message):
     router_id: _builtins.str
     incarnation: _builtins.bytes
     stream_key: _builtins.bytes
-    """Key of the stream that this router opens at the worker's `stream_address` now. The worker sends its events there, and
-    nothing more on this call, which ends with the membership; empty: it sends them here.
+    """Key of the connection that this router opens at the worker's `stream_address` now. The worker sends its events there, and
+    nothing more on this call, which ends with the membership.
     """
     @_builtins.property
-    def peers(self) -> _containers.RepeatedCompositeFieldContainer[_lend_pb2.Holder]:
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[_loans_pb2.Holder]:
         """Workers with which it will likely exchange blocks, the likeliest first. It connects to them before its first report,
         and so before a request is placed on it.
         """
@@ -1124,7 +1107,7 @@ class Welcome(_message.Message):
         *,
         router_id: _builtins.str = ...,
         incarnation: _builtins.bytes = ...,
-        peers: _abc.Iterable[_lend_pb2.Holder] | None = ...,
+        peers: _abc.Iterable[_loans_pb2.Holder] | None = ...,
         stream_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015

@@ -323,4 +323,5 @@ class VllmCore(LoanHost):
 
     def _finished(self, sequence: Chain) -> None:
         self._blocked = False
+        assert isinstance(sequence, EngineSequence)
         self._submissions.remove(sequence)

@@ -21,7 +21,6 @@ from engine.backends.vllm.media.features import Media
 from engine.backends.vllm.sampling.sampling import Sampling
 from engine.core_types import EngineSequence
 from kvcache.block_keys import block_keys
-from kvcache.chain import Chain
 
 _numbers = count(1)
 """Ids of vLLM's requests. None is used twice in a process: vLLM keeps states of an id that it has not forgotten yet."""
@@ -90,7 +89,7 @@ class Submissions:
         self._on_scheduled = on_scheduled
         self._unblock = unblock
         self._by_id: dict[str, Submitted] = {}
-        self._of_sequence: dict[Chain, Submitted] = {}
+        self._of_sequence: dict[EngineSequence, Submitted] = {}
         self._to_abort: list[str] = []
 
     @property
@@ -136,7 +135,7 @@ class Submissions:
         self._by_id[request_id] = self._of_sequence[sequence] = submitted
         self._scheduler.add_request(request)
 
-    def remove(self, sequence: Chain) -> None:
+    def remove(self, sequence: EngineSequence) -> None:
         """End the vLLM request of a sequence that is over, if it has one.
 
         While a step computes that might write its blocks, vLLM defers freeing them, or the request ends after the step.
