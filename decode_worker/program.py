@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from decode_worker.service import add_decode_service
+from decode_worker.service import serve_requests
 from engine.worker.program import run_worker
 from engine.worker.runtime import WorkerContext
 from prefill_worker.service import add_lend_service
@@ -13,7 +13,8 @@ def add_services(server: Any, context: WorkerContext) -> list[str]:
 
     A worker may switch roles, so both can lend and decode.
     """
-    return [*add_decode_service(server, context), *add_lend_service(server, context)]
+    serve_requests(context)
+    return add_lend_service(server, context)
 
 
 def main() -> int:

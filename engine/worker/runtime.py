@@ -13,7 +13,7 @@ from cluster.discovery.discovery import Discovery
 from cluster.discovery.open_discovery import open_discovery
 from cluster.errors import Draining, TandemError
 from cluster.metrics import MetricsServer, new_registry
-from cluster.network.frame_stream import FrameServer
+from cluster.network.mux_stream import MuxServer
 from cluster.network.protocol import PROTOCOL
 from cluster.network.rpc import Server
 from cluster.network.tls import MemberIdentity, member_of
@@ -94,7 +94,7 @@ class WorkerContext:
     faults: Faults
     streams: RouterStreams
     stream_address: str
-    """Address at which routers open their streams; empty: they use gRPC."""
+    """Address at which routers connect for requests and events."""
     fetches: ItemFetches
 
     def check_taking(self) -> None:
@@ -114,7 +114,7 @@ class WorkerRuntime:
         self,
         context: WorkerContext,
         server: Server,
-        frame_server: FrameServer,
+        stream_server: MuxServer,
         address: str,
         discovery: Discovery,
         leaving: "StopRequest",
@@ -126,7 +126,7 @@ class WorkerRuntime:
         self._metrics = metrics
         self._context = context
         self._server = server
-        self._frame_server = frame_server
+        self._stream_server = stream_server
         self._discovery = discovery
         self._leaving = leaving
         config = context.config
@@ -139,10 +139,10 @@ class WorkerRuntime:
             config.routers,
             discovery,
             lambda: context.requests.draining,
+            context.streams,
             name_taken_s=config.drain_s + NAME_TAKEN_S,
             trust=member,
             meet=partial(context.introductions.meet, me),
-            streams=context.streams,
             files=partial(file_parts, context.model_dir),
         )
         self._memberships.start()
@@ -244,7 +244,7 @@ class WorkerRuntime:
         await self._context.introductions.close()
         self._context.fetches.close()
         await self._discovery.close()
-        self._frame_server.close()
+        self._stream_server.close()
         await self._server.stop(grace_s=0.5)
         await self._metrics.close()
         await self._context.engine.stop()
@@ -305,12 +305,11 @@ async def start_worker(
         )
         roles = RoleSwitch(role, config, engine, ready.gpu, say_role)
         faults = Faults(config, worker_id, engine, lenders)
-        streams, stream_address = RouterStreams(), ""
-        frame_server = FrameServer(streams.accept, member.credentials if member else None)
-        undo.callback(frame_server.close)
-        if config.stream_port is not None:
-            stream_port = await frame_server.start(config.host, config.stream_port, "stream_port")
-            stream_address = f"{config.advertise_host or config.host}:{stream_port}"
+        streams = RouterStreams()
+        stream_server = MuxServer(streams.accept, member.credentials if member else None, faults.frame_delay_s)
+        undo.callback(stream_server.close)
+        stream_port = await stream_server.start(config.host, config.stream_port, "stream_port")
+        stream_address = f"{config.advertise_host or config.host}:{stream_port}"
         context = WorkerContext(
             config,
             roles,
@@ -340,7 +339,7 @@ async def start_worker(
         await metrics.start(registry)
         undo.pop_all()
     address = f"{config.advertise_host or config.host}:{port}"
-    worker = WorkerRuntime(context, server, frame_server, address, discovery, leaving, metrics, member)
+    worker = WorkerRuntime(context, server, stream_server, address, discovery, leaving, metrics, member)
     await server.mark_serving(worker.ready)
     return worker
 
