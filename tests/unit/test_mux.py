@@ -134,9 +134,10 @@ moves = st.lists(
         st.sampled_from(MOVES),
         st.integers(0, 1),
         st.integers(0, 7),
-        st.sampled_from([1, 3, 5, 9, 30, 200, FULL_PART_BYTES - 1, FULL_PART_BYTES + 1, FULL_FRAME_BYTES + 1]),
+        st.sampled_from([1, 3, 30, 200, FULL_PART_BYTES - 1, FULL_PART_BYTES + 1, FULL_FRAME_BYTES + 1]),
     ),
-    max_size=120,
+    min_size=20,
+    max_size=150,
 )
 
 
@@ -148,6 +149,9 @@ def test_any_schedule(schedule: list[tuple[str, int, int, int]], at_last: str) -
     notes: list[bytes] = []
     caller.mux.on_note = server.mux.on_note = notes.append
     num_notes = 0
+    for side in sides:
+        side.open(1)
+        side.open(1)
     for move, which, index, size in schedule:
         side = sides[which]
         number = sorted(side.ends)[index % len(side.ends)] if side.ends else 0
@@ -254,17 +258,46 @@ def test_a_late_reader_gets_fewer_and_larger_frames() -> None:
     for _ in range(5 * WINDOW):
         end.send(10)
         server.take()
-    assert server.num_unprocessed == WINDOW
-    assert not server.mux.wants_write
-    server.deliver(len(server.pipe))
-    while caller.take():  # credit
-        pass
-    caller.deliver(len(caller.pipe))
-    assert server.take()
-    (part,) = server.frames[0].parts  # type: ignore[union-attr]
-    assert len(part.messages) == 4 * WINDOW
+    for num_waiting in (4 * WINDOW, WINDOW, WINDOW):
+        assert server.num_unprocessed == WINDOW
+        assert not server.mux.wants_write
+        server.deliver(len(server.pipe))
+        while caller.take():  # credit
+            pass
+        caller.deliver(len(caller.pipe))
+        assert server.take()
+        (part,) = server.frames[0].parts  # type: ignore[union-attr]
+        assert len(part.messages) == num_waiting
+        for _ in range(2 * WINDOW - 1):
+            end.send(10)
+            server.take()
     settle(caller, server)
     assert caller.ends[1].received == end.sent
+
+
+def test_frames_from_before_the_peer_told_its_window_count() -> None:
+    caller, server = joined()
+    caller.open(1)
+    for _ in range(3 * WINDOW):
+        caller.ends[1].send(10)
+        caller.take()
+    caller.deliver(10)  # the opening
+    assert server.take()
+    server.deliver(len(server.pipe))
+    caller.ends[1].send(10)
+    assert not caller.take()
+    settle(caller, server)
+    assert server.ends[1].received == caller.ends[1].sent
+
+
+def test_a_channel_that_was_cancelled_before_it_left_takes_no_frame() -> None:
+    caller, server = joined()
+    caller.open(1)
+    caller.ends[1].channel.cancel()
+    while caller.take():
+        pass
+    opening, window = caller.frames
+    assert (opening, window) == (None, pb.Frame(window=WINDOW))
 
 
 def test_a_reader_that_keeps_up_gives_its_credit_beside_what_it_sends() -> None:
@@ -293,6 +326,15 @@ def test_the_latest_of_pause_and_resume_holds_though_they_leave_in_one_frame() -
     channel.pause()
     settle(caller, server)
     end.send(5)
+    assert not server.mux.has_messages
+    assert not server.take()
+    channel.resume()
+    settle(caller, server)
+    end.send(5)
+    channel.pause()
+    while caller.take():
+        pass
+    caller.deliver(len(caller.pipe))
     assert not server.take()
     channel.resume()
     channel.pause()
@@ -324,10 +366,9 @@ def test_the_largest_message_is_carried_whatever_is_beside_it() -> None:
     caller.open(1)
     caller.open(1)
     settle(caller, server)
-    for number in (1, 2):
-        caller.ends[number].send(FULL_PART_BYTES - 1)
-        caller.ends[number].send(MAX_MESSAGE_BYTES)
-        caller.ends[number].send(1)
+    for number, first in ((1, MAX_MESSAGE_BYTES), (2, FULL_PART_BYTES - 1)):
+        for num_bytes in (first, MAX_MESSAGE_BYTES, 1):
+            caller.ends[number].send(num_bytes)
     for _ in range(1000):
         caller.open(1)
         caller.ends[max(caller.ends)].channel.pause()
