@@ -46,7 +46,18 @@ class ProtocolError(Exception):
 class Channel:
     """One end of a channel."""
 
-    __slots__ = ("_fill", "_is_paused", "_mux", "_pending", "_was_sent", "end_reason", "is_open", "number", "on_end", "on_messages")
+    __slots__ = (
+        "_fill",
+        "_is_paused",
+        "_mux",
+        "_pending",
+        "_was_sent",
+        "end_reason",
+        "is_open",
+        "number",
+        "on_end",
+        "on_messages",
+    )
 
     def __init__(self, mux: "Mux", number: int) -> None:
         self.number = number

@@ -129,7 +129,7 @@ class Server:
             if self._credentials is None:
                 bound = self.grpc.add_insecure_port(f"{host}:{port}")
             else:
-                bound = self.grpc.add_secure_port(f"{host}:{port}", self._credentials.for_grpc())
+                bound = self.grpc.add_secure_port(f"{host}:{port}", _server_credentials(self._credentials))
         except RuntimeError as error:
             raise StartError(setting, f"cannot listen on {host}:{port}: {bind_reason(host, port)}") from error
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
@@ -261,6 +261,23 @@ async def absorb_all(frames: AsyncIterator[Any], absorb: Callable[[Any], object]
         raise InvalidRequest("frame", f"is not a valid message: {error}") from error
 
 
+def _server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
+    """Return credentials of a server, whose files are checked at each connection."""
+    served = credentials.current()
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(served.key, served.cert)], served.ca)
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal served
+        if (now := credentials.current()) is served:
+            return None  # None keeps the current certificate
+        served = now
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), fetch, served.ca is not None)  # type: ignore[arg-type]  # it may
+
+
 def media_channel(address: str, trust: TlsIdentity | None = None) -> grpc.aio.Channel:
     """Create a channel, as `channel` does, that sends messages with pictures, too."""
     return channel(address, trust, MAX_MEDIA_MESSAGE_BYTES)
@@ -275,7 +292,8 @@ def channel(
     options += [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2_000)]
     if trust is None:
         return grpc.aio.insecure_channel(address, options=options)
-    credentials, named = trust.for_channel()
+    credentials = grpc.ssl_channel_credentials(*trust.pem())
+    named = [("grpc.ssl_target_name_override", trust.server_name)] if trust.server_name else []
     return grpc.aio.secure_channel(address, credentials, options=[*options, *named])
 
 
