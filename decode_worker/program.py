@@ -5,15 +5,11 @@ from typing import Any
 from decode_worker.service import add_decode_service
 from engine.worker.program import run_worker
 from engine.worker.runtime import WorkerContext
-from prefill_worker.service import add_lend_service
 
 
 def add_services(server: Any, context: WorkerContext) -> list[str]:
-    """Register the services of a worker of either role.
-
-    A worker may switch roles, so both can lend and decode.
-    """
-    return [*add_decode_service(server, context), *add_lend_service(server, context)]
+    """Register the services of a worker of either role, since it may switch roles."""
+    return add_decode_service(server, context)
 
 
 def main() -> int:

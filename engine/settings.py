@@ -44,9 +44,10 @@ class CommonSettings(StoreSettings, HealthSettings, MetricsSettings, LogSettings
     """Address to listen on."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 lets the system choose."""
-    stream_port: int | None = Field(default=0, ge=0, le=65535)
-    """Port at which routers open their streams of requests and events, for less CPU time than gRPC's. 0 lets the
-    system choose; null: they use gRPC, say where a proxy lets nothing else through."""
+    stream_port: int = Field(default=0, ge=0, le=65535)
+    """Port at which routers open their connections of requests and events, over TCP; 0 lets the system choose."""
+    loan_port: int = Field(default=0, ge=0, le=65535)
+    """Port at which the engine takes loans of other engines, over TCP; 0 lets the system choose."""
     advertise_host: str = ""
     """Host at which others reach this worker, when it is not `host`."""
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from cluster.logs import of
 from kvcache.chain import Chain
@@ -112,7 +113,7 @@ class BorrowerManager:
             for loan in self._loans.values()
         )
 
-    def take(self, wanted: BorrowRequest) -> bool:
+    def take(self, wanted: BorrowRequest[Any]) -> bool:
         """Ask for the blocks that the sequence lacks.
 
         Returns False without a source; else the owner is told the end.
@@ -248,7 +249,7 @@ class BorrowerManager:
 
     # ------------------------------------------------------------------ the sources in turn
 
-    def _borrow(self, wanted: BorrowRequest) -> bool:
+    def _borrow(self, wanted: BorrowRequest[Any]) -> bool:
         """Borrow from the lender, if there is one and blocks are missing."""
         sequence, lender = wanted.sequence, wanted.lender
         first, end = len(sequence.keys), len(wanted.block_range.names)
@@ -261,7 +262,7 @@ class BorrowerManager:
         source.open(self._network, self._want(wanted, lender), _Taker(self, loan))
         return True
 
-    def _want(self, wanted: BorrowRequest, lender: Lender) -> Want:
+    def _want(self, wanted: BorrowRequest[Any], lender: Lender) -> Want:
         """Return what the lender is asked for."""
         sequence, end = wanted.sequence, wanted.block_range.end
         num_tokens = end * self._cached.layout.block_tokens
@@ -285,7 +286,7 @@ class BorrowerManager:
         )
 
     def _open(
-        self, wanted: BorrowRequest, source: LoanSource, first: int, end: int, may_be_part: bool = False
+        self, wanted: BorrowRequest[Any], source: LoanSource, first: int, end: int, may_be_part: bool = False
     ) -> TakenLoan:
         self._kv_cache.wait_for_loan(wanted.sequence)
         machine = Borrower(first, end, self._blocks_per_read, may_be_part, self._grid)
@@ -375,7 +376,7 @@ class BorrowerManager:
         is_local = isinstance(loan.source, StoreSource) and loan.source.is_local
         return is_local and self._take_from_others(loan.wanted)
 
-    def _take_from_others(self, wanted: BorrowRequest) -> bool:
+    def _take_from_others(self, wanted: BorrowRequest[Any]) -> bool:
         return self.store.take_shared(wanted) or self._borrow(wanted)
 
     def _name_failure(self, loan: TakenLoan, mismatched: int, failure: str) -> None:

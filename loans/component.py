@@ -14,7 +14,8 @@ from kvcache.kv_view import KvView
 from kvtransfer.ranks import RankGrid
 from loans.borrower_manager import BorrowerManager
 from loans.connections import Connections
-from loans.lender_manager import C, LenderLimits, LenderManager, MakesJob
+from loans.lender_manager import LenderLimits, LenderManager, MakesJob
+from loans.loan import C
 from loans.messages import PlacementMark, Want
 from loans.network import LoanGiven, LoanNetwork
 from loans.reads.block_reads import LocalRank, Rank, RemoteRank
@@ -119,10 +120,6 @@ class Loans(Generic[C]):
             self.lender.start_queued()
         if self.lender.num_waiting and (is_short or self.borrower.waits_for_room):
             self.lender.refuse_queued("no room now, and requests of this worker wait for room themselves")
-
-    def drain(self, is_draining: bool) -> None:
-        """Refuse new loans that compute, or take them again."""
-        self.lender.is_draining = is_draining
 
     def cut_off(self, worker_id: str, seconds: float) -> None:
         self._network.cut_off(worker_id, seconds)

@@ -13,6 +13,7 @@ from kvcache.chain import Chain
 from kvcache.items import Item, begun_items, items_fault
 from kvcache.kv_stats import POOL
 from kvcache.kv_view import KvView
+from kvcache.sequence_blocks import belongs
 from loans.account import KvAccount
 from loans.borrower_manager import BorrowerManager
 from loans.lender import (
@@ -29,7 +30,7 @@ from loans.lender import (
     StopComputing,
     Unhold,
 )
-from loans.loan import BorrowRequest
+from loans.loan import BorrowRequest, C
 from loans.messages import Blocks, Lender, Want
 from loans.messages import Started as LoanStarted
 from loans.network import LoanGiven
@@ -37,7 +38,6 @@ from loans.network import LoanGiven
 log = logging.getLogger(__name__)
 TOLD_TO_STOP = "this worker was told to stop"
 
-C = TypeVar("C", bound=Chain)
 C_co = TypeVar("C_co", bound=Chain, covariant=True)
 
 
@@ -57,6 +57,7 @@ class MakesJob(Protocol[C_co]):
         adapter: bytes,
         tail: tuple[int, ...],
         items: tuple[Item, ...],
+        given_keys: tuple[BlockKey, ...],
     ) -> C_co: ...
 
 
@@ -207,6 +208,8 @@ class LenderManager(Generic[C]):
             return f"token_ids: {len(want.token_ids)} tokens do not fill {num_blocks} blocks of {layout.block_tokens}"
         if max(want.token_ids) >= limits.vocab_size:
             return f"token_ids: must be below {limits.vocab_size}, not {max(want.token_ids)}"
+        if not belongs(want.keys, want.root, want.token_ids, layout.block_tokens, want.items):
+            return "keys: do not begin with the key of the first block"
         if want.adapter and want.adapter not in limits.adapters:
             return f"adapter: this worker has no adapter {want.adapter.hex()}"
         if want.items and not limits.reads_media:
@@ -221,22 +224,22 @@ class LenderManager(Generic[C]):
             return f"{len(self._waiting)} loans wait already"
         return ""
 
-    def computed(self, job: Chain, names: Iterable[BlockKey], blocks: Iterable[int]) -> None:
+    def computed(self, job: C, names: Iterable[BlockKey], blocks: Iterable[int]) -> None:
         """Lend the blocks of a job that were computed next."""
         self._announce(job, dict(zip(names, blocks, strict=True)), fetched=False)
         loan = self._loans.get(job.request_id)
         if loan is not None and loan.job is not None and loan.job.num_remaining == 0:
             self._end_job(loan)
 
-    def loan_bound(self, sequence: Chain, first: int) -> None:
+    def loan_bound(self, sequence: C, first: int) -> None:
         """Lend on the blocks of a job that came from elsewhere."""
         self._announce(sequence, dict(zip(sequence.keys[first:], sequence.blocks[first:], strict=False)), fetched=True)
 
-    def loan_hedged(self, sequence: Chain) -> bool:
+    def loan_hedged(self, sequence: C) -> bool:
         """Return False: a borrower waits for this job, so it goes on without its silent source."""
         return False
 
-    def loan_over(self, sequence: Chain, lost_blocks: bool) -> None:
+    def loan_over(self, sequence: C, lost_blocks: bool) -> None:
         """Compute the blocks that the job's own loan did not bring."""
         loan = self._loans[sequence.request_id]
         loan.fetching = False
@@ -329,6 +332,7 @@ class LenderManager(Generic[C]):
             adapter=want.adapter,
             tail=tuple(want.token_ids[num_tokens : max(num_tokens + 1, items[-1].end if items else 0)]),
             items=items,
+            given_keys=tuple(keys),
         )
         if not self._kv_cache.start(job, keys, self._cached.layout.blocks_for(job.num_tokens_with_items)):
             return False

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvcache.block_keys import BlockKey
 from kvcache.block_range import BlockRange
@@ -13,17 +13,20 @@ from loans.messages import NO_MARK, Lender, PlacementMark
 from loans.reads.block_reads import RankRead
 from loans.sources import LoanSource
 
+C = TypeVar("C", bound=Chain)
+C_contra = TypeVar("C_contra", bound=Chain, contravariant=True)
 
-class LoanOwner(Protocol):
+
+class LoanOwner(Protocol[C_contra]):
     """Owner of the sequence for which a loan is taken."""
 
-    def loan_bound(self, sequence: Chain, first: int) -> None:
+    def loan_bound(self, sequence: C_contra, first: int) -> None:
         """Process blocks from `first` to the last named one, which arrived and were verified."""
 
-    def loan_hedged(self, sequence: Chain) -> bool:
+    def loan_hedged(self, sequence: C_contra) -> bool:
         """Start to compute the sequence while its loan stays open, or return False: the loan ends instead."""
 
-    def loan_over(self, sequence: Chain, lost_blocks: bool) -> None:
+    def loan_over(self, sequence: C_contra, lost_blocks: bool) -> None:
         """Process the end of the loan; the sequence may be computed.
 
         With `lost_blocks` it may not: its chain has holes, and it can only be finished.
@@ -31,17 +34,17 @@ class LoanOwner(Protocol):
 
 
 @dataclass(slots=True)
-class BorrowRequest:
+class BorrowRequest(Generic[C]):
     """Request of a sequence for missing blocks."""
 
-    sequence: Chain
+    sequence: C
     keys: Sequence[BlockKey]
     """Keys of the sequence's full blocks that may come from elsewhere."""
     block_range: BlockRange
     """Blocks up to the last one that may come from elsewhere, by position; the sequence holds its first ones."""
     lender: Lender | None
     account: KvAccount
-    owner: LoanOwner
+    owner: LoanOwner[C]
     reads_store: bool = False
     """Whether the placement counts on blocks in the shared store."""
     mark: PlacementMark = NO_MARK
@@ -59,7 +62,7 @@ class BorrowRequest:
 class TakenLoan:
     """One loan: its state machine and its reads."""
 
-    wanted: BorrowRequest
+    wanted: BorrowRequest[Any]
     machine: Borrower
     source: LoanSource
     block_reads: dict[int, dict[int, RankRead]] = field(default_factory=dict)

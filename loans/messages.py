@@ -89,10 +89,10 @@ class Blocks(NamedTuple):
 
 
 class Release(NamedTuple):
-    """Blocks [first, first + count) of the range were read, or will not be."""
+    """Blocks [first, first + num_blocks) of the range were read, or will not be."""
 
     first: int
-    count: int
+    num_blocks: int
 
 
 Lent = Started | Blocks

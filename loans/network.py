@@ -3,8 +3,8 @@
 An engine has one network. `loans/peers/` is the one of engine processes, over sockets; engines of one process, the
 simulator and the trials have others. The connection is the lease: when it ends, all its channels end, at both ends.
 
-All calls of a `Borrower`'s or `Lender`'s end come from `turn`, on the engine's thread. None comes from within another
-call of the network, so whoever opens, releases or closes need not expect one.
+Calls of `TakesLoan` and `GivesLoans` come from `turn` and `beat`, on the engine's thread. None comes from within a call
+about one loan, so whoever opens, releases, sends or closes need not expect one.
 """
 
 from abc import ABC, abstractmethod

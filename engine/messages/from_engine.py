@@ -1,11 +1,11 @@
 """Messages from an engine to its front."""
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.core_types import FinishReason, GpuDevice, Pooler, RequestFailure, TokenLogprobs
 from kvcache.events import CacheEvent
 from kvcache.items import Item
+from loans.account import KvAccount
 
 
 class Ready(NamedTuple):
@@ -36,6 +36,8 @@ class Ready(NamedTuple):
     """Whether it serves requests with items."""
     pooler: Pooler | None = None
     """Pooler of an engine that answers with vectors only; None: it generates."""
+    loan_address: str = ""
+    """Address at which it takes loans of other engines."""
 
 
 class NodeLinked(NamedTuple):
@@ -112,54 +114,6 @@ class Failed(NamedTuple):
 
     request_id: str
     failure: RequestFailure
-
-
-class OpenLoan(NamedTuple):
-    """Ask a lender for chain blocks [first_block, end_block), for a request or for a loan given."""
-
-    request_id: str
-    first_block: int
-    end_block: int
-    may_compute: bool
-    fast_path: bytes = b""
-    """Address for fast-path announcements, as in Lend."""
-
-
-class ReleaseLoan(NamedTuple):
-    request_id: str
-    first: int
-    num_blocks: int
-
-
-class CloseLoan(NamedTuple):
-    request_id: str
-
-
-class LendStarting(NamedTuple):
-    loan_id: str
-    end_block: int
-    cached_end_block: int
-    queued_ms: float
-
-
-class LendReady(NamedTuple):
-    loan_id: str
-    first: int
-    block_ids: tuple[int, ...]
-    fingerprints: bytes
-    fetched: bool = False
-    """Whether the blocks were borrowed or restored from a tier instead of computed here."""
-
-
-class LendRefused(NamedTuple):
-    """The loan is over.
-
-    `bad_request`: the borrower broke the protocol; otherwise there is no capacity.
-    """
-
-    loan_id: str
-    reason: str
-    bad_request: bool
 
 
 class CacheChanged(NamedTuple):
@@ -267,11 +221,11 @@ class CacheInspected(NamedTuple):
 
 
 class Connected(NamedTuple):
-    """Result of Connect."""
+    """Result of ConnectPeers."""
 
     query_id: int
-    failure: str = ""
-    """Why there is no connection; empty where there is one."""
+    failures: tuple[str, ...] = ()
+    """Workers to which there is no connection, each with the reason."""
 
 
 class GroupDrains(NamedTuple):
@@ -294,12 +248,6 @@ FromEngine = (
     | Rejected
     | Failed
     | ItemsWanted
-    | OpenLoan
-    | ReleaseLoan
-    | CloseLoan
-    | LendStarting
-    | LendReady
-    | LendRefused
     | CacheChanged
     | LoadReport
     | Audited

@@ -1,1 +1,1 @@
-"""The network between engine processes: one connection over TLS for each pair of engines, driven by the engine's loop."""
+"""The network between engine processes: one connection for each pair, driven by the engine's loop."""

@@ -6,25 +6,14 @@ from google.protobuf.message import DecodeError
 
 from cluster.network.mux import ProtocolError
 from kvcache.block_keys import KEY_BYTES, BlockKey, pack_tokens, unpack_tokens
-from kvcache.items import Item
+from kvcache.item_messages import item_messages, read_items
 from loans.messages import Blocks, Lent, Peer, PlacementMark, Release, Started, Want
-from protos import items_pb2, loans_pb2 as pb
+from protos import loans_pb2 as pb
 
 VERSION = 1
 """Version of the messages between engines. Routers pair engines of one version only."""
 MAX_FINGERPRINT_BYTES = 4 << 20
 """Bytes of fingerprints in one message; a longer announcement is several messages."""
-
-
-def item_messages(items: Iterable[Item]) -> list[items_pb2.Item]:
-    return [items_pb2.Item(**item._asdict()) for item in items]
-
-
-def read_items(messages: Iterable[items_pb2.Item]) -> tuple[Item, ...]:
-    """Undo `item_messages`."""
-    return tuple(
-        Item(each.identifier, each.offset, each.length, each.details, each.address, each.encoder) for each in messages
-    )
 
 
 def holder_of(peer: Peer) -> pb.Holder:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from kvcache.cached_blocks import StoreBelow
 from kvcache.kv_stats import LOCAL, STORE
@@ -26,7 +27,7 @@ class StoreLoans:
         own: LocalRank | None,
         others: Sequence[RemoteRank],
         post: Post,
-        open_loan: Callable[[BorrowRequest, LoanSource, int, int, bool], TakenLoan],
+        open_loan: Callable[[BorrowRequest[Any], LoanSource, int, int, bool], TakenLoan],
         handle: Callable[[TakenLoan, Event], None],
         compute_s: Callable[[int], float],
     ) -> None:
@@ -45,7 +46,7 @@ class StoreLoans:
         self._copying = ReadProgress(self._cached.clock)
         """Progress of copies from a store's memory into the pool."""
 
-    def take_local(self, wanted: BorrowRequest) -> bool:
+    def take_local(self, wanted: BorrowRequest[Any]) -> bool:
         """Ask the local store for the missing blocks.
 
         What it is known to have is fetched at once, if that seems faster than computing. What other workers may have
@@ -66,7 +67,7 @@ class StoreLoans:
         self._cached.counts.looked(LOCAL, len(missing), 0)
         return False
 
-    def take_shared(self, wanted: BorrowRequest) -> bool:
+    def take_shared(self, wanted: BorrowRequest[Any]) -> bool:
         """Ask the shared store for the missing blocks, if there is no lender and fetching seems faster than computing.
 
         A placement that counts on the store knows what it holds, and what reading from it costs.
@@ -126,7 +127,7 @@ class StoreLoans:
         num_blocks = account.restored_blocks if source.is_local else account.store_blocks
         source.below.speeds.restored(num_blocks * self._cached.layout.block_bytes, now - account.times[began])
 
-    def _open(self, wanted: BorrowRequest, below: StoreBelow, num_missing: int) -> TakenLoan:
+    def _open(self, wanted: BorrowRequest[Any], below: StoreBelow, num_missing: int) -> TakenLoan:
         first = len(wanted.sequence.keys)
         write_block = self._cached.write_block
         source = StoreSource(below, wanted.missing, first, write_block, self._own, self._others, self._copying)
@@ -141,7 +142,7 @@ class StoreLoans:
         source.open(fetched)
         return loan
 
-    def _look_up(self, wanted: BorrowRequest, below: StoreBelow) -> None:
+    def _look_up(self, wanted: BorrowRequest[Any], below: StoreBelow) -> None:
         loan = self._open(wanted, below, len(wanted.missing))
         assert isinstance(loan.source, StoreSource)
         loan.source.look_up(lambda num_blocks: self._post(partial(self._found, loan, num_blocks)))

@@ -24,6 +24,7 @@ from engine.process.front.local_engine import LocalEngine
 from engine.process.spec import EngineSpec
 from engine.worker.runtime import WorkerRuntime, start_worker
 from kvtransfer.local import LocalNetwork
+from loans.in_process import InProcessNetwork
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +45,7 @@ class SimPool:
 
     def __init__(self) -> None:
         self._network = LocalNetwork()
+        self._loans: dict[bytes, InProcessNetwork] = {}
         self.workers: dict[str, SimWorker] = {}
 
     async def start(self, role: Role, config: WorkerConfig) -> SimWorker:
@@ -54,7 +56,7 @@ class SimPool:
         engines: list[LocalEngine] = []
 
         def host_engine(spec: EngineSpec) -> LocalEngine:
-            engines.append(LocalEngine(spec, self._network))
+            engines.append(LocalEngine(spec, self._network, self._loans))
             return engines[-1]
 
         worker = await start_worker(config, role, add_services, host_engine)
