@@ -27,7 +27,7 @@ def measure_waste() -> float:
     for number in range(REQUESTS):
         tokens = tuple(generator.randrange(1000) for _ in range(generator.randint(*LENGTHS)))
         sampling = SamplingParams(max_tokens=generator.randint(1, MAX_OUTPUT), temperature=0)
-        core.handle(Generate(str(number), tokens, (), sampling, "", 0, borrow=False))
+        core.handle(Generate(str(number), tokens, (), sampling, "", 0, lender=None))
     room = used = 0
     while batch := core.begin_step():
         core.end_step(batch, runner.execute(batch))

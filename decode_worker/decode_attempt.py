@@ -8,11 +8,9 @@ from tokenizers import Tokenizer
 from cluster.errors import Draining, Incompatible, ServiceError
 from cluster.logs import of
 from decode_worker.output_stream import OutputStream
-from decode_worker.placed_request import check_request, engine_request, lead_tokens
-from engine.media.item_messages import read_items
+from decode_worker.placed_request import check_request, engine_request
 from engine.messages.to_engine import Cancel
 from engine.process.front.engine_client import EngineMessage
-from engine.worker.front.lender_streams import Borrowing, LoanChain
 from engine.worker.runtime import WorkerContext
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
@@ -52,7 +50,6 @@ class DecodeAttempt:
         self._request_id = request.request_id
         self._on_change = on_news
         self._generation = OutputStream(request, tokenizer, context.worker_id, ready.block_tokens)
-        self._loan = Borrowing(context.lenders, engine_id, request.lender.worker, lambda: _chain(request))
         self._open = True
         self.failure: ServiceError | None = None
         self._engine.send(engine_request(engine_id, request))
@@ -89,13 +86,12 @@ class DecodeAttempt:
         if self._open:
             self._open = False
             self._in_flight.release(self._call)
-            self._loan.cancel()
             if self.failure is not None or not self._generation.finished:
                 self._engine.send(Cancel(self._engine_id))
             self._engine.forget(self._engine_id)
 
     def _on_message(self, message: EngineMessage) -> None:
-        if self._loan.handle(message) or self.over:
+        if self.over:
             return
         try:
             self._generation.absorb(message)
@@ -107,19 +103,3 @@ class DecodeAttempt:
         for choice in self._generation.take_stopped():
             self._engine.send(Cancel(self._engine_id, choice))
         self._on_change()
-
-
-def _chain(request: pb.DecodeRequest) -> LoanChain:
-    """Return the token chain that the request borrows."""
-    return LoanChain(
-        request_id=request.request_id,
-        token_ids=lead_tokens(request),
-        cache_salt=request.cache_salt,
-        adapter=request.adapter,
-        priority=request.priority,
-        router_id=request.router_id,
-        placement_sequence=request.placement_sequence,
-        source=request.lender.source if request.lender.HasField("source") else None,
-        reads_store=request.lender.reads_store,
-        items=read_items(request.items),
-    )

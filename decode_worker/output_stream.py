@@ -9,10 +9,10 @@ from decode_worker.embedding import finished_embedding
 from decode_worker.placed_request import emitted_of, num_choices
 from decode_worker.receipt import build_receipt, price_of
 from engine.core_types import FinishReason, TokenLogprobs
-from engine.messages.from_engine import Embedded, Failed, Filled, FromEngine, KvAccount, PromptScored, Rejected, Token
-from engine.messages.to_engine import LendClosed
+from engine.messages.from_engine import Embedded, Failed, Filled, FromEngine, PromptScored, Rejected, Token
 from engine.model.detokenizer import TextStream
 from kvcache.block_keys import token_digest
+from loans.account import KvAccount
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
 
@@ -101,7 +101,7 @@ class OutputStream:
         """Whether every choice is finished."""
         return not self._num_unfinished
 
-    def absorb(self, message: FromEngine | LendClosed | None) -> None:
+    def absorb(self, message: FromEngine | None) -> None:
         """Process one engine message.
 
         Raises ServiceError when the request failed.

@@ -1,18 +1,19 @@
 """Conversion of a placed request into an engine message, with its checks."""
 
-from array import array
 from dataclasses import replace
 
 from cluster.errors import InvalidRequest
 from engine.core_types import MAX_CHAINS, Pooling, SamplingParams
 from engine.engine_kind import Feature, kind_of
-from engine.media.item_messages import read_items
-from engine.messages.to_engine import Generate, PlacementMark
+from engine.messages.to_engine import Generate
 from engine.model.detokenizer import check_token_ids
 from engine.sampling.structured_output import FIELD, read_structured
-from kvcache.block_keys import token_array
+from kvcache.block_keys import KEY_BYTES, token_array
+from kvcache.item_messages import read_items
 from kvcache.items import items_fault
 from kvcache.pins import Retention
+from loans.messages import Lender, PlacementMark
+from loans.peers.wire import peer_of, unpack_keys
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 
@@ -50,6 +51,8 @@ def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> No
         raise InvalidRequest("sampling.max_tokens", f"nothing to generate: {left} tokens are left")
     if request.HasField("embedding"):
         _check_embedding(request)
+    if len(request.block_keys) % KEY_BYTES:
+        raise InvalidRequest("block_keys", f"{len(request.block_keys)} bytes are not a whole number of keys")
     if fault := items_fault(read_items(request.items), len(request.prompt_token_ids)):
         raise InvalidRequest("items", fault)
     asked: dict[Feature, tuple[bool, str]] = {
@@ -110,8 +113,7 @@ def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
         cache_salt=request.cache_salt,
         adapter=request.adapter,
         priority=request.priority,
-        borrow=request.HasField("lender"),
-        lender_computes=request.lender.may_compute,
+        lender=_lender(request.lender) if request.HasField("lender") else None,
         mark=PlacementMark(request.router_id, request.placement_sequence),
         emitted_others=tuple(others) if any(others) else (),
         finished=frozenset(request.finished_choices),
@@ -121,7 +123,14 @@ def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
         reserve_output_tokens=request.reserve_output_tokens,
         items=read_items(request.items),
         retention=Retention(request.cache_retention_s, request.tenant) if request.cache_retention_s > 0 else None,
+        keys=tuple(unpack_keys(request.block_keys)),
+        log_id=request.request_id,
     )
+
+
+def _lender(lender: pb.Lender) -> Lender:
+    source = peer_of(lender.source) if lender.HasField("source") else None
+    return Lender(peer_of(lender.worker), lender.may_compute, source, lender.reads_store)
 
 
 def num_choices(sampling: public_pb.Sampling) -> int:
@@ -137,9 +146,3 @@ def emitted_of(request: pb.DecodeRequest, choice: int) -> tuple[tuple[int, ...],
         if emitted.index == choice:
             return tuple(emitted.token_ids), emitted.chars
     return (), 0
-
-
-def lead_tokens(request: pb.DecodeRequest) -> "array[int]":
-    """Return the tokens of the first unfinished choice, which borrows the prefix that all choices share."""
-    choice = next(c for c in range(num_choices(request.sampling)) if c not in request.finished_choices)
-    return token_array(request.prompt_token_ids) + array("I", emitted_of(request, choice)[0])

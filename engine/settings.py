@@ -45,7 +45,9 @@ class CommonSettings(StoreSettings, HealthSettings, MetricsSettings, LogSettings
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 lets the system choose."""
     stream_port: int = Field(default=0, ge=0, le=65535)
-    """Port at which routers connect for requests and events, over TCP. 0 lets the system choose."""
+    """Port at which routers open their connections of requests and events, over TCP; 0 lets the system choose."""
+    loan_port: int = Field(default=0, ge=0, le=65535)
+    """Port at which the engine takes loans of other engines, over TCP; 0 lets the system choose."""
     advertise_host: str = ""
     """Host at which others reach this worker, when it is not `host`."""
 

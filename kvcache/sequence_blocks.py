@@ -5,13 +5,28 @@ from collections.abc import Sequence
 from kvcache.block_keys import BlockKey, block_keys
 from kvcache.cached_blocks import CachedBlocks
 from kvcache.chain import Chain
+from kvcache.items import Item
 from kvcache.pool import KvPool
 
 
 def usable_keys(sequence: Chain, block_tokens: int) -> list[BlockKey]:
     """Return the keys of a sequence's full blocks that may come from elsewhere: not those whose logits are needed."""
-    end = sequence.num_reusable // block_tokens * block_tokens
-    return block_keys(sequence.root, sequence.token_ids[:end], block_tokens, sequence.items)
+    return leading_keys(sequence, sequence.num_reusable // block_tokens, block_tokens)
+
+
+def leading_keys(sequence: Chain, num_blocks: int, block_tokens: int) -> list[BlockKey]:
+    """Return the keys of a sequence's first full blocks, of which those that came with the request are not hashed."""
+    given = list(sequence.given_keys[:num_blocks])
+    start, end = len(given) * block_tokens, num_blocks * block_tokens
+    parent = given[-1] if given else sequence.root
+    return given + block_keys(parent, sequence.token_ids[start:end], block_tokens, sequence.items, start)
+
+
+def belongs(
+    keys: Sequence[BlockKey], root: BlockKey, token_ids: Sequence[int], block_tokens: int, items: Sequence[Item]
+) -> bool:
+    """Return whether keys that came from elsewhere are of this root; the first tells, since each has its parent's."""
+    return not keys or block_keys(root, token_ids[:block_tokens], block_tokens, items) == [keys[0]]
 
 
 def start_chain(cached: CachedBlocks, sequence: Chain, keys: Sequence[BlockKey], num_total_blocks: int) -> bool:

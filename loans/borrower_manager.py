@@ -6,13 +6,16 @@ loan with a state machine of its own. The sequence may be computed when the last
 brought.
 """
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from engine.core_types import EngineSequence
-from engine.messages.from_engine import FromEngine
-from engine.messages.to_engine import LenderSilent, LoanBlocks, LoanFailed, LoanStarted
+from cluster.logs import of
+from kvcache.chain import Chain
+from kvcache.items import begun_items
 from kvcache.kv_stats import LOCAL, REMOTE, STORE
 from kvcache.kv_view import KvView
 from kvtransfer.errors import TransferError
@@ -35,23 +38,28 @@ from loans.borrower import (
     Release,
     Started,
 )
-from loans.fast_path import FastPath, Word
-from loans.loan import BorrowRequest, Posted, Quarantined, ReadCompletion, TakenLoan
+from loans.loan import BorrowRequest, Post, Quarantined, ReadCompletion, TakenLoan
+from loans.messages import Blocks, Lender, Lent, Want
+from loans.messages import Started as LoanStarted
+from loans.network import LoanNetwork
 from loans.reads.block_reads import LocalRank, Rank, RemoteRank
 from loans.sources import LenderSource, LoanSource
 from loans.store.loans import StoreLoans
 from loans.store.source import StoreSource
 
+log = logging.getLogger(__name__)
 BLOCK_READ_BYTES = 64 << 20
 """Largest part of an announcement read as one block read. The loop is woken once per block read, and if the lender dies
 in the middle, the whole block read is lost."""
 HEDGE_AFTER_S = 0.3
-"""Shortest silence of a lender, in seconds, after which a borrower computes blocks itself. Lenders send a heartbeat at
+"""Shortest silence of a lender, in seconds, after which a borrower computes blocks itself. Engines send a heartbeat at
 least every 0.15 s, also during long steps."""
 HEDGE_UNMEASURED_S = 1.0
 """The same for an engine that has computed no prompt yet, and so does not know its speed."""
 LOOKS_PER_SILENCE = 20
 """Checks for reads without progress, per `read_silence_s`."""
+LOOK_EVERY_S = 0.05
+"""Seconds between looks at lenders that are silent."""
 
 
 class BorrowerManager:
@@ -61,10 +69,9 @@ class BorrowerManager:
         self,
         kv_cache: KvView,
         transport_name: str,
-        emit: Callable[[FromEngine], None],
-        post: Callable[[Posted], None],
+        network: LoanNetwork,
+        post: Post,
         own: LocalRank | None,
-        fast_path: FastPath,
         others: Sequence[RemoteRank] = (),
         read_silence_s: float = math.inf,
         grid: RankGrid | None = None,
@@ -79,14 +86,13 @@ class BorrowerManager:
         self._kv_cache = kv_cache
         self._cached = kv_cache.cached
         self._transport_name = transport_name
-        self._emit = emit
+        self._network = network
         self._post = post
         self._own, self._others = own, others
         self._ranks: list[Rank] = [*([own] if own is not None else []), *others]
         self._grid = grid or RankGrid(len(self._ranks))
-        self._fast_path = fast_path
         self._read_silence_s = read_silence_s
-        self._looked_at = 0.0
+        self._looked_at = self._looked_for_silence_at = -math.inf
         self.store = StoreLoans(kv_cache, own, others, post, self._open, self._handle, self._hedge_after_s)
         """Loans from the stores below the pool."""
         self._loans: dict[str, TakenLoan] = {}
@@ -103,11 +109,11 @@ class BorrowerManager:
         A lender that computes nothing never waits.
         """
         return any(
-            loan.machine.opening and isinstance(loan.source, LenderSource) and loan.source.may_compute
+            loan.machine.opening and isinstance(loan.source, LenderSource) and loan.source.lender.may_compute
             for loan in self._loans.values()
         )
 
-    def take(self, wanted: BorrowRequest) -> bool:
+    def take(self, wanted: BorrowRequest[Any]) -> bool:
         """Ask for the blocks that the sequence lacks.
 
         Returns False without a source; else the owner is told the end.
@@ -116,42 +122,28 @@ class BorrowerManager:
         assert loan_id not in self._loans
         return self.store.take_local(wanted) or self._take_from_others(wanted)
 
-    def started(self, message: LoanStarted) -> None:
-        self._fast_path.met(message.endpoint)
-        if (pair := self._of_lender(message.request_id)) is not None and not self._was_announced(*pair, message):
-            self._start(*pair, message)
+    def lent(self, loan: TakenLoan, message: Lent) -> None:
+        """Process a message of a loan's lender."""
+        if loan.machine.done:
+            return
+        source = loan.source
+        assert isinstance(source, LenderSource)
+        if isinstance(message, Blocks):
+            self._announce(loan, source, message)
+        else:
+            self._start(loan, source, message)
 
-    def announced(self, message: LoanBlocks) -> None:
-        if (pair := self._of_lender(message.request_id)) is not None and not self._was_announced(*pair, message):
-            self._announce(*pair, message)
+    def ended(self, loan: TakenLoan, reason: str) -> None:
+        """Process that a loan's lender, or the way to it, ended the loan."""
+        if not loan.machine.done:
+            log.info("loan of %s failed: %s", loan.wanted.sequence.request_id, reason, extra=of(loan.wanted.log_id))
+            self._handle(loan, Failed(reason))
 
-    def handle_fast_path(self) -> None:
-        """Process fast-path announcements that are the next message of their loan."""
-        for word in self._fast_path.take():
-            if (pair := self._of_lender(word.request_id)) is None:
-                continue
-            loan, lender = pair
-            match word:
-                case LoanStarted() if loan.machine.opening:
-                    lender.fast_path.append(word)
-                    self._start(loan, lender, word)
-                case LoanBlocks(_, first) if loan.machine.expects(first):
-                    lender.fast_path.append(word)
-                    self._announce(loan, lender, word)
-
-    def _was_announced(self, loan: TakenLoan, lender: LenderSource, message: Word) -> bool:
-        """Check a lease message against its fast-path announcement; a difference ends the loan."""
-        if not lender.fast_path:
-            return False
-        if lender.fast_path.popleft() != message:
-            self._handle(loan, Failed("protocol error: the lender announced another message"))
-        return True
-
-    def _start(self, loan: TakenLoan, lender: LenderSource, message: LoanStarted) -> None:
+    def _start(self, loan: TakenLoan, source: LenderSource, message: LoanStarted) -> None:
         times = loan.wanted.account.times
         times["loan_started"] = loan.heard_at = self._cached.clock()
         times["lender_queued_s"] = message.queued_ms / 1e3
-        lender.cached_end = lender.fetched_end = message.cached_end_block
+        source.cached_end = source.fetched_end = message.cached_end_block
         block_range, end = loan.wanted.block_range, message.end_block
         if block_range.first <= end < block_range.end:
             block_range = loan.wanted.block_range = self._kv_cache.cut(loan.wanted.sequence, block_range, end)
@@ -159,49 +151,49 @@ class BorrowerManager:
         elif end == block_range.end:
             end = len(block_range.names)
         try:
-            lender.connect(message.endpoint)
+            source.connect(source.channel.endpoint)
         except TransferError as error:
             self._handle(loan, Failed(str(error)))
             return
         self._handle(loan, Started(end))  # an end outside the range ends the loan
 
-    def _announce(self, loan: TakenLoan, lender: LenderSource, message: LoanBlocks) -> None:
+    def _announce(self, loan: TakenLoan, source: LenderSource, message: Blocks) -> None:
         times = loan.wanted.account.times
         times["last_blocks_ready"] = loan.heard_at = self._cached.clock()
         times.setdefault("first_blocks_ready", loan.heard_at)
         if message.fetched:
-            lender.fetched_end = message.first + len(message.block_ids)
+            source.fetched_end = message.first + len(message.block_ids)
         self._handle(loan, Announced(message.first, message.block_ids, self._split(message.fingerprints)))
 
-    def failed(self, message: LoanFailed) -> None:
-        if (pair := self._of_lender(message.request_id)) is not None:
-            self._handle(pair[0], Failed(message.reason))
-
-    def silent(self, message: LenderSilent) -> None:
-        """Compute the missing blocks here if the lender has been silent for longer than that takes.
+    def _look_for_silence(self, now: float) -> None:
+        """Compute missing blocks here where a lender has been silent for longer than that takes.
 
         Blocks that arrive later are still used, as far as they are ahead. A loan whose reads hang is over.
         """
-        if (pair := self._of_lender(message.request_id)) is None:
+        if now - self._looked_for_silence_at < LOOK_EVERY_S:
             return
-        loan, machine, sequence = pair[0], pair[0].machine, pair[0].wanted.sequence
-        silent_s = min(message.silent_s, self._cached.clock() - loan.heard_at)
-        if silent_s < self._hedge_after_s(machine.end - machine.bound_end):
-            return
-        loan.silent_s = loan.silent_s or silent_s
-        if machine.hold_at is not None:
-            self._handle(loan, Failed("its reads hang"))
-        elif not sequence.hedged and not loan.wanted.owner.loan_hedged(sequence):
-            self._handle(loan, Failed("its blocks are computed here"))
+        self._looked_for_silence_at = now
+        for loan in list(self._loans.values()):
+            source, machine, sequence = loan.source, loan.machine, loan.wanted.sequence
+            if not isinstance(source, LenderSource):
+                continue
+            silent_s = source.channel.quiet_s
+            if silent_s < self._hedge_after_s(machine.end - machine.bound_end):
+                continue
+            loan.silent_s = loan.silent_s or silent_s
+            if machine.hold_at is not None:
+                self._handle(loan, Failed("its reads hang"))
+            elif not sequence.hedged and not loan.wanted.owner.loan_hedged(sequence):
+                self._handle(loan, Failed("its blocks are computed here"))
 
-    def claim(self, sequence: EngineSequence, num_tokens: int) -> None:
+    def claim(self, sequence: Chain, num_tokens: int) -> None:
         """Take the blocks of the sequence's first `num_tokens` from its hedged loan: a step computes them."""
         loan = self._loans[sequence.request_id]
         end = self._cached.layout.blocks_for(num_tokens)
         loan.wanted.account.hedged_blocks += max(0, min(end, loan.machine.end) - loan.machine.claimed_end)
         self._handle(loan, Claimed(end))
 
-    def computed(self, sequence: EngineSequence) -> None:
+    def computed(self, sequence: Chain) -> None:
         """Bind blocks of the sequence's hedged loan that follow those it has computed by now."""
         self._handle(self._loans[sequence.request_id], ComputedHere(len(sequence.keys)))
 
@@ -220,7 +212,7 @@ class BorrowerManager:
         if (loan := self._loans.get(loan_id)) is not None:
             self._handle(loan, Cancelled())
 
-    def read_completed(self, message: ReadCompletion) -> None:
+    def _read_completed(self, message: ReadCompletion) -> None:
         loan = message.loan
         if isinstance(loan.source, LenderSource):
             self._cached.counts.read_ends(self._cached.clock())
@@ -243,8 +235,11 @@ class BorrowerManager:
         The network path or one rank of the lender is broken then. Posted reads stay quarantined.
         """
         now = self._cached.clock()
+        if not self._loans:
+            return
         self.store.give_up(self._loans.values(), now)
-        if not self._loans or now - self._looked_at < self._read_silence_s / LOOKS_PER_SILENCE:
+        self._look_for_silence(now)
+        if now - self._looked_at < self._read_silence_s / LOOKS_PER_SILENCE:
             return
         self._looked_at = now
         for loan in list(self._loans.values()):
@@ -254,39 +249,49 @@ class BorrowerManager:
 
     # ------------------------------------------------------------------ the sources in turn
 
-    def _borrow(self, wanted: BorrowRequest) -> bool:
+    def _borrow(self, wanted: BorrowRequest[Any]) -> bool:
         """Borrow from the lender, if there is one and blocks are missing."""
-        sequence = wanted.sequence
-        first = len(sequence.keys)
-        if wanted.lender_computes is None or first >= len(wanted.block_range.names):
+        sequence, lender = wanted.sequence, wanted.lender
+        first, end = len(sequence.keys), len(wanted.block_range.names)
+        if lender is None or first >= end:
             return False
-        lender = LenderSource(
-            sequence.request_id,
-            wanted.lender_computes,
-            self._ranks,
-            self._cached.layout.block_bytes,
-            self._emit,
-        )
-        self._open(wanted, lender, first, len(wanted.block_range.names), may_be_part=not wanted.lender_computes)
-        self._cached.counts.looked(REMOTE, len(wanted.block_range.names) - first, 0)
+        source = LenderSource(sequence.request_id, lender, self._ranks, self._cached.layout.block_bytes)
+        loan = self._open(wanted, source, first, end, may_be_part=not lender.may_compute)
+        self._cached.counts.looked(REMOTE, end - first, 0)
         wanted.account.times["loan_opened"] = self._cached.clock()
-        lender.open(wanted.block_range.first, wanted.block_range.end, self._fast_path.expect(sequence.request_id))
+        source.open(self._network, self._want(wanted, lender), _Taker(self, loan))
         return True
 
+    def _want(self, wanted: BorrowRequest[Any], lender: Lender) -> Want:
+        """Return what the lender is asked for."""
+        sequence, end = wanted.sequence, wanted.block_range.end
+        num_tokens = end * self._cached.layout.block_tokens
+        items = begun_items(sequence.items, num_tokens)
+        # Draft layers read the token after the last one, and the lender computes with whole items.
+        num_sent = max(num_tokens + 1, items[-1].end if items else 0)
+        tokens = sequence.token_ids[:num_sent]
+        return Want(
+            request_id=wanted.log_id,
+            keys=wanted.keys[:end],
+            first_block=wanted.block_range.first,
+            may_compute=lender.may_compute,
+            token_ids=[*tokens, *sequence.tail[: num_sent - len(tokens)]],
+            root=sequence.root,
+            priority=sequence.priority,
+            adapter=sequence.adapter,
+            mark=wanted.mark,
+            source=lender.source if lender.may_compute else None,
+            reads_store=lender.reads_store and lender.may_compute,
+            items=items,
+        )
+
     def _open(
-        self, wanted: BorrowRequest, source: LoanSource, first: int, end: int, may_be_part: bool = False
+        self, wanted: BorrowRequest[Any], source: LoanSource, first: int, end: int, may_be_part: bool = False
     ) -> TakenLoan:
         self._kv_cache.wait_for_loan(wanted.sequence)
         machine = Borrower(first, end, self._blocks_per_read, may_be_part, self._grid)
         loan = self._loans[wanted.sequence.request_id] = TakenLoan(wanted, machine, source)
         return loan
-
-    def _of_lender(self, loan_id: str) -> tuple[TakenLoan, LenderSource] | None:
-        """Return the present loan that a lender's message is about, or None."""
-        loan = self._loans.get(loan_id)
-        if loan is None or not isinstance(loan.source, LenderSource):
-            return None
-        return loan, loan.source
 
     # ------------------------------------------------------------------ what a machine says
 
@@ -327,7 +332,7 @@ class BorrowerManager:
 
         From any thread.
         """
-        self._post(ReadCompletion(loan, first, rank, fingerprints, peer_gone))
+        self._post(partial(self._read_completed, ReadCompletion(loan, first, rank, fingerprints, peer_gone)))
 
     def _abandon(self, loan: TakenLoan, needed: bool) -> bool:
         """Withdraw reads.
@@ -357,7 +362,6 @@ class BorrowerManager:
         if failure and not cancelled:
             self._name_failure(loan, mismatched, failure)
         if isinstance(loan.source, LenderSource):
-            self._fast_path.forget(wanted.sequence.request_id)
             account.times["loan_closed"] = self._cached.clock()
             if account.moved_blocks:
                 account.lanes = loan.source.lanes
@@ -372,7 +376,7 @@ class BorrowerManager:
         is_local = isinstance(loan.source, StoreSource) and loan.source.is_local
         return is_local and self._take_from_others(loan.wanted)
 
-    def _take_from_others(self, wanted: BorrowRequest) -> bool:
+    def _take_from_others(self, wanted: BorrowRequest[Any]) -> bool:
         return self.store.take_shared(wanted) or self._borrow(wanted)
 
     def _name_failure(self, loan: TakenLoan, mismatched: int, failure: str) -> None:
@@ -418,3 +422,17 @@ class BorrowerManager:
         """Split fingerprints into one entry per block."""
         width = 8 * self._cached.layout.kv_heads
         return tuple(fingerprints[i : i + width] for i in range(0, len(fingerprints), width))
+
+
+@dataclass(frozen=True, slots=True)
+class _Taker:
+    """One loan, as the network calls it."""
+
+    manager: BorrowerManager
+    loan: TakenLoan
+
+    def lent(self, message: Lent) -> None:
+        self.manager.lent(self.loan, message)
+
+    def ended(self, reason: str) -> None:
+        self.manager.ended(self.loan, reason)

@@ -5,16 +5,15 @@ to a block that arrived wrong.
 """
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.messages.from_engine import CloseLoan, FromEngine, OpenLoan, ReleaseLoan
 from kvcache.block_keys import BlockKey
-from loans.fast_path import Word
+from loans.messages import Lender, Want
+from loans.network import LoanNetwork, LoanTaken, TakesLoan
 from loans.reads.block_reads import LocalRank, Rank, RankRead, ReadProgress, ReadRun, RemoteRank
 
 RELEASE_BYTES = 32 << 20
@@ -50,38 +49,29 @@ class LoanSource(ABC):
 
 
 class LenderSource(LoanSource):
-    """Another worker, reached through the front's Lend stream and read by the ranks of this engine."""
+    """Another engine, whose KV memory the ranks of this engine read."""
 
-    def __init__(
-        self,
-        loan_id: str,
-        may_compute: bool,
-        ranks: Sequence[Rank],
-        block_bytes: int,
-        emit: Callable[[FromEngine], None],
-    ) -> None:
+    def __init__(self, loan_id: str, lender: Lender, ranks: Sequence[Rank], block_bytes: int) -> None:
         """Create the source.
 
         `ranks` are all of this engine; `block_bytes` is the size of a whole block.
         """
         self._loan_id = loan_id
+        self.lender = lender
         self._ranks = ranks
         self._block_bytes = block_bytes
-        self._emit = emit
         self._endpoint = b""
         self._lanes: Callable[[], tuple[str, ...]] = tuple
         self._unreleased: tuple[int, int] | None = None
-        """First block and count of the blocks read since the last ReleaseLoan."""
-        self.may_compute = may_compute
+        """First block and count of the blocks read since the last release."""
         self.cached_end = 0
         """Chain index below which blocks were cached at the lender."""
         self.fetched_end = 0
         """Chain index below which announced blocks, from `cached_end` on, came to the lender from elsewhere."""
-        self.fast_path: deque[Word] = deque()
-        """Fast-path announcements that the lease has not repeated yet."""
+        self.channel: LoanTaken
 
-    def open(self, first: int, end: int, fast_path: bytes) -> None:
-        self._emit(OpenLoan(self._loan_id, first, end, self.may_compute, fast_path))
+    def open(self, network: LoanNetwork, want: Want, takes: TakesLoan) -> None:
+        self.channel = network.open(self.lender.peer, want, takes)
 
     def connect(self, endpoint: bytes) -> None:
         """Connect to the lender, which has started.
@@ -108,10 +98,10 @@ class LenderSource(LoanSource):
         if self._unreleased and first == self._unreleased[0] + self._unreleased[1]:
             first, count = self._unreleased[0], self._unreleased[1] + count
         elif self._unreleased:
-            self._emit(ReleaseLoan(self._loan_id, *self._unreleased))
+            self.channel.release(*self._unreleased)
         self._unreleased = first, count
         if count * self._block_bytes >= RELEASE_BYTES:
-            self._emit(ReleaseLoan(self._loan_id, first, count))
+            self.channel.release(first, count)
             self._unreleased = None
 
     def gone(self) -> None:
@@ -119,7 +109,7 @@ class LenderSource(LoanSource):
             rank.drop(self._endpoint)
 
     def close(self) -> None:
-        self._emit(CloseLoan(self._loan_id))
+        self.channel.close()
 
 
 class RankCopies:

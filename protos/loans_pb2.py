@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import items_pb2 as protos_dot_items__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/loans.proto\x12\x12tandem.internal.v1\x1a\x12protos/items.proto\"\x8f\x01\n\x0b\x45ngineHello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12\x1a\n\x12wanted_incarnation\x18\x04 \x01(\x0c\x12\x19\n\x11model_fingerprint\x18\x05 \x01(\x0c\x12\x10\n\x08\x65ndpoint\x18\x06 \x01(\x0c\"\xaf\x02\n\x04Want\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x13\n\x0bmay_compute\x18\x04 \x01(\x08\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x0c\n\x04root\x18\x06 \x01(\x0c\x12\x0f\n\x07\x61\x64\x61pter\x18\x07 \x01(\x0c\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x11\n\trouter_id\x18\t \x01(\t\x12\x1a\n\x12placement_sequence\x18\n \x01(\x04\x12*\n\x06source\x18\x0b \x01(\x0b\x32\x1a.tandem.internal.v1.Holder\x12\x13\n\x0breads_store\x18\x0c \x01(\x08\x12\'\n\x05items\x18\r \x03(\x0b\x32\x18.tandem.internal.v1.Item\"W\n\x06Holder\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12\x14\n\x0cloan_address\x18\x04 \x01(\t\"\'\n\x07Release\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"o\n\x04Lent\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.tandem.internal.v1.StartedH\x00\x12,\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x1a.tandem.internal.v1.BlocksH\x00\x42\t\n\x07message\"I\n\x07Started\x12\x11\n\tend_block\x18\x01 \x01(\r\x12\x18\n\x10\x63\x61\x63hed_end_block\x18\x02 \x01(\r\x12\x11\n\tqueued_ms\x18\x03 \x01(\x01\"Q\n\x06\x42locks\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x14\n\x0c\x66ingerprints\x18\x03 \x01(\x0c\x12\x0f\n\x07\x66\x65tched\x18\x04 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/loans.proto\x12\x12tandem.internal.v1\x1a\x12protos/items.proto\"\xa1\x01\n\x0b\x45ngineHello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12\x1a\n\x12wanted_incarnation\x18\x04 \x01(\x0c\x12\x19\n\x11model_fingerprint\x18\x05 \x01(\x0c\x12\x10\n\x08\x65ndpoint\x18\x06 \x01(\x0c\x12\x10\n\x08is_ahead\x18\x07 \x01(\x08\"\xaf\x02\n\x04Want\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x13\n\x0bmay_compute\x18\x04 \x01(\x08\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x0c\n\x04root\x18\x06 \x01(\x0c\x12\x0f\n\x07\x61\x64\x61pter\x18\x07 \x01(\x0c\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x11\n\trouter_id\x18\t \x01(\t\x12\x1a\n\x12placement_sequence\x18\n \x01(\x04\x12*\n\x06source\x18\x0b \x01(\x0b\x32\x1a.tandem.internal.v1.Holder\x12\x13\n\x0breads_store\x18\x0c \x01(\x08\x12\'\n\x05items\x18\r \x03(\x0b\x32\x18.tandem.internal.v1.Item\"W\n\x06Holder\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x12\x14\n\x0cloan_address\x18\x04 \x01(\t\"\'\n\x07Release\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"o\n\x04Lent\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.tandem.internal.v1.StartedH\x00\x12,\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x1a.tandem.internal.v1.BlocksH\x00\x42\t\n\x07message\"I\n\x07Started\x12\x11\n\tend_block\x18\x01 \x01(\r\x12\x18\n\x10\x63\x61\x63hed_end_block\x18\x02 \x01(\r\x12\x11\n\tqueued_ms\x18\x03 \x01(\x01\"Q\n\x06\x42locks\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x14\n\x0c\x66ingerprints\x18\x03 \x01(\x0c\x12\x0f\n\x07\x66\x65tched\x18\x04 \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.loans_pb2', _globals
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ENGINEHELLO']._serialized_start=63
-  _globals['_ENGINEHELLO']._serialized_end=206
-  _globals['_WANT']._serialized_start=209
-  _globals['_WANT']._serialized_end=512
-  _globals['_HOLDER']._serialized_start=514
-  _globals['_HOLDER']._serialized_end=601
-  _globals['_RELEASE']._serialized_start=603
-  _globals['_RELEASE']._serialized_end=642
-  _globals['_LENT']._serialized_start=644
-  _globals['_LENT']._serialized_end=755
-  _globals['_STARTED']._serialized_start=757
-  _globals['_STARTED']._serialized_end=830
-  _globals['_BLOCKS']._serialized_start=832
-  _globals['_BLOCKS']._serialized_end=913
+  _globals['_ENGINEHELLO']._serialized_end=224
+  _globals['_WANT']._serialized_start=227
+  _globals['_WANT']._serialized_end=530
+  _globals['_HOLDER']._serialized_start=532
+  _globals['_HOLDER']._serialized_end=619
+  _globals['_RELEASE']._serialized_start=621
+  _globals['_RELEASE']._serialized_end=660
+  _globals['_LENT']._serialized_start=662
+  _globals['_LENT']._serialized_end=773
+  _globals['_STARTED']._serialized_start=775
+  _globals['_STARTED']._serialized_end=848
+  _globals['_BLOCKS']._serialized_start=850
+  _globals['_BLOCKS']._serialized_end=931
 # @@protoc_insertion_point(module_scope)

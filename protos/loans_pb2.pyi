@@ -43,6 +43,7 @@ class EngineHello(_message.Message):
     WANTED_INCARNATION_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    IS_AHEAD_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Version of these messages."""
     worker_id: _builtins.str
@@ -54,6 +55,8 @@ class EngineHello(_message.Message):
     """Fingerprint of weights, layout and dtype. Engines with different ones lend each other nothing."""
     endpoint: _builtins.bytes
     """Endpoint of the sender's KV memory: opaque bytes for the peer's transport."""
+    is_ahead: _builtins.bool
+    """Whether the caller connects before its first loan: the called engine connects to the caller's memory, too."""
     def __init__(
         self,
         *,
@@ -63,10 +66,11 @@ class EngineHello(_message.Message):
         wanted_incarnation: _builtins.bytes = ...,
         model_fingerprint: _builtins.bytes = ...,
         endpoint: _builtins.bytes = ...,
+        is_ahead: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "incarnation", b"incarnation", "model_fingerprint", b"model_fingerprint", "version", b"version", "wanted_incarnation", b"wanted_incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "incarnation", b"incarnation", "is_ahead", b"is_ahead", "model_fingerprint", b"model_fingerprint", "version", b"version", "wanted_incarnation", b"wanted_incarnation", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cluster.errors import InvalidRequest, StartError
+from cluster.errors import StartError
 from cluster.network.tls import Credentials, TlsIdentity
 from cluster.settings import HealthSettings
 
@@ -129,7 +128,7 @@ class Server:
             if self._credentials is None:
                 bound = self.grpc.add_insecure_port(f"{host}:{port}")
             else:
-                bound = self.grpc.add_secure_port(f"{host}:{port}", self._credentials.for_grpc())
+                bound = self.grpc.add_secure_port(f"{host}:{port}", _server_credentials(self._credentials))
         except RuntimeError as error:
             raise StartError(setting, f"cannot listen on {host}:{port}: {bind_reason(host, port)}") from error
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
@@ -249,16 +248,21 @@ class _OpenCalls(grpc.aio.ServerInterceptor):
         return False
 
 
-async def absorb_all(frames: AsyncIterator[Any], absorb: Callable[[Any], object]) -> None:
-    """Pass each frame of a stream to `absorb` until the other side half-closes.
+def _server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
+    """Return credentials of a server, whose files are checked at each connection."""
+    served = credentials.current()
 
-    Raises InvalidRequest for bytes that are no frame, and what `absorb` raises.
-    """
-    try:
-        async for frame in frames:
-            absorb(frame)
-    except DecodeError as error:
-        raise InvalidRequest("frame", f"is not a valid message: {error}") from error
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(served.key, served.cert)], served.ca)
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal served
+        if (now := credentials.current()) is served:
+            return None  # None keeps the current certificate
+        served = now
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), fetch, served.ca is not None)  # type: ignore[arg-type]  # it may
 
 
 def media_channel(address: str, trust: TlsIdentity | None = None) -> grpc.aio.Channel:
@@ -275,7 +279,8 @@ def channel(
     options += [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2_000)]
     if trust is None:
         return grpc.aio.insecure_channel(address, options=options)
-    credentials, named = trust.for_channel()
+    credentials = grpc.ssl_channel_credentials(*trust.pem())
+    named = [("grpc.ssl_target_name_override", trust.server_name)] if trust.server_name else []
     return grpc.aio.secure_channel(address, credentials, options=[*options, *named])
 
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import grpc
-
 from cluster.errors import StartError
 from cluster.settings import TlsSettings
 
@@ -60,7 +58,6 @@ class Credentials:
         self._calling: tuple[_Contents, ssl.SSLContext] | None = None
         """Context of connections to others, and the contents that it was made of."""
         self._contents = self._read(self._stamp())
-        self._configuration = self._configure()
 
     def current(self) -> _Contents:
         """Return the current contents of the files, or the previous ones while the files do not fit together."""
@@ -69,23 +66,6 @@ class Credentials:
             if stamp != self._contents.stamp:
                 self._read_again(stamp)
             return self._contents
-
-    def for_grpc(self) -> grpc.ServerCredentials:
-        """Return server credentials for gRPC.
-
-        The files are checked at each connection.
-        """
-        served = self._configuration
-
-        def fetch() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal served
-            self.current()
-            if self._configuration is served:
-                return None  # None keeps the current certificate
-            served = self._configuration
-            return served
-
-        return grpc.dynamic_ssl_server_credentials(served, fetch, bool(self._authorities))  # type: ignore[arg-type]  # it may
 
     def for_http(self) -> ssl.SSLContext:
         """Return a server context for HTTP.
@@ -130,7 +110,6 @@ class Credentials:
     def _read_again(self, stamp: tuple[tuple[int, int, int], ...]) -> None:
         try:
             self._contents = self._read(stamp)
-            self._configuration = self._configure()
             for context in self._contexts:
                 self._load(context)
         except StartError as error:
@@ -158,16 +137,16 @@ class Credentials:
             except OSError as error:
                 raise StartError(file.setting, f"{file.path} has no certificate: {_reason(error)}") from None
 
-    def _configure(self) -> grpc.ServerCertificateConfiguration:
-        pairs = [(self._contents.key, self._contents.cert)]
-        return grpc.ssl_server_certificate_configuration(pairs, self._contents.ca)
-
 
 class TlsIdentity(Protocol):
     """Interface of a process's identity and trust when it connects."""
 
-    def for_channel(self) -> tuple[grpc.ChannelCredentials, list[tuple[str, str]]]:
-        """Return credentials and options of a channel opened now."""
+    @property
+    def server_name(self) -> str:
+        """Name that a server's certificate must have; empty: the host's."""
+
+    def pem(self) -> tuple[bytes | None, bytes | None, bytes | None]:
+        """Return the trusted authorities, the key and the certificate of a channel opened now. Raises StartError."""
 
     def stamp(self) -> object:
         """Return a value that changes when certificates change; open channels keep the old ones."""
@@ -180,10 +159,9 @@ class MemberIdentity:
     credentials: Credentials
     server_name: str = ""
 
-    def for_channel(self) -> tuple[grpc.ChannelCredentials, list[tuple[str, str]]]:
+    def pem(self) -> tuple[bytes | None, bytes | None, bytes | None]:
         now = self.credentials.current()
-        named = [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
-        return grpc.ssl_channel_credentials(now.ca, now.key, now.cert), named
+        return now.ca, now.key, now.cert
 
     def for_stream(self, host: str) -> tuple[ssl.SSLContext, str]:
         """Return the context of a connection to a member at `host`, and the name that its certificate must have."""
@@ -205,11 +183,12 @@ class ClientIdentity:
     cert: Path | None = None
     key: Path | None = None
 
-    def for_channel(self) -> tuple[grpc.ChannelCredentials, list[tuple[str, str]]]:
-        """Return channel credentials and options.
+    @property
+    def server_name(self) -> str:
+        return ""
 
-        Raises StartError.
-        """
+    def pem(self) -> tuple[bytes | None, bytes | None, bytes | None]:
+        """Return the trusted authorities, the key and the certificate. Raises StartError."""
         if (self.cert is None) != (self.key is None):
             raise StartError(
                 "tls_key" if self.key is None else "tls_cert",
@@ -219,7 +198,7 @@ class ClientIdentity:
             None if path is None else _contents(File(setting, path))
             for setting, path in (("tls_ca", self.ca), ("tls_cert", self.cert), ("tls_key", self.key))
         )
-        return grpc.ssl_channel_credentials(ca, key, cert), []
+        return ca, key, cert
 
     def stamp(self) -> object:
         return self

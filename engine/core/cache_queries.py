@@ -7,12 +7,13 @@ left.
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from engine.messages.from_engine import CacheInspected, FromEngine
 from engine.messages.to_engine import CacheDrop, InspectCache
 from kvcache.block_keys import BlockKey, block_keys, root_key
 from kvcache.cached_blocks import CachedBlocks
-from loans.loan import Posted, StoreRemoved
+from loans.loan import Post
 
 MAX_DROPPED = 4096
 """Largest number of blocks that a query for all blocks drops, of the pool and the local store together."""
@@ -27,9 +28,9 @@ class CacheQueries:
         cached: CachedBlocks,
         model_fingerprint: bytes,
         emit: Callable[[FromEngine], None],
-        post: Callable[[Posted], None],
+        post: Post,
     ) -> None:
-        """Create the answers; `post` hands a message of another thread to the loop."""
+        """Create the answers."""
         self._cached = cached
         self._model_fingerprint = model_fingerprint
         self._emit = emit
@@ -67,11 +68,15 @@ class CacheQueries:
             return
         assert cached.shared is not None
         assert keys is not None
-        cached.shared.store.remove(keys, lambda removed, why: self._post(StoreRemoved(inspected, removed, why)))
 
-    def removed(self, done: StoreRemoved) -> None:
+        def on_removed(num_objects: int, failure: str) -> None:
+            self._post(partial(self._removed, inspected, num_objects, failure))
+
+        cached.shared.store.remove(keys, on_removed)
+
+    def _removed(self, inspected: CacheInspected, num_objects: int, failure: str) -> None:
         """Send the answer that waited for the shared store."""
-        self._emit(done.inspected._replace(removed_objects=done.num_objects, store_failure=done.failure))
+        self._emit(inspected._replace(removed_objects=num_objects, store_failure=failure))
 
     def _keys_of(self, drop: CacheDrop, token_ids: Sequence[int]) -> list[BlockKey]:
         """Return the keys of the full blocks of a prompt."""

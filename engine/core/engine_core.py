@@ -22,7 +22,7 @@ from kvcache.kv_cache_manager import KVCacheManager
 from kvcache.store.kv_store import KvStore
 from kvtransfer.ranks import BlockPart, join_endpoints
 from kvtransfer.transport import Transport
-from loans.fast_path import FastPathLink
+from loans.network import LoanNetwork, NoNetwork
 from loans.reads.block_reads import LocalRank, RemoteRank
 
 
@@ -43,7 +43,7 @@ class EngineCore(LoanHost):
         stores: Sequence[KvStore] = (),
         clock: Callable[[], float] = time.monotonic,
         others: Sequence[RemoteRank] = (),
-        fast_path: FastPathLink | None = None,
+        network: LoanNetwork | None = None,
     ) -> None:
         """Create the engine; `EngineParts` describes the arguments that are not here.
 
@@ -54,7 +54,7 @@ class EngineCore(LoanHost):
         pool = BlockPool(runner.pool.num_blocks)
         cached = CachedBlocks(pool, runner.layout, runner, clock, [StoreBelow(store) for store in stores])
         super().__init__(
-            EngineParts(transport, limits, emit, wake, fast_path, others),
+            EngineParts(transport, limits, emit, wake, network or NoNetwork(), others),
             runner.info,
             runner.pool,
             LocalRank(transport, part, runner.part_fingerprints, runner.folding, clock),
@@ -96,7 +96,7 @@ class EngineCore(LoanHost):
             return []
         self._requests.running_set.begin_step()
         self._requests.part()
-        self._start_loans()
+        self._loans.start_queued()
         batch = self._batch_with_room()
         self._requests.finish_filled()
         now = self._cached.clock()
@@ -142,7 +142,7 @@ class EngineCore(LoanHost):
         self._requests.running_set.restart()
         self._requests.finish_filled()
         self._reports.changed |= self._requests.num_requests != num_requests
-        self._start_loans()
+        self._loans.start_queued()
 
     # ------------------------------------------------------------------ the loop's parts
 

@@ -6,10 +6,10 @@ from typing import Protocol
 
 from engine.core_types import EngineSequence
 from engine.messages.from_engine import CacheChanged, FromEngine, KvUse, LoadReport, TierUse
-from engine.messages.to_engine import PlacementMark
 from kvcache.kv_stats import LOCAL, PINNED, POOL, REMOTE, STORE
 from kvcache.kv_view import KvView
 from loans.lender_manager import LenderManager
+from loans.messages import PlacementMark
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class LoadReporter:
         self,
         kv_cache: KvView,
         requests: ReportedRequests,
-        lender_manager: LenderManager,
+        lender_manager: LenderManager[EngineSequence],
         times: ReportSchedule,
         emit: Callable[[FromEngine], None],
         drafts: DraftCounts | None = None,
@@ -95,6 +95,11 @@ class LoadReporter:
         if mark.router_id:
             seen = self._placements_seen.get(mark.router_id, 0)
             self._placements_seen[mark.router_id] = max(seen, mark.sequence)
+
+    @property
+    def is_step_stuck(self) -> bool:
+        """Whether a step takes so long that the engine counts as hung."""
+        return self._kv_cache.in_step and self._cached.clock() - self._step_began_at > self._times.max_step_s
 
     def step_began(self, now: float) -> None:
         self._step_began_at = now
@@ -133,9 +138,7 @@ class LoadReporter:
 
     def _report_load(self) -> None:
         now = self._cached.clock()
-        if self._kv_cache.in_step and now - self._step_began_at > self._times.max_step_s:
-            return
-        if not self.due(now):
+        if self.is_step_stuck or not self.due(now):
             return
         self._reported_at = now
         self.changed = False

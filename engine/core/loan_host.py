@@ -7,29 +7,25 @@ One thread drives a core; only `post` may be called from other threads.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from queue import SimpleQueue
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.core.cache_queries import CacheQueries
 from engine.core.load_reports import DraftCounts, LoadReporter, ReportSchedule
 from engine.core.request_table import RequestTable, TableParts
-from engine.core_types import StepBudget
-from engine.messages.from_engine import Audited, FromEngine, Ready
+from engine.core_types import EngineSequence, StepBudget
+from engine.messages.from_engine import Audited, Connected, FromEngine, Ready
 from engine.messages.to_engine import (
     Audit,
     Cancel,
-    Connect,
+    ConnectPeers,
     CorruptReads,
+    CutOffPeer,
+    DelayLoans,
+    DrainLoans,
+    EndLoans,
     Generate,
     InspectCache,
-    Lend,
-    LendClosed,
-    LenderSilent,
-    LendReleased,
-    LoanBlocks,
-    LoanFailed,
-    LoanStarted,
     SetBudget,
     TakeSnapshot,
     ToEngine,
@@ -39,15 +35,12 @@ from kvcache.cached_blocks import BlockMemory
 from kvcache.kv_view import KvView
 from kvtransfer.ranks import RankGrid
 from kvtransfer.transport import AnyPool, Transport
-from loans.borrower_manager import BorrowerManager
-from loans.connections import Connections
-from loans.fast_path import FastPath, FastPathLink
-from loans.lender_manager import LenderManager
-from loans.loan import ConnectionRead, Posted, ReadCompletion, StoreFetched, StoreFound, StoreRemoved
-from loans.reads.block_reads import LocalRank, Rank, RemoteRank
+from loans.component import HostCalls, Loans, Ranks
+from loans.lender_manager import LenderLimits
+from loans.messages import Want
+from loans.network import LoanGiven, LoanNetwork, NoNetwork
+from loans.reads.block_reads import LocalRank, RemoteRank
 from loans.reads.corruption import Corruption
-
-Input = ToEngine | Posted
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +72,8 @@ class EngineParts:
     """Function that sends a message to the front; must not block."""
     wake: Callable[[], None] = lambda: None
     """Function that `post` calls, on its thread, when `handle_posted` has work."""
-    fast_path: FastPathLink | None = None
-    """Link to other engines, see `loans/fast_path.py`."""
+    network: LoanNetwork = field(default_factory=NoNetwork)
+    """The way to other engines."""
     others: Sequence[RemoteRank] = ()
     """Other ranks of the engine, each with as many blocks of the same numbers."""
     grid: RankGrid | None = None
@@ -106,39 +99,30 @@ class LoanHost(ABC):
         `pool` is this rank's KV memory, `own` reads into it, and `blocks` changes bytes of it in a drill. Pool and rank
         are None where other processes have all KV memory.
         """
-        ranks: list[Rank] = [*([own] if own is not None else []), *parts.others]
         self._transport_name = parts.transport.name if parts.transport is not None else parts.others[0].transport
         self._parts, self._limits, self._emit = parts, parts.limits, parts.emit
         self._info, self._pool, self._own, self._blocks = info, pool, own, blocks
         self._kv_cache = kv_cache
         self._cached = kv_cache.cached
-        self._posted: SimpleQueue[Posted] = SimpleQueue()
         self._arrivals = 0
         self._model_fingerprint = self._cached.layout.fingerprint(info.weights_fingerprint)
-        self._fast_path = FastPath(parts.fast_path)
-        self._borrower_manager = BorrowerManager(
+        self._loans = Loans[EngineSequence](
             kv_cache,
+            Ranks(own, parts.others, parts.grid),
             self._transport_name,
-            self._emit,
-            self.post,
-            own,
-            self._fast_path,
-            parts.others,
-            read_silence_s=parts.limits.read_silence_s,
-            grid=parts.grid,
+            parts.network,
+            HostCalls(
+                self._next_arrival,
+                lambda: self._requests.running_set.short,
+                lambda mark: self._reports.saw(mark),
+                parts.wake,
+            ),
+            LenderLimits(parts.limits.max_queued_loans, info.vocab_size, info.adapter_fingerprints, info.reads_media),
+            EngineSequence,
+            parts.limits.read_silence_s,
         )
-        self._lender_manager = LenderManager(
-            kv_cache,
-            self._borrower_manager,
-            self._model_fingerprint,
-            self._emit,
-            self._fast_path,
-            parts.limits.max_queued_loans,
-            self._next_arrival,
-            info,
-        )
-        self._connections = Connections(self._cached.pool, self._emit, self.post, ranks)
-        self._cache_queries = CacheQueries(kv_cache.cached, self._model_fingerprint, self._emit, self.post)
+        self._borrower_manager, self._lender_manager = self._loans.borrower, self._loans.lender
+        self._cache_queries = CacheQueries(kv_cache.cached, self._model_fingerprint, self._emit, self._loans.post)
 
     def _table_parts(self) -> TableParts:
         """Return the parts that the engine's requests use."""
@@ -167,7 +151,6 @@ class LoanHost(ABC):
         own = [] if transport is None or self._pool is None else [transport.register(self._pool)]
         endpoints = [*own, *(rank.endpoint for rank in self._parts.others)]
         endpoint = self._endpoint(endpoints[:: self._parts.grid.replicas if self._parts.grid else 1])
-        self._fast_path.lends_from(endpoint)
         below = self._cached.shared
         return Ready(
             endpoint=endpoint,
@@ -185,24 +168,38 @@ class LoanHost(ABC):
             resumes_at_boundaries=self._kv_cache.resumes_at_boundaries,
             reads_media=info.reads_media,
             pooler=info.pooler,
+            loan_address=self._loans.start(self._model_fingerprint, endpoint),
         )
 
-    def post(self, message: Posted) -> None:
-        """Hand a message to the loop.
-
-        From any thread.
-        """
-        self._posted.put(message)
-        self._parts.wake()
-
     def handle_posted(self) -> None:
-        """Handle messages that other threads posted, and fast-path announcements from other engines."""
-        self._borrower_manager.handle_fast_path()
-        while not self._posted.empty():  # only this method takes from it
-            self.handle(self._posted.get_nowait())
+        """Handle what other threads and other engines sent."""
+        if self._loans.turn():
+            self._reports.changed = True
+            self.on_news()
+
+    def on_news(self) -> None:  # noqa: B027 - most engines look for work in every turn
+        """Process that loans have changed, so that there may be something to compute."""
+
+    @property
+    def model_fingerprint(self) -> bytes:
+        """Fingerprint of weights, layout and dtype, from which the roots of chains are made."""
+        return self._model_fingerprint
+
+    def lend(self, loan: LoanGiven, want: Want) -> None:
+        """Give a loan that came past the network."""
+        self._loans.opened(loan, want)
+
+    def end_loan(self, loan: LoanGiven) -> None:
+        """End a loan that came past the network."""
+        self._loans.closed(loan)
+
+    def flush(self) -> None:
+        """Send what was said to other engines."""
+        self._loans.flush()
 
     def close(self) -> None:
-        """Stop all transfers; no transfer touches the pool afterwards."""
+        """End all loans, and stop all transfers; no transfer touches the pool afterwards."""
+        self._loans.close()
         if self._parts.transport is not None:
             self._parts.transport.close()
         self._cached.close()
@@ -212,13 +209,16 @@ class LoanHost(ABC):
 
         A step that hangs silences the reports.
         """
-        self._borrower_manager.give_up_stuck()
+        num_loans = self._borrower_manager.num_loans
+        self._loans.report(is_alive=not self._reports.is_step_stuck)
+        if self._borrower_manager.num_loans != num_loans:
+            self.on_news()
         self._cached.write_behind()
         self._cached.pins.expire()
         self._reports.report()
 
-    def handle(self, message: Input) -> None:
-        """Handle one message from the front or from another thread of this process."""
+    def handle(self, message: ToEngine) -> None:
+        """Handle one message from the front."""
         self._reports.changed = True
         match message:
             case Generate():
@@ -226,28 +226,6 @@ class LoanHost(ABC):
                 self._requests.admit(message)
             case Cancel(request_id, choice):
                 self._requests.cancel(request_id, choice)
-            case LoanStarted():
-                self._borrower_manager.started(message)
-            case LoanBlocks():
-                self._borrower_manager.announced(message)
-            case LenderSilent():
-                self._borrower_manager.silent(message)
-            case LoanFailed():
-                self._borrower_manager.failed(message)
-            case ReadCompletion():
-                self._borrower_manager.read_completed(message)
-            case StoreFound():
-                self._borrower_manager.store.found(message)
-            case StoreFetched():
-                self._borrower_manager.store.fetched(message)
-            case Lend():
-                self._reports.saw(message.mark)
-                self._lender_manager.open(message)
-                self._start_loans()
-            case LendReleased(loan_id, first, count):
-                self._lender_manager.release(loan_id, first, count)
-            case LendClosed(loan_id):
-                self._lender_manager.close(loan_id)
             case TakeSnapshot():
                 self._reports.send_snapshot()
             case SetBudget(budget):
@@ -257,15 +235,18 @@ class LoanHost(ABC):
                     self._own.corruption = Corruption(self._blocks, num_blocks)
                 else:
                     self._parts.others[0].corrupt(num_blocks)
-            case StoreRemoved():
-                self._cache_queries.removed(message)
             case InspectCache():
                 self._cache_queries.answer(message)
-            case Connect():
-                self._fast_path.met(message.endpoint)
-                self._connections.open(message)
-            case ConnectionRead():
-                self._connections.read_ended(message)
+            case ConnectPeers(query_id, peers):
+                self._loans.connections.open(peers, lambda failures: self._emit(Connected(query_id, tuple(failures))))
+            case DrainLoans(is_draining):
+                self._lender_manager.is_draining = is_draining
+            case EndLoans():
+                self._lender_manager.end_all()
+            case CutOffPeer(worker_id, seconds):
+                self._loans.cut_off(worker_id, seconds)
+            case DelayLoans(delay_s, seconds):
+                self._loans.delay(delay_s, seconds)
             case Audit(audit_id):
                 self._emit(self.audit(audit_id))
 
@@ -319,21 +300,6 @@ class LoanHost(ABC):
 
     def _set_budget(self, budget: StepBudget) -> None:
         self._limits = replace(self._limits, budget=budget)
-
-    def _start_loans(self) -> None:
-        """Start queued loans, or refuse those that would wait while this engine itself waits.
-
-        Otherwise two engines whose requests wait for each other's loans would wait for ever. With this rule an engine
-        that is waited for waits only for its own steps. Blocks that a loan takes are not taken back, so an engine whose
-        own requests were preempted for lack of blocks gives none away.
-        """
-        if not self._lender_manager.num_waiting:
-            return
-        short = self._requests.running_set.short
-        if not short:
-            self._lender_manager.start_queued()
-        if self._lender_manager.num_waiting and (short or self._borrower_manager.waits_for_room):
-            self._lender_manager.refuse_queued("no room now, and requests of this worker wait for room themselves")
 
     def _next_arrival(self) -> int:
         """Return the next number of the counter that orders requests and loans, arrivals and turns."""

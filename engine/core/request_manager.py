@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 from engine.core.request_table import Request, RequestTable, TableParts
 from engine.core.running_set import RunningSet
 from engine.core_types import Chunk, EngineSequence, FinishReason, SampleResult
-from engine.messages.from_engine import Embedded, KvAccount, PromptScored, Token
+from engine.messages.from_engine import Embedded, PromptScored, Token
 from engine.messages.to_engine import Generate
 from kvcache.block_keys import BlockKey
 from kvcache.kv_cache_manager import KVCacheManager
+from loans.account import KvAccount
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from engine.core.load_reports import RunningSequences
 from engine.core_types import EngineSequence, RequestFailure
-from engine.messages.from_engine import Failed, Filled, FromEngine, KvAccount, Rejected
+from engine.messages.from_engine import Failed, Filled, FromEngine, Rejected
 from engine.messages.to_engine import Generate
 from engine.model_runner import ModelInfo
 from engine.sampling.parallel_sampling import chains_of, is_complete, num_blocks_at_most, without_tail
@@ -19,6 +19,8 @@ from kvcache.block_keys import BlockKey, root_key
 from kvcache.kv_stats import POOL
 from kvcache.kv_view import KvView
 from kvcache.pins import Retention
+from kvcache.sequence_blocks import belongs
+from loans.account import KvAccount
 from loans.borrower_manager import BorrowerManager
 from loans.loan import BorrowRequest
 
@@ -106,8 +108,12 @@ class RequestTable(ABC, Generic[R]):
         if refusal := self._unsupported(message) or self._impossible(message, chains):
             self._reject(message.request_id, refusal, permanent=True)
             return
-        lead = chains[0]
+        lead, width = chains[0], self._cached.layout.block_tokens
+        if message.keys and belongs(message.keys, root, message.prompt, width, message.items):
+            for chain in chains:
+                chain.given_keys = message.keys[: len(message.prompt) // width]
         keys = self._kv_cache.usable_keys(lead)
+        lead.given_keys = max(lead.given_keys, tuple(keys), key=len)
         request = self._request(message, chains)
         if lack := self._start(request, chains, keys):
             self._reject(message.request_id, lack, permanent=False)
@@ -118,11 +124,11 @@ class RequestTable(ABC, Generic[R]):
         account.reused_blocks, account.times["admitted"] = num_cached, self._cached.clock()
         self._requests[message.request_id] = request
         self._admitted(request, lead)
-        lender = message.lender_computes if message.borrow else None
         block_range = self._kv_cache.range_of(lead, keys)
-        if not self._borrower_manager.take(
-            BorrowRequest(lead, block_range, lender, account, self, message.reads_store)
-        ):
+        wanted = BorrowRequest(
+            lead, keys, block_range, message.lender, account, self, message.reads_store, message.mark, message.log_id
+        )
+        if not self._borrower_manager.take(wanted):
             self.loan_over(lead, lost_blocks=False)
 
     def cancel(self, request_id: str, choice: int | None = None) -> None:

@@ -26,7 +26,7 @@ class UniformDecode:
         self,
         kv_cache: KVCacheManager,
         requests: RequestManager,
-        lender_manager: LenderManager,
+        lender_manager: LenderManager[EngineSequence],
         reports: LoadReporter,
         budget: StepBudget,
         take_turns: Callable[[int], int],

@@ -1,11 +1,11 @@
 """Messages from an engine to its front."""
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.core_types import FinishReason, GpuDevice, Pooler, RequestFailure, TokenLogprobs
 from kvcache.events import CacheEvent
 from kvcache.items import Item
+from loans.account import KvAccount
 
 
 class Ready(NamedTuple):
@@ -36,6 +36,8 @@ class Ready(NamedTuple):
     """Whether it serves requests with items."""
     pooler: Pooler | None = None
     """Pooler of an engine that answers with vectors only; None: it generates."""
+    loan_address: str = ""
+    """Address at which it takes loans of other engines."""
 
 
 class NodeLinked(NamedTuple):
@@ -56,52 +58,6 @@ class ItemsWanted(NamedTuple):
     items: tuple[Item, ...]
     encoder_fingerprint: bytes = b""
     """Fingerprint of the model, for encode workers; empty: the engine takes blobs only."""
-
-
-@dataclass(slots=True)
-class KvAccount:
-    """Origin of one request's KV, and the times of its stages in seconds of the host's monotonic clock."""
-
-    reused_blocks: int = 0
-    moved_blocks: int = 0
-    computed_blocks: int = 0
-    computed_tokens: int = 0
-    moved_bytes: int = 0
-    mismatched_blocks: int = 0
-    lender_cached_blocks: int = 0
-    lender_computed_blocks: int = 0
-    lender_fetched_blocks: int = 0
-    restored_blocks: int = 0
-    """Blocks restored from the local store, in main memory or on a disk of this host."""
-    store_blocks: int = 0
-    """Blocks fetched from the store that workers share."""
-    transport: str = ""
-    lanes: tuple[str, ...] = ()
-    hedged_blocks: int = 0
-    """Blocks computed here because the lender was silent, while its loan was open."""
-    loan_failure: str = ""
-    restore_failure: str = ""
-    """Reason why restoring from the local store ended early."""
-    store_failure: str = ""
-    """Reason why fetching from the shared store ended early."""
-    pinned_blocks: int = 0
-    """Blocks of the prompt that stay in the pool, as the request asked."""
-    pins_gave_way: int = 0
-    """Blocks of the prompt that an earlier request pinned and that gave way to other requests before their time."""
-    stored_blocks: int = 0
-    """Blocks of a request without output that the shared store has, or is being given."""
-    preemptions: int = 0
-    """Number of times the request was preempted and its tokens computed again."""
-    recomputed_tokens: int = 0
-    """Tokens computed again because they were no longer cached after a preemption; `computed_tokens` excludes them."""
-    times: dict[str, float] = field(default_factory=dict)
-
-    def store_failed(self, is_local: bool, reason: str) -> None:
-        """Record why reading from the local store, or from the shared one, ended early."""
-        if is_local:
-            self.restore_failure = reason
-        else:
-            self.store_failure = reason
 
 
 class Token(NamedTuple):
@@ -158,54 +114,6 @@ class Failed(NamedTuple):
 
     request_id: str
     failure: RequestFailure
-
-
-class OpenLoan(NamedTuple):
-    """Ask a lender for chain blocks [first_block, end_block), for a request or for a loan given."""
-
-    request_id: str
-    first_block: int
-    end_block: int
-    may_compute: bool
-    fast_path: bytes = b""
-    """Address for fast-path announcements, as in Lend."""
-
-
-class ReleaseLoan(NamedTuple):
-    request_id: str
-    first: int
-    num_blocks: int
-
-
-class CloseLoan(NamedTuple):
-    request_id: str
-
-
-class LendStarting(NamedTuple):
-    loan_id: str
-    end_block: int
-    cached_end_block: int
-    queued_ms: float
-
-
-class LendReady(NamedTuple):
-    loan_id: str
-    first: int
-    block_ids: tuple[int, ...]
-    fingerprints: bytes
-    fetched: bool = False
-    """Whether the blocks were borrowed or restored from a tier instead of computed here."""
-
-
-class LendRefused(NamedTuple):
-    """The loan is over.
-
-    `bad_request`: the borrower broke the protocol; otherwise there is no capacity.
-    """
-
-    loan_id: str
-    reason: str
-    bad_request: bool
 
 
 class CacheChanged(NamedTuple):
@@ -313,11 +221,11 @@ class CacheInspected(NamedTuple):
 
 
 class Connected(NamedTuple):
-    """Result of Connect."""
+    """Result of ConnectPeers."""
 
     query_id: int
-    failure: str = ""
-    """Why there is no connection; empty where there is one."""
+    failures: tuple[str, ...] = ()
+    """Workers to which there is no connection, each with the reason."""
 
 
 class GroupDrains(NamedTuple):
@@ -340,12 +248,6 @@ FromEngine = (
     | Rejected
     | Failed
     | ItemsWanted
-    | OpenLoan
-    | ReleaseLoan
-    | CloseLoan
-    | LendStarting
-    | LendReady
-    | LendRefused
     | CacheChanged
     | LoadReport
     | Audited

@@ -6,21 +6,16 @@ from typing import NamedTuple
 
 from engine.core_types import SamplingParams, StepBudget
 from engine.media.encoder import Embeddings
+from kvcache.block_keys import BlockKey
 from kvcache.items import Item
 from kvcache.pins import Retention
-
-
-class PlacementMark(NamedTuple):
-    """The placement that caused a piece of work, by router and number; echoed in load reports."""
-
-    router_id: str = ""
-    sequence: int = 0
+from loans.messages import NO_MARK, Lender, Peer, PlacementMark
 
 
 class Generate(NamedTuple):
     """Serve a request: admit it at once or answer Rejected.
 
-    With `borrow`, open a loan for the missing blocks.
+    Missing blocks are borrowed from `lender`, if there is one.
     """
 
     request_id: str
@@ -29,10 +24,12 @@ class Generate(NamedTuple):
     sampling: SamplingParams
     cache_salt: str
     priority: int
-    borrow: bool
-    mark: PlacementMark = PlacementMark()
-    lender_computes: bool = True
-    """Whether the lender may compute blocks it lacks; otherwise it lends only what it holds."""
+    lender: Lender | None
+    mark: PlacementMark = NO_MARK
+    keys: tuple[BlockKey, ...] = ()
+    """Keys of the prompt's first full blocks, as far as the router sent them."""
+    log_id: str = ""
+    """The client's request id, for logs."""
     emitted_others: tuple[tuple[int, ...], ...] = ()
     """Emitted tokens of choices 1, 2 and so on, like `emitted`; missing entries are empty."""
     finished: frozenset[int] = frozenset()
@@ -69,74 +66,6 @@ class Cancel(NamedTuple):
     request_id: str
     choice: int | None = None
     """Choice to end; None ends all."""
-
-
-class LoanStarted(NamedTuple):
-    request_id: str
-    endpoint: bytes
-    end_block: int
-    cached_end_block: int
-    queued_ms: float
-
-
-class LoanBlocks(NamedTuple):
-    request_id: str
-    first: int
-    block_ids: tuple[int, ...]
-    fingerprints: bytes
-    fetched: bool = False
-
-
-class LenderSilent(NamedTuple):
-    """Nothing was heard from the loan's lender for `silent_s` seconds, heartbeats included; repeated while it lasts."""
-
-    request_id: str
-    silent_s: float
-
-
-class LoanFailed(NamedTuple):
-    """The loan's stream ended before the borrower closed it."""
-
-    request_id: str
-    reason: str
-
-
-class Lend(NamedTuple):
-    """Lend blocks [first_block, `num_blocks`) to a borrower."""
-
-    loan_id: str
-    token_ids: Sequence[int]
-    first_block: int
-    cache_salt: str
-    may_compute: bool
-    priority: int
-    mark: PlacementMark = PlacementMark()
-    borrow: bool = False
-    """Whether a source is named that holds more of the chain: borrow from it before computing."""
-    fast_path: bytes = b""
-    """Address for fast-path announcements, see `loans/fast_path.py`; empty for none."""
-    adapter: bytes = b""
-    """Fingerprint of the LoRA adapter; empty for none."""
-    reads_store: bool = False
-    """Whether the placement counts on blocks that this engine reads from the shared store."""
-    items: tuple[Item, ...] = ()
-    """Items that begin among the blocks' tokens, in order of their places; `token_ids` has all tokens of each."""
-    end_block: int = 0
-    """Number of the block after the last wanted one, where `token_ids` go on to the end of an item; 0: they do not."""
-
-    def num_blocks(self, block_tokens: int) -> int:
-        """Return the number of blocks up to the last wanted one."""
-        return self.end_block or len(self.token_ids) // block_tokens
-
-
-class LendReleased(NamedTuple):
-    loan_id: str
-    first: int
-    num_blocks: int
-
-
-class LendClosed(NamedTuple):
-    loan_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +128,35 @@ class Audit(NamedTuple):
     audit_id: int
 
 
-class Connect(NamedTuple):
-    """Connect to another worker's KV memory, by a read of one block that is thrown away, and answer Connected."""
+class ConnectPeers(NamedTuple):
+    """Connect to other engines and their KV memory before the first loan, and answer Connected."""
 
     query_id: int
-    endpoint: bytes
+    peers: tuple[Peer, ...]
+
+
+class DrainLoans(NamedTuple):
+    """Refuse new loans that compute, or take them again. Cached blocks are lent until the end."""
+
+    is_draining: bool
+
+
+class EndLoans(NamedTuple):
+    """End all loans given."""
+
+
+class CutOffPeer(NamedTuple):
+    """Break the connections with a worker's engine, and refuse new ones for so long, in a drill."""
+
+    worker_id: str
+    seconds: float
+
+
+class DelayLoans(NamedTuple):
+    """Delay what is sent to other engines, for so long, in a drill."""
+
+    delay_s: float
+    seconds: float
 
 
 class DrainGroup(NamedTuple):
@@ -216,19 +169,16 @@ class DrainGroup(NamedTuple):
 ToEngine = (
     Generate
     | Cancel
-    | LoanStarted
-    | LoanBlocks
-    | LenderSilent
-    | LoanFailed
     | ItemsFetched
-    | Lend
-    | LendReleased
-    | LendClosed
     | TakeSnapshot
     | SetBudget
     | CorruptReads
     | Audit
     | InspectCache
-    | Connect
+    | ConnectPeers
+    | DrainLoans
+    | EndLoans
+    | CutOffPeer
+    | DelayLoans
     | DrainGroup
 )

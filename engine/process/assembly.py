@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from cluster.network.tls import member_of
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core_types import GpuDevice
@@ -11,7 +12,9 @@ from engine.process.spec import EngineSpec
 from engine.settings import step_budget
 from kvcache.store.opening import open_stores
 from kvtransfer.transport import Transport
-from loans.fast_path import FastPathLink
+from loans.network import LoanNetwork
+from loans.peers.socket_network import NetworkSettings, SocketNetwork
+from loans.peers.sockets import Watcher
 
 IDLE_TURN_S = 0.15
 """Longest pause of an engine's loop, in seconds; it makes load reports serve as heartbeats."""
@@ -23,17 +26,17 @@ def open_core(
     transport: Transport,
     emit: Callable[[FromEngine], None],
     wake: Callable[[], None] = lambda: None,
-    fast_path: FastPathLink | None = None,
+    network: LoanNetwork | None = None,
 ) -> EngineCore:
     """Create the engine core.
 
-    `fast_path` links to other engines. Raises EngineStartError.
+    `network` is the way to other engines. Raises EngineStartError.
     """
     config = spec.config
     fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
     stores = open_stores(config, runner.layout, fingerprint)
     limits = limits_of(spec, runner.gpu)
-    return EngineCore(runner, transport, limits, emit, wake, stores, fast_path=fast_path)
+    return EngineCore(runner, transport, limits, emit, wake, stores, network=network)
 
 
 def open_bare_core(
@@ -45,6 +48,21 @@ def open_bare_core(
 ) -> EngineCore:
     """Create an engine core whose blocks never leave the pool, for a warm-up."""
     return EngineCore(runner, transport, limits_of(spec, runner.gpu), emit, wake)
+
+
+def open_network(spec: EngineSpec, watcher: Watcher) -> SocketNetwork:
+    """Create the network of an engine's process, which `watcher`, its loop, drives. Raises StartError."""
+    config = spec.config
+    settings = NetworkSettings(
+        spec.worker_id,
+        spec.incarnation,
+        config.host,
+        config.loan_port,
+        config.advertise_host,
+        config.peer_silence_s,
+        member_of(config),
+    )
+    return SocketNetwork(settings, watcher)
 
 
 def limits_of(spec: EngineSpec, gpu: GpuDevice | None) -> EngineLimits:

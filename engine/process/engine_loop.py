@@ -126,7 +126,9 @@ def _loop(engine: OpenedEngine, front: FrontLink, ranks: Ranks | None) -> None:
         core.handle_posted()
         if not steps.end():  # its messages wait until the next step has begun
             front.flush()  # a caller waits for an answer
+        core.flush()  # a borrower reads these blocks while the next step computes
         steps.begin()
         if not any(part is not None and part.silent for part in (ranks, group)):
             core.report()
+        core.flush()
         front.flush()

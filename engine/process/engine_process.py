@@ -11,10 +11,9 @@ from engine.engine_kind import runner_kind_of
 from engine.host.core_allocation import LOOK_EVERY_S, CoreAllocation
 from engine.model.model_dir import ModelDir
 from engine.model_runner import ModelRunner
-from engine.process.assembly import open_bare_core, open_core
+from engine.process.assembly import open_bare_core, open_core, open_network
 from engine.process.compute_thread import ComputeThread
 from engine.process.engine_loop import OpenedEngine, Steps, run_engine
-from engine.process.fast_path_socket import open_fast_path_socket
 from engine.process.front_link import FrontLink
 from engine.process.ranks.ranks import Ranks
 from engine.process.spec import EngineSpec
@@ -79,9 +78,7 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> OpenedEngi
     thread = ComputeThread(maker.make, front.wake, maker.settle, LOOK_EVERY_S)
     runner = thread.made()
     warm_up_s = _warm_up(spec, front, runner, thread, transport)
-    if (fast_path := open_fast_path_socket()) is not None:
-        front.watch(fast_path.fileno())
-    core = open_core(spec, runner, transport, front.send, front.wake, fast_path)
+    core = open_core(spec, runner, transport, front.send, front.wake, open_network(spec, front))
     return OpenedEngine(
         core,
         _Steps(core, runner, thread),

@@ -17,6 +17,8 @@ class FrontLink:
         self._outgoing: list[FromEngine] = []
         self.wake = self._waiter.wake
         self.watch = self._waiter.watch
+        self.watch_writing = self._waiter.watch_writing
+        self.unwatch = self._waiter.unwatch
 
     def send(self, message: FromEngine) -> None:
         self._outgoing.append(message)
@@ -31,8 +33,7 @@ class FrontLink:
 
         Raises EOFError when the front is gone.
         """
-        if timeout_s or self._link.has_unsent:
-            self._waiter.wait(timeout_s)
+        self._waiter.wait(timeout_s)
         return [message for batch in self._link.receive() for message in batch]
 
     def pause(self, timeout_s: float) -> None:

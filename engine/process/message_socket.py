@@ -5,6 +5,7 @@ import pickle
 import selectors
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 _HEADER = struct.Struct("<I")
@@ -99,9 +100,17 @@ class SocketWaiter:
         self._selector.register(self._event, selectors.EVENT_READ)
         self._watches_writing = False
 
-    def watch(self, descriptor: int) -> None:
-        """End waits also when `descriptor` is readable; the caller reads it."""
-        self._selector.register(descriptor, selectors.EVENT_READ)
+    def watch(self, descriptor: int, on_readable: Callable[[], object]) -> None:
+        """End waits also when `descriptor` is readable, and call a function then."""
+        self._selector.register(descriptor, selectors.EVENT_READ, on_readable)
+
+    def watch_writing(self, descriptor: int, is_wanted: bool) -> None:
+        """Call the function of `descriptor` also when it is writable."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_wanted else 0)
+        self._selector.modify(descriptor, events, self._selector.get_key(descriptor).data)
+
+    def unwatch(self, descriptor: int) -> None:
+        self._selector.unregister(descriptor)
 
     def wake(self) -> None:
         """End the current or next wait.
@@ -121,3 +130,5 @@ class SocketWaiter:
                 self._link.flush()
             elif key.fileobj == self._event:
                 os.eventfd_read(self._event)
+            elif key.data is not None:
+                key.data()

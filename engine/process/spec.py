@@ -17,7 +17,9 @@ class EngineSpec:
     role: Role
     agent_name: str
     worker_id: str = ""
-    """Name of the worker, for log lines."""
+    """Name of the worker, for log lines and other engines."""
+    incarnation: bytes = b""
+    """Incarnation of the worker's process."""
 
 
 @dataclass(frozen=True, slots=True)

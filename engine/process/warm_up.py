@@ -13,12 +13,15 @@ from cluster.errors import StartError
 from engine.core.loan_host import LoanHost
 from engine.core_types import SamplingParams, StructuredOutput
 from engine.errors import EngineStartError, RankLost
-from engine.messages.from_engine import Failed, FromEngine, LendReady, LendRefused, Rejected
-from engine.messages.to_engine import Generate, Lend, LendClosed, ToEngine
+from engine.messages.from_engine import Failed, FromEngine, Rejected
+from engine.messages.to_engine import Generate, ToEngine
 from engine.model_runner import ModelInfo
 from engine.process.engine_loop import Steps
 from engine.process.front_link import FrontLink
 from engine.process.ranks.ranks import Ranks
+from kvcache.block_keys import block_keys, root_key
+from loans.messages import Blocks, Lent, Want
+from loans.network import LoanGiven
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,19 @@ SALT = "tandem warm-up"
 GRAMMAR = StructuredOutput("regex", ("[a-z]+",), SALT)
 TURN_S = 0.05
 """Longest pause between looks at the ranks, in seconds."""
+
+
+class _WarmLoan(LoanGiven):
+    """The loan that the warm-up computes."""
+
+    has_blocks = False
+    """Whether it is open and has announced blocks."""
+
+    def send(self, message: Lent) -> None:
+        self.has_blocks = self.has_blocks or isinstance(message, Blocks)
+
+    def refuse(self, reason: str) -> None:
+        log.info("the loan of the warm-up did not fit: %s", reason)
 
 
 class WarmUp:
@@ -50,8 +66,7 @@ class WarmUp:
         self._grammars = grammars
         self._pooler = info.pooler
         self._messages: list[FromEngine] = []
-        self._lent = ""
-        """Id of the loan that is open and has announced blocks; empty for none."""
+        self._loan = _WarmLoan()
 
     def emit(self, message: FromEngine) -> None:
         """Take a message of the core that is warmed up."""
@@ -65,7 +80,7 @@ class WarmUp:
         """
         began_at = time.monotonic()
         try:
-            for messages in self._work():
+            for messages in self._work(core.model_fingerprint):
                 self._compute(core, steps, turn, messages)
         except (StartError, RankLost):
             raise
@@ -76,13 +91,13 @@ class WarmUp:
         core.drop_cache()
         return time.monotonic() - began_at
 
-    def _work(self) -> list[list[ToEngine]]:
+    def _work(self, model_fingerprint: bytes) -> list[list[ToEngine | Want]]:
         """Return messages by turn: those of one turn are computed beside each other."""
         if self._num_tokens < 1:
             return []
-        work: list[list[ToEngine]] = []
+        work: list[list[ToEngine | Want]] = []
         if self._num_tokens >= self._block_tokens:
-            work.append([Lend("loan", self._prompt(0), 0, SALT, may_compute=True, priority=0)])
+            work.append([self._want(self._prompt(0), model_fingerprint)])
         if self._pooler is not None:
             pooled = SamplingParams(1, pooling=self._pooler.pooling)
             return [*work, [self._request("pooled", 0, pooled)], [self._request("beside", 1, pooled)]]
@@ -100,11 +115,21 @@ class WarmUp:
         return tuple((1 + number + 7 * place) % self._vocab_size for place in range(self._num_tokens))
 
     def _request(self, name: str, number: int, sampling: SamplingParams) -> Generate:
-        return Generate(name, self._prompt(number), (), sampling, SALT, 0, borrow=False)
+        return Generate(name, self._prompt(number), (), sampling, SALT, 0, lender=None)
 
-    def _compute(self, core: LoanHost, steps: Steps, turn: Callable[[], None], messages: Sequence[ToEngine]) -> None:
+    def _want(self, prompt: Sequence[int], model_fingerprint: bytes) -> Want:
+        root = root_key(model_fingerprint, SALT)
+        keys = block_keys(root, prompt, self._block_tokens)
+        return Want("warm-up", keys, 0, may_compute=True, token_ids=prompt, root=root)
+
+    def _compute(
+        self, core: LoanHost, steps: Steps, turn: Callable[[], None], messages: Sequence[ToEngine | Want]
+    ) -> None:
         for message in messages:
-            core.handle(message)
+            if isinstance(message, Want):
+                core.lend(self._loan, message)
+            else:
+                core.handle(message)
         while not core.idle:
             core.handle_posted()
             if not steps.end() and not steps.ready:
@@ -113,17 +138,15 @@ class WarmUp:
             pending, self._messages = self._messages, []
             for event in pending:
                 self._process(event)
-            if self._lent and not core.computes_loans:
-                core.handle(LendClosed(self._lent))
-                self._lent = ""
+            if self._loan.has_blocks and not core.computes_loans:
+                core.end_loan(self._loan)
+                self._loan.has_blocks = False
 
     def _process(self, message: FromEngine) -> None:
         match message:
-            case LendReady(loan_id):
-                self._lent = loan_id
             case Failed(name, failure):
                 log.warning("request %r of the warm-up failed: %s: %s", name, failure.field, failure.reason)
-            case LendRefused(name, reason) | Rejected(name, reason):
+            case Rejected(name, reason):
                 log.info("%r of the warm-up did not fit: %s", name, reason)
 
 

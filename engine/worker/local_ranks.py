@@ -48,10 +48,9 @@ def configs_of(config: WorkerConfig, role: Role) -> list[WorkerConfig]:
             "member_index": None,
             "port": config.port and config.port + number,
         }
-        if config.stream_port:
-            changes["stream_port"] = config.stream_port + number
-        if config.metrics_port:
-            changes["metrics_port"] = config.metrics_port + number
+        for port in ("stream_port", "loan_port", "metrics_port"):
+            if first := getattr(config, port):
+                changes[port] = first + number
         if number:
             changes["health_port"] = None
         if config.cores and each:

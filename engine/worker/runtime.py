@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,18 +30,19 @@ from engine.process.front.child_engine import ChildEngine
 from engine.process.front.engine_client import EngineClient, EngineHost
 from engine.process.spec import EngineSpec
 from engine.worker.front.faults import Faults
-from engine.worker.front.introductions import Introductions
 from engine.worker.front.item_fetches import ItemFetches
-from engine.worker.front.lender_streams import LenderStreams
+from engine.worker.front.lent_loans import LentLoans
 from engine.worker.front.membership import NAME_TAKEN_S, Memberships
 from engine.worker.front.role_switch import RoleSwitch
 from engine.worker.front.router_streams import RouterStreams
 from engine.worker.front.worker_service import WorkerService
 from engine.worker.metrics import register
 from engine.worker.model_files import file_parts, weights_source, with_local_files
+from loans.peers.wire import VERSION as LOAN_VERSION
+from loans.peers.wire import peer_of
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
-from protos.lend_pb2 import Holder
+from protos.loans_pb2 import Holder
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ RETURN_S = 1.0
 """Seconds within which a stream that was handed over is placed again and its loan has arrived."""
 END_S = 1.0
 """Seconds for calls that were told to end."""
+MEET_S = 1.0
+"""Seconds for which a worker waits for its first connections before it reports itself. One takes some 50 ms."""
 SILENT_S = 5.0
 """Seconds without a report after which the engine counts as hung; it reports several times a second."""
 
@@ -85,12 +88,9 @@ class WorkerContext:
     engine: EngineClient
     ready: Ready
     start: Start
-    lenders: LenderStreams
-    introductions: Introductions
     requests: Drain
     """Decode requests in flight."""
-    loans: Drain
-    """Loans given."""
+    loans: LentLoans
     faults: Faults
     streams: RouterStreams
     stream_address: str
@@ -103,8 +103,8 @@ class WorkerContext:
             raise Draining(f"worker {self.worker_id} was told to stop")
 
 
-AddServices = Callable[[Server, WorkerContext], list[str]]
-"""Function that adds a role's services to the server and returns their full names."""
+ServeRequests = Callable[[WorkerContext], object]
+"""Function that has the requests of routers' connections served."""
 
 
 class WorkerRuntime:
@@ -132,7 +132,6 @@ class WorkerRuntime:
         config = context.config
         if not config.routers and not config.redis_url:
             log.warning("neither routers nor redis_url is set: this worker joins no router")
-        me = Holder(worker_id=context.worker_id, address=address, incarnation=context.incarnation)
         self._memberships = Memberships(
             _hello(context, address),
             context.engine,
@@ -142,7 +141,7 @@ class WorkerRuntime:
             context.streams,
             name_taken_s=config.drain_s + NAME_TAKEN_S,
             trust=member,
-            meet=partial(context.introductions.meet, me),
+            meet=partial(_meet, context.engine),
             files=partial(file_parts, context.model_dir),
         )
         self._memberships.start()
@@ -216,7 +215,7 @@ class WorkerRuntime:
         finished = await requests.idle(drain_s) and await loans.idle(max(0.0, give_up_at - time.monotonic()))
         if not finished:
             handed_over = requests.end_all()
-            log.warning("handing over %d requests; %d loans under way", handed_over, loans.num_calls)
+            log.warning("handing over %d requests; %d loans under way", handed_over, loans.num_loans)
             await self._stay_readable(min(drain_s, READABLE_S))
             loans.end_all()
         await asyncio.gather(requests.idle(END_S), loans.idle(END_S))
@@ -235,13 +234,12 @@ class WorkerRuntime:
         give_up_at = time.monotonic() + limit_s
         quiet_at = time.monotonic() + RETURN_S
         while (now := time.monotonic()) < min(give_up_at, quiet_at):
-            if self._context.loans.num_calls or self._context.requests.num_calls:
+            if self._context.loans.num_loans or self._context.requests.num_calls:
                 quiet_at = now + RETURN_S
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
         await self._memberships.leave()
-        await self._context.introductions.close()
         self._context.fetches.close()
         await self._discovery.close()
         self._stream_server.close()
@@ -253,7 +251,7 @@ class WorkerRuntime:
 class StopRequest:
     """Request to stop, from whatever source."""
 
-    def __init__(self, requests: Drain, loans: Drain) -> None:
+    def __init__(self, requests: Drain, loans: LentLoans) -> None:
         self._requests = requests
         self._loans = loans
         self.told = asyncio.Event()
@@ -263,13 +261,13 @@ class StopRequest:
         self._requests.begin()
         self._loans.begin()
         self.told.set()
-        return self._requests.num_calls, self._loans.num_calls
+        return self._requests.num_calls, self._loans.num_loans
 
 
 async def start_worker(
     config: WorkerConfig,
     role: Role,
-    add_services: AddServices,
+    serve_requests: ServeRequests,
     host_engine: Callable[[EngineSpec], EngineHost] = ChildEngine,
 ) -> WorkerRuntime:
     """Fetch and load the model, serve and join.
@@ -289,22 +287,22 @@ async def start_worker(
         undo.push_async_callback(metrics.close)
         await discovery.start()  # before the model is loaded, so that a wrong setting fails early
         weights = await weights_source(config, model_dir)
-        engine = EngineClient(host_engine(EngineSpec(config, role, f"{worker_id}-{incarnation.hex()}", worker_id)))
+        engine = EngineClient(
+            host_engine(EngineSpec(config, role, f"{worker_id}-{incarnation.hex()}", worker_id, incarnation))
+        )
         ready = await engine.start()
         undo.push_async_callback(engine.stop)
         start = Start(time.monotonic() - began_at - ready.warm_up_s, ready.warm_up_s, weights)
         log.info("started in %s", start)
-        lenders = LenderStreams(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s, member)
         fetches = ItemFetches(engine, member)
         undo.callback(fetches.close)
         engine.on_items_wanted = fetches.start
-        introductions = Introductions(engine, lenders, ready, incarnation)
-        requests, loans = Drain(), Drain()
+        requests, loans = Drain(), LentLoans(engine)
         say_role = register(
             registry, worker_id, role, model_dir.name, ready, lambda: engine.last_load, lambda: engine.last_kv
         )
         roles = RoleSwitch(role, config, engine, ready.gpu, say_role)
-        faults = Faults(config, worker_id, engine, lenders)
+        faults = Faults(config, worker_id, engine)
         streams = RouterStreams()
         stream_server = MuxServer(streams.accept, member.credentials if member else None, faults.frame_delay_s)
         undo.callback(stream_server.close)
@@ -319,8 +317,6 @@ async def start_worker(
             engine,
             ready,
             start,
-            lenders,
-            introductions,
             requests,
             loans,
             faults,
@@ -332,8 +328,8 @@ async def start_worker(
         server = Server(member.credentials if member else None)  # all services of a worker are internal
         service = WorkerService(worker_id, engine, leaving.begin, roles, faults, ready)
         pb_grpc.add_WorkerServicer_to_server(service, server.grpc)
-        services = ["tandem.internal.v1.Worker", *add_services(server, context)]
-        port = await server.start(config.host, config.port, services)
+        serve_requests(context)
+        port = await server.start(config.host, config.port, ["tandem.internal.v1.Worker"])
         undo.push_async_callback(server.stop, 0)
         await server.start_health(config.host, config)
         await metrics.start(registry)
@@ -342,6 +338,14 @@ async def start_worker(
     worker = WorkerRuntime(context, server, stream_server, address, discovery, leaving, metrics, member)
     await server.mark_serving(worker.ready)
     return worker
+
+
+async def _meet(engine: EngineClient, peers: Sequence[Holder]) -> None:
+    """Connect the engine to workers that a router names; those that take longer than MEET_S connect meanwhile."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(MEET_S):
+            for failure in await engine.connect([peer_of(peer) for peer in peers]):
+                log.info("no connection to %s", failure)
 
 
 def _hello(context: WorkerContext, address: str) -> pb.Hello:
@@ -374,6 +378,8 @@ def _hello(context: WorkerContext, address: str) -> pb.Hello:
         group=context.config.group,
         group_rank=context.config.data_parallel_rank,
         pooler=None if ready.pooler is None else _pooler(ready.pooler),
+        loan_address=ready.loan_address,
+        loan_version=LOAN_VERSION,
     )
 
 

@@ -1,13 +1,15 @@
 """Loans from the stores below the pool: a lookup, fetches, and the end of a store that does not answer."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 from kvcache.cached_blocks import StoreBelow
 from kvcache.kv_stats import LOCAL, STORE
 from kvcache.kv_view import KvView
 from kvcache.store.kv_store import Fetched
 from loans.borrower import Event, Failed, Shortened, Started
-from loans.loan import BorrowRequest, Posted, StoreFetched, StoreFound, TakenLoan
+from loans.loan import BorrowRequest, Post, TakenLoan
 from loans.reads.block_reads import LocalRank, ReadProgress, RemoteRank
 from loans.sources import LoanSource
 from loans.store.source import StoreSource
@@ -24,8 +26,8 @@ class StoreLoans:
         kv_cache: KvView,
         own: LocalRank | None,
         others: Sequence[RemoteRank],
-        post: Callable[[Posted], None],
-        open_loan: Callable[[BorrowRequest, LoanSource, int, int, bool], TakenLoan],
+        post: Post,
+        open_loan: Callable[[BorrowRequest[Any], LoanSource, int, int, bool], TakenLoan],
         handle: Callable[[TakenLoan, Event], None],
         compute_s: Callable[[int], float],
     ) -> None:
@@ -44,7 +46,7 @@ class StoreLoans:
         self._copying = ReadProgress(self._cached.clock)
         """Progress of copies from a store's memory into the pool."""
 
-    def take_local(self, wanted: BorrowRequest) -> bool:
+    def take_local(self, wanted: BorrowRequest[Any]) -> bool:
         """Ask the local store for the missing blocks.
 
         What it is known to have is fetched at once, if that seems faster than computing. What other workers may have
@@ -52,7 +54,7 @@ class StoreLoans:
         """
         if (below := self._cached.local) is None or not wanted.missing:
             return False
-        if wanted.lender_computes is None:  # a lender's loan would have to begin where this one ends
+        if wanted.lender is None:  # a lender's loan would have to begin where this one ends
             wanted.block_range = self._kv_cache.stored_range(wanted.sequence, wanted.block_range, below)
         missing = wanted.missing
         count = below.store.num_known(missing)
@@ -65,12 +67,12 @@ class StoreLoans:
         self._cached.counts.looked(LOCAL, len(missing), 0)
         return False
 
-    def take_shared(self, wanted: BorrowRequest) -> bool:
+    def take_shared(self, wanted: BorrowRequest[Any]) -> bool:
         """Ask the shared store for the missing blocks, if there is no lender and fetching seems faster than computing.
 
         A placement that counts on the store knows what it holds, and what reading from it costs.
         """
-        if (below := self._cached.shared) is None or wanted.lender_computes is not None:
+        if (below := self._cached.shared) is None or wanted.lender is not None:
             return False
         wanted.block_range = self._kv_cache.stored_range(wanted.sequence, wanted.block_range, below)
         if not (missing := wanted.missing) or not below.store.answers:
@@ -80,27 +82,26 @@ class StoreLoans:
         self._look_up(wanted, below)
         return True
 
-    def found(self, message: StoreFound) -> None:
-        """Fetch what a store holds of a loan's blocks, if that is faster than computing them."""
-        loan = message.loan
+    def _found(self, loan: TakenLoan, num_blocks: int) -> None:
+        """Fetch what a store seems to hold of a loan's next blocks, if that is faster than computing them."""
         if loan.machine.done:
             return
         assert isinstance(loan.source, StoreSource)
         below, now = loan.source.below, self._cached.clock()
         wanted = loan.machine.end - loan.machine.first
         if not loan.wanted.reads_store:  # what the router knows to be there says nothing about other prompts
-            below.lookups.looked(wanted, message.num_blocks, now - loan.heard_at)
+            below.lookups.looked(wanted, num_blocks, now - loan.heard_at)
         loan.heard_at = now
-        is_worth_it = loan.wanted.reads_store or self._cached.worth_restoring(below, message.num_blocks)
-        is_usable = self._is_usable(message.num_blocks, wanted)
-        self._start(loan, message.num_blocks if is_worth_it and is_usable else 0)
+        is_worth_it = loan.wanted.reads_store or self._cached.worth_restoring(below, num_blocks)
+        is_usable = self._is_usable(num_blocks, wanted)
+        self._start(loan, num_blocks if is_worth_it and is_usable else 0)
 
-    def fetched(self, message: StoreFetched) -> None:
-        """Announce blocks that a store brought, or end the loan before one that it lacks."""
-        loan, source = message.loan, message.loan.source
+    def _fetched(self, loan: TakenLoan, first: int, fetched: Fetched) -> None:
+        """Announce the blocks from `first` on that a store brought, or end the loan before one that it lacks."""
+        source = loan.source
         assert isinstance(source, StoreSource)
         loan.heard_at = self._cached.clock()
-        for announced in source.arrived(message.first, message.fetched):
+        for announced in source.arrived(first, fetched):
             self._handle(loan, announced)
         if source.shortened is not None and not loan.machine.done:
             end, failure = source.shortened
@@ -126,7 +127,7 @@ class StoreLoans:
         num_blocks = account.restored_blocks if source.is_local else account.store_blocks
         source.below.speeds.restored(num_blocks * self._cached.layout.block_bytes, now - account.times[began])
 
-    def _open(self, wanted: BorrowRequest, below: StoreBelow, num_missing: int) -> TakenLoan:
+    def _open(self, wanted: BorrowRequest[Any], below: StoreBelow, num_missing: int) -> TakenLoan:
         first = len(wanted.sequence.keys)
         write_block = self._cached.write_block
         source = StoreSource(below, wanted.missing, first, write_block, self._own, self._others, self._copying)
@@ -136,15 +137,15 @@ class StoreLoans:
         wanted.account.times[began] = loan.heard_at = self._cached.clock()
 
         def fetched(first: int, what: Fetched) -> None:
-            self._post(StoreFetched(loan, first, what))
+            self._post(partial(self._fetched, loan, first, what))
 
         source.open(fetched)
         return loan
 
-    def _look_up(self, wanted: BorrowRequest, below: StoreBelow) -> None:
+    def _look_up(self, wanted: BorrowRequest[Any], below: StoreBelow) -> None:
         loan = self._open(wanted, below, len(wanted.missing))
         assert isinstance(loan.source, StoreSource)
-        loan.source.look_up(lambda num_blocks: self._post(StoreFound(loan, num_blocks)))
+        loan.source.look_up(lambda num_blocks: self._post(partial(self._found, loan, num_blocks)))
 
     def _start(self, loan: TakenLoan, count: int) -> None:
         self._handle(loan, Started(loan.machine.first + count))

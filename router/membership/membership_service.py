@@ -229,7 +229,9 @@ def _check(hello: pb.Hello) -> None:
         if not getattr(hello, field):
             raise InvalidRequest(field, "is empty")
     if not hello.stream_address:  # a worker of an earlier version may be without
-        raise Incompatible(f"is null at worker {hello.worker_id}: this router reaches workers there only", "stream_port")
+        raise Incompatible(
+            f"is null at worker {hello.worker_id}: this router reaches workers there only", "stream_port"
+        )
     for field in ("block_tokens", "num_blocks", "block_bytes"):
         if getattr(hello, field) < 1:
             raise InvalidRequest(field, "must be at least 1")

@@ -38,6 +38,8 @@ class WorkerView:
     """Fingerprint of its config and tokenizer, in hexadecimal digits; empty where it starts nothing."""
     revision: str = ""
     """Revision of its model, in hexadecimal digits; empty for a worker of an earlier version, which does not tell."""
+    loan_version: int | None = 0
+    """Version of loans that its engine speaks; only equal ones lend each other. None: a store, which all read."""
     outgoing: Flows = IDLE
     """Transfers in flight from it."""
     incoming: Flows = IDLE
@@ -57,7 +59,7 @@ class WorkerTable:
     """Whether each is a decode worker, [W], the shape of the others unless noted."""
     draining: Bools
     compatible: Bools
-    """Whether two workers have one fingerprint, [W, W]."""
+    """Whether two workers have one fingerprint and one version of loans, [W, W]."""
     running: Ints
     decoding: Ints
     queued_prefill_tokens: Ints
@@ -158,12 +160,16 @@ class WorkerTable:
         reserves = sorted({view.reserve_output_tokens for view in views})
         models = {fingerprint: number for number, fingerprint in enumerate({view.fingerprint for view in views})}
         model_of = np.array([models[view.fingerprint] for view in views], np.int64)
+        version_of = np.array([-1 if view.loan_version is None else view.loan_version for view in views], np.int64)
+        is_store = version_of < 0
+        same = (model_of[:, None] == model_of[None, :]) & ~np.eye(len(ids), dtype=np.bool_)
+        same &= (version_of[:, None] == version_of[None, :]) | is_store[:, None] | is_store[None, :]
         return cls(
             ids=ids,
             row_of={worker_id: row for row, worker_id in enumerate(ids)},
             decodes=np.array([view.decodes for view in views], np.bool_),
             draining=np.array([view.draining for view in views], np.bool_),
-            compatible=(model_of[:, None] == model_of[None, :]) & ~np.eye(len(ids), dtype=np.bool_),
+            compatible=same,
             running=_column(view.running for view in views),
             decoding=_column(view.decoding for view in views),
             queued_prefill_tokens=_column(view.queued_prefill_tokens for view in views),

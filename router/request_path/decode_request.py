@@ -4,10 +4,10 @@ Pure.
 """
 
 from engine.core_types import Pooling
-from engine.media.item_messages import item_messages
+from kvcache.item_messages import item_messages
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
-from protos import lend_pb2, membership_pb2
+from router.placement.fleet.introductions import holder_of
 from router.placement.fleet.worker_records import ActivePlacement
 from router.placement.place import Decision
 from router.prepared_request import PreparedRequest
@@ -72,6 +72,7 @@ def decode_request(
         price=model.costs.prices,
         reserve_output_tokens=placed.demand.expected_output_tokens,
         items=item_messages(prepared.items),
+        block_keys=_prompt_keys(prepared, placed),
     )
     if prepared.request.HasField("embedding") and (pooler := model.pooler) is not None:
         wanted = pb.Embedding(
@@ -83,16 +84,24 @@ def decode_request(
     if prepared.warm is not None:
         internal.warm.CopyFrom(pb.Warm(to_store=prepared.warm.to_store))
     if placed.lender is not None:
-        source = _holder(placed.source.hello) if placed.source else None
+        source = holder_of(placed.source.hello) if placed.source else None
         reads_store = decision.source_id is not None and placed.source is None
         lender = pb.Lender(
-            worker=_holder(placed.lender.hello),
+            worker=holder_of(placed.lender.hello),
             may_compute=decision.lender_computes,
             source=source,
             reads_store=reads_store,
         )
         internal.lender.CopyFrom(lender)
     return internal
+
+
+def _prompt_keys(prepared: PreparedRequest, placed: ActivePlacement) -> bytes:
+    """Return the keys of the prompt's full blocks, where all workers have one model: each model has keys of its own."""
+    width = placed.demand.block_tokens
+    if placed.demand.other_keys or placed.decode.hello.block_tokens != width:
+        return b""
+    return b"".join(placed.keys[: len(prepared.prompt) // width])
 
 
 def _stages(prepared: PreparedRequest, placed_at: float, where: str) -> list[public_pb.Stage]:
@@ -107,7 +116,3 @@ def _stages(prepared: PreparedRequest, placed_at: float, where: str) -> list[pub
         public_pb.Stage(name="media", where=where, start_ms=read_ms - media_ms, duration_ms=media_ms),
         queued,
     ]
-
-
-def _holder(hello: membership_pb2.Hello) -> lend_pb2.Holder:
-    return lend_pb2.Holder(worker_id=hello.worker_id, address=hello.address, incarnation=hello.incarnation)

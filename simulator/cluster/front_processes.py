@@ -13,7 +13,6 @@ from engine.messages.from_engine import (
     CacheChanged,
     CloseLoan,
     FromEngine,
-    KvAccount,
     LendReady,
     LendRefused,
     LendStarting,
@@ -32,8 +31,9 @@ from engine.messages.to_engine import (
     LoanBlocks,
     LoanFailed,
     LoanStarted,
-    PlacementMark,
 )
+from loans.account import KvAccount
+from loans.messages import PlacementMark
 from simulator.cluster.clock import VirtualClock
 from simulator.cluster.transport import PREFIX
 from simulator.cluster.worker import Listener, SimWorker

@@ -11,8 +11,9 @@ from cluster.errors import InvalidRequest, Overloaded
 from decode_worker.receipt import build_receipt
 from engine.core_types import SamplingParams
 from engine.messages.from_engine import Rejected, Token
-from engine.messages.to_engine import Generate, PlacementMark
+from engine.messages.to_engine import Generate
 from kvcache.block_keys import BlockKey, block_keys, root_key
+from loans.messages import PlacementMark
 from protos import decode_pb2, inference_pb2
 from protos import membership_pb2 as pb
 from router.admission.admission import Admission, Outcome, Started

@@ -17,13 +17,14 @@ from cluster.logs import set_up
 from cluster.process.life import SignalledRole, run_role
 from cluster.roles import Role
 from cluster.settings import LogSettings
-from decode_worker.program import add_services
+from decode_worker.service import serve_requests
 from engine.config import WorkerConfig
 from engine.model.hub import CONFIG_FILES, ModelPath, fetch_beside
 from engine.process.front.local_engine import LocalEngine
 from engine.process.spec import EngineSpec
 from engine.worker.runtime import WorkerRuntime, start_worker
 from kvtransfer.local import LocalNetwork
+from loans.in_process import InProcessNetwork
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +45,7 @@ class SimPool:
 
     def __init__(self) -> None:
         self._network = LocalNetwork()
+        self._loans: dict[bytes, InProcessNetwork] = {}
         self.workers: dict[str, SimWorker] = {}
 
     async def start(self, role: Role, config: WorkerConfig) -> SimWorker:
@@ -54,10 +56,10 @@ class SimPool:
         engines: list[LocalEngine] = []
 
         def host_engine(spec: EngineSpec) -> LocalEngine:
-            engines.append(LocalEngine(spec, self._network))
+            engines.append(LocalEngine(spec, self._network, self._loans))
             return engines[-1]
 
-        worker = await start_worker(config, role, add_services, host_engine)
+        worker = await start_worker(config, role, serve_requests, host_engine)
         self.workers[config.worker_id] = started = SimWorker(worker, engines[0])
         started.leaving = asyncio.ensure_future(self._stop_when_told(config.worker_id, worker))
         return started

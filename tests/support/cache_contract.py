@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.messages.from_engine import CacheInspected, KvAccount, LoadReport, Token
+from engine.messages.from_engine import (CacheInspected, LoadReport, Token)
+from loans.account import KvAccount
 from engine.messages.to_engine import CacheDrop, InspectCache
 from kvcache.block_keys import block_keys, root_key
 from kvcache.pins import Retention

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from engine.backends.sim.runner import SimRunner
 from engine.core.loan_host import EngineLimits
 from engine.core_types import SamplingParams, StepBudget
-from engine.messages.from_engine import KvAccount, LendStarting, Token
+from engine.messages.from_engine import (LendStarting, Token)
+from loans.account import KvAccount
 from engine.messages.to_engine import Generate, Lend
 from kvcache.items import Item
 from kvtransfer.fingerprint import fingerprint_blocks

@@ -3,18 +3,8 @@
 from collections.abc import Sequence
 
 from engine.core_types import StepBudget
-from engine.messages.from_engine import (
-    CloseLoan,
-    Filled,
-    KvAccount,
-    LendReady,
-    LendRefused,
-    LendStarting,
-    OpenLoan,
-    Rejected,
-    ReleaseLoan,
-    Token,
-)
+from engine.messages.from_engine import (CloseLoan, Filled, LendReady, LendRefused, LendStarting, OpenLoan, Rejected, ReleaseLoan, Token)
+from loans.account import KvAccount
 from engine.messages.to_engine import Lend, LendClosed, LendReleased, LoanBlocks, LoanFailed, LoanStarted, ToEngine
 from kvcache.items import Item, begun_items
 from kvtransfer.local import LocalNetwork

@@ -9,7 +9,8 @@ from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core.scheduler import max_wait_steps
 from engine.core_types import Chunk, FinishReason, SamplingParams, StepBudget
-from engine.messages.from_engine import FromEngine, KvAccount, Rejected, Token
+from engine.messages.from_engine import (FromEngine, Rejected, Token)
+from loans.account import KvAccount
 from engine.messages.to_engine import Cancel, Generate, ToEngine
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.checked_core import NOTHING_LEFT, M, held, of_kinds

@@ -11,7 +11,8 @@ from itertools import count
 
 import pytest
 
-from engine.messages.from_engine import Audited, CacheChanged, CacheInspected, Filled, KvAccount, Rejected, Token
+from engine.messages.from_engine import (Audited, CacheChanged, CacheInspected, Filled, Rejected, Token)
+from loans.account import KvAccount
 from engine.messages.to_engine import (
     Audit,
     CacheDrop,

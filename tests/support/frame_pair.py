@@ -48,7 +48,9 @@ class MemoryTransport(asyncio.Transport):
         self.peer.connection_lost(None)
 
 
-def join(caller: MuxStream, accept: Accept, piece_bytes: int = 1 << 20) -> tuple[MuxStream, MemoryTransport, MemoryTransport]:
+def join(
+    caller: MuxStream, accept: Accept, piece_bytes: int = 1 << 20
+) -> tuple[MuxStream, MemoryTransport, MemoryTransport]:
     """Connect a caller to a server in memory; return the server's end, the caller's transport and the server's."""
     server = MuxServer(accept)._connected()
     transports = MemoryTransport(piece_bytes), MemoryTransport(piece_bytes)

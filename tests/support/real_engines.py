@@ -12,24 +12,8 @@ from cluster.errors import StartError
 from cluster.roles import Role
 from engine.config import WorkerConfig
 from engine.core_types import SamplingParams, TokenLogprobs
-from engine.messages.from_engine import (
-    Audited,
-    CloseLoan,
-    Filled,
-    FromEngine,
-    ItemsWanted,
-    KvAccount,
-    LendReady,
-    LendRefused,
-    LendStarting,
-    OpenLoan,
-    PromptScored,
-    Ready,
-    Rejected,
-    ReleaseLoan,
-    StartFailed,
-    Token,
-)
+from engine.messages.from_engine import (Audited, CloseLoan, Filled, FromEngine, ItemsWanted, LendReady, LendRefused, LendStarting, OpenLoan, PromptScored, Ready, Rejected, ReleaseLoan, StartFailed, Token)
+from loans.account import KvAccount
 from engine.messages.to_engine import (
     Audit,
     Generate,

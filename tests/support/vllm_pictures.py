@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from encode_worker.config import EncoderConfig
-from engine.media.item_messages import read_items
+from kvcache.item_messages import read_items
 from engine.messages.to_engine import Generate
 from support.preprocessors import Caller, request_of
 from support.real_engines import greedy

@@ -4,7 +4,8 @@ import pytest
 
 from engine.core_types import FinishReason, SamplingParams, StepBudget
 from engine.messages.from_engine import Audited, CacheChanged, LoadReport, Rejected, Token
-from engine.messages.to_engine import Audit, Cancel, Generate, Lend, PlacementMark, TakeSnapshot
+from engine.messages.to_engine import (Audit, Cancel, Generate, Lend, TakeSnapshot)
+from loans.messages import PlacementMark
 from kvcache.block_keys import block_keys, root_key
 from kvcache.events import Removed, Stored
 from support.checked_core import NOTHING_LEFT

@@ -8,19 +8,8 @@ from engine.backends.sim.runner import SimRunner
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget
-from engine.messages.from_engine import (
-    CloseLoan,
-    FromEngine,
-    KvAccount,
-    KvUse,
-    LendReady,
-    LendStarting,
-    LoadReport,
-    OpenLoan,
-    Rejected,
-    TierUse,
-    Token,
-)
+from engine.messages.from_engine import (CloseLoan, FromEngine, KvUse, LendReady, LendStarting, LoadReport, OpenLoan, Rejected, TierUse, Token)
+from loans.account import KvAccount
 from engine.messages.to_engine import Cancel, LoanBlocks, LoanFailed, LoanStarted
 from kvcache.kv_stats import KvStats
 from kvcache.store.object_format import ObjectFormat

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages.from_engine import KvAccount, Rejected, Token
+from engine.messages.from_engine import (Rejected, Token)
+from loans.account import KvAccount
 from engine.messages.to_engine import Cancel, Generate
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.checked_core import NOTHING_LEFT

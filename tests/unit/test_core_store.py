@@ -3,7 +3,8 @@
 import pytest
 
 from engine.core_types import SamplingParams, StepBudget
-from engine.messages.from_engine import CacheChanged, KvAccount, LendReady, LendStarting, Token
+from engine.messages.from_engine import (CacheChanged, LendReady, LendStarting, Token)
+from loans.account import KvAccount
 from engine.messages.to_engine import Generate, Lend
 from kvcache.events import Removed, Stored
 from support.memory_objects import MemoryObjects

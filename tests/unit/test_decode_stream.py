@@ -203,7 +203,10 @@ async def test_one_that_is_over_is_freed_at_once(how: str) -> None:
 
     gc.disable()
     try:
-        caller, router = Mux(b"", _unexpected, lambda: None), Mux(None, functools.partial(serve_request, begin), lambda: None)
+        caller, router = (
+            Mux(b"", _unexpected, lambda: None),
+            Mux(None, functools.partial(serve_request, begin), lambda: None),
+        )
         opening = pb.DecodeRequest(request_id=how, timeout_ms=10_000).SerializeToString()
         channel = caller.open(opening)
         ends: list[bytes] = []

@@ -141,9 +141,7 @@ class OldRouter:
     def tokens(self) -> dict[int, list[int]]:
         return {
             part.number: [
-                token
-                for message in part.messages
-                for token in public_pb.GenerateResponse.FromString(message).token_ids
+                token for message in part.messages for token in public_pb.GenerateResponse.FromString(message).token_ids
             ]
             for part in self.parts()
         }
@@ -199,7 +197,11 @@ def test_a_worker_of_the_version_before_serves_this_versions_router() -> None:
 
     def place(name: str) -> Channel:
         request = decode_pb2.DecodeRequest(
-            request_id=name, worker_incarnation=b"i", prompt_token_ids=[1, 2, 300], timeout_ms=500.0, block_keys=b"k" * 16
+            request_id=name,
+            worker_incarnation=b"i",
+            prompt_token_ids=[1, 2, 300],
+            timeout_ms=500.0,
+            block_keys=b"k" * 16,
         )
         channel = router.open(request.SerializeToString())
         messages, ends = seen[name] = [], []

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core_types import SamplingParams, StepBudget
-from engine.messages.from_engine import KvAccount, LoadReport, Rejected, Token
+from engine.messages.from_engine import (LoadReport, Rejected, Token)
+from loans.account import KvAccount
 from engine.messages.to_engine import Generate
 from kvcache.pins import Retention
 from support.sim_model import undisturbed

@@ -130,7 +130,7 @@ def test_a_client_names_the_file_that_is_missing(cluster: Authority, tmp_path: P
         (ClientIdentity(cluster.path, key=issued.key), "tls_cert"),
     ):
         with pytest.raises(StartError) as refused:
-            visitor.for_channel()
+            visitor.pem()
         assert refused.value.field == field
 
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core_types import SamplingParams, StepBudget
-from engine.messages.from_engine import Filled, KvAccount, Rejected, Token
+from engine.messages.from_engine import (Filled, Rejected, Token)
+from loans.account import KvAccount
 from engine.messages.to_engine import Cancel, Generate, LenderSilent, ToEngine
 from kvcache.pins import Retention
 from kvtransfer.local import LocalNetwork

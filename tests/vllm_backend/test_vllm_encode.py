@@ -16,7 +16,7 @@ import pytest
 from cluster.network.rpc import channel
 from engine.core_types import SamplingParams
 from engine.media.encoder import encoder_fingerprint
-from engine.media.item_messages import item_messages
+from kvcache.item_messages import item_messages
 from engine.model.model_dir import ModelDir
 from kvcache.items import Item
 from protos import encode_pb2, encode_pb2_grpc

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.messages.from_engine import CacheChanged, KvAccount
+from engine.messages.from_engine import CacheChanged
+from loans.account import KvAccount
 from engine.messages.to_engine import Cancel, Generate
 from kvcache.block_keys import block_keys, root_key
 from kvcache.events import Stored

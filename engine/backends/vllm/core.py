@@ -22,9 +22,9 @@ from engine.backends.vllm.media.features import Media
 from engine.backends.vllm.requests import VllmRequests
 from engine.backends.vllm.sampling.sampling import Sampling
 from engine.backends.vllm.submitted import Full, Submissions, Submitted
-from engine.core.loan_host import EngineParts, Input, LoanHost
+from engine.core.loan_host import EngineParts, LoanHost
 from engine.core_types import EngineSequence
-from engine.messages.to_engine import ItemsFetched
+from engine.messages.to_engine import ItemsFetched, ToEngine
 from engine.model_runner import ModelInfo
 from kvcache.chain import Chain
 from kvcache.store.kv_store import KvStore
@@ -111,7 +111,10 @@ class VllmCore(LoanHost):
             self._is_unblocked = self._blocked = False
         super().handle_posted()
 
-    def handle(self, message: Input) -> None:
+    def on_news(self) -> None:
+        self._blocked = False
+
+    def handle(self, message: ToEngine) -> None:
         self._blocked = False
         if isinstance(message, ItemsFetched):
             self._items_fetched(message)
@@ -138,7 +141,7 @@ class VllmCore(LoanHost):
     def take_jobs(self) -> None:
         """Let vLLM compute what loans lack, so that `may_schedule` covers it."""
         if self._lender_manager.num_loans:
-            self._start_loans()
+            self._loans.start_queued()
             self._submit_jobs()
 
     def schedule(self) -> Any:
@@ -214,7 +217,7 @@ class VllmCore(LoanHost):
                     num_drafts = len(drafts.get(each.request_id, ())) - invalid.get(each.request_id, 0)
                     self._requests.produced(submitted, each, num_drafts)
         self._reports.changed |= self._requests.num_requests != num_requests
-        self._start_loans()
+        self._loans.start_queued()
         self._submit_jobs()
 
     def name(self, filled: _Filled, fingerprints: NDArray[np.uint64]) -> None:

@@ -266,9 +266,10 @@ def _hasher(sequence: EngineSequence, width: int) -> Callable[[Any], list[BlockH
         known = request.block_hashes
         if request.num_tokens - len(known) * width < width:  # the common case
             return []
-        parent = known[-1] if known else sequence.root
-        tokens = request.all_token_ids[len(known) * width :]
-        keys = block_keys(parent, tokens, width, sequence.items, len(known) * width)
-        return [BlockHash(key) for key in keys]
+        given = [] if known else sequence.given_keys[: request.num_tokens // width]
+        parent = given[-1] if given else known[-1] if known else sequence.root
+        start = (len(given) + len(known)) * width
+        keys = block_keys(parent, request.all_token_ids[start:], width, sequence.items, start)
+        return [BlockHash(key) for key in (*given, *keys)]
 
     return keys

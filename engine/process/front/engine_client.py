@@ -18,16 +18,14 @@ from engine.messages.from_engine import (
     GroupDrains,
     ItemsWanted,
     KvUse,
-    LendReady,
-    LendRefused,
-    LendStarting,
     LoadReport,
     NodeLinked,
     Ready,
     StartFailed,
     Token,
 )
-from engine.messages.to_engine import Audit, CacheDrop, Connect, InspectCache, ToEngine
+from engine.messages.to_engine import Audit, CacheDrop, ConnectPeers, InspectCache, ToEngine
+from loans.messages import Peer
 
 EngineMessage = FromEngine | None
 
@@ -118,7 +116,7 @@ class EngineClient(EngineListener):
             self._host.send(messages)
 
     def listen(self, name: str, listener: Callable[[EngineMessage], None]) -> None:
-        """Call `listener` on the event loop with every message about request or loan `name`.
+        """Call `listener` on the event loop with every message about request `name`.
 
         When the engine process has ended the listener gets None; at once, if it is gone already.
         """
@@ -156,13 +154,18 @@ class EngineClient(EngineListener):
         inspected: CacheInspected = await self._ask(lambda number: InspectCache(number, drop_pins, tenant, drop))
         return inspected
 
-    async def connect(self, endpoint: bytes) -> str:
-        """Connect to the KV memory of another worker; return why there is no connection, or nothing.
+    async def connect(self, peers: Sequence[Peer]) -> Sequence[str]:
+        """Connect to other engines; return those that cannot be reached, each with the reason.
 
         Raises Unavailable when the engine process has ended.
         """
-        connected: Connected = await self._ask(lambda number: Connect(number, endpoint))
-        return connected.failure
+        connected: Connected = await self._ask(lambda number: ConnectPeers(number, tuple(peers)))
+        return connected.failures
+
+    @property
+    def num_loans(self) -> int:
+        """Number of loans given, by the last load report."""
+        return 0 if self.last_load is None or self._dead else self.last_load.loans
 
     async def _ask(self, question: Callable[[int], ToEngine]) -> Any:
         """Return the answer to a question, which has the number it is given."""
@@ -209,8 +212,6 @@ class EngineClient(EngineListener):
                 case ItemsWanted():
                     assert self.on_items_wanted is not None, "this worker serves no requests"
                     self.on_items_wanted(message)
-                case LendStarting(loan_id) | LendReady(loan_id) | LendRefused(loan_id):
-                    self._deliver(loan_id, message)
                 case _:
                     self._deliver(message.request_id, message)
 

@@ -15,6 +15,7 @@ from engine.process.assembly import IDLE_TURN_S, open_core
 from engine.process.front.engine_client import EngineHost, EngineListener
 from engine.process.spec import EngineSpec
 from kvtransfer.local import LocalNetwork, LocalTransport
+from loans.in_process import InProcessNetwork
 
 LATE_S = 0.02
 """Lateness of the loop, in seconds, beyond which modelled step times are no longer kept."""
@@ -23,9 +24,11 @@ LATE_S = 0.02
 class LocalEngine(EngineHost):
     """One engine among others of `network`."""
 
-    def __init__(self, spec: EngineSpec, network: LocalNetwork) -> None:
+    def __init__(self, spec: EngineSpec, network: LocalNetwork, engines: dict[bytes, InProcessNetwork]) -> None:
+        """Create it; `engines` are those whose loans it takes, of the same process."""
         self._spec = spec
         self._network = network
+        self._engines = engines
         self._outgoing: list[FromEngine] = []
         self._turn_event: asyncio.Handle | None = None
         """Handle of the next turn, when one is due before the idle turn."""
@@ -46,7 +49,10 @@ class LocalEngine(EngineHost):
         self._spec.config.kind.check(self._spec.config, self._spec.role)
         self._runner = open_sim_runner(self._spec.config)
         transport = LocalTransport(self._network, self._spec.agent_name)
-        self._core = open_core(self._spec, self._runner, transport, self._outgoing.append, self._wake)
+        silence_s = self._spec.config.peer_silence_s
+        loans = InProcessNetwork(self._engines, self._spec.incarnation, self._wake, self._loop.time, silence_s)
+        loans.worker_id = self._spec.worker_id
+        self._core = open_core(self._spec, self._runner, transport, self._outgoing.append, self._wake, loans)
         self._outgoing.append(self._core.start())
         self._wake()
 

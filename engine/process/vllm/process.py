@@ -21,11 +21,10 @@ from engine.core.loan_host import EngineParts
 from engine.errors import RankLost
 from engine.messages.from_engine import FromEngine
 from engine.model.model_dir import ModelDir
-from engine.process.assembly import limits_of
+from engine.process.assembly import limits_of, open_network
 from engine.process.compute_thread import ComputeThread
 from engine.process.data_parallel.step_group import StepGroup
 from engine.process.engine_loop import OpenedEngine, Steps, run_engine
-from engine.process.fast_path_socket import open_fast_path_socket
 from engine.process.front_link import FrontLink
 from engine.process.ranks.worker_ranks import WorkerRanks
 from engine.process.spec import EngineSpec
@@ -36,7 +35,7 @@ from engine.sampling.grammar_gate import GrammarGate
 from kvcache.rows import Allocate, private_rows
 from kvcache.store.kv_store import KvStore
 from kvcache.store.opening import open_stores
-from loans.fast_path import FastPathLink
+from loans.network import LoanNetwork, NoNetwork
 
 if TYPE_CHECKING:
     from engine.backends.vllm.batch_runner import Batches
@@ -174,9 +173,9 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None) -> Open
     hashes, depth = ComputeThread(lambda: None, front.wake), started.num_batches
     hashes_later = depth > 1 or ranks is not None  # the loop waits for no other process
 
-    def core_of(emit: Callable[[FromEngine], None], fast_path: FastPathLink | None, stores: Sequence[KvStore]) -> Any:
+    def core_of(emit: Callable[[FromEngine], None], network: LoanNetwork, stores: Sequence[KvStore]) -> Any:
         return VllmCore(
-            EngineParts(transport, limits_of(spec, started.gpu), emit, front.wake, fast_path, links, grid),
+            EngineParts(transport, limits_of(spec, started.gpu), emit, front.wake, network, links, grid),
             started.engine,
             memory,
             started.block_pool,
@@ -200,15 +199,13 @@ def _open(spec: EngineSpec, front: FrontLink, ranks: WorkerRanks | None) -> Open
 
     num_blocks = memory.num_blocks - 1  # without vLLM's null block
     warming = WarmUp(started.info, layout.block_tokens, num_blocks, ModelDir.open(config.model).has_tokenizer)
-    bare = core_of(warming.emit, None, ())
+    bare = core_of(warming.emit, NoNetwork(), ())
     steps, turn = steps_of(bare), turn_of(front, ranks)
     warm_up_s = warming.run(bare, steps, turn)
     steps.settle(turn)
-    if (fast_path := open_fast_path_socket()) is not None:
-        front.watch(fast_path.fileno())
     core = core_of(
         front.send,
-        fast_path,
+        open_network(spec, front),
         open_stores(config, layout, layout.fingerprint(started.info.weights_fingerprint), allocate),
     )
     ready = core.start()._replace(gpu=started.gpu, warm_up_s=warm_up_s)

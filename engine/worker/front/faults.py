@@ -14,9 +14,8 @@ from google.protobuf.text_format import MessageToString
 
 from cluster.errors import Forbidden, InvalidRequest, Unavailable
 from engine.config import WorkerConfig
-from engine.messages.to_engine import CorruptReads
+from engine.messages.to_engine import CorruptReads, CutOffPeer, DelayLoans
 from engine.process.front.engine_client import EngineClient
-from engine.worker.front.lender_streams import LenderStreams
 from protos import membership_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -57,11 +56,10 @@ class Faults:
     Each ends by itself, except a kill.
     """
 
-    def __init__(self, config: WorkerConfig, worker_id: str, engine: EngineClient, lenders: LenderStreams) -> None:
+    def __init__(self, config: WorkerConfig, worker_id: str, engine: EngineClient) -> None:
         self._config = config
         self._worker_id = worker_id
         self._engine = engine
-        self._lenders = lenders
         self._delay_s = 0.0
         self._delayed_until = -math.inf
         self._end_of_corruption: asyncio.TimerHandle | None = None
@@ -84,8 +82,9 @@ class Faults:
                 await self._stop(_seconds(request.stop.seconds), request.stop.front)
             case "delay":
                 delay_s = _within("delay_ms", request.delay.delay_ms, MAX_DELAY_MS) / 1e3
-                self._delayed_until = time.monotonic() + _seconds(request.delay.seconds)
-                self._delay_s = delay_s
+                seconds = _seconds(request.delay.seconds)
+                self._delayed_until, self._delay_s = time.monotonic() + seconds, delay_s
+                self._engine.send(DelayLoans(delay_s, seconds))
             case "corrupt":
                 self._corrupt(request.corrupt.blocks, _seconds(request.corrupt.seconds))
             case "partition":
@@ -96,10 +95,6 @@ class Faults:
     def frame_delay_s(self) -> float:
         """Return the seconds by which a frame to a router is delayed now."""
         return self._delay_s if time.monotonic() < self._delayed_until else 0.0
-
-    def fast_path(self, address: bytes) -> bytes:
-        """Return where the engine may announce a new loan besides its stream: nowhere while frames are delayed."""
-        return b"" if time.monotonic() < self._delayed_until else address
 
     def _check_own_processes(self, fault: str) -> None:
         if not self._engine.processes():
@@ -133,7 +128,7 @@ class Faults:
     def _cut_off(self, peer: str, seconds: float) -> None:
         if peer in ("", self._worker_id):
             raise InvalidRequest("peer", f"must be the id of another worker, not {peer!r}")
-        self._lenders.cut_off(peer, seconds)
+        self._engine.send(CutOffPeer(peer, seconds))
 
 
 def _start_stopper(command: list[str]) -> tuple["subprocess.Popen[str]", bool]:

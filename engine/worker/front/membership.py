@@ -24,7 +24,7 @@ from engine.worker.front.router_streams import RouterStreams
 from engine.worker.front.worker_events import cache_events, load_report, messages_of, parts_of, summary
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
-from protos.lend_pb2 import Holder
+from protos.loans_pb2 import Holder
 
 log = logging.getLogger(__name__)
 

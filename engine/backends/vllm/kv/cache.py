@@ -20,12 +20,12 @@ from engine.backends.vllm.kv.block_pool import GroupPlace, VllmBlockPool
 from engine.backends.vllm.kv.boundaries import StoredBoundaries
 from engine.backends.vllm.kv.groups import GroupRange, KvGroups
 from engine.backends.vllm.kv.memory import KvMemory
-from kvcache.block_keys import BlockKey, block_keys
+from kvcache.block_keys import BlockKey
 from kvcache.block_range import BlockRange, GroupBlock, chain_range
 from kvcache.cached_blocks import CachedBlocks, StoreBelow
 from kvcache.chain import Chain
 from kvcache.pool import NamedBlock
-from kvcache.sequence_blocks import quarantine_unbound, start_chain, usable_keys
+from kvcache.sequence_blocks import leading_keys, quarantine_unbound, start_chain, usable_keys
 from kvcache.store.kv_store import KvStore
 
 
@@ -139,7 +139,7 @@ class VllmKVCache:
     def prompt_names(self, sequence: Chain) -> list[BlockKey]:
         width = self.layout.block_tokens
         end = sequence.num_prompt // width * width
-        keys = block_keys(sequence.root, sequence.token_ids[:end], width, sequence.items)
+        keys = leading_keys(sequence, end // width, width)
         return keys if self.groups.is_chain else [block.name for block in self.groups.needs(keys)[1]]
 
     def quarantine_unbound(self, sequence: Chain, indices: Sequence[int], replace: bool) -> bool:
