@@ -67,8 +67,8 @@ class Channel:
         self.on_messages: Callable[[Sequence[bytes]], object] = _ignore
         """Function that gets the peer's messages."""
         self.on_end: Callable[[bytes], object] = _ignore
-        """Function called once when the peer or the connection ends the channel, with the reason; empty: none. Where the
-        connection ended, even without a reason, `Mux.is_open` is false by then."""
+        """Function called once when the peer or the connection ends the channel, with the reason; empty: none.
+        `Mux.is_open` is false by then where the connection ended, which may have no reason either."""
         self.is_open = True
         self._mux = mux
         self._pending: deque[bytes] = deque()

@@ -45,8 +45,8 @@ class MuxStream(asyncio.Protocol):
         """
         self.mux = Mux(opening, lambda channel, first: self.on_channel(channel, first), self._wants_write)
         self.on_channel: Callable[[Channel, bytes], object] = _unexpected
-        """Function that gets each channel that the peer opens, with its opening. A ServiceError that it or a function of a
-        channel raises ends the connection."""
+        """Function that gets each channel that the peer opens, with its opening. A ServiceError that it raises ends the
+        connection."""
         self.on_end: list[Callable[[ServiceError], object]] = []
         """Functions called once with the reason when the connection ends, whichever side ended it; before the channels
         end."""
