@@ -120,10 +120,11 @@ class Connector:
         return has_news
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening. May be called again."""
         if self._listening is not None:
             self._watcher.unwatch(self._listening.fileno())
             self._listening.close()
+            self._listening = None
 
     def _dial(self, address: str, on_connected: OnConnected) -> None:
         host, _, port = address.rpartition(":")

@@ -1,0 +1,323 @@
+"""Loans between engines over real sockets: hellos, both directions, ends, silence, drills, TLS and garbage."""
+
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.network.tls import Credentials, File, MemberIdentity
+from kvcache.items import Item
+from loans.messages import Peer, PlacementMark
+from loans.network import CUT_OFF, OTHER_VERSION
+from loans.peers import socket_network
+from support.certificates import Authority
+from support.loan_networks import BLOCKS, STARTED, Engine, until, want_of
+from support.ports import free_port
+
+engines: list[Engine] = []
+
+
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    yield
+    for engine in engines:
+        engine.network.close()
+    engines.clear()
+
+
+def engine(name: str, **options: object) -> Engine:
+    engines.append(Engine(name, **options))  # type: ignore[arg-type]
+    return engines[-1]
+
+
+def pair(**options: object) -> tuple[Engine, Engine]:
+    return engine("a", **options), engine("b", **options)
+
+
+def test_a_loan_from_want_to_close() -> None:
+    a, b = pair()
+    source = Peer("c", "10.0.0.1:7", b"c" * 16)
+    item = Item(b"i" * 16, 2, 5, b"details", "address", "encoder")
+    want = want_of(request_id="client's", first_block=1, priority=-3, adapter=b"x" * 16, items=(item,))
+    want = want._replace(mark=PlacementMark("router", 9), source=source, reads_store=True)
+    loan = a.borrow(b.peer, want)
+    until(lambda: b.wants, a, b)
+    got = b.wants[0]
+    assert got._replace(token_ids=list(got.token_ids)) == want
+    b.given[0].send(STARTED)
+    b.given[0].send(BLOCKS)
+    until(lambda: len(loan.messages) == 2, a, b)
+    assert loan.messages == [STARTED, BLOCKS]
+    assert loan.taken.endpoint == b.endpoint
+    loan.taken.release(0, 2)
+    until(lambda: b.released == [(0, 2)], a, b)
+    loan.taken.close()
+    until(lambda: b.closed, a, b)
+    assert loan.reason is None, "who closes is not told of the end"
+
+
+def test_one_connection_serves_both_directions() -> None:
+    a, b = pair()
+    first = a.borrow(b.peer, want_of())
+    until(lambda: b.wants, a, b)
+    second = b.borrow(a.peer, want_of())
+    until(lambda: a.wants, a, b)
+    assert len(a.network._connections) == len(b.network._connections) == 1
+    a.given[0].refuse("no room")
+    b.given[0].send(STARTED)
+    until(lambda: first.messages and second.reason, a, b)
+    assert second.reason == "no room"
+
+
+def test_both_call_at_once() -> None:
+    a, b = pair()
+    loans = a.borrow(b.peer, want_of()), b.borrow(a.peer, want_of())
+    until(lambda: a.wants and b.wants, a, b)
+    a.given[0].send(STARTED)
+    b.given[0].send(STARTED)
+    until(lambda: all(loan.messages for loan in loans), a, b)
+    assert [loan.taken.endpoint for loan in loans] == [b.endpoint, a.endpoint]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"incarnation": b"before"}, "incarnation: does not match"),
+        ({"address": ""}, OTHER_VERSION),
+        ({"address": "127.0.0.1:1"}, r"no connection to the lender's engine at 127.0.0.1:1 \(loan_port\)"),
+        ({"address": "nowhere"}, "no connection to the lender's engine at nowhere"),
+    ],
+)
+def test_an_engine_that_is_not_there(change: dict[str, object], reason: str) -> None:
+    a, b = pair()
+    loan = a.borrow(b.peer._replace(**change), want_of())
+    until(lambda: loan.reason, a, b)
+    assert loan.reason is not None
+    assert loan.reason.startswith(reason.replace("\\", "")), loan.reason
+    assert not b.wants
+    assert not a.network._connections, "the next loan tries again"
+
+
+def test_another_model_or_version_lends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = engine("a"), engine("b", model=b"other")
+    loan = a.borrow(b.peer, want_of())
+    until(lambda: loan.reason, a, b)
+    assert loan.reason == "model_fingerprint: weights, layout or dtype differ from the borrower's"
+    monkeypatch.setattr(socket_network, "VERSION", 7)
+    c = engine("c")
+    loan = c.borrow(a.peer, want_of())
+    until(lambda: loan.reason, a, c)
+    assert loan.reason == "version: this engine speaks version 1 of loans, not 7"
+    assert not a.wants
+    assert not b.wants
+
+
+def test_a_process_that_ends_ends_its_loans() -> None:
+    a, b = pair()
+    taken = a.borrow(b.peer, want_of())
+    until(lambda: b.wants, a, b)
+    given = b.borrow(a.peer, want_of())
+    until(lambda: a.wants, a, b)
+    b.network.close()
+    b.is_stopped = True
+    until(lambda: taken.reason and a.closed, a)
+    assert given.reason is not None
+    again = a.borrow(b.peer, want_of())
+    until(lambda: again.reason, a)
+    assert "no connection" in str(again.reason)
+
+
+def test_a_silent_engine_is_noticed_and_then_given_up() -> None:
+    a, b = engine("a", silence_s=0.6), engine("b")
+    loan = a.borrow(b.peer, want_of())
+    until(lambda: b.wants, a, b)
+    b.is_stopped = True
+    until(lambda: loan.taken.quiet_s > 0.3, a)
+    assert loan.reason is None
+    until(lambda: loan.reason, a)
+    assert loan.reason == "the peer was silent for 0.6 s"
+    b.is_stopped = False
+    until(lambda: b.closed, b)
+
+
+def test_signs_of_life_keep_a_loan_that_waits() -> None:
+    a, b = pair(silence_s=0.5)
+    loan = a.borrow(b.peer, want_of())
+    until(lambda: b.wants, a, b)
+    began_at = a.network.now
+    until(lambda: a.network.now - began_at > 1.5, a, b)
+    assert loan.reason is None
+    assert loan.taken.quiet_s < 0.5
+    assert not b.closed
+
+
+def test_an_idle_connection_is_no_silence() -> None:
+    a, b = pair(silence_s=0.5)
+    loan = a.borrow(b.peer, want_of())
+    until(lambda: b.wants, a, b)
+    loan.taken.close()
+    until(lambda: b.closed, a, b)
+    began_at = a.network.now
+    until(lambda: a.network.now - began_at > 1.0, a, b)
+    assert len(a.network._connections) == 1
+    again = a.borrow(b.peer, want_of())
+    assert again.taken.quiet_s < 0.5
+    until(lambda: len(b.wants) == 2, a, b)
+
+
+def test_a_slow_reader_gets_everything_in_order() -> None:
+    """The lender is far ahead: what its peer's socket does not take waits for credit and room."""
+    a, b = pair()
+    loan = a.borrow(b.peer, want_of())
+    until(lambda: b.wants, a, b)
+    b.given[0].send(STARTED)
+    for number in range(2000):
+        b.given[0].send(BLOCKS._replace(first=number, block_ids=(number,), fingerprints=bytes(8192)))
+        if number % 100 == 0:
+            b.turn()
+    until(lambda: len(loan.messages) == 2001, a, b)
+    assert [message.first for message in loan.messages[1:]] == list(range(2000))  # type: ignore[union-attr]
+
+
+def test_a_long_announcement_is_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loans.peers.wire.MAX_FINGERPRINT_BYTES", 64)
+    a, b = pair()
+    loan = a.borrow(b.peer, want_of())
+    until(lambda: b.wants, a, b)
+    b.given[0].send(BLOCKS._replace(block_ids=tuple(range(10)), fingerprints=bytes(160)))
+    until(lambda: len(loan.messages) == 3, a, b)
+    assert [(m.first, m.block_ids) for m in loan.messages] == [  # type: ignore[union-attr]
+        (0, (0, 1, 2, 3)),
+        (4, (4, 5, 6, 7)),
+        (8, (8, 9)),
+    ]
+
+
+def test_a_want_that_no_message_holds_ends_its_loan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_network, "MAX_WANT_BYTES", 1000)
+    a, b = pair()
+    loan = a.borrow(b.peer, want_of(100))
+    assert loan.reason is None, "not from within the call"
+    until(lambda: loan.reason, a, b)
+    assert "are more than a message takes" in str(loan.reason)
+
+
+def test_engines_connect_ahead() -> None:
+    a, b = pair()
+    done: list[tuple[str, bytes, str]] = []
+    nobody = Peer("nobody", f"127.0.0.1:{free_port()}", b"n" * 16)
+    a.network.connect([b.peer, nobody], lambda *each: done.append(each))
+    until(lambda: len(done) == 2 and b.met, a, b)
+    (_, none, failure), ours = sorted(done, key=lambda each: each[1])
+    assert ours == ("b", b.endpoint, "")
+    assert none == b""
+    assert "no connection" in failure
+    assert b.met == [a.endpoint], "it connects to the caller's memory, too"
+    loan = a.borrow(b.peer, want_of())
+    until(lambda: b.wants, a, b)
+    assert len(a.network._connections) == 1
+    assert loan.reason is None
+
+
+def test_a_drill_cuts_off_a_worker() -> None:
+    a, b = pair()
+    loan = a.borrow(b.peer, want_of())
+    until(lambda: b.wants, a, b)
+    a.network.cut_off("b", 0.5)
+    until(lambda: loan.reason and b.closed, a, b)
+    again = a.borrow(b.peer, want_of())
+    until(lambda: again.reason, a, b)
+    assert loan.reason == again.reason == CUT_OFF
+    into = b.borrow(a.peer, want_of())
+    until(lambda: into.reason, a, b)
+    assert into.reason == CUT_OFF, "both directions are cut"
+    began_at = a.network.now
+    until(lambda: a.network.now - began_at > 0.5, a, b)
+    last = a.borrow(b.peer, want_of())
+    until(lambda: len(b.wants) == 2, a, b)
+    assert last.reason is None
+
+
+def test_a_drill_delays_messages() -> None:
+    a, b = pair()
+    a.network.delay(0.3, 60.0)
+    began_at = a.network.now
+    a.borrow(b.peer, want_of())
+    until(lambda: b.wants, a, b)
+    assert a.network.now - began_at >= 0.3
+
+
+@pytest.fixture
+def trusts(tmp_path: Path) -> dict[str, MemberIdentity]:
+    ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
+    issued = {"member": ours.issue("member"), "stranger": others.issue("stranger")}
+    return {
+        name: MemberIdentity(
+            Credentials(
+                File("tls_cert", each.cert),
+                File("tls_key", each.key),
+                [File("tls_ca", (ours if name == "member" else others).path)],
+            )
+        )
+        for name, each in issued.items()
+    }
+
+
+def test_members_prove_themselves(trusts: dict[str, MemberIdentity]) -> None:
+    a, b = pair(trust=trusts["member"])
+    loan = a.borrow(b.peer, want_of())
+    until(lambda: b.wants, a, b)
+    b.given[0].send(BLOCKS._replace(block_ids=tuple(range(40_000)), fingerprints=bytes(16 * 40_000)))
+    until(lambda: loan.messages, a, b)
+    stranger, plain = engine("s", trust=trusts["stranger"]), engine("p")
+    for other in (stranger, plain):
+        loans = other.borrow(b.peer, want_of()), b.borrow(other.peer, want_of())
+        until(lambda loans=loans: all(each.reason for each in loans), b, other)
+    assert len(b.wants) == 1
+    assert not stranger.wants
+    assert not plain.wants
+
+
+GARBAGE = [
+    b"GET / HTTP/1.1\r\n\r\n" * 40,
+    struct.pack(">IB", 3, 1) + b"\xff\xff\xff",
+    struct.pack(">IB", 0, 16),
+    struct.pack(">IB", 1 << 30, 1),
+    bytes(64),
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_garbage_ends_its_connection_only(garbage: bytes) -> None:
+    a, b = pair()
+    loan = a.borrow(b.peer, want_of())
+    until(lambda: b.wants, a, b)
+    host, _, port = b.address.rpartition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(garbage)
+        connection.setblocking(False)
+        ended = []
+
+        def read() -> bool:
+            try:
+                ended.append(not connection.recv(4096))
+            except BlockingIOError:
+                return False
+            except ConnectionError:
+                ended.append(True)
+            return any(ended)
+
+        until(read, a, b)
+    b.given[0].send(STARTED)
+    until(lambda: loan.messages, a, b)
+
+
+def test_a_caller_that_says_nothing_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_network, "GREET_S", 0.2)
+    b = engine("b")
+    host, _, port = b.address.rpartition(":")
+    with socket.create_connection((host, int(port))):
+        until(lambda: b.network._unnamed, b)
+        until(lambda: not b.network._unnamed, b)
