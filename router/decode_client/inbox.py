@@ -64,8 +64,9 @@ class Inbox:
     async def follow(self, call: AsyncIterator[pb.WorkerMessage]) -> None:
         """End with a call, which brings no message. `get` raises what the call raised."""
         try:
-            async for _ in call:
-                raise InvalidRequest("load", "comes over the worker's stream_port, not over this call")
+            async for message in call:
+                field = next((field.name for field, _ in message.ListFields()), "load")
+                raise InvalidRequest(field, "comes after the Welcome: events come over the worker's stream_port only")
         except Exception as error:  # whatever the call raised, its membership ends with it
             self.end(error)
         finally:

@@ -175,7 +175,7 @@ async def test_a_worker_that_cannot_be_reached_or_sends_events_on_its_call_is_to
     await member.welcomed()
     listens = await member.reports()
     member.says.put_nowait(pb.WorkerMessage(load=pb.LoadReport()))
-    with pytest.raises(Aborted, match="INVALID_ARGUMENT: load: comes over the worker's stream_port"):
+    with pytest.raises(Aborted, match="INVALID_ARGUMENT: load: comes after the Welcome"):
         await listens
     assert ids(models) == [[], []]
 
