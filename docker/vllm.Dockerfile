@@ -12,7 +12,9 @@ COPY cluster cluster
 COPY decode_worker decode_worker
 COPY encode_worker encode_worker
 COPY engine engine
+COPY kvcache kvcache
 COPY kvtransfer kvtransfer
+COPY loans loans
 COPY planner planner
 COPY prefill_worker prefill_worker
 COPY preprocessor preprocessor

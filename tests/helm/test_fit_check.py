@@ -101,6 +101,7 @@ SET_BY_CHART = {
     "host",
     "port",
     "stream_port",
+    "loan_port",
     "model_name",
     "metrics_port",
     "health_port",

@@ -49,14 +49,14 @@ redis://{{ include "tandem.name" . }}-redis:6379/0
 {{- $router := .Values.router -}}
 {{- $worker := .Values.worker -}}
 {{- include "tandem.distinct" (dict "of" "router" "values" $router "ports" (list "grpcPort" "internalPort" "healthPort" "httpPort" "metricsPort")) -}}
-{{- include "tandem.distinct" (dict "of" "worker" "values" $worker "ports" (list "grpcPort" "streamPort" "healthPort" "metricsPort")) -}}
+{{- include "tandem.distinct" (dict "of" "worker" "values" $worker "ports" (list "grpcPort" "streamPort" "loanPort" "healthPort" "metricsPort")) -}}
 {{- include "tandem.distinct" (dict "of" "preprocessor" "values" .Values.preprocessor "ports" (list "grpcPort" "metricsPort" "healthPort")) -}}
 {{- include "tandem.distinct" (dict "of" "encoder" "values" .Values.encoder "ports" (list "grpcPort" "metricsPort" "healthPort")) -}}
 {{- include "tandem.distinct" (dict "of" "planner" "values" .Values.planner "ports" (list "metricsPort" "healthPort")) -}}
 {{- if gt (int $worker.ucxPortFirst) (int $worker.ucxPortLast) -}}
 {{- fail (printf "worker.ucxPortFirst: %d is above worker.ucxPortLast, %d" (int $worker.ucxPortFirst) (int $worker.ucxPortLast)) -}}
 {{- end -}}
-{{- range $port := list "grpcPort" "streamPort" "healthPort" "metricsPort" -}}
+{{- range $port := list "grpcPort" "streamPort" "loanPort" "healthPort" "metricsPort" -}}
 {{- $number := int (get $worker $port) -}}
 {{- if and (ge $number (int $worker.ucxPortFirst)) (le $number (int $worker.ucxPortLast)) -}}
 {{- fail (printf "worker.%s: %d is one of UCX's ports, worker.ucxPortFirst to worker.ucxPortLast" $port $number) -}}

@@ -89,11 +89,13 @@ spec:
       ports:
         - {name: grpc, containerPort: {{ $worker.grpcPort }}}
         - {name: stream, containerPort: {{ $worker.streamPort }}}
+        - {name: loans, containerPort: {{ $worker.loanPort }}}
         - {name: health, containerPort: {{ $worker.healthPort }}}
         - {name: metrics, containerPort: {{ $worker.metricsPort }}}
         {{- range $number := untilStep 1 (int .local) 1 }}
         - {name: grpc-{{ $number }}, containerPort: {{ add $worker.grpcPort $number }}}
         - {name: stream-{{ $number }}, containerPort: {{ add $worker.streamPort $number }}}
+        - {name: loans-{{ $number }}, containerPort: {{ add $worker.loanPort $number }}}
         - {name: metrics-{{ $number }}, containerPort: {{ add $worker.metricsPort $number }}}
         {{- end }}
       {{- include "tandem.probes" (dict "port" $worker.healthPort "startupSeconds" $worker.startupSeconds) | nindent 6 }}
@@ -250,6 +252,7 @@ spec:
       ports:
         - {port: {{ add $worker.grpcPort 1 }}, endPort: {{ add $worker.grpcPort $more }}, protocol: TCP}
         - {port: {{ add $worker.streamPort 1 }}, endPort: {{ add $worker.streamPort $more }}, protocol: TCP}
+        - {port: {{ add $worker.loanPort 1 }}, endPort: {{ add $worker.loanPort $more }}, protocol: TCP}
     - ports:
         - {port: {{ add $worker.metricsPort 1 }}, endPort: {{ add $worker.metricsPort $more }}, protocol: TCP}
       from: {{- $root.Values.networkPolicy.monitoring | default (list (dict "podSelector" dict)) | toYaml | nindent 8 }}
