@@ -11,8 +11,9 @@ from pathlib import Path
 
 import uvloop
 
-from cluster.network.frame_stream import FrameServer, FrameStream
-from cluster.network.protocol import DECODE_FRAMES, PROTOCOL, WORKER_EVENTS
+from cluster.network.mux import Channel
+from cluster.network.mux_stream import MuxServer, MuxStream
+from cluster.network.protocol import PROTOCOL
 from cluster.network.rpc import channel
 from cluster.waker import Waker
 from engine.model.model_dir import ModelDir
@@ -25,7 +26,7 @@ TOKEN = pb.GenerateResponse(token_ids=[7], text=" w7").SerializeToString()
 
 
 class MockDecode:
-    """Decode worker: each step gives every running request one token, in one frame."""
+    """Decode worker: each step gives every running request one token, all in one frame."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -33,22 +34,17 @@ class MockDecode:
         self.num_running = 0
         self.seen: dict[str, int] = {}
         """Highest placement of each router."""
-        self.stream: asyncio.Future[FrameStream] = asyncio.get_running_loop().create_future()
+        self.stream: asyncio.Future[MuxStream] = asyncio.get_running_loop().create_future()
 
-    def accept(self, stream: FrameStream, opening: bytes) -> None:
-        """Serve the router's stream."""
-        arrived: dict[int, decode_pb2.DecodeRequest] = {}
-        running: dict[int, tuple[int, decode_pb2.DecodeRequest]] = {}
+    def accept(self, stream: MuxStream, opening: bytes) -> None:
+        """Serve the router's connection."""
+        arrived: dict[Channel, decode_pb2.DecodeRequest] = {}
+        running: dict[Channel, tuple[int, decode_pb2.DecodeRequest]] = {}
         waker = Waker()
 
-        def received(kind: int, payload: bytes) -> None:
-            frame = decode_pb2.RouterFrame.FromString(payload)
-            for placed in frame.placed:
-                arrived[placed.number] = placed.request
-                self.seen[placed.request.router_id] = placed.request.placement_sequence
-            for number in frame.cancelled:
-                arrived.pop(number, None)
-                running.pop(number, None)
+        def received(opened: Channel, opening: bytes) -> None:
+            request = arrived[opened] = decode_pb2.DecodeRequest.FromString(opening)
+            self.seen[request.router_id] = request.placement_sequence
             waker.wake()
 
         async def steps() -> None:
@@ -56,23 +52,21 @@ class MockDecode:
                 if not arrived and not running:
                     await waker.sleep()
                     continue
-                for number in tuple(arrived):
-                    request = arrived.pop(number)
-                    running[number] = request.sampling.max_tokens, request
+                running.update((opened, (request.sampling.max_tokens, request)) for opened, request in arrived.items())
+                arrived.clear()
                 await asyncio.sleep(self._step_s)
                 self.step += 1
-                parts = []
-                for number, (left, request) in tuple(running.items()):
-                    if left == 1:
-                        del running[number]
-                        parts.append(decode_pb2.Part(number=number, messages=[_last(request)], ended=True))
+                for opened, (left, request) in tuple(running.items()):
+                    if left == 1 or not opened.is_open:  # done or cancelled
+                        del running[opened]
+                        opened.send(_last(request))
+                        opened.end()
                     else:
-                        running[number] = left - 1, request
-                        parts.append(decode_pb2.Part(number=number, messages=[TOKEN]))
+                        running[opened] = left - 1, request
+                        opened.send(TOKEN)
                 self.num_running = len(running)
-                stream.send(DECODE_FRAMES, decode_pb2.DecodeFrame(parts=parts).SerializeToString())
 
-        stream.on_frame = received
+        stream.on_channel = received
         stepping = asyncio.ensure_future(steps())
         stream.on_end.append(lambda _: stepping.cancel())
         self.stream.set_result(stream)
@@ -111,7 +105,7 @@ async def _stay_joined(router: str, hello: membership_pb2.Hello, worker: MockDec
                 num_blocks=NUM_BLOCKS,
                 placements_seen=worker.seen,
             )
-            stream.send(WORKER_EVENTS, membership_pb2.WorkerMessage(load=load).SerializeToString())
+            stream.mux.note(membership_pb2.WorkerMessage(load=load).SerializeToString())
             await asyncio.sleep(REPORT_S)
 
     reporting = asyncio.ensure_future(report())
@@ -127,7 +121,7 @@ async def main(model: Path, router: str, count: int, step_s: float) -> None:
     servers, joined, model_dir = [], [], ModelDir.open(model)
     for number in range(count):
         worker = MockDecode(step_s)
-        server = FrameServer(worker.accept)
+        server = MuxServer(worker.accept)
         port = await server.start("127.0.0.1", 0, "port")
         servers.append(server)  # a server ends when it is garbage collected
         hello = membership_pb2.Hello(

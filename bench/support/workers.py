@@ -9,11 +9,13 @@ from typing import Any, Self
 
 import grpc
 
+from cluster.errors import Unavailable
 from cluster.network.rpc import Server, channel
 from engine.config import WorkerConfig
 from kvcache.block_keys import pack_tokens
-from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
+from protos import decode_pb2, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
+from router.decode_client.decode_stream import DecodeStream
 from router.placement.fleet.introductions import peers_of
 from router.placement.fleet.worker_records import WorkerRecord
 from tandem.local.local_cluster import RoleProcess, start_role, stop_process
@@ -30,21 +32,31 @@ class _Listener(membership_pb2_grpc.MembershipServicer):
         """Workers that have joined."""
         self.reported: set[str] = set()
         """Workers that have sent a load report, which makes them ready."""
+        self.links: dict[str, DecodeStream] = {}
         self.changed = asyncio.Event()
 
     async def Join(  # noqa: N802
         self, request_iterator: AsyncIterator[membership_pb2.WorkerMessage], context: Any
     ) -> AsyncIterator[membership_pb2.RouterMessage]:
-        async for message in request_iterator:
-            if message.HasField("hello"):
-                hello = message.hello
-                self.hellos[hello.worker_id] = hello
-                peers = peers_of(hello, map(WorkerRecord, self.hellos.values()))
-                welcome = membership_pb2.Welcome(router_id="bench", incarnation=b"bench", peers=peers)
-                yield membership_pb2.RouterMessage(welcome=welcome)
-            elif message.HasField("load"):
+        hello = (await anext(aiter(request_iterator))).hello
+        self.hellos[hello.worker_id] = hello
+        peers = peers_of(hello, map(WorkerRecord, self.hellos.values()))
+        key = hello.worker_id.encode()
+        welcome = membership_pb2.Welcome(router_id="bench", incarnation=b"bench", peers=peers, stream_key=key)
+        yield membership_pb2.RouterMessage(welcome=welcome)
+
+        def received(event: membership_pb2.WorkerMessage) -> None:
+            if event.HasField("load"):
                 self.reported.add(hello.worker_id)
                 self.changed.set()
+
+        link = DecodeStream(hello.stream_address, key, hello.worker_id, lambda: None, received, None)
+        self.links[hello.worker_id] = link
+        try:
+            async for _ in request_iterator:
+                pass
+        finally:
+            link.break_off(Unavailable("the worker left"))
 
 
 class Workers:
@@ -107,9 +119,8 @@ class Workers:
         """Decode one token of `prompt` on worker `name`; return its receipt and the seconds to the token."""
         request = self._request(name, prompt, lender, may_compute)
         started_at = time.perf_counter()
-        stub = decode_pb2_grpc.DecodeStub(self._link(name))
-        messages = [message async for message in stub.Generate(request, timeout=REQUEST_TIMEOUT_S)]
-        return messages[-1].finish.receipt, time.perf_counter() - started_at
+        last = [message async for message in self._listener.links[name].generate(request, REQUEST_TIMEOUT_S)][-1]
+        return pb.GenerateResponse.FromString(last).finish.receipt, time.perf_counter() - started_at
 
     def _request(
         self, name: str, prompt: Sequence[int], lender: str | None, may_compute: bool

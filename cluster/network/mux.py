@@ -14,7 +14,7 @@ fewer and larger frames, so a late reader catches up.
 
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 
 from google.protobuf.message import DecodeError
 
@@ -30,6 +30,8 @@ FULL_PART_BYTES = 64 << 10
 """Size after which one channel's part of a frame ends, so that no channel delays the others."""
 WINDOW = 8
 """Frames without credit after which a side waits. While a reader keeps up it is never reached."""
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - (1 << 10)
+"""Largest message of a channel; it leaves room for its frame's other fields."""
 ACCEPTED_FROM = 1 << 32
 """Number below the first channel that the accepting side opens."""
 
@@ -49,6 +51,7 @@ class Channel:
     __slots__ = (
         "_fill",
         "_is_paused",
+        "_is_pausing",
         "_mux",
         "_pending",
         "_was_sent",
@@ -64,26 +67,29 @@ class Channel:
         self.on_messages: Callable[[Sequence[bytes]], object] = _ignore
         """Function that gets the peer's messages."""
         self.on_end: Callable[[bytes], object] = _ignore
-        """Function called once when the peer or the connection ends the channel, with the reason; empty: none."""
+        """Function called once when the peer or the connection ends the channel, with the reason; empty: none.
+        `Mux.is_open` is false by then where the connection ended, which may have no reason either."""
         self.is_open = True
         self._mux = mux
         self._pending: deque[bytes] = deque()
-        self._fill: Fill = self._fill_pending
+        self._fill: Fill | None = None
         self._is_paused = False
         """Whether the peer reads nothing of this channel now."""
+        self._is_pausing = False
+        """Whether this side reads nothing of it now."""
         self._was_sent = False
         """Whether anything of it has left, so that the peer knows it."""
         self.end_reason: bytes | None = None
         """Reason with which this side ends the channel, once its pending messages are sent."""
 
     def send(self, message: bytes) -> None:
-        """Send a message with the next frame; it is dropped once the channel has ended."""
-        if self.is_open:
+        """Send a message of at most MAX_MESSAGE_BYTES with the next frame; it is dropped once the channel has ended."""
+        if self.is_open and self.end_reason is None:
             self._pending.append(message)
             self.ready()
 
     def take_from(self, fill: Fill) -> None:
-        """Take messages from `fill` whenever a frame can be sent, instead of from `send`."""
+        """Take messages and the end from `fill` whenever a frame can be sent, instead of from `send` and `end`."""
         self._fill = fill
 
     def ready(self) -> None:
@@ -105,23 +111,29 @@ class Channel:
 
     def pause(self) -> None:
         """Have the peer keep its messages until `resume`."""
-        if self.is_open:
-            self._mux._leaving.paused.append(self.number)
-            self._mux._wants()
+        if self.is_open and not self._is_pausing:
+            self._is_pausing = True
+            self._mux._announce(self.number, self._mux._leaving.paused, self._mux._leaving.resumed)
 
     def resume(self) -> None:
-        if self.is_open:
-            self._mux._leaving.resumed.append(self.number)
-            self._mux._wants()
+        """Have the peer send again; nothing happens on a channel that is not paused."""
+        if self.is_open and self._is_pausing:
+            self._is_pausing = False
+            self._mux._announce(self.number, self._mux._leaving.resumed, self._mux._leaving.paused)
 
     @property
     def is_next_large(self) -> bool:
         """Whether its next message takes a frame of its own."""
         return bool(self._pending) and len(self._pending[0]) > FULL_FRAME_BYTES
 
-    def _fill_pending(self, part: pb.Part) -> bool:
+    def _add_to(self, part: pb.Part) -> bool:
+        """Move what waits into a part; return whether there is more."""
+        if self._fill is not None:
+            return self._fill(part)
         num_bytes = 0
         while self._pending and num_bytes < FULL_PART_BYTES:
+            if num_bytes and self.is_next_large:
+                return True
             message = self._pending.popleft()
             num_bytes += len(message)
             part.messages.append(message)
@@ -176,6 +188,9 @@ class Mux:
         self._raw: deque[bytes] = deque()
         """Frames that leave before any other."""
         self._num_without_credit = 0
+        """Frames with parts that this side has sent and the peer has given no credit for."""
+        self.is_held = False
+        """Whether messages of channels wait for this side, as in a drill that delays them."""
         self._peer_window = 0
         """Frames that the peer takes without credit; 0 while it has not said that it gives any."""
         self._partial = bytearray()
@@ -247,7 +262,12 @@ class Mux:
     @property
     def wants_write(self) -> bool:
         """Whether `take` would return anything now."""
-        return bool(self._raw or self._has_control) or (bool(self._ready) and self._has_credit)
+        return bool(self._raw or self._has_control) or self._can_send
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether a channel has something to send, now or once there is credit."""
+        return bool(self._ready)
 
     def take(self) -> bytes:
         """Return the next bytes to send: a frame, or nothing."""
@@ -256,7 +276,7 @@ class Mux:
         if not self.is_open:
             return b""
         frame = self._leaving
-        if self._ready and self._has_credit:
+        if self._can_send:
             self._add_parts(frame)
         if not frame.parts and not self._has_control:
             return b""
@@ -271,21 +291,24 @@ class Mux:
         if not self.is_open:
             return False
         frame = self._leaving
-        return bool(frame.cancelled or frame.paused or frame.resumed or 2 * frame.credit >= WINDOW)
+        has_news = frame.cancelled or frame.paused or frame.resumed or (frame.window and self._is_greeted)
+        return bool(has_news) or 2 * frame.credit >= WINDOW
 
     @property
-    def _has_credit(self) -> bool:
-        return not self._peer_window or self._num_without_credit < self._peer_window
+    def _can_send(self) -> bool:
+        """Whether the next frame may have parts."""
+        has_credit = not self._peer_window or self._num_without_credit < self._peer_window
+        return bool(self._ready) and has_credit and not self.is_held
 
     def _add_parts(self, frame: pb.Frame) -> None:
         num_bytes = 0
         while self._ready and num_bytes < FULL_FRAME_BYTES:
-            number = next(iter(self._ready))
-            if frame.parts and self._ready[number].is_next_large:
+            number, channel = next(iter(self._ready.items()))
+            if channel.is_next_large and (frame.parts or self._has_control):
                 break
-            channel = self._ready.pop(number)
+            del self._ready[number]
             part = frame.parts.add(number=number)
-            if channel._fill(part):
+            if channel._add_to(part):
                 self._ready[number] = channel
             if part.ended:
                 self._ready.pop(number, None)
@@ -299,6 +322,14 @@ class Mux:
     def _wants(self) -> None:
         if self.is_open:
             self._on_wants_write()
+
+    def _announce(self, number: int, news: MutableSequence[int], opposite: MutableSequence[int]) -> None:
+        """Have the next frame tell of a channel, unless that only undoes what the same frame would tell."""
+        if number in opposite:
+            opposite.remove(number)
+        else:
+            news.append(number)
+            self._wants()
 
     def _cancel(self, channel: Channel) -> None:
         self._ready.pop(channel.number, None)
@@ -360,17 +391,21 @@ class Mux:
                 raise ProtocolError("the connection was opened twice")
             self._is_greeted = True
             self.on_opened(payload)
+            self._wants()
         elif kind != BEAT:
             raise ProtocolError(f"frames of kind {kind} are unknown")
 
     def _on_frame(self, frame: pb.Frame) -> None:
         if frame.window:
             self._peer_window = frame.window
-            self._num_without_credit = 0
         if frame.credit:
             self._num_without_credit = max(0, self._num_without_credit - frame.credit)
             if self._ready:
                 self._wants()
+        for part in frame.parts:
+            self._on_part(part)
+            if not self.is_open:
+                return
         for number in frame.cancelled:
             if (channel := self._channels.get(number)) is not None and self._is_peers(number):
                 self._end_channel(channel, b"")
@@ -380,11 +415,7 @@ class Mux:
         for number in frame.resumed:
             if (channel := self._channels.get(number)) is not None:
                 channel._resume()
-        for part in frame.parts:
-            self._on_part(part)
-            if not self.is_open:
-                return
-        if frame.parts:
+        if frame.parts and self._peer_window:  # a peer of an earlier version, which gives no credit, reads none
             self._leaving.credit += 1
             if self._has_control:
                 self._wants()
@@ -424,7 +455,7 @@ class Mux:
 def _forget_calls(channel: Channel) -> None:
     """Break the reference cycle between a channel and who uses it."""
     channel.on_messages = channel.on_end = _ignore
-    channel._fill = channel._fill_pending
+    channel._fill = None
 
 
 def _ignore(_: object) -> None:

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cluster.errors import InvalidRequest, StartError
+from cluster.errors import StartError
 from cluster.network.tls import Credentials, TlsIdentity
 from cluster.settings import HealthSettings
 
@@ -247,18 +246,6 @@ class _OpenCalls(grpc.aio.ServerInterceptor):
         context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
         context.set_details(f"{self._num_calls} calls of health and reflection are open, the limit")
         return False
-
-
-async def absorb_all(frames: AsyncIterator[Any], absorb: Callable[[Any], object]) -> None:
-    """Pass each frame of a stream to `absorb` until the other side half-closes.
-
-    Raises InvalidRequest for bytes that are no frame, and what `absorb` raises.
-    """
-    try:
-        async for frame in frames:
-            absorb(frame)
-    except DecodeError as error:
-        raise InvalidRequest("frame", f"is not a valid message: {error}") from error
 
 
 def _server_credentials(credentials: Credentials) -> grpc.ServerCredentials:

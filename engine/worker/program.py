@@ -9,10 +9,10 @@ from cluster.roles import Role
 from engine.config import WorkerConfig
 from engine.worker.headless import start_headless
 from engine.worker.local_ranks import run_local_ranks
-from engine.worker.runtime import AddServices, start_worker
+from engine.worker.runtime import ServeRequests, start_worker
 
 
-def run_worker(role: Role, add_services: AddServices) -> int:
+def run_worker(role: Role, serve_requests: ServeRequests) -> int:
     """Run a worker with the settings of the command line until SIGTERM; return the exit code."""
     try:
         config = WorkerConfig.from_command_line(f"{role}_worker")
@@ -24,4 +24,4 @@ def run_worker(role: Role, add_services: AddServices) -> int:
         return run_local_ranks(config, role)
     if config.node_rank:
         return run_role(lambda: start_headless(config, role))
-    return run_role(lambda: start_worker(config, role, add_services))
+    return run_role(lambda: start_worker(config, role, serve_requests))

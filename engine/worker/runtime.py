@@ -13,7 +13,7 @@ from cluster.discovery.discovery import Discovery
 from cluster.discovery.open_discovery import open_discovery
 from cluster.errors import Draining, TandemError
 from cluster.metrics import MetricsServer, new_registry
-from cluster.network.frame_stream import FrameServer
+from cluster.network.mux_stream import MuxServer
 from cluster.network.protocol import PROTOCOL
 from cluster.network.rpc import Server
 from cluster.network.tls import MemberIdentity, member_of
@@ -94,7 +94,7 @@ class WorkerContext:
     faults: Faults
     streams: RouterStreams
     stream_address: str
-    """Address at which routers open their streams; empty: they use gRPC."""
+    """Address at which routers connect for requests and events."""
     fetches: ItemFetches
 
     def check_taking(self) -> None:
@@ -103,8 +103,8 @@ class WorkerContext:
             raise Draining(f"worker {self.worker_id} was told to stop")
 
 
-AddServices = Callable[[Server, WorkerContext], list[str]]
-"""Function that adds a role's services to the server and returns their full names."""
+ServeRequests = Callable[[WorkerContext], object]
+"""Function that has the requests of routers' connections served."""
 
 
 class WorkerRuntime:
@@ -114,7 +114,7 @@ class WorkerRuntime:
         self,
         context: WorkerContext,
         server: Server,
-        frame_server: FrameServer,
+        stream_server: MuxServer,
         address: str,
         discovery: Discovery,
         leaving: "StopRequest",
@@ -126,7 +126,7 @@ class WorkerRuntime:
         self._metrics = metrics
         self._context = context
         self._server = server
-        self._frame_server = frame_server
+        self._stream_server = stream_server
         self._discovery = discovery
         self._leaving = leaving
         config = context.config
@@ -138,10 +138,10 @@ class WorkerRuntime:
             config.routers,
             discovery,
             lambda: context.requests.draining,
+            context.streams,
             name_taken_s=config.drain_s + NAME_TAKEN_S,
             trust=member,
             meet=partial(_meet, context.engine),
-            streams=context.streams,
             files=partial(file_parts, context.model_dir),
         )
         self._memberships.start()
@@ -242,7 +242,7 @@ class WorkerRuntime:
         await self._memberships.leave()
         self._context.fetches.close()
         await self._discovery.close()
-        self._frame_server.close()
+        self._stream_server.close()
         await self._server.stop(grace_s=0.5)
         await self._metrics.close()
         await self._context.engine.stop()
@@ -267,7 +267,7 @@ class StopRequest:
 async def start_worker(
     config: WorkerConfig,
     role: Role,
-    add_services: AddServices,
+    serve_requests: ServeRequests,
     host_engine: Callable[[EngineSpec], EngineHost] = ChildEngine,
 ) -> WorkerRuntime:
     """Fetch and load the model, serve and join.
@@ -303,12 +303,11 @@ async def start_worker(
         )
         roles = RoleSwitch(role, config, engine, ready.gpu, say_role)
         faults = Faults(config, worker_id, engine)
-        streams, stream_address = RouterStreams(), ""
-        frame_server = FrameServer(streams.accept, member.credentials if member else None)
-        undo.callback(frame_server.close)
-        if config.stream_port is not None:
-            stream_port = await frame_server.start(config.host, config.stream_port, "stream_port")
-            stream_address = f"{config.advertise_host or config.host}:{stream_port}"
+        streams = RouterStreams()
+        stream_server = MuxServer(streams.accept, member.credentials if member else None, faults.frame_delay_s)
+        undo.callback(stream_server.close)
+        stream_port = await stream_server.start(config.host, config.stream_port, "stream_port")
+        stream_address = f"{config.advertise_host or config.host}:{stream_port}"
         context = WorkerContext(
             config,
             roles,
@@ -329,14 +328,14 @@ async def start_worker(
         server = Server(member.credentials if member else None)  # all services of a worker are internal
         service = WorkerService(worker_id, engine, leaving.begin, roles, faults, ready)
         pb_grpc.add_WorkerServicer_to_server(service, server.grpc)
-        services = ["tandem.internal.v1.Worker", *add_services(server, context)]
-        port = await server.start(config.host, config.port, services)
+        serve_requests(context)
+        port = await server.start(config.host, config.port, ["tandem.internal.v1.Worker"])
         undo.push_async_callback(server.stop, 0)
         await server.start_health(config.host, config)
         await metrics.start(registry)
         undo.pop_all()
     address = f"{config.advertise_host or config.host}:{port}"
-    worker = WorkerRuntime(context, server, frame_server, address, discovery, leaving, metrics, member)
+    worker = WorkerRuntime(context, server, stream_server, address, discovery, leaving, metrics, member)
     await server.mark_serving(worker.ready)
     return worker
 

@@ -1,104 +1,99 @@
-"""Streams to one decode worker for all its requests: a step's tokens of all requests come in one message.
+"""Connection to one worker for all its requests, which also brings the worker's events.
 
-A client that does not read delays no other: once PAUSE_AT messages of its request wait here, or PAUSE_BYTES, the worker
-is told to keep the rest, and later sends it in fewer messages.
+A step's tokens of all requests come in one frame. A client that does not read delays no other: once PAUSE_AT messages
+of its request wait here, or PAUSE_BYTES, the worker is told to keep the rest, and later sends it in fewer messages.
 """
 
 import asyncio
-import logging
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError, Unavailable
-from cluster.network.error_status import from_proto, from_rpc_error
-from cluster.network.rpc import MAX_MESSAGE_BYTES
+from cluster.network.error_status import from_proto
+from cluster.network.mux import MAX_MESSAGE_BYTES, Channel
+from cluster.network.mux_stream import MuxStream
+from cluster.network.tls import MemberIdentity
 from cluster.waker import Waker
 from protos import decode_pb2 as pb
-from protos import decode_pb2_grpc as pb_grpc
+from protos import membership_pb2
 
-log = logging.getLogger(__name__)
+CONNECT_S = 3.0
+"""Seconds for a connection, while the request could run elsewhere."""
 PAUSE_AT = 64
 PAUSE_BYTES = 256 << 10
-FRAME_BYTES = 4 << 20
-"""Size after which a frame takes no more requests; the next frame takes them."""
-MARGIN_BYTES = 1 << 10
-"""Bytes of a frame besides its requests."""
+
+Connect = Callable[[MuxStream, str, MemberIdentity | None], Awaitable[None]]
+OnEvent = Callable[[membership_pb2.WorkerMessage], object]
 
 
-class DecodeStream(ABC):
-    """Stream to one worker.
+class DecodeStream:
+    """Connection to one worker.
 
     Any failure ends it and all its requests.
     """
 
-    def __init__(self, name: str, on_broken: Callable[[], object]) -> None:
-        """Create the stream.
+    def __init__(
+        self,
+        address: str,
+        key: bytes,
+        name: str,
+        on_broken: Callable[[], object],
+        on_event: OnEvent,
+        trust: MemberIdentity | None,
+        connects: Connect = MuxStream.connect,
+    ) -> None:
+        """Connect; `key` is that of the membership whose events the connection brings.
 
-        `on_broken` is called once, when the channel is not used any more.
+        `on_broken` is called once, when it takes no more requests.
         """
         self._name = name
         self._on_broken = on_broken
-        self._requests: dict[int, _Request] = {}
-        self._numbers = 0
-        self._leaving = pb.RouterFrame()
-        self._placed: dict[int, pb.PlacedRequest] = {}
-        """Requests not sent yet, by number."""
-        self._failure: ServiceError | None = None
-        self.connected = False
+        self.failure: ServiceError | None = None
+        """Reason why it takes no more requests."""
+        self._stream = MuxStream(membership_pb2.StreamOpening(key=key).SerializeToString())
+        self._stream.mux.on_note = lambda note: on_event(membership_pb2.WorkerMessage.FromString(note))
+        self._stream.on_end.append(self._ended)
+        self._connecting = asyncio.ensure_future(self._connect(connects(self._stream, address, trust), address))
+
+    @property
+    def connected(self) -> bool:
         """Whether the connection was established."""
-
-    @abstractmethod
-    def _wake(self) -> None:
-        """Have `_frame` sent soon."""
-
-    @abstractmethod
-    def _close(self) -> None:
-        """Close what carries the frames."""
+        return self._stream.is_connected
 
     @property
     def broken(self) -> bool:
         """Whether it takes no more requests."""
-        return self._failure is not None
-
-    @property
-    def failure(self) -> ServiceError | None:
-        """Reason why it takes no more requests."""
-        return self._failure
+        return self.failure is not None
 
     @property
     def idle(self) -> bool:
-        return not self._requests
+        return not self._stream.mux.num_channels
 
     async def generate(self, request: pb.DecodeRequest, timeout_s: float) -> AsyncGenerator[bytes]:
         """Yield serialised GenerateResponses.
 
         Raises the ServiceError that ended the request; closing early cancels it.
         """
-        if request.ByteSize() > MAX_MESSAGE_BYTES - MARGIN_BYTES:
-            limit = MAX_MESSAGE_BYTES - MARGIN_BYTES
-            raise InvalidRequest("request", f"has {request.ByteSize()} bytes once placed; at most {limit} can be sent")
-        if self._failure is not None:
-            raise self._failure
-        self._numbers += 1
-        number = self._numbers
-        waits = self._requests[number] = _Request()
+        request.timeout_ms = timeout_s * 1e3
+        opening = request.SerializeToString()
+        if len(opening) > MAX_MESSAGE_BYTES:
+            message = f"has {len(opening)} bytes once placed; at most {MAX_MESSAGE_BYTES} can be sent"
+            raise InvalidRequest("request", message)
+        if self.failure is not None:
+            raise self.failure
+        channel = self._stream.mux.open(opening)
+        waits = _Request(channel)
+        channel.on_messages = waits.put
+        channel.on_end = lambda reason: waits.end(self.failure or _error_of(reason))
         timer = asyncio.get_running_loop().call_later(timeout_s, waits.end, DeadlineExceeded(_TOO_LATE))
-        self._placed[number] = pb.PlacedRequest(number=number, request=request, timeout_ms=timeout_s * 1e3)
-        self._wake()
         try:
             while True:
                 while waits.messages:
-                    message = waits.messages.popleft()
-                    waits.num_bytes -= len(message)
-                    yield message
-                if waits.paused:
-                    waits.paused = False
-                    self._leaving.resumed.append(number)
-                    self._wake()
+                    yield waits.take()
+                channel.resume()
                 if waits.ended:
                     if waits.failure is not None:
                         raise waits.failure
@@ -106,85 +101,26 @@ class DecodeStream(ABC):
                 await waits.waker.sleep()
         finally:
             timer.cancel()
-            del self._requests[number]
-            if self._placed.pop(number, None) is None and not waits.ended_by_worker:
-                self._leaving.cancelled.append(number)
-                self._wake()
+            channel.cancel()
 
     def break_off(self, failure: ServiceError) -> None:
         """Fail all requests with this error."""
-        if self._failure is None:
-            self._failure = failure
-            for waits in self._requests.values():
-                waits.end(failure)
-            self._close()
+        if self.failure is None:
+            self.failure = failure
+            self._connecting.cancel()
+            self._stream.end()
             self._on_broken()
 
-    def _receive(self, frame: pb.DecodeFrame) -> None:
-        for part in frame.parts:
-            self._hand_over(part)
-
-    def _hand_over(self, part: pb.Part) -> None:
-        waits = self._requests.get(part.number)
-        if waits is None:
-            return  # cancelled meanwhile
-        waits.put(part.messages)
-        if part.ended:
-            failure = from_proto(status_pb2.Status.FromString(part.status)) if part.status else None
-            waits.end(failure, by_worker=True)
-        elif waits.is_behind and not waits.paused:
-            waits.paused = True
-            self._leaving.paused.append(part.number)
-            self._wake()
-
-    @property
-    def _has_news(self) -> bool:
-        return bool(self._placed or self._leaving.ByteSize())
-
-    def _frame(self) -> pb.RouterFrame:
-        frame, self._leaving = self._leaving, pb.RouterFrame()
-        num_bytes = 0
-        for number, placed in tuple(self._placed.items()):
-            num_bytes += placed.ByteSize()
-            if frame.placed and num_bytes > FRAME_BYTES:
-                break
-            frame.placed.append(self._placed.pop(number))
-        return frame
-
-
-class GrpcDecodeStream(DecodeStream):
-    """Stream by gRPC, for workers without a port for streams."""
-
-    def __init__(self, channel: grpc.aio.Channel, name: str, on_broken: Callable[[], object]) -> None:
-        super().__init__(name, on_broken)
-        self._waker = Waker()
-        self._call = pb_grpc.DecodeStub(channel).Serve(self._outgoing())
-        self._reading = asyncio.ensure_future(self._read())
-
-    def _wake(self) -> None:
-        self._waker.wake()
-
-    def _close(self) -> None:
-        self._call.cancel()
-        self._reading.cancel()
-        self._waker.wake()
-
-    async def _read(self) -> None:
-        failure: ServiceError = Unavailable(f"decode worker {self._name} ended its stream")
+    async def _connect(self, connecting: Awaitable[None], address: str) -> None:
         try:
-            async for frame in self._call:
-                self._receive(frame)
-        except grpc.aio.AioRpcError as error:
-            failure = Unavailable(f"the stream to decode worker {self._name} broke: {from_rpc_error(error)}")
-        finally:
-            self.break_off(failure)
+            async with asyncio.timeout(CONNECT_S):
+                await connecting
+        except (OSError, TimeoutError) as error:
+            reason = str(error) or f"not within {CONNECT_S:g} s"
+            self.break_off(Unavailable(f"no connection to worker {self._name} at {address} (stream_port): {reason}"))
 
-    async def _outgoing(self) -> AsyncIterator[pb.RouterFrame]:
-        while self._failure is None:
-            if self._has_news:
-                yield self._frame()
-            else:
-                await self._waker.sleep()
+    def _ended(self, reason: ServiceError) -> None:
+        self.break_off(Unavailable(f"the connection to worker {self._name} broke: {reason}"))
 
 
 _TOO_LATE = "the deadline passed before the request was done"
@@ -193,26 +129,35 @@ _TOO_LATE = "the deadline passed before the request was done"
 class _Request:
     """Results of one request that were not taken yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
         self.messages: deque[bytes] = deque()
-        self.num_bytes = 0
-        self.paused = False
+        self._num_bytes = 0
         self.ended = False
-        self.ended_by_worker = False
         self.failure: ServiceError | None = None
         self.waker = Waker()
 
-    @property
-    def is_behind(self) -> bool:
-        return len(self.messages) >= PAUSE_AT or self.num_bytes >= PAUSE_BYTES
-
-    def put(self, messages: Iterable[bytes]) -> None:
-        for message in messages:
-            self.messages.append(message)
-            self.num_bytes += len(message)
+    def put(self, messages: Sequence[bytes]) -> None:
+        self.messages.extend(messages)
+        self._num_bytes += sum(map(len, messages))
+        if len(self.messages) >= PAUSE_AT or self._num_bytes >= PAUSE_BYTES:
+            self._channel.pause()
         self.waker.wake()
 
-    def end(self, failure: ServiceError | None, by_worker: bool = False) -> None:
+    def take(self) -> bytes:
+        message = self.messages.popleft()
+        self._num_bytes -= len(message)
+        return message
+
+    def end(self, failure: ServiceError | None) -> None:
         if not self.ended:
-            self.ended, self.ended_by_worker, self.failure = True, by_worker, failure
+            self.ended, self.failure = True, failure
             self.waker.wake()
+
+
+def _error_of(status: bytes) -> ServiceError | None:
+    """Return the error with which a worker ended a request; None: the request succeeded."""
+    try:
+        return from_proto(status_pb2.Status.FromString(status)) if status else None
+    except DecodeError as error:
+        return Unavailable(f"the worker ended the request with a status that is not a valid message: {error}")

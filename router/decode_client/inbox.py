@@ -4,25 +4,23 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
-from cluster.errors import Unavailable
+from cluster.errors import InvalidRequest, Unavailable
 from cluster.process.loop_watch import loop_time
 from cluster.waker import Waker
 from protos import membership_pb2 as pb
 
 MAX_UNREAD = 4096
 """Messages by which a router may lag; then the membership ends, and the next one begins with a snapshot."""
-ENOUGH = 64
-"""Unread messages from which on a gRPC call is not read."""
 
 
 class Inbox:
-    """Inbox of a membership: `put` and `end` by whoever brings messages, `get` by the membership."""
+    """Inbox of a membership: `put` and `end` by the connection to the worker, `get` by the membership."""
 
     def __init__(self, silence_s: float) -> None:
         """Create the inbox. Seconds in which this process's own loop stood still are no silence."""
         self._silence_s = silence_s
-        self._messages: deque[pb.WorkerMessage | pb.NoStream] = deque()
-        self._waker, self._room = Waker(), Waker()
+        self._messages: deque[pb.WorkerMessage] = deque()
+        self._waker = Waker()
         self._is_over = False
         self._failure: Exception | None = None
         self._heard_at = loop_time()
@@ -31,10 +29,10 @@ class Inbox:
         self._watch = asyncio.get_running_loop().call_later(silence_s, self._look)
 
     def opens(self, seconds: float) -> None:
-        """Expect nothing for so many seconds, in which a stream to the worker is opened."""
+        """Expect nothing for so many seconds, in which a connection to the worker is opened."""
         self._heard_at = loop_time() + seconds
 
-    def put(self, message: pb.WorkerMessage | pb.NoStream) -> None:
+    def put(self, message: pb.WorkerMessage) -> None:
         if self._is_over:
             return
         self._heard_at = loop_time()
@@ -53,7 +51,7 @@ class Inbox:
         """Stop the watch."""
         self._watch.cancel()
 
-    async def get(self) -> pb.WorkerMessage | pb.NoStream | None:
+    async def get(self) -> pb.WorkerMessage | None:
         """Return the next message, or None at the end and after silence. Raises the failure that ended it."""
         while not self._messages:
             if self._is_over and self._failure is not None:
@@ -61,17 +59,14 @@ class Inbox:
             if self._is_over or self.is_silent:
                 return None
             await self._waker.sleep()
-        if len(self._messages) == ENOUGH:
-            self._room.wake()
         return self._messages.popleft()
 
-    async def fill(self, messages: AsyncIterator[pb.WorkerMessage]) -> None:
-        """Put all messages of a call, then end. `get` raises what the call raised."""
+    async def follow(self, call: AsyncIterator[pb.WorkerMessage]) -> None:
+        """End with a call, which brings no message. `get` raises what the call raised."""
         try:
-            async for message in messages:
-                self.put(message)
-                while len(self._messages) >= ENOUGH:
-                    await self._room.sleep()
+            async for message in call:
+                field = next((field.name for field, _ in message.ListFields()), "load")
+                raise InvalidRequest(field, "comes after the Welcome: events come over the worker's stream_port only")
         except Exception as error:  # whatever the call raised, its membership ends with it
             self.end(error)
         finally:

@@ -52,7 +52,7 @@ class MembershipService(pb_grpc.MembershipServicer):
     ) -> AsyncIterator[pb.RouterMessage]:
         member: tuple[ModelRuntime, WorkerRecord] | None = None
         inbox: Inbox | None = None
-        filling: asyncio.Future[None] | None = None
+        following: asyncio.Future[None] | None = None
         try:
             messages = aiter(request_iterator)
             hello = _hello_of(await anext(messages, None))
@@ -69,14 +69,10 @@ class MembershipService(pb_grpc.MembershipServicer):
                 router_id=self._router_id, incarnation=self._incarnation, peers=peers, stream_key=worker.stream_key
             )
             yield pb.RouterMessage(welcome=welcome)
-            filling = asyncio.ensure_future(inbox.fill(messages))
-            if worker.stream_key:
-                model.links.open(worker, inbox)
+            following = asyncio.ensure_future(inbox.follow(messages))
+            model.links.open(worker, inbox)
             while (message := await inbox.get()) is not None:
-                if isinstance(message, pb.NoStream):
-                    worker.stream_key = b""  # requests go over gRPC as well
-                    yield pb.RouterMessage(no_stream=message)
-                elif not await self._absorb(model, worker, message):
+                if not await self._absorb(model, worker, message):
                     yield pb.RouterMessage(resync=pb.Resync())
             if inbox.is_silent:
                 log.warning("%s was silent for %g s: lost", worker.worker_id, self._silence_s)
@@ -85,8 +81,8 @@ class MembershipService(pb_grpc.MembershipServicer):
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
         finally:
-            if filling is not None:
-                filling.cancel()
+            if following is not None:
+                following.cancel()
             if inbox is not None:
                 inbox.close()
             if member is not None:
@@ -105,8 +101,7 @@ class MembershipService(pb_grpc.MembershipServicer):
         log.info("%s left", worker.worker_id)
         self._last_report_at.pop(worker, None)
         model.fleet.left(worker)
-        if worker.hello.address not in [other.hello.address for other in model.fleet.workers]:
-            model.links.departed(worker.hello.address)
+        model.links.let_go()
         model.dispatcher.kick()
 
     def _admit(self, hello: pb.Hello) -> tuple[ModelRuntime, WorkerRecord]:
@@ -123,8 +118,7 @@ class MembershipService(pb_grpc.MembershipServicer):
         if warning := _strangers(hello, model.fleet.workers):
             log.warning("%s", warning)
         worker = model.fleet.joined(hello)
-        if hello.stream_address:
-            worker.stream_key = secrets.token_bytes(16)
+        worker.stream_key = secrets.token_bytes(16)
         self._last_report_at[worker] = time.monotonic()
         return model, worker
 
@@ -161,8 +155,6 @@ class MembershipService(pb_grpc.MembershipServicer):
                 await asyncio.sleep(0)  # let streams run
             in_step = worker.next_cache_sequence is not None
         if message.HasField("load"):
-            if worker.load is None and worker.decodes:
-                model.links.to(worker)  # connects before the first request
             model.fleet.reported(worker, message.load)
             model.on_worker_report()
         model.dispatcher.kick()
@@ -227,8 +219,8 @@ def _check_adapters(hello: pb.Hello, model: ModelRuntime, models: Iterable[Model
 def _check(hello: pb.Hello) -> None:
     """Check a Hello.
 
-    Raises Incompatible for another protocol version, and InvalidRequest for values that placement cannot use and that
-    would fail every request.
+    Raises Incompatible for another protocol version and a worker without a stream_port, and InvalidRequest for values
+    that placement cannot use and that would fail every request.
     """
     if hello.protocol != PROTOCOL:
         worker = f"worker {hello.worker_id} speaks version {hello.protocol} of the internal protocol"
@@ -236,6 +228,10 @@ def _check(hello: pb.Hello) -> None:
     for field in ("worker_id", "address", "incarnation", "model_fingerprint"):
         if not getattr(hello, field):
             raise InvalidRequest(field, "is empty")
+    if not hello.stream_address:  # a worker of an earlier version may be without
+        raise Incompatible(
+            f"is null at worker {hello.worker_id}: this router reaches workers there only", "stream_port"
+        )
     for field in ("block_tokens", "num_blocks", "block_bytes"):
         if getattr(hello, field) < 1:
             raise InvalidRequest(field, "must be at least 1")

@@ -17,7 +17,7 @@ from cluster.logs import set_up
 from cluster.process.life import SignalledRole, run_role
 from cluster.roles import Role
 from cluster.settings import LogSettings
-from decode_worker.program import add_services
+from decode_worker.service import serve_requests
 from engine.config import WorkerConfig
 from engine.model.hub import CONFIG_FILES, ModelPath, fetch_beside
 from engine.process.front.local_engine import LocalEngine
@@ -59,7 +59,7 @@ class SimPool:
             engines.append(LocalEngine(spec, self._network, self._loans))
             return engines[-1]
 
-        worker = await start_worker(config, role, add_services, host_engine)
+        worker = await start_worker(config, role, serve_requests, host_engine)
         self.workers[config.worker_id] = started = SimWorker(worker, engines[0])
         started.leaving = asyncio.ensure_future(self._stop_when_told(config.worker_id, worker))
         return started

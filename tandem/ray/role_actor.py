@@ -126,7 +126,7 @@ async def _start_role(module: str, config: Any) -> Any:
 
         set_up("encoder", config.id(), config)
         return await start_encode_worker(config)
-    from decode_worker.program import add_services
+    from decode_worker.service import serve_requests
     from engine.worker.runtime import start_worker
 
     role: roles.Role = "prefill" if module == "prefill_worker" else "decode"
@@ -135,7 +135,7 @@ async def _start_role(module: str, config: Any) -> Any:
         from engine.worker.headless import start_headless
 
         return await start_headless(config, role)
-    return await start_worker(config, role, add_services)
+    return await start_worker(config, role, serve_requests)
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ import pytest
 
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
 from cluster.network.error_status import to_proto
-from cluster.network.protocol import PROTOCOL
-from cluster.network.rpc import Server, channel
+from cluster.network.mux import Channel
+from cluster.network.mux_stream import MuxStream
 from engine.model.model_dir import ModelDir
-from protos import decode_pb2, decode_pb2_grpc, membership_pb2, membership_pb2_grpc
+from protos import decode_pb2
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
+from support.fake_workers import fake_worker
 from support.processes import Stream, alive, engine_of, finished, pause, running, until, workers_joined
 from tandem.client import Client
 from tandem.local.local_cluster import start_role, stop_process
@@ -182,7 +183,7 @@ async def test_without_workers_no_more_wait_than_the_line_has_places(model: Path
 # --------------------------------------------------------------------- a worker that has no room after all
 
 
-class Refuser(decode_pb2_grpc.DecodeServicer):
+class Refuser:
     """A decode worker that says it has room, and when asked has none, so many times."""
 
     def __init__(self, num_refusals: int) -> None:
@@ -190,62 +191,23 @@ class Refuser(decode_pb2_grpc.DecodeServicer):
         self.asked_at: list[float] = []
         self.attempts: list[int] = []
 
-    async def Serve(  # noqa: N802
-        self, request_iterator: AsyncIterator[decode_pb2.RouterFrame], context: Any
-    ) -> AsyncIterator[decode_pb2.DecodeFrame]:
-        async for frame in request_iterator:
-            for placed in frame.placed:
-                self.asked_at.append(time.monotonic())
-                self.attempts.append(placed.request.placement.attempt)
-                part = decode_pb2.Part(number=placed.number, ended=True)
-                if len(self.asked_at) <= self.num_refusals:
-                    part.status = to_proto(Overloaded("no room")).SerializeToString()
-                else:
-                    usage = pb.Usage(prompt_tokens=3, completion_tokens=1)
-                    said = pb.GenerateResponse(token_ids=[7], finish=pb.Finish(usage=usage))
-                    part.messages.append(said.SerializeToString())
-                yield decode_pb2.DecodeFrame(parts=[part])
-
-
-async def joined(router: str, address: str, model: ModelDir) -> None:
-    """A membership that reports the same room again and again."""
-
-    async def messages() -> AsyncIterator[membership_pb2.WorkerMessage]:
-        yield membership_pb2.WorkerMessage(
-            hello=membership_pb2.Hello(
-                protocol=PROTOCOL,
-                worker_id="refuser",
-                incarnation=b"1",
-                role=membership_pb2.ROLE_DECODE,
-                address=address,
-                model=model.name,
-                model_fingerprint=b"model",
-                config_fingerprint=model.config_fingerprint(),
-                block_tokens=16,
-                num_blocks=100,
-                block_bytes=1024,
-            )
-        )
-        while True:
-            load = membership_pb2.LoadReport(available_blocks=100, num_blocks=100)
-            yield membership_pb2.WorkerMessage(load=load)
-            await asyncio.sleep(0.02)
-
-    async with channel(router) as link:
-        async for _ in membership_pb2_grpc.MembershipStub(link).Join(messages()):
-            pass
+    def serve(self, _: MuxStream, opened: Channel, request: decode_pb2.DecodeRequest) -> None:
+        self.asked_at.append(time.monotonic())
+        self.attempts.append(request.placement.attempt)
+        if len(self.asked_at) <= self.num_refusals:
+            opened.end(to_proto(Overloaded("no room")).SerializeToString())
+        else:
+            usage = pb.Usage(prompt_tokens=3, completion_tokens=1)
+            opened.send(pb.GenerateResponse(token_ids=[7], finish=pb.Finish(usage=usage)).SerializeToString())
+            opened.end()
 
 
 @pytest.mark.parametrize(("num_refusals", "served"), [(6, True), (100, False)])
 async def test_refusals_for_want_of_room_are_no_failed_attempts(model: Path, num_refusals: int, served: bool) -> None:
     refuser = Refuser(num_refusals)
-    server = Server()
-    decode_pb2_grpc.add_DecodeServicer_to_server(refuser, server.grpc)
-    port = await server.start("127.0.0.1", 0, ["tandem.internal.v1.Decode"])
     router = await start_role("router", "router", RouterConfig(model=model, port=0, max_attempts=2, max_refusals=7))
-    membership = asyncio.ensure_future(joined(router.address, f"127.0.0.1:{port}", ModelDir.open(model)))
     try:
-        async with Client(router.address) as client:
+        async with fake_worker(router.address, ModelDir.open(model), refuser.serve), Client(router.address) as client:
             await workers_joined(client, 0, 1)
             stream = Stream(client, [1, 2, 3], 5)
             if served:
@@ -262,7 +224,4 @@ async def test_refusals_for_want_of_room_are_no_failed_attempts(model: Path, num
                 "ever longer: it does not spin"
             )
     finally:
-        membership.cancel()
-        await asyncio.wait([membership])
         await stop_process(router.process)
-        await server.stop(0.1)

@@ -9,21 +9,21 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from cluster.errors import DeadlineExceeded, ServiceError, Unavailable
-from cluster.network.protocol import PROTOCOL
-from cluster.network.rpc import Server, channel
+from cluster.network.mux import Channel
+from cluster.network.mux_stream import MuxStream
 from engine.model.model_dir import ModelDir
-from protos import decode_pb2, decode_pb2_grpc, membership_pb2, membership_pb2_grpc
+from protos import decode_pb2
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
+from support.fake_workers import fake_worker
 from support.ports import free_port
 from support.processes import (
     LENDER_ALWAYS,
@@ -326,58 +326,28 @@ async def test_workers_are_stopped_while_they_serve(model, cluster_of, audit) ->
         await audit(alive(cluster))
 
 
-class TreacherousWorker(decode_pb2_grpc.DecodeServicer, membership_pb2_grpc.WorkerServicer):
-    """A decode worker that says everything, and then fails before it has ended its stream."""
+class TreacherousWorker:
+    """A decode worker that says everything, and then fails before it has ended its request."""
 
     def __init__(self) -> None:
         self.attempts = 0
 
-    async def Serve(self, request_iterator: Any, context: Any) -> AsyncIterator[decode_pb2.DecodeFrame]:  # noqa: N802
-        frame = await anext(request_iterator)
-        self.attempts += len(frame.placed)
-        said = [
-            pb.GenerateResponse(token_ids=[1, 2, 3]),
-            pb.GenerateResponse(finish=pb.Finish(usage=pb.Usage(completion_tokens=3))),
-        ]
-        for message in said:
-            part = decode_pb2.Part(number=frame.placed[0].number, messages=[message.SerializeToString()])
-            yield decode_pb2.DecodeFrame(parts=[part])
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "died in the last moment")
+    def serve(self, stream: MuxStream, opened: Channel, request: decode_pb2.DecodeRequest) -> None:
+        self.attempts += 1
+        opened.send(pb.GenerateResponse(token_ids=[1, 2, 3]).SerializeToString())
+        finish = pb.Finish(usage=pb.Usage(completion_tokens=3))
+        opened.send(pb.GenerateResponse(finish=finish).SerializeToString())
+        asyncio.get_running_loop().call_later(0.1, stream.end, Unavailable("died in the last moment"))
 
 
 async def test_a_worker_that_dies_after_its_last_word_costs_nothing(model) -> None:  # type: ignore[no-untyped-def]
     """The client has its answer: no second attempt, and no error after the finish."""
-    router = await start_role("router", "router", RouterConfig(model=model, port=0))
-    server, worker, over = Server(), TreacherousWorker(), asyncio.Event()
-    decode_pb2_grpc.add_DecodeServicer_to_server(worker, server.grpc)
-    port = await server.start("127.0.0.1", 0, [])
-
-    async def membership() -> AsyncIterator[membership_pb2.WorkerMessage]:
-        shape = {"block_tokens": BLOCK, "num_blocks": 100, "block_bytes": 2048, "max_context_tokens": 1000}
-        yield membership_pb2.WorkerMessage(
-            hello=membership_pb2.Hello(
-                protocol=PROTOCOL,
-                worker_id="treacherous",
-                incarnation=b"x" * 16,
-                role=membership_pb2.ROLE_DECODE,
-                address=f"127.0.0.1:{port}",
-                model_fingerprint=b"y" * 32,
-                config_fingerprint=ModelDir.open(model).config_fingerprint(),
-                **shape,
-            )
-        )
-        yield membership_pb2.WorkerMessage(load=membership_pb2.LoadReport(available_blocks=100, num_blocks=100))
-        await over.wait()
-
+    router, worker = await start_role("router", "router", RouterConfig(model=model, port=0)), TreacherousWorker()
     try:
-        async with channel(router.address) as link, Client(router.address) as client:
-            joined = membership_pb2_grpc.MembershipStub(link).Join(membership())
+        async with fake_worker(router.address, ModelDir.open(model), worker.serve), Client(router.address) as client:
             await workers_joined(client, 0, 1)
             (stream,) = await finished([Stream(client, [1, 2, 3], 3)])
             assert stream.token_ids == [1, 2, 3]
             assert worker.attempts == 1
-            over.set()
-            joined.cancel()
     finally:
-        await server.stop(0)
         await stop_process(router.process)

@@ -15,6 +15,7 @@ from cluster.network.error_status import to_status
 from engine.process.front.engine_client import EngineClient
 from engine.worker.front import membership as joining
 from engine.worker.front.membership import Memberships
+from engine.worker.front.router_streams import RouterStreams
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from support.processes import until
@@ -54,7 +55,8 @@ class Engine:
 
 def joining_at(*addresses: str) -> Memberships:
     engine = cast(EngineClient, Engine())
-    return Memberships(pb.Hello(worker_id="w"), engine, addresses, StaticDiscovery(addresses), lambda: False)
+    discovery = StaticDiscovery(addresses)
+    return Memberships(pb.Hello(worker_id="w"), engine, addresses, discovery, lambda: False, RouterStreams())
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:

@@ -18,12 +18,12 @@ import pytest_asyncio
 
 from cluster.errors import Forbidden, ServiceError, StartError, Unauthenticated, Unavailable
 from cluster.network.error_status import from_rpc_error
-from cluster.network.frame_stream import FrameServer, FrameStream, connect
+from cluster.network.mux_stream import MuxServer, MuxStream
 from cluster.network.rpc import MAX_METADATA_BYTES, channel
 from cluster.network.tls import ClientIdentity, Credentials, File, MemberIdentity
 from conftest import Ask, ModelFactory
-from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
+from protos import membership_pb2, membership_pb2_grpc
 from router.security.api_keys import entry_for
 from support.certificates import Authority, Issued
 from support.openai_http import http_cluster
@@ -150,9 +150,10 @@ def _strangers(site: Site) -> dict[str, Any]:
 async def test_streams_are_for_members_only(site: Site) -> None:
     opened: list[bytes] = []
     member = member_of(site.issued, site.cluster_ca)
-    server = FrameServer(lambda stream, opening: opened.append(opening), member.credentials)
+    server = MuxServer(lambda stream, opening: opened.append(opening), member.credentials)
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0, 'stream_port')}"
-    stream = await connect(address, b"member", member)
+    stream = MuxStream(b"member")
+    await stream.connect(address, member)
 
     async def is_taken() -> bool:
         return opened == [b"member"]
@@ -160,17 +161,16 @@ async def test_streams_are_for_members_only(site: Site) -> None:
     await until(is_taken, "the member's is taken")
     assert stream.ended is None
     for identity in (None, member_of(site.client, site.cluster_ca), member_of(site.stranger, site.cluster_ca)):
+        refused = MuxStream(b"stranger")
+
+        async def is_over(refused: MuxStream = refused) -> bool:
+            return refused.ended is not None
+
         with suppress(OSError):  # TLS 1.3 tells a client that it is refused after the connection stands
-            await _refused(await connect(address, b"stranger", identity))
+            await refused.connect(address, identity)
+            await until(is_over, "it is refused")
     assert opened == [b"member"]
     server.close()
-
-
-async def _refused(stream: FrameStream) -> None:
-    async def is_over() -> bool:
-        return stream.ended is not None
-
-    await until(is_over, "it is refused")
 
 
 def _internal_calls(site: Site) -> dict[str, tuple[str, Any]]:
@@ -180,15 +180,6 @@ def _internal_calls(site: Site) -> dict[str, tuple[str, Any]]:
     def join(link: Any) -> Any:
         hello = membership_pb2.WorkerMessage(hello=membership_pb2.Hello(worker_id="me"))
         return membership_pb2_grpc.MembershipStub(link).Join(iter([hello]), timeout=5).read()
-
-    def lend(link: Any) -> Any:
-        return lend_pb2_grpc.LendStub(link).Lend(iter([lend_pb2.BorrowerFrame()]), timeout=5).read()
-
-    def serve(link: Any) -> Any:
-        return decode_pb2_grpc.DecodeStub(link).Serve(iter([decode_pb2.RouterFrame()]), timeout=5).read()
-
-    def decode(link: Any) -> Any:
-        return decode_pb2_grpc.DecodeStub(link).Generate(decode_pb2.DecodeRequest(), timeout=5).read()
 
     def audit(link: Any) -> Any:
         return membership_pb2_grpc.WorkerStub(link).Audit(membership_pb2.AuditRequest(), timeout=60)
@@ -200,7 +191,7 @@ def _internal_calls(site: Site) -> dict[str, tuple[str, Any]]:
         return membership_pb2_grpc.MembershipStub(link).Members(membership_pb2.MembersRequest(), timeout=5)
 
     at_router = {"join": join, "members": members}
-    at_worker = {"lend": lend, "serve": serve, "decode": decode, "audit": audit, "drain": drain}
+    at_worker = {"audit": audit, "drain": drain}
     calls = {name: (site.cluster.router.joined_at, call) for name, call in at_router.items()}
     return calls | {name: (worker, call) for name, call in at_worker.items()}
 

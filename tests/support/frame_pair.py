@@ -1,10 +1,9 @@
-"""Two ends of a FrameStream in memory: each delivers what it is given at the next turn of the loop, in pieces."""
+"""Two ends of a MuxStream in memory: each delivers what it is given at the next turn of the loop, in pieces."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
-from cluster.network.frame_stream import OPEN, FrameStream
+from cluster.network.mux_stream import Accept, MuxServer, MuxStream
 
 
 class MemoryTransport(asyncio.Transport):
@@ -12,25 +11,32 @@ class MemoryTransport(asyncio.Transport):
 
     def __init__(self, piece_bytes: int) -> None:
         super().__init__()
-        self.peer: FrameStream
+        self.peer: MuxStream
         self.held = asyncio.Event()
         self.held.set()
-        self.num_written = 0
+        self.writes: list[bytes] = []
+        self.is_closed = False
         self._piece_bytes = piece_bytes
         self._sent: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._delivering = asyncio.ensure_future(self._deliver())
 
     def write(self, data: Any) -> None:
-        self.num_written += len(data)
+        assert not self.is_closed, "written after the end"
+        self.writes.append(bytes(data))
         self._sent.put_nowait(bytes(data))
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         pass
 
+    def is_closing(self) -> bool:
+        return self.is_closed
+
     def close(self) -> None:
+        self.is_closed = True
         self._sent.put_nowait(None)
 
     def abort(self) -> None:
+        self.is_closed = True
         self._delivering.cancel()
         asyncio.get_running_loop().call_soon(self.peer.connection_lost, None)
 
@@ -42,27 +48,13 @@ class MemoryTransport(asyncio.Transport):
         self.peer.connection_lost(None)
 
 
-Ends = tuple[FrameStream, FrameStream]
-
-
-def joined(piece_bytes: int = 1 << 20) -> tuple[Ends, tuple[MemoryTransport, MemoryTransport]]:
-    """Return two streams that are connected, and the transport that each writes to."""
-    ends = FrameStream(), FrameStream()
+def join(
+    caller: MuxStream, accept: Accept, piece_bytes: int = 1 << 20
+) -> tuple[MuxStream, MemoryTransport, MemoryTransport]:
+    """Connect a caller to a server in memory; return the server's end, the caller's transport and the server's."""
+    server = MuxServer(accept)._connected()
     transports = MemoryTransport(piece_bytes), MemoryTransport(piece_bytes)
-    for end, transport, peer in zip(ends, transports, reversed(ends), strict=True):
+    for end, transport, peer in zip((caller, server), transports, (server, caller), strict=True):
         transport.peer = peer
         end.connection_made(transport)
-    return ends, transports
-
-
-def opened(accept: Callable[[FrameStream, bytes], object], opening: bytes) -> tuple[FrameStream, MemoryTransport]:
-    """Return the caller's end of a stream that `accept` serves, and the transport to the caller."""
-    (caller, server), (_, to_caller) = joined()
-
-    def first(kind: int, payload: bytes) -> None:
-        assert kind == OPEN
-        accept(server, payload)
-
-    server.on_frame = first
-    caller.send(OPEN, opening)
-    return caller, to_caller
+    return server, *transports

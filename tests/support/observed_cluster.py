@@ -2,17 +2,19 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from cluster.errors import ServiceError
+from cluster.errors import ServiceError, Unavailable
 from cluster.network.error_status import from_rpc_error
+from protos import decode_pb2, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
-from protos import membership_pb2, membership_pb2_grpc
+from router.decode_client.decode_stream import DecodeStream
 from tandem.local.local_cluster import RoleProcess
 
 VOCAB = 1000
@@ -26,7 +28,7 @@ GOOD = list(range(1, 4 * BLOCK + 2))
 
 
 class OverhearingRouter(membership_pb2_grpc.MembershipServicer):
-    """A router that only listens."""
+    """A router that only listens; it has no use for what its connections bring."""
 
     def __init__(self) -> None:
         self.hellos: dict[str, membership_pb2.Hello] = {}
@@ -36,12 +38,29 @@ class OverhearingRouter(membership_pb2_grpc.MembershipServicer):
     async def Join(  # noqa: N802
         self, request_iterator: AsyncIterator[membership_pb2.WorkerMessage], context: Any
     ) -> AsyncIterator[membership_pb2.RouterMessage]:
-        async for message in request_iterator:
-            if message.HasField("hello"):
-                self.hellos[message.hello.worker_id] = message.hello
-                if len(self.hellos) == 2:
-                    self.complete.set()
-                yield membership_pb2.RouterMessage(welcome=membership_pb2.Welcome(router_id="overhearing"))
+        with ExitStack() as held:
+            async for message in request_iterator:
+                if message.HasField("hello"):
+                    self.hellos[message.hello.worker_id] = message.hello
+                    if len(self.hellos) == 2:
+                        self.complete.set()
+                    welcome = membership_pb2.Welcome(router_id="overhearing", stream_key=message.hello.incarnation)
+                    yield membership_pb2.RouterMessage(welcome=welcome)
+                    held.callback(connection(message.hello, welcome.stream_key).break_off, Unavailable("over"))
+
+
+def connection(hello: membership_pb2.Hello, key: bytes = b"") -> DecodeStream:
+    """Connect to a worker as a router does."""
+    return DecodeStream(hello.stream_address, key, hello.worker_id, lambda: None, lambda _: None, None)
+
+
+async def decode(hello: membership_pb2.Hello, request: decode_pb2.DecodeRequest) -> list[pb.GenerateResponse]:
+    """Place a request on a worker; return its messages. Raises the ServiceError that ended it."""
+    link = connection(hello)
+    try:
+        return [pb.GenerateResponse.FromString(message) async for message in link.generate(request, 60.0)]
+    finally:
+        link.break_off(Unavailable("over"))
 
 
 @dataclass

@@ -1,28 +1,30 @@
 """Router and decode worker at the two ends of their stream, in memory: what any schedule of requests may do to it.
 
-The link and the connection are the real ones; between them are queues instead of gRPC or TCP. Attempts are scripted.
+Both ends are the real ones; between them are queues instead of TCP. Attempts are scripted.
 """
 
 import asyncio
+import functools
 import gc
 import random
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
-import grpc
 import pytest
+from google.rpc import status_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServiceError, Unavailable
-from cluster.network.frame_stream import FrameStream
-from decode_worker.router_stream import RouterStream, serve_router
+from cluster.network.error_status import from_proto
+from cluster.network.mux import MAX_MESSAGE_BYTES, Channel, Mux
+from cluster.network.mux_stream import MuxStream
+from decode_worker.router_stream import serve_request
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
-from router.decode_client.decode_stream import PAUSE_AT, DecodeStream, GrpcDecodeStream
-from router.decode_client.frame_decode_stream import FrameDecodeStream
-from support.frame_pair import MemoryTransport, opened
+from router.decode_client.decode_stream import PAUSE_AT, DecodeStream
+from support.frame_pair import MemoryTransport, join
 from support.virtual_loop import run_virtually, settle
 
 
@@ -63,109 +65,46 @@ class ScriptedAttempt:
 class Wire:
     """A connection to a worker here. `hold` keeps frames from the router."""
 
+    of_worker: MuxStream
+    to_router: MemoryTransport
+
     def __init__(self) -> None:
         self.attempts: dict[str, ScriptedAttempt] = {}
-        self.connection = RouterStream(self._begin)
+        self._is_held = False
 
     def _begin(self, request: pb.DecodeRequest, on_news: Callable[[], object]) -> Any:
         attempt = self.attempts[request.request_id] = ScriptedAttempt(request, on_news)
         return attempt
 
-
-class GrpcWire(Wire):
-    """A channel whose only call leads to the connection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = asyncio.Event()
-        self.held.set()
-        self.broken: grpc.aio.AioRpcError | None = None
-
     def link(self) -> DecodeStream:
-        return GrpcDecodeStream(self, "d0", lambda: None)  # type: ignore[arg-type]
+        return DecodeStream("", b"key", "d0", lambda: None, lambda _: None, None, self._connect)
+
+    async def _connect(self, stream: MuxStream, address: str, trust: object) -> None:
+        self.of_worker, _, self.to_router = join(stream, self._accept)
+        if self._is_held:
+            self.hold()
+
+    def _accept(self, stream: MuxStream, opening: bytes) -> None:
+        stream.on_channel = functools.partial(serve_request, self._begin)
 
     def hold(self) -> None:
-        self.held.clear()
+        self._is_held = True
+        if hasattr(self, "to_router"):
+            self.to_router.held.clear()
 
     def release(self) -> None:
-        self.held.set()
-
-    def __getattr__(self, kind: str) -> Any:
-        return lambda *_, **__: lambda *requests: _Call(self, requests[0]) if requests else None
-
-    def stop(self) -> None:
-        self.broken = grpc.aio.AioRpcError(
-            grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "socket closed"
-        )
-        self.connection.end()
-
-
-class FrameWire(Wire):
-    """Two ends of a stream of frames."""
-
-    to_router: MemoryTransport
-    of_worker: FrameStream
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = asyncio.Event()
-        self.held.set()
-
-    def link(self) -> DecodeStream:
-        return FrameDecodeStream("", b"key", "d0", lambda: None, lambda _: None, None, self._connect)
-
-    async def _connect(self, address: str, opening: bytes, trust: object) -> FrameStream:
-        def accept(stream: FrameStream, opening: bytes) -> None:
-            self.of_worker = stream
-            take = serve_router(self.connection, stream, self._at_once)
-            stream.on_frame = lambda _, payload: take(payload)
-
-        caller, self.to_router = opened(accept, opening)
-        self.to_router.held = self.held
-        return caller
-
-    async def _at_once(self) -> None:
-        pass
-
-    def hold(self) -> None:
-        self.held.clear()
-
-    def release(self) -> None:
-        self.held.set()
+        self._is_held = False
+        if hasattr(self, "to_router"):
+            self.to_router.held.set()
 
     def stop(self) -> None:
         self.to_router.abort()
         self.of_worker.connection_lost(None)
 
 
-KINDS: tuple[type[Any], ...] = (GrpcWire, FrameWire)
-
-
-@pytest.fixture(params=KINDS)
-def wire(request: pytest.FixtureRequest) -> Any:
-    return request.param()
-
-
-class _Call:
-    def __init__(self, wire: GrpcWire, requests: AsyncIterator[pb.RouterFrame]) -> None:
-        self._wire = wire
-        self._absorbing = asyncio.ensure_future(self._absorb(requests))
-
-    async def _absorb(self, requests: AsyncIterator[pb.RouterFrame]) -> None:
-        async for frame in requests:
-            self._wire.connection.absorb(pb.RouterFrame.FromString(frame.SerializeToString()))
-
-    async def __aiter__(self) -> AsyncIterator[pb.DecodeFrame]:
-        async for frame in self._wire.connection.frames():
-            await self._wire.held.wait()
-            yield pb.DecodeFrame.FromString(frame.SerializeToString())
-        if self._wire.broken is not None:
-            raise self._wire.broken
-
-    def cancel(self) -> None:
-        self._absorbing.cancel()
-        self._wire.connection.end()
-        self._wire.connection.close()
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
 
 
 class Reader:
@@ -197,7 +136,7 @@ class Reader:
             self.allowed.release()
 
 
-async def test_each_gets_its_own_and_no_other(wire: Any) -> None:
+async def test_each_gets_its_own_and_no_other(wire: Wire) -> None:
     link = wire.link()
     readers = {name: Reader(link, name) for name in ("a", "b")}
     await settle()
@@ -219,7 +158,7 @@ async def test_each_gets_its_own_and_no_other(wire: Any) -> None:
     link.break_off(Unavailable("over"))
 
 
-async def test_refusals_and_mistakes_end_their_request_only(wire: Any) -> None:
+async def test_refusals_and_mistakes_end_their_request_only(wire: Wire) -> None:
     link = wire.link()
     refused, broken, good = (Reader(link, name) for name in ("refused", "bug", "good"))
     await settle()
@@ -232,7 +171,7 @@ async def test_refusals_and_mistakes_end_their_request_only(wire: Any) -> None:
     link.break_off(Unavailable("over"))
 
 
-async def test_one_that_nobody_reads_is_paused_and_comes_as_one_message(wire: Any) -> None:
+async def test_one_that_nobody_reads_is_paused_and_comes_as_one_message(wire: Wire) -> None:
     link = wire.link()
     slow, quick = Reader(link, "slow"), Reader(link, "quick")
     quick.allow(10_000)
@@ -250,7 +189,7 @@ async def test_one_that_nobody_reads_is_paused_and_comes_as_one_message(wire: An
     link.break_off(Unavailable("over"))
 
 
-@pytest.mark.parametrize("how", ["over", "cancelled", "closed"])
+@pytest.mark.parametrize("how", ["over", "refused", "cancelled", "closed"])
 async def test_one_that_is_over_is_freed_at_once(how: str) -> None:
     """And does not wait for a collection of cycles, which would be a pause for everybody."""
     there: list[weakref.ref[ScriptedAttempt]] = []
@@ -262,23 +201,43 @@ async def test_one_that_is_over_is_freed_at_once(how: str) -> None:
             attempt.end()
         return attempt
 
-    connection = RouterStream(begin)
     gc.disable()
     try:
-        connection.absorb(pb.RouterFrame(placed=[pb.PlacedRequest(number=1, timeout_ms=10_000)]))
+        caller, router = (
+            Mux(b"", _unexpected, lambda: None),
+            Mux(None, functools.partial(serve_request, begin), lambda: None),
+        )
+        opening = pb.DecodeRequest(request_id=how, timeout_ms=10_000).SerializeToString()
+        channel = caller.open(opening)
+        ends: list[bytes] = []
+        channel.on_end = ends.append
+        carry(caller, router)
         match how:
-            case "over":
-                assert (await anext(connection.frames())).parts[0].ended
+            case "over" | "refused":
+                carry(router, caller)
+                assert len(ends) == 1
             case "cancelled":
-                connection.absorb(pb.RouterFrame(cancelled=[1]))
+                channel.cancel()
+                carry(caller, router)
             case "closed":
-                connection.close()
-        assert [attempt() for attempt in there] == [None]
+                router.end()
+        assert [attempt() for attempt in there] == ([] if how == "refused" else [None])
+        assert router.num_channels == 0
     finally:
         gc.enable()
 
 
-async def test_a_deadline_ends_it_at_both_ends(wire: Any) -> None:
+def _unexpected(channel: Channel, opening: bytes) -> None:
+    raise AssertionError
+
+
+def carry(one: Mux, other: Mux) -> None:
+    """Take what one side has to the other."""
+    while raw := one.take():
+        other.receive(raw)
+
+
+async def test_a_deadline_ends_it_at_both_ends(wire: Wire) -> None:
     reader = Reader(wire.link(), "late", timeout_s=0.0)
     await asyncio.sleep(0.01)
     assert isinstance(reader.failure, DeadlineExceeded)
@@ -286,12 +245,41 @@ async def test_a_deadline_ends_it_at_both_ends(wire: Any) -> None:
     assert wire.attempts["late"].closed
 
 
-async def test_a_frame_that_no_router_sends() -> None:
-    connection = RouterStream(lambda request, on_news: ScriptedAttempt(request, on_news))  # type: ignore[arg-type, return-value]
-    placed = pb.PlacedRequest(number=3, request=pb.DecodeRequest(request_id="a"))
-    connection.absorb(pb.RouterFrame(placed=[placed], cancelled=[99], paused=[98], resumed=[97]))
-    with pytest.raises(InvalidRequest, match=r"placed\.number"):
-        connection.absorb(pb.RouterFrame(placed=[placed]))
+async def test_what_is_no_request_and_mistakes_in_the_middle_end_their_request_only(wire: Wire) -> None:
+    link = wire.link()
+    good, broken = Reader(link, "good"), Reader(link, "broken")
+    await settle()
+    ends: list[bytes] = []
+    link._stream.mux.open(b"\xff").on_end = ends.append
+    wire.attempts["broken"].take = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    wire.attempts["broken"].on_news()
+    await settle()
+    refusal = from_proto(status_pb2.Status.FromString(ends[0]))
+    assert isinstance(refusal, InvalidRequest)
+    assert refusal.field == "request"
+    assert type(broken.failure) is ServiceError
+    assert wire.attempts["broken"].closed
+    wire.attempts["good"].say(1)
+    await settle()
+    assert good.tokens == [1]
+    link.break_off(Unavailable("over"))
+
+
+async def test_a_request_that_no_frame_can_carry_is_refused(wire: Wire) -> None:
+    link = wire.link()
+    huge = pb.DecodeRequest(cache_salt="x" * MAX_MESSAGE_BYTES)
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_MESSAGE_BYTES}"):
+        await anext(link.generate(huge, 1.0))
+    largest = pb.DecodeRequest(request_id="largest", cache_salt="x" * (MAX_MESSAGE_BYTES - 40))
+    reading = asyncio.ensure_future(anext(link.generate(largest, 1.0)))
+    others = [Reader(link, name) for name in ("a", "b")]
+    await settle()
+    for attempt in wire.attempts.values():
+        attempt.say(1)
+    await settle()
+    assert public_pb.GenerateResponse.FromString(await reading).token_ids == [1]
+    assert [other.tokens for other in others] == [[1], [1]]
+    link.break_off(Unavailable("over"))
 
 
 moves = st.lists(
@@ -304,21 +292,17 @@ moves = st.lists(
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @given(schedule=moves, breaks=st.booleans(), seeds=st.randoms(use_true_random=False))
 @settings(max_examples=150, deadline=None)
-def test_any_schedule(
-    kind: type[Any], schedule: list[tuple[str, int, int]], breaks: bool, seeds: random.Random
-) -> None:
-    run_virtually(_any_schedule(kind, schedule, breaks, seeds))
+def test_any_schedule(schedule: list[tuple[str, int, int]], breaks: bool, seeds: random.Random) -> None:
+    run_virtually(_any_schedule(schedule, breaks, seeds))
 
 
-async def _any_schedule(
-    kind: type[Any], schedule: list[tuple[str, int, int]], breaks: bool, seeds: random.Random
-) -> None:
+async def _any_schedule(schedule: list[tuple[str, int, int]], breaks: bool, seeds: random.Random) -> None:
     """Whoever reads on gets 1, 2, 3 ... of its own, all that was said; whoever left costs nothing at either end."""
-    wire = kind()
+    wire = Wire()
     link = wire.link()
+    await settle()
     readers: dict[str, Reader] = {}
     left: set[str] = set()
     for move, which, count in schedule:
@@ -354,7 +338,7 @@ async def _any_schedule(
             assert len(reader.tokens) == wire.attempts[name].said, "all of them"
             assert reader.ended == wire.attempts[name].over
     assert all(wire.attempts[name].closed for name in left & wire.attempts.keys()), "who left is ended there too"
-    assert wire.connection.num_requests == sum(not attempt.closed for attempt in wire.attempts.values())
+    assert wire.of_worker.mux.num_accepted == sum(not attempt.closed for attempt in wire.attempts.values())
     if breaks:
         wire.stop()
     else:

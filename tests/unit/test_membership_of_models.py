@@ -3,24 +3,29 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from cluster.errors import Unavailable
 from cluster.network.protocol import PROTOCOL
 from engine.model.model_dir import ModelDir
 from engine.worker.model_files import file_parts
 from protos import membership_pb2 as pb
 from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
+from router.decode_client.decode_streams import DecodeStreams
+from router.decode_client.inbox import Inbox
 from router.membership import membership_service
 from router.membership.membership_service import MembershipService
 from router.models.model_files import read_models
 from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
 from router.placement.fleet.fleet import PART_KEYS
+from router.placement.fleet.worker_records import WorkerRecord
 from router.runtime import serve_models
 from support.sim_directories import write_sim_model
+from support.virtual_loop import settle
 
 
 class Aborted(Exception):
@@ -35,13 +40,17 @@ class Context:
 
 
 class Member:
-    """A worker's stream."""
+    """A worker's call, and its events."""
+
+    inboxes: ClassVar[dict[bytes, Inbox]] = {}
+    """Inboxes of connected workers, by the key of the membership."""
 
     def __init__(self, service: MembershipService, of: ModelRuntime, incarnation: bytes, **hello: Any) -> None:
         self.says: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
         values: dict[str, Any] = {
             "worker_id": "w",
             "address": f"{of.name}:1",
+            "stream_address": f"{of.name}:2",
             "incarnation": incarnation,
             "role": pb.ROLE_DECODE,
             "model_fingerprint": b"weights",
@@ -58,15 +67,32 @@ class Member:
             yield await self.says.get()
 
     async def welcomed(self) -> None:
-        assert (await anext(self.stream)).HasField("welcome")
+        answer = await anext(self.stream)
+        assert answer.HasField("welcome")
+        self.key = answer.welcome.stream_key
+
+    def tells(self, event: pb.WorkerMessage) -> None:
+        """Send an event over the connection."""
+        self.inboxes[self.key].put(event)
 
     async def reports(self) -> "asyncio.Future[Any]":
         """And goes on listening."""
-        self.says.put_nowait(pb.WorkerMessage(load=pb.LoadReport(available_blocks=10, num_blocks=10)))
         listens = asyncio.ensure_future(anext(self.stream))
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await settle()
+        self.tells(pb.WorkerMessage(load=pb.LoadReport(available_blocks=10, num_blocks=10)))
+        await settle()
         return listens
+
+
+@pytest.fixture(autouse=True)
+def _inboxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are connected to by nothing but their inboxes."""
+
+    def connect(streams: DecodeStreams, worker: WorkerRecord, inbox: Inbox) -> None:
+        Member.inboxes[worker.stream_key] = inbox
+
+    monkeypatch.setattr(Member, "inboxes", {})
+    monkeypatch.setattr(DecodeStreams, "open", connect)
 
 
 @pytest.fixture
@@ -110,7 +136,7 @@ async def test_an_id_means_one_worker_whatever_it_serves(
     await successor.welcomed()
     listens_too = await successor.reports()
     assert ids(models) == [[], ["w"]]
-    first.says.put_nowait(pb.WorkerMessage(load=pb.LoadReport()))
+    first.tells(pb.WorkerMessage(load=pb.LoadReport()))
     with pytest.raises(Aborted, match="another stream of 'w' has replaced this one"):
         await listens
     assert ids(models) == [[], ["w"]], "the end of the old stream takes nothing from the new one"
@@ -123,6 +149,51 @@ async def test_a_worker_of_a_model_that_is_not_served_is_told_which_are(models: 
     stranger = Member(service, next(iter(models)), b"1", config_fingerprint=b"other", model="c")
     with pytest.raises(Aborted, match=r"FAILED_PRECONDITION.*serves 'c', whose name and config .*: 'a', 'b'"):
         await stranger.welcomed()
+
+
+async def test_a_worker_without_a_stream_port_is_refused_by_that_name(models: ModelRuntimes) -> None:
+    """As one of the version before may be."""
+    service = MembershipService(models, "router", b"incarnation", 10.0)
+    member = Member(service, next(iter(models)), b"1", stream_address="")
+    with pytest.raises(Aborted, match="FAILED_PRECONDITION: stream_port: is null at worker w"):
+        await member.welcomed()
+    assert ids(models) == [[], []]
+
+
+async def test_a_worker_that_cannot_be_reached_or_sends_events_on_its_call_is_told_so(models: ModelRuntimes) -> None:
+    service = MembershipService(models, "router", b"incarnation", 10.0)
+    of_a, _ = models
+    member = Member(service, of_a, b"1")
+    await member.welcomed()
+    listens = await member.reports()
+    Member.inboxes[member.key].end(Unavailable("no connection to worker w at a:2 (stream_port): refused"))
+    with pytest.raises(Aborted, match=r"UNAVAILABLE: no connection to worker w at a:2 \(stream_port\)"):
+        await listens
+    assert ids(models) == [[], []]
+
+    member = Member(service, of_a, b"1")
+    await member.welcomed()
+    listens = await member.reports()
+    member.says.put_nowait(pb.WorkerMessage(load=pb.LoadReport()))
+    with pytest.raises(Aborted, match="INVALID_ARGUMENT: load: comes after the Welcome"):
+        await listens
+    assert ids(models) == [[], []]
+
+
+async def test_a_worker_that_leaves_or_falls_silent_is_forgotten(models: ModelRuntimes) -> None:
+    lost: list[str] = []
+    service = MembershipService(models, "router", b"incarnation", 10.0, lost.append)
+    of_a, _ = models
+    member = Member(service, of_a, b"1")
+    await member.welcomed()
+    listens = await member.reports()
+    await asyncio.sleep(9.0)
+    assert ids(models) == [["w"], []]
+    await asyncio.sleep(1.1)
+    assert listens.done()
+    assert isinstance(listens.exception(), StopAsyncIteration)
+    assert ids(models) == [[], []]
+    assert lost == ["a"]
 
 
 async def test_who_can_exchange_blocks_with_nobody_is_told_of(
@@ -169,7 +240,7 @@ async def test_a_large_cache_holds_up_nobody(models: ModelRuntimes) -> None:
 
     async def follow(until: int) -> None:
         """What others see between two turns of theirs."""
-        member.says.put_nowait(pb.WorkerMessage(cache=cache))
+        member.tells(pb.WorkerMessage(cache=cache))
         seen.clear()
         while until not in seen:
             await asyncio.sleep(0)

@@ -92,10 +92,9 @@ class Faults:
             case _:
                 raise InvalidRequest("fault", "must be one of kill, stop, delay, corrupt, partition")
 
-    async def hold_frame(self) -> None:
-        """Wait as long as frames are delayed now."""
-        if time.monotonic() < self._delayed_until:
-            await asyncio.sleep(self._delay_s)
+    def frame_delay_s(self) -> float:
+        """Return the seconds by which a frame to a router is delayed now."""
+        return self._delay_s if time.monotonic() < self._delayed_until else 0.0
 
     def _check_own_processes(self, fault: str) -> None:
         if not self._engine.processes():

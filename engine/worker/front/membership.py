@@ -12,16 +12,15 @@ from itertools import chain
 import grpc
 
 from cluster.discovery.discovery import Discovery, Roster
-from cluster.errors import AlreadyExists, Incompatible, ServiceError, TandemError
+from cluster.errors import AlreadyExists, Incompatible, ServiceError, TandemError, Unavailable
 from cluster.network.error_status import from_rpc_error
-from cluster.network.frame_stream import FrameStream
-from cluster.network.protocol import WORKER_EVENTS
+from cluster.network.mux_stream import MuxStream
 from cluster.network.rpc import channel
 from cluster.network.tls import TlsIdentity
 from engine.messages.from_engine import CacheChanged, LoadReport
 from engine.messages.to_engine import TakeSnapshot
 from engine.process.front.engine_client import EngineClient
-from engine.worker.front.router_streams import RouterStreams, end_of
+from engine.worker.front.router_streams import RouterStreams
 from engine.worker.front.worker_events import cache_events, load_report, messages_of, parts_of, summary
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
@@ -52,7 +51,7 @@ class _Router:
     backlog: "asyncio.Queue[CacheChanged | LoadReport | None]" = field(
         default_factory=lambda: asyncio.Queue(MAX_BACKLOG)
     )
-    """Messages to send; None ends the stream."""
+    """Messages to send; None wakes the sender at the end of the connection."""
     task: "asyncio.Future[TandemError] | None" = None
     router_id: str = ""
     """Id of the router; empty while there is no stream to it."""
@@ -84,15 +83,15 @@ class Memberships:
         pinned: Collection[str],
         discovery: Discovery,
         draining: Callable[[], bool],
+        streams: RouterStreams,
         name_taken_s: float = NAME_TAKEN_S,
         trust: TlsIdentity | None = None,
         meet: Meet | None = None,
-        streams: RouterStreams | None = None,
         files: Callable[[], AsyncIterator[pb.ModelFilePart]] | None = None,
     ) -> None:
         """Create them; `meet` connects to workers that a router names, before it gets the first report.
 
-        `streams` are those that routers open, where the Hello has a `stream_address`. `files` yields the files of the
+        `streams` are the connections that routers open at the Hello's `stream_address`. `files` yields the files of the
         model for a router that has other ones.
         """
         self._streams = streams
@@ -251,11 +250,11 @@ class Memberships:
     async def _join(self, stub: pb_grpc.MembershipStub, router: _Router) -> None:
         backlog = router.backlog = asyncio.Queue(MAX_BACKLOG)
         over = router.over = asyncio.Event()
-        answered, welcomed, hello = asyncio.Event(), asyncio.Event(), self._hello
+        answered, hello = asyncio.Event(), self._hello
         files_wanted = False
         router.hello = hello
-        stream: FrameStream | None = None
-        opening: asyncio.Future[FrameStream] | None = None
+        failure: ServiceError | None = None
+        reporting: asyncio.Task[None] | None = None
 
         def watch(message: CacheChanged | LoadReport) -> None:
             if isinstance(message, LoadReport):
@@ -265,64 +264,22 @@ class Memberships:
             except asyncio.QueueFull:
                 over.set()
 
-        def end() -> None:
-            over.set()
-            with suppress(asyncio.QueueFull):
-                backlog.put_nowait(None)
-
-        def opened(opening: "asyncio.Future[FrameStream]") -> None:
-            """Begin with the events, over the stream if there is one."""
-            nonlocal stream
-            if not opening.cancelled():
-                if (failure := opening.exception()) is not None:
-                    log.warning("router %s gets events over gRPC: %s", router.address, failure)
-                else:
-                    stream = opening.result()
-                    end_of(stream, end)
-            welcomed.set()
-
         async def outgoing() -> AsyncIterator[pb.WorkerMessage]:
             yield pb.WorkerMessage(hello=hello)
             await answered.wait()
             if files_wanted and self._files is not None:
                 async for part in self._files():
                     yield pb.WorkerMessage(file=part)
-            await welcomed.wait()
-            async for message in events():
-                if stream is None:
-                    yield message
-                else:
-                    stream.send(WORKER_EVENTS, message.SerializeToString())
-                    await stream.drained()
+            await over.wait()
 
-        async def events() -> AsyncIterator[pb.WorkerMessage]:
-            if over.is_set():
-                return
-            self._engine.send(TakeSnapshot())
-            synchronised, spoke_at = False, 0.0
-            while not over.is_set():  # an engine sends messages several times a second
-                if (first := await backlog.get()) is None:
-                    return
-                news = [first]
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(spoke_at + TOGETHER_S - time.monotonic()):
-                        await router.urgent.wait()
-                router.urgent.clear()
-                while not backlog.empty():
-                    if (further := backlog.get_nowait()) is None:
-                        return
-                    news.append(further)
-                spoke_at = time.monotonic()
-                load: pb.LoadReport | None = None
-                caches: list[pb.CacheEvents] = []
-                for event in summary(news):
-                    if isinstance(event, LoadReport):
-                        load = load_report(event, self._draining())
-                    elif synchronised or event.snapshot:
-                        synchronised = True
-                        caches.append(cache_events(event))
-                for message in messages_of(chain.from_iterable(map(parts_of, caches)), load):
-                    yield message
+        async def report(key: bytes) -> None:
+            nonlocal failure
+            try:
+                await self._report(router, await self._streams.of(key))
+            except ServiceError as error:
+                failure = error
+            finally:
+                over.set()
 
         with self._engine.watching(watch):
             call = stub.Join(outgoing())
@@ -337,23 +294,55 @@ class Memberships:
                         if self._meet is not None:
                             await self._meet(answer.welcome.peers)
                         self._welcome(router, answer.welcome)
-                        if not answer.welcome.stream_key or self._streams is None:
-                            welcomed.set()
-                            continue
-                        opening = asyncio.ensure_future(self._streams.of(answer.welcome.stream_key))
-                        opening.add_done_callback(opened)
-                    elif answer.HasField("no_stream") and opening is not None:
-                        log.warning("router %s gets events over gRPC: %s", router.address, answer.no_stream.reason)
-                        opening.cancel()
+                        reporting = asyncio.ensure_future(report(answer.welcome.stream_key))
                     elif answer.HasField("resync"):
                         self._engine.send(TakeSnapshot())
             finally:
                 call.cancel()
-                if opening is not None:
-                    opening.cancel()
-                end()  # whichever side ended it: `outgoing` would wait for a welcome or a message for ever
+                if reporting is not None:
+                    reporting.cancel()
+                over.set()  # whichever side ended it: `outgoing` would wait for ever
                 answered.set()
-                welcomed.set()
+        if failure is not None:
+            raise failure
+
+    async def _report(self, router: _Router, stream: MuxStream) -> None:
+        """Send a router the events over its connection, until the membership is over.
+
+        Raises Unavailable when the connection ends before.
+        """
+        backlog, over = router.backlog, router.over
+
+        def end(_: ServiceError) -> None:
+            over.set()
+            with suppress(asyncio.QueueFull):
+                backlog.put_nowait(None)
+
+        stream.on_end.append(end)
+        self._engine.send(TakeSnapshot())
+        synchronised, spoke_at = False, 0.0
+        while stream.ended is None and not over.is_set():  # an engine sends messages several times a second
+            news = [await backlog.get()]
+            with suppress(TimeoutError):
+                async with asyncio.timeout(spoke_at + TOGETHER_S - time.monotonic()):
+                    await router.urgent.wait()
+            router.urgent.clear()
+            while not backlog.empty():
+                news.append(backlog.get_nowait())
+            spoke_at = time.monotonic()
+            load: pb.LoadReport | None = None
+            caches: list[pb.CacheEvents] = []
+            for event in summary([event for event in news if event is not None]):
+                if isinstance(event, LoadReport):
+                    load = load_report(event, self._draining())
+                elif synchronised or event.snapshot:
+                    synchronised = True
+                    caches.append(cache_events(event))
+            for message in messages_of(chain.from_iterable(map(parts_of, caches)), load):
+                stream.mux.note(message.SerializeToString())
+                await stream.drained()
+        if stream.ended is not None:
+            raise Unavailable(f"the router's connection to stream_port ended: {stream.ended.message}")
 
     def _welcome(self, router: _Router, welcome: pb.Welcome) -> None:
         """Check a router's identity.

@@ -87,7 +87,7 @@ class WorkerRecord:
     failing: bool = False
     """Whether its circuit breaker is open or half-open."""
     stream_key: bytes = b""
-    """Key of the stream that brings its events; empty where they come over gRPC."""
+    """Key of the connection that brings its events."""
     failing_lenders: "set[WorkerRecord]" = field(default_factory=set)
     """Lenders for which the circuit breaker of its loans is open or half-open."""
     store_id: str = field(init=False, default="")

@@ -16,8 +16,9 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
+from cluster.network.mux import BEAT, END, FRAME, NOTE, OPEN
 from cluster.network.rpc import MAX_METADATA_BYTES
-from protos import decode_pb2, lend_pb2, membership_pb2
+from protos import decode_pb2, membership_pb2, mux_pb2
 from protos import inference_pb2 as pb
 from support.fuzz_http import Malformed, malformed
 from support.fuzz_messages import fill, mutated, text
@@ -85,13 +86,10 @@ PUBLIC: dict[str, type[Message]] = {
 INTERNAL: dict[str, type[Message]] = {
     "/tandem.internal.v1.Membership/Join": membership_pb2.WorkerMessage,
     "/tandem.internal.v1.Membership/Members": membership_pb2.MembersRequest,
-    "/tandem.internal.v1.Decode/Serve": decode_pb2.RouterFrame,
-    "/tandem.internal.v1.Decode/Generate": decode_pb2.DecodeRequest,
-    "/tandem.internal.v1.Lend/Lend": lend_pb2.BorrowerFrame,
     "/tandem.internal.v1.Worker/Audit": membership_pb2.AuditRequest,
     "/tandem.internal.v1.Worker/Cache": membership_pb2.CacheRequest,
 }
-STREAMING = ("Join", "Serve", "Lend")
+STREAMING = ("Join",)
 METHODS = PUBLIC | INTERNAL
 GOOD = pb.GenerateRequest(token_ids=range(1, 40), sampling=pb.Sampling(max_tokens=3, temperature=0))
 
@@ -111,7 +109,7 @@ def _somewhere(site: Site, chance: Random) -> tuple[grpc.aio.Channel, str]:
     """A method, and a process that has it."""
     method = chance.choice([*PUBLIC, *PUBLIC, *INTERNAL])
     at_router = "Inference" in method or "Membership" in method
-    worker = site.decode if "Decode" in method else chance.choice((site.decode, site.prefill))
+    worker = chance.choice((site.decode, site.prefill))
     return site.link(site.router.address if at_router else worker.address), method
 
 
@@ -198,6 +196,30 @@ def _frame(chance: Random) -> bytes:
     )
 
 
+async def _on_stream_port(site: Site, chance: Random) -> str:
+    """Where routers connect: frames that may be mutated or of no kind, and requests with any fields."""
+    frames = [
+        _mux_frame(OPEN, membership_pb2.StreamOpening(key=chance.randbytes(chance.choice((0, 16)))).SerializeToString())
+    ]
+    for number in range(1, chance.randint(1, 6)):
+        request = decode_pb2.DecodeRequest(prompt_token_ids=range(1, 40), sampling=GOOD.sampling)
+        fill(request, chance, chance.choice((0.0, 0.05, 0.3)))
+        if chance.random() < 0.7:
+            request.worker_incarnation = site.decode.incarnation
+        frame = mux_pb2.Frame(parts=[mux_pb2.Part(number=number, messages=[request.SerializeToString()])])
+        fill(frame, chance, chance.choice((0.0, 0.0, 0.1)))
+        payload = frame.SerializeToString()
+        kind = chance.choice((FRAME, FRAME, FRAME, FRAME, BEAT, NOTE, END, chance.randrange(256)))
+        frames.append(_mux_frame(kind, mutated(payload, chance) if chance.random() < 0.2 else payload))
+    raw = b"".join(frames)
+    await _exchange(site.decode.stream_address, mutated(raw, chance) if chance.random() < 0.2 else raw, cut=True)
+    return "closed"
+
+
+def _mux_frame(kind: int, payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "big") + bytes([kind]) + payload
+
+
 # ------------------------------------------------------------------------------------------------ HTTP
 
 
@@ -273,6 +295,10 @@ async def test_grpc_calls(site: Site, capsys: pytest.CaptureFixture[str]) -> Non
 
 async def test_bytes_on_a_grpc_port(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     await _in_numbers(site, "bytes on a gRPC port", NUM_INPUTS // 10, _garbage, capsys)
+
+
+async def test_bytes_on_a_stream_port(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    await _in_numbers(site, "bytes on a stream port", NUM_INPUTS // 10, _on_stream_port, capsys)
 
 
 async def test_http_requests(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

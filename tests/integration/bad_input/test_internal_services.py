@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from cluster.errors import (
     InvalidRequest,
     Overloaded,
     ServiceError,
+    Unavailable,
 )
+from cluster.network.mux_stream import MuxServer, MuxStream
 from cluster.network.protocol import PROTOCOL
-from protos import decode_pb2, decode_pb2_grpc, lend_pb2, membership_pb2, membership_pb2_grpc
+from protos import decode_pb2, loans_pb2, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
-from support.observed_cluster import GOOD, POOL_TOKENS, VOCAB, Site, refusal
+from support.observed_cluster import GOOD, MALFORMED, POOL_TOKENS, VOCAB, Site, decode, refusal
 from support.ports import free_port
 from tandem.client import Client
 
@@ -74,22 +77,24 @@ async def test_placed_requests_that_are_refused(
         "prompt_token_ids": GOOD,
         "sampling": pb.Sampling(max_tokens=4, temperature=0.0, top_p=1.0),
     }
-    stub = decode_pb2_grpc.DecodeStub(site.link(site.decode.address))
-    assert [m async for m in stub.Generate(decode_pb2.DecodeRequest(**good))][-1].HasField("finish")
-    error = await refusal(stub.Generate(decode_pb2.DecodeRequest(**(good | fields))))
-    assert type(error) is kind
-    assert error.field == name
+    assert (await decode(site.decode, decode_pb2.DecodeRequest(**good)))[-1].HasField("finish")
+    with pytest.raises(ServiceError) as refused:
+        await decode(site.decode, decode_pb2.DecodeRequest(**(good | fields)))
+    assert type(refused.value) is kind
+    assert refused.value.field == name
 
 
 @pytest.mark.parametrize("wrong", ["address", "incarnation", "self"])
 async def test_a_lender_that_is_not_there_costs_a_recompute_only(site: Site, wrong: str) -> None:
-    lender = lend_pb2.Holder(worker_id="prefill-0", address=site.prefill.address, incarnation=site.prefill.incarnation)
+    lender = loans_pb2.Holder(
+        worker_id="prefill-0", address=site.prefill.loan_address, incarnation=site.prefill.incarnation
+    )
     if wrong == "address":
         lender.address = f"127.0.0.1:{free_port()}"
     elif wrong == "incarnation":
         lender.incarnation = b"x" * 16
     else:
-        lender.address, lender.incarnation = site.decode.address, site.decode.incarnation
+        lender.address, lender.incarnation = site.decode.loan_address, site.decode.incarnation
     request = decode_pb2.DecodeRequest(
         worker_incarnation=site.decode.incarnation,
         prompt_token_ids=GOOD,
@@ -97,8 +102,7 @@ async def test_a_lender_that_is_not_there_costs_a_recompute_only(site: Site, wro
         cache_salt=wrong,
         lender=decode_pb2.Lender(worker=lender, may_compute=True),
     )
-    stub = decode_pb2_grpc.DecodeStub(site.link(site.decode.address))
-    finish = [message async for message in stub.Generate(request, timeout=60)][-1].finish
+    finish = (await decode(site.decode, request))[-1].finish
     kv = finish.receipt.kv
     assert kv.loan_failure
     # Asked to lend to itself, it may have computed some for the loan, and finds them in its own cache.
@@ -118,6 +122,19 @@ async def join(site: Site, *messages: membership_pb2.WorkerMessage) -> ServiceEr
         await asyncio.sleep(60)  # a stream that ends would be a worker that leaves
 
     return await refusal(stub.Join(outgoing()))
+
+
+@asynccontextmanager
+async def sending(*events: membership_pb2.WorkerMessage) -> AsyncIterator[str]:
+    """Serve connections that bring these events; yield the address."""
+
+    def accept(stream: MuxStream, opening: bytes) -> None:
+        for event in events:
+            stream.mux.note(event.SerializeToString())
+
+    server = MuxServer(accept)
+    yield f"127.0.0.1:{await server.start('127.0.0.1', 0, 'port')}"
+    server.close()
 
 
 def hello(site: Site, **fields: Any) -> membership_pb2.WorkerMessage:
@@ -156,12 +173,27 @@ async def test_two_hellos(site: Site) -> None:
     error = await join(site, hello(site), hello(site))
     assert isinstance(error, InvalidRequest)
     assert error.field == "hello"
+    async with sending(hello(site)) as address:
+        error = await join(site, hello(site, stream_address=address))
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "hello"
 
 
-async def test_a_message_that_says_nothing(site: Site) -> None:
-    error = await join(site, hello(site), membership_pb2.WorkerMessage())
+async def test_an_event_that_says_nothing_and_one_that_is_no_message(site: Site) -> None:
+    async with sending(membership_pb2.WorkerMessage()) as address:
+        error = await join(site, hello(site, stream_address=address))
     assert isinstance(error, InvalidRequest)
     assert error.field == "load"
+
+    def accept(stream: MuxStream, opening: bytes) -> None:
+        stream.mux.note(MALFORMED)
+
+    server = MuxServer(accept)
+    port = await server.start("127.0.0.1", 0, "port")
+    error = await join(site, hello(site, stream_address=f"127.0.0.1:{port}"))
+    assert isinstance(error, Unavailable)
+    assert "not a valid message" in error.message
+    server.close()
     await only_one_decode_worker(site)
 
 
@@ -184,6 +216,16 @@ async def test_a_hello_that_would_break_placement(site: Site, name: str, value: 
     error = await join(site, hello(site, **{name: value}))
     assert isinstance(error, InvalidRequest)
     assert error.field == name
+
+
+async def test_joining_without_a_stream_port_or_with_one_that_cannot_be_reached(site: Site) -> None:
+    error = await join(site, hello(site, stream_address=""))
+    assert isinstance(error, Incompatible)
+    assert error.field == "stream_port"
+    error = await join(site, hello(site, stream_address=f"127.0.0.1:{free_port()}"))
+    assert isinstance(error, Unavailable)
+    assert "(stream_port)" in error.message
+    await only_one_decode_worker(site)
 
 
 @pytest.mark.parametrize("other", [0, PROTOCOL + 1])
@@ -217,10 +259,11 @@ async def test_cache_events_that_make_no_sense_ask_for_a_snapshot(site: Site) ->
     """Keys that are no whole keys, sequences from elsewhere: nothing breaks, and a resync is asked for."""
     stub = membership_pb2_grpc.MembershipStub(site.link(site.router.address))
     call = stub.Join()
-    await call.write(hello(site))
-    assert (await call.read()).HasField("welcome")
     events = [membership_pb2.CacheEvent(parent=b"", stored=b"odd", removed=b"never stored")]
-    await call.write(membership_pb2.WorkerMessage(cache=membership_pb2.CacheEvents(sequence=1 << 60, events=events)))
-    assert (await asyncio.wait_for(call.read(), 60)).HasField("resync")
+    cache = membership_pb2.CacheEvents(sequence=1 << 60, events=events)
+    async with sending(membership_pb2.WorkerMessage(cache=cache)) as address:
+        await call.write(hello(site, stream_address=address))
+        assert (await call.read()).HasField("welcome")
+        assert (await asyncio.wait_for(call.read(), 60)).HasField("resync")
     call.cancel()
     await only_one_decode_worker(site)

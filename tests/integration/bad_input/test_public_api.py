@@ -144,14 +144,10 @@ METHODS = {
     "Inference/Explain": ("router", "/tandem.v1.Inference/Explain"),
     "Inference/ListModels": ("router", "/tandem.v1.Inference/ListModels"),
     "Membership/Join": ("router", "/tandem.internal.v1.Membership/Join"),
-    "Decode/Serve": ("decode", "/tandem.internal.v1.Decode/Serve"),
-    "Decode/Generate": ("decode", "/tandem.internal.v1.Decode/Generate"),
-    "Lend/Lend of a prefill worker": ("prefill", "/tandem.internal.v1.Lend/Lend"),
-    "Lend/Lend of a decode worker": ("decode", "/tandem.internal.v1.Lend/Lend"),
     "Worker/Audit": ("prefill", "/tandem.internal.v1.Worker/Audit"),
     "Worker/Drain": ("prefill", "/tandem.internal.v1.Worker/Drain"),
 }
-STREAMING = ("Join", "Lend", "Serve")
+STREAMING = ("Join",)
 
 
 def address_of(site: Site, who: str) -> str:
@@ -164,9 +160,7 @@ async def test_bytes_that_are_no_message(site: Site, who: str, method: str) -> N
     streams = method.rpartition("/")[2] in STREAMING
     call = link.stream_stream(method)(iter([MALFORMED])) if streams else link.unary_stream(method)(MALFORMED)
     error = await refusal(call)
-    if (
-        method.endswith(("/Serve", "/Lend", "Generate", "Explain", "ListModels")) and "Decode/G" not in method
-    ):  # read on their own
+    if method.endswith(("Generate", "Explain", "ListModels")):  # read on their own
         assert isinstance(error, InvalidRequest)
     else:
         assert error.code == "UNKNOWN", "gRPC's own answer, before any of our code runs"
@@ -194,8 +188,8 @@ async def test_an_unknown_method(site: Site) -> None:
 async def test_health_of_every_process(site: Site) -> None:
     services = {
         "router": ["", "tandem.v1.Inference", "tandem.internal.v1.Membership"],
-        "prefill": ["", "tandem.internal.v1.Lend", "tandem.internal.v1.Worker"],
-        "decode": ["", "tandem.internal.v1.Lend", "tandem.internal.v1.Worker", "tandem.internal.v1.Decode"],
+        "prefill": ["", "tandem.internal.v1.Worker"],
+        "decode": ["", "tandem.internal.v1.Worker"],
     }
     for who, names in services.items():
         stub = health_pb2_grpc.HealthStub(site.link(address_of(site, who)))
@@ -209,8 +203,8 @@ async def test_health_of_every_process(site: Site) -> None:
 async def test_reflection_of_every_process(site: Site) -> None:
     services = {
         "router": {"tandem.v1.Inference", "tandem.internal.v1.Membership"},
-        "prefill": {"tandem.internal.v1.Lend", "tandem.internal.v1.Worker"},
-        "decode": {"tandem.internal.v1.Lend", "tandem.internal.v1.Worker", "tandem.internal.v1.Decode"},
+        "prefill": {"tandem.internal.v1.Worker"},
+        "decode": {"tandem.internal.v1.Worker"},
     }
     for who, names in services.items():
         stub = reflection_pb2_grpc.ServerReflectionStub(site.link(address_of(site, who)))
