@@ -31,7 +31,7 @@ class LentLoans:
         self._engine.send(EndLoans())
 
     async def idle(self, timeout_s: float) -> bool:
-        """Return whether no loan is left, or the engine has ended, within a time."""
+        """Wait for a report without loans; return whether none is left by the latest one, or the engine has ended."""
         reported: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def watch(message: CacheChanged | LoadReport) -> None:
@@ -40,4 +40,4 @@ class LentLoans:
 
         with self._engine.watching(watch):
             await asyncio.wait((reported, self._engine.died), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        return reported.done() or self._engine.died.done()
+        return reported.done() or self._engine.died.done() or not self.num_loans
