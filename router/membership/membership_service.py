@@ -5,7 +5,10 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import suppress
 from typing import Any
+
+import grpc
 
 from cluster.errors import AlreadyExists, Incompatible, InvalidRequest, ServiceError
 from cluster.network.error_status import to_status
@@ -79,7 +82,8 @@ class MembershipService(pb_grpc.MembershipServicer):
                 self._on_lost(model.name)
                 _lose(worker)
         except ServiceError as error:
-            await context.abort_with_status(to_status(error))
+            with suppress(grpc.aio.InternalError):  # a worker that leaves has cancelled the call, and reads no status
+                await context.abort_with_status(to_status(error))
         finally:
             if following is not None:
                 following.cancel()
