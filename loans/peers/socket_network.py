@@ -276,6 +276,8 @@ class _Connection:
             self._waiting.append(call)
 
     def known(self, endpoint: bytes) -> None:
+        """Process that the peer has said who it is."""
+        log.info("connected to %s", self.worker_id)
         self.endpoint = endpoint
         waiting, self._waiting = self._waiting, []
         for call in waiting:
