@@ -145,17 +145,17 @@ class BorrowerManager:
         times["lender_queued_s"] = message.queued_ms / 1e3
         source.cached_end = source.fetched_end = message.cached_end_block
         block_range, end = loan.wanted.block_range, message.end_block
-        if block_range.first <= end < block_range.end:
+        if not loan.machine.opening or not block_range.first <= end <= block_range.end:
+            self._handle(loan, Failed(f"protocol error: Started with end_block {end}"))
+            return
+        if end < block_range.end:
             block_range = loan.wanted.block_range = self._kv_cache.cut(loan.wanted.sequence, block_range, end)
-            end = len(block_range.names)
-        elif end == block_range.end:
-            end = len(block_range.names)
         try:
             source.connect(source.channel.endpoint)
         except TransferError as error:
             self._handle(loan, Failed(str(error)))
             return
-        self._handle(loan, Started(end))  # an end outside the range ends the loan
+        self._handle(loan, Started(len(block_range.names)))
 
     def _announce(self, loan: TakenLoan, source: LenderSource, message: Blocks) -> None:
         times = loan.wanted.account.times
