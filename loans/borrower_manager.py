@@ -252,9 +252,12 @@ class BorrowerManager:
     def _borrow(self, wanted: BorrowRequest[Any]) -> bool:
         """Borrow from the lender, if there is one and blocks are missing."""
         sequence, lender = wanted.sequence, wanted.lender
-        first, end = len(sequence.keys), len(wanted.block_range.names)
-        if lender is None or first >= end:
+        if lender is None or not wanted.missing:
             return False
+        wanted.block_range = self._kv_cache.range_of(sequence, wanted.keys)  # the local store may have brought some
+        first, end = len(sequence.keys), len(wanted.block_range.names)
+        if first != wanted.block_range.start:
+            return False  # the local store broke between two boundaries, and a lender begins at one
         source = LenderSource(sequence.request_id, lender, self._ranks, self._cached.layout.block_bytes)
         loan = self._open(wanted, source, first, end, may_be_part=not lender.may_compute)
         self._cached.counts.looked(REMOTE, end - first, 0)

@@ -11,8 +11,10 @@ from engine.messages.to_engine import ToEngine
 from engine.model_runner import ModelRunner
 from kvcache.store.kv_store import KvStore
 from kvtransfer.transport import Transport
-from loans.fast_path import FastPathLink
+from loans.messages import Want
+from loans.network import LoanGiven
 from loans.reads.block_reads import RemoteRank
+from support.hand_network import HandNetwork
 
 NOTHING_LEFT = (0, 0, 0, 0, 0)
 M = TypeVar("M")
@@ -43,11 +45,12 @@ class CheckedCore:
         runner: ModelRunner,
         transport: Transport,
         limits: EngineLimits,
+        network: HandNetwork,
         others: Sequence[RemoteRank] = (),
-        fast_path: FastPathLink | None = None,
         stores: Sequence[KvStore] = (),
     ) -> None:
         self.said: list[FromEngine] = []
+        self.network = network
         self.core = EngineCore(
             runner,
             transport,
@@ -55,15 +58,24 @@ class CheckedCore:
             self.said.append,
             stores=stores,
             others=others,
-            fast_path=fast_path,
+            network=network,
         )
         self.ready = self.core.start()
 
     def send(self, *messages: ToEngine) -> None:
         for message in messages:
             self.core.handle(message)
+        self.turn()
+
+    def turn(self) -> None:
+        """What other threads and engines sent is handled."""
         self.core.handle_posted()
         self.check()
+
+    def lend(self, loan: LoanGiven, want: Want) -> None:
+        """A loan of this test itself."""
+        self.core.lend(loan, want)
+        self.turn()
 
     def step(self) -> bool:
         self.send()

@@ -5,19 +5,50 @@ from collections.abc import Sequence
 from engine.backends.sim.runner import SimRunner
 from engine.core.loan_host import EngineLimits
 from engine.core_types import SamplingParams, StepBudget
-from engine.messages.from_engine import (LendStarting, Token)
-from loans.account import KvAccount
-from engine.messages.to_engine import Generate, Lend
+from engine.messages.from_engine import Token
+from engine.messages.to_engine import Generate
+from kvcache.block_keys import block_keys, root_key
 from kvcache.items import Item
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
-from loans.fast_path import FastPathLink
+from loans.account import KvAccount
+from loans.messages import Lender, Lent, Peer, Started, Want
+from loans.network import LoanGiven
 from support.checked_core import LandingCore
-from support.sim_model import LAYOUT, VOCAB
+from support.hand_network import HandNetwork
+from support.sim_model import LAYOUT, VOCAB, WIDTH
 
 WIDE = StepBudget(64, 64)
 TEN = tuple(range(10, 20))
 TWELVE = tuple(range(10, 22))
+
+
+class Given(LoanGiven):
+    """A loan that a test wants of an engine, and what the engine said about it."""
+
+    def __init__(self) -> None:
+        self.said: list[Lent] = []
+        self.refusal: str | None = None
+
+    def send(self, message: Lent) -> None:
+        assert self.refusal is None, "a message after the end"
+        self.said.append(message)
+
+    def refuse(self, reason: str) -> None:
+        assert self.refusal is None, "a loan was refused twice"
+        self.refusal = reason
+
+    def take(self) -> list[Lent]:
+        """What was said since the last time."""
+        said, self.said = self.said, []
+        return said
+
+    @property
+    def starting(self) -> tuple[int, int]:
+        """End of the loan and of its cached blocks, from the first message."""
+        started = self.said[0]
+        assert isinstance(started, Started)
+        return started.end_block, started.cached_end_block
 
 
 class Engine(LandingCore):
@@ -31,12 +62,13 @@ class Engine(LandingCore):
         network: LocalNetwork | None = None,
         eager: bool = True,
         max_queued_loans: int = 2,
-        fast_path: FastPathLink | None = None,
+        engines: dict[bytes, HandNetwork] | None = None,
     ) -> None:
+        """`engines`: those whose loans it can take."""
         self.transport = LocalTransport(network or LocalNetwork(), name, eager)
         self.runner = SimRunner(LAYOUT, num_blocks, VOCAB)
         limits = EngineLimits(budget, max_queued_loans, report_interval_s=0.0, min_report_interval_s=0.0)
-        super().__init__(self.runner, self.transport, limits, fast_path=fast_path)
+        super().__init__(self.runner, self.transport, limits, HandNetwork({} if engines is None else engines, name))
 
     def land(self) -> bool:
         return self.transport.step()
@@ -47,18 +79,33 @@ def generate(
     prompt: Sequence[int],
     max_tokens: int = 2,
     emitted: Sequence[int] = (),
-    borrow: bool = False,
+    lender: Peer | Lender | None = None,
     salt: str = "",
     priority: int = 0,
     sampling: SamplingParams | None = None,
     items: Sequence[Item] = (),
 ) -> Generate:
+    """`lender`: a peer may compute for it."""
     sampling = sampling or SamplingParams(max_tokens)
-    return Generate(request_id, tuple(prompt), tuple(emitted), sampling, salt, priority, borrow, items=tuple(items))
+    lender = Lender(lender) if isinstance(lender, Peer) else lender
+    return Generate(request_id, tuple(prompt), tuple(emitted), sampling, salt, priority, lender, items=tuple(items))
 
 
-def lend(loan_id: str, tokens: Sequence[int], first: int = 0, compute: bool = True, priority: int = 0) -> Lend:
-    return Lend(loan_id, tuple(tokens), first, "", compute, priority)
+def want(
+    tokens: Sequence[int],
+    first: int = 0,
+    compute: bool = True,
+    priority: int = 0,
+    salt: str = "",
+    items: Sequence[Item] = (),
+    end: int | None = None,
+    source: Peer | None = None,
+    model_fingerprint: bytes = LAYOUT.fingerprint(b"sim"),
+) -> Want:
+    """A want of all full blocks of these tokens, or of those before `end`."""
+    tokens, root = tuple(tokens), root_key(model_fingerprint, salt)
+    keys = block_keys(root, tokens, WIDTH, items)[:end]
+    return Want("", keys, first, compute, tokens, root, priority, source=source, items=tuple(items))
 
 
 def tokens_of(messages: Sequence[Token], request_id: str) -> list[int]:
@@ -70,10 +117,6 @@ def account_of(messages: Sequence[Token]) -> KvAccount:
     assert len(accounts) == 1
     assert messages[0].account is accounts[0], "it comes with the first token"
     return accounts[0]
-
-
-def starting(message: LendStarting) -> tuple[str, int, int]:
-    return message.loan_id, message.end_block, message.cached_end_block
 
 
 def prints(engine: Engine, blocks: Sequence[int]) -> bytes:
