@@ -39,6 +39,11 @@ class InProcessNetwork(LoanNetwork):
         self.gives: GivesLoans
         self.model_fingerprint = self.endpoint = b""
 
+    @property
+    def num_given(self) -> int:
+        """Number of loans that peers have asked for and that are not over."""
+        return sum(loan.lender is self for loan in self._loans)
+
     def start(self, gives: GivesLoans, model_fingerprint: bytes, endpoint: bytes) -> str:
         self.gives, self.model_fingerprint, self.endpoint = gives, model_fingerprint, endpoint
         self._engines[self.incarnation] = self

@@ -84,7 +84,7 @@ class SocketNetwork(LoanNetwork):
         self._connections: dict[bytes, _Connection] = {}
         """Connections by which this engine borrows."""
         self._all: dict[_Connection, None] = {}
-        """Also further connections of callers, by which only they borrow, and callers that have not said who they are."""
+        """Also those of callers by which only the caller borrows, or that have not said who they are."""
         self._readable: dict[_Connection, None] = {}
         self._dirty: dict[_Connection, None] = {}
         """Connections with something to send."""

@@ -1,13 +1,13 @@
 """A few engines, their clients, and everything between them, moved by one random generator.
 
 The harness stands where the fronts and the network are: it carries what the engines say to each other, late, twice, in
-the wrong order, cut short or never. Its transport posts a read at one moment and lets it land at another, with garbage written in between. After
-every single move the books of every engine must balance. Time is the number of moves.
+the wrong order, cut short or never. Its transport posts a read at one moment and lets it land at another, with garbage
+written in between. After every single move the books of every engine must balance. Time is the number of moves.
 """
 
 import math
-from functools import partial
 from collections.abc import Sequence
+from functools import partial
 
 from engine.backends.sim.states import prompt_logprob
 from engine.core_types import StepBudget
@@ -32,8 +32,8 @@ FAULTS = [
     *3 * ["damage local store"],
     *3 * ["damage store"],
     "duplicate",
-    *4 * ["double"],
-    *4 * ["reorder"],
+    *2 * ["double"],
+    *8 * ["reorder"],
 ]
 """By how often they are drawn."""
 STUCK_MOVES = 25.0
@@ -101,7 +101,16 @@ class Cluster(Faults):
     ) -> TrialNode:
         silence_s, objects = self.read_silence, self.objects
         return Node(
-            self.network, name, self.engines, num_blocks, budget, self.reserve, local, silence_s, self.clock, objects,
+            self.network,
+            name,
+            self.engines,
+            num_blocks,
+            budget,
+            self.reserve,
+            local,
+            silence_s,
+            self.clock,
+            objects,
             on_gpu,
         )
 

@@ -85,23 +85,23 @@ class Faults(Front):
 
     def garble(self, kind: str) -> None:
         """A message comes twice, or before the one ahead of it. A loan has nothing wrong in it, or ends."""
-        queues = [
-            (stream, queue)
+        places = [
+            (stream, queue, place)
             for stream in self.streams
             for queue in (stream.to_lender, stream.to_borrower)
-            if len(queue) > (kind == "reorder") and not isinstance(queue[0], Want)
+            for place, message in enumerate(queue)
+            if not isinstance(message, Want) and (kind == "double" or _may_swap(queue[place - 1], message, place))
         ]
-        if not queues:
+        if not places:
             return
-        stream, queue = self.rng.choice(queues)
+        stream, queue, place = self.rng.choice(places)
         self.cells.note("message doubled" if kind == "double" else "messages reordered", stream)
-        self.num_garbled += 1
+        self.garbled.append(stream)
         self.seen[kind] += 1
-        place = self.rng.randrange(len(queue) - (kind == "reorder"))
         if kind == "double":
             queue.insert(place, queue[place])
         else:
-            queue[place], queue[place + 1] = queue[place + 1], queue[place]
+            queue[place - 1], queue[place] = queue[place], queue[place - 1]
 
     def kill(self, node: TrialNode) -> None:
         """The process ends; another one starts in its place, and the router sends its requests elsewhere."""
@@ -304,3 +304,7 @@ class Faults(Front):
                 objects.stored[name] = self.rng.choice(list(objects.stored.values()))
             case 3:
                 del objects.stored[name]
+
+
+def _may_swap(before: object, message: object, place: int) -> bool:
+    return place > 0 and before != message and not isinstance(before, Want)

@@ -15,6 +15,7 @@ from support.sim_model import LAYOUT, WIDTH
 from support.trial_cells import Cells
 from support.trial_node import Attempt, Client, TrialNode
 
+FAULT = "protocol error"
 BAD = ("release of", "first_block", "token_ids", "keys", "adapter", "items")
 """Beginnings of what a lender says to a borrower that breaks the protocol."""
 
@@ -43,8 +44,8 @@ class Front:
         self.unaware: list[Stream] = []
         """Broken ones of which the borrower has not heard."""
         self.num_duplicates = 0
-        self.num_garbled = 0
-        """Messages that came twice or too early."""
+        self.garbled: list[Stream] = []
+        """Those of which a message came twice or too early."""
         self.seen: Counter[str] = Counter()
         self.cells = Cells()
 
@@ -160,7 +161,7 @@ class Front:
             case Blocks():
                 self.seen["lent on"] += message.fetched * len(message.block_ids)
             case Ended(reason):
-                assert self.num_garbled or not reason.startswith(BAD), reason
+                assert stream in self.garbled or not reason.startswith(BAD), reason
                 self.seen["refused"] += 1
                 self.note_shortage(node)
 
@@ -220,7 +221,9 @@ class Front:
             self.seen["mismatched"] += account.mismatched_blocks
             self.seen["stuck"] += "no read has ended" in account.loan_failure + account.restore_failure
             self.seen["preempted"] += account.preemptions
-            assert self.num_garbled or "protocol error" not in account.loan_failure, account.loan_failure
+            if not any(stream.borrower_id == message.request_id for stream in self.garbled):
+                assert FAULT not in account.loan_failure, account.loan_failure
+                assert not account.loan_failure.startswith(BAD), account.loan_failure
         if message.finish is not None:
             assert message.finish is FinishReason.LENGTH
             client.finished.add(message.choice)
