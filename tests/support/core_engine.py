@@ -12,43 +12,14 @@ from kvcache.items import Item
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
 from loans.account import KvAccount
-from loans.messages import Lender, Lent, Peer, Started, Want
-from loans.network import LoanGiven
-from support.checked_core import LandingCore
+from loans.messages import NO_MARK, Lender, Peer, PlacementMark, Want
+from support.checked_core import LandingCore, PeerWants
 from support.hand_network import HandNetwork
 from support.sim_model import LAYOUT, VOCAB, WIDTH
 
 WIDE = StepBudget(64, 64)
 TEN = tuple(range(10, 20))
 TWELVE = tuple(range(10, 22))
-
-
-class Given(LoanGiven):
-    """A loan that a test wants of an engine, and what the engine said about it."""
-
-    def __init__(self) -> None:
-        self.said: list[Lent] = []
-        self.refusal: str | None = None
-
-    def send(self, message: Lent) -> None:
-        assert self.refusal is None, "a message after the end"
-        self.said.append(message)
-
-    def refuse(self, reason: str) -> None:
-        assert self.refusal is None, "a loan was refused twice"
-        self.refusal = reason
-
-    def take(self) -> list[Lent]:
-        """What was said since the last time."""
-        said, self.said = self.said, []
-        return said
-
-    @property
-    def starting(self) -> tuple[int, int]:
-        """End of the loan and of its cached blocks, from the first message."""
-        started = self.said[0]
-        assert isinstance(started, Started)
-        return started.end_block, started.cached_end_block
 
 
 class Engine(LandingCore):
@@ -91,21 +62,19 @@ def generate(
     return Generate(request_id, tuple(prompt), tuple(emitted), sampling, salt, priority, lender, items=tuple(items))
 
 
-def want(
+def lend(
+    loan_id: str,
     tokens: Sequence[int],
     first: int = 0,
     compute: bool = True,
     priority: int = 0,
-    salt: str = "",
     items: Sequence[Item] = (),
-    end: int | None = None,
-    source: Peer | None = None,
-    model_fingerprint: bytes = LAYOUT.fingerprint(b"sim"),
-) -> Want:
-    """A want of all full blocks of these tokens, or of those before `end`."""
-    tokens, root = tuple(tokens), root_key(model_fingerprint, salt)
-    keys = block_keys(root, tokens, WIDTH, items)[:end]
-    return Want("", keys, first, compute, tokens, root, priority, source=source, items=tuple(items))
+    mark: PlacementMark = NO_MARK,
+) -> PeerWants:
+    """What a peer sends that wants all full blocks of these tokens from the `first` one on."""
+    root = root_key(LAYOUT.fingerprint(b"sim"), "")
+    keys = block_keys(root, tokens, WIDTH, items)
+    return PeerWants(loan_id, Want("", keys, first, compute, tuple(tokens), root, priority, mark=mark, items=tuple(items)))
 
 
 def tokens_of(messages: Sequence[Token], request_id: str) -> list[int]:

@@ -33,7 +33,7 @@ FAULTS = [
     *3 * ["damage store"],
     "duplicate",
     *2 * ["double"],
-    *8 * ["reorder"],
+    *6 * ["reorder"],
 ]
 """By how often they are drawn."""
 STUCK_MOVES = 25.0
@@ -56,7 +56,7 @@ class Cluster(Faults):
         self.max_tokens = 6 if reserve > 6 else 12
         self.faults = faults
         self.read_silence = STUCK_MOVES if faults and seed % 2 else math.inf
-        self.fault_rate = self.rng.choice([0.02, 0.04, 0.08])
+        self.fault_rate = self.rng.choice([0.025, 0.05, 0.1])
         self.one_sided = self.rng.random() < 0.5
         """Reads from a stopped process end all the same, as over shared memory."""
         self.crowded_length = 17 if reserve > 6 else 9
@@ -101,18 +101,9 @@ class Cluster(Faults):
     ) -> TrialNode:
         silence_s, objects = self.read_silence, self.objects
         return Node(
-            self.network,
-            name,
+            self.network, name, num_blocks, budget, self.reserve, local, silence_s, self.clock, objects, on_gpu,
             self.engines,
-            num_blocks,
-            budget,
-            self.reserve,
-            local,
-            silence_s,
-            self.clock,
-            objects,
-            on_gpu,
-        )
+        )  # fmt: skip
 
     def clock(self) -> float:
         return float(self.now)

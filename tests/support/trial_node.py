@@ -195,7 +195,6 @@ class Node(TrialNode):
         self,
         network: dict[bytes, Pool],
         name: str,
-        engines: dict[bytes, HandNetwork],
         num_blocks: int,
         budget: StepBudget,
         reserve: int = 256,
@@ -204,8 +203,10 @@ class Node(TrialNode):
         clock: Callable[[], float] = time.monotonic,
         objects: MemoryObjects | None = None,
         on_gpu: bool = False,
+        engines: dict[bytes, HandNetwork] | None = None,
     ) -> None:
-        super().__init__(network, name, engines)
+        """`engines`: those whose loans it can take."""
+        super().__init__(network, name, {} if engines is None else engines)
         self.runner = TrialRunner(self, num_blocks)
         limits = EngineLimits(budget, 4, reserve, report_interval_s=0.0, read_silence_s=read_silence_s)
         stores = self.open_stores(

@@ -40,11 +40,13 @@ class Silence:
         network, engines = dict[bytes, Pool](), dict[bytes, HandNetwork]()
         self._network = network
         budget = StepBudget(64, 64)
-        self.node = Node(network, "borrower", engines, num_blocks, budget, read_silence_s=5.0, clock=lambda: self.now)
+        self.node = Node(
+            network, "borrower", num_blocks, budget, read_silence_s=5.0, clock=lambda: self.now, engines=engines
+        )
         self.node.send(generate("warm", range(100, 100 + num_blocks * WIDTH - 1), 1))  # fills the pool
         self.node.core.step()
         self.node.said.clear()
-        self._lender = Node(network, "lender", engines, 8, budget)
+        self._lender = Node(network, "lender", 8, budget, engines=engines)
         self.transport = self.node.transport
         self.borrow("r")
         self.transport.post("lender")
