@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 from loans.borrower_manager import _Taker
@@ -156,6 +157,7 @@ class HandNetwork(LoanNetwork):
         self.endpoint = b""
         self.arrived: deque[tuple[Stream, ToLender | ToBorrower]] = deque()
         """What has arrived and was not handled yet."""
+        self._calls: deque[Callable[[], object]] = deque()
         self.is_held = False
         """Whether what has arrived is left for a later turn."""
         self.taken: list[Stream] = []
@@ -175,11 +177,20 @@ class HandNetwork(LoanNetwork):
         return stream
 
     def connect(self, peers: Sequence[Peer], on_done: Callable[[str, bytes, str], object]) -> None:
-        raise AssertionError("nobody connects ahead here")
+        """What is to be called is called by the next turn of either engine."""
+        for peer in peers:
+            other = self._engines.get(peer.incarnation)
+            if other is None:
+                self._calls.append(partial(on_done, peer.worker_id, b"", "no engine is there"))
+            else:
+                other._calls.append(partial(other.gives.met, self.endpoint))
+                self._calls.append(partial(on_done, peer.worker_id, other.endpoint, ""))
 
     def turn(self) -> bool:
-        if self.is_held or not self.arrived:
+        if self.is_held or not (self.arrived or self._calls):
             return False
+        while self._calls:
+            self._calls.popleft()()
         while self.arrived:
             stream, message = self.arrived.popleft()
             stream.take_in(self, message)

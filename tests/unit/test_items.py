@@ -103,16 +103,13 @@ def test_no_picture_is_taken_for_another_of_its_size_and_place() -> None:
         for number in range(rng.randint(1, 3)):
             request_id = f"{trial}-{number}"
             items = [Item(rng.choice([CAT, DOG]), before, size)]
-            pair.closed.clear()
             if rng.random() < 0.3:
                 pair.lender.send(generate(f"own-{request_id}", tokens, 1, items=[Item(CAT, before, size)]))
                 pair.lender.run()
                 pair.lender.receive()
             pair.submit(request_id, tokens, items=items)
             pair.run()
-            wants_loan = (len(tokens) - 1) // WIDTH > 0 and pair.closed
-            pair.closed[:] = pair.closed if wants_loan else [request_id]
-            pair.check_served(request_id)
+            pair.check_served(request_id, borrows=False)
 
 
 def test_a_lender_computes_the_begun_part_of_a_picture() -> None:
