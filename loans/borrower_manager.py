@@ -145,17 +145,17 @@ class BorrowerManager:
         times["lender_queued_s"] = message.queued_ms / 1e3
         source.cached_end = source.fetched_end = message.cached_end_block
         block_range, end = loan.wanted.block_range, message.end_block
-        if block_range.first <= end < block_range.end:
+        if not loan.machine.opening or not block_range.first <= end <= block_range.end:
+            self._handle(loan, Failed(f"protocol error: Started with end_block {end}"))
+            return
+        if end < block_range.end:
             block_range = loan.wanted.block_range = self._kv_cache.cut(loan.wanted.sequence, block_range, end)
-            end = len(block_range.names)
-        elif end == block_range.end:
-            end = len(block_range.names)
         try:
             source.connect(source.channel.endpoint)
         except TransferError as error:
             self._handle(loan, Failed(str(error)))
             return
-        self._handle(loan, Started(end))  # an end outside the range ends the loan
+        self._handle(loan, Started(len(block_range.names)))
 
     def _announce(self, loan: TakenLoan, source: LenderSource, message: Blocks) -> None:
         times = loan.wanted.account.times
@@ -252,9 +252,12 @@ class BorrowerManager:
     def _borrow(self, wanted: BorrowRequest[Any]) -> bool:
         """Borrow from the lender, if there is one and blocks are missing."""
         sequence, lender = wanted.sequence, wanted.lender
-        first, end = len(sequence.keys), len(wanted.block_range.names)
-        if lender is None or first >= end:
+        if lender is None or not wanted.missing:
             return False
+        wanted.block_range = self._kv_cache.range_of(sequence, wanted.keys)  # the local store may have brought some
+        first, end = len(sequence.keys), len(wanted.block_range.names)
+        if first != wanted.block_range.start:
+            return False  # the local store broke between two boundaries, and a lender begins at one
         source = LenderSource(sequence.request_id, lender, self._ranks, self._cached.layout.block_bytes)
         loan = self._open(wanted, source, first, end, may_be_part=not lender.may_compute)
         self._cached.counts.looked(REMOTE, end - first, 0)

@@ -39,6 +39,11 @@ class InProcessNetwork(LoanNetwork):
         self.gives: GivesLoans
         self.model_fingerprint = self.endpoint = b""
 
+    @property
+    def num_given(self) -> int:
+        """Number of loans that peers have asked for and that are not over."""
+        return sum(loan.lender is self for loan in self._loans)
+
     def start(self, gives: GivesLoans, model_fingerprint: bytes, endpoint: bytes) -> str:
         self.gives, self.model_fingerprint, self.endpoint = gives, model_fingerprint, endpoint
         self._engines[self.incarnation] = self
@@ -112,13 +117,16 @@ class InProcessNetwork(LoanNetwork):
         """Return the seconds since a peer's loop last turned, or since a loan was opened."""
         return self._clock() - max(peer._beaten_at, since)
 
+    def _cut_off_until(self, peer: "InProcessNetwork") -> float:
+        return self._cut_off.get(peer.incarnation, -math.inf)
+
     def _refusal(self, peer: Peer, other: "InProcessNetwork | None") -> str:
         if not peer.address:
             return OTHER_VERSION
-        if self._clock() < self._cut_off.get(peer.incarnation, -math.inf):
-            return CUT_OFF
         if other is None or not other.is_open:
             return GONE
+        if self._clock() < max(self._cut_off_until(other), other._cut_off_until(self)):
+            return CUT_OFF
         if other.model_fingerprint != self.model_fingerprint:
             return "model_fingerprint: weights, layout or dtype differ from the borrower's"
         return ""

@@ -208,14 +208,14 @@ class LenderManager(Generic[C]):
             return f"token_ids: {len(want.token_ids)} tokens do not fill {num_blocks} blocks of {layout.block_tokens}"
         if max(want.token_ids) >= limits.vocab_size:
             return f"token_ids: must be below {limits.vocab_size}, not {max(want.token_ids)}"
-        if not belongs(want.keys, want.root, want.token_ids, layout.block_tokens, want.items):
-            return "keys: do not begin with the key of the first block"
         if want.adapter and want.adapter not in limits.adapters:
             return f"adapter: this worker has no adapter {want.adapter.hex()}"
         if want.items and not limits.reads_media:
             return "items: this worker's engine reads no media"
         if fault := items_fault(want.items, len(want.token_ids)):
             return f"items: {fault}"
+        if not belongs(want.keys, want.root, want.token_ids, layout.block_tokens, want.items):
+            return "keys: do not begin with the key of the first block"
         if layout.blocks_for(num_tokens) > self._cached.pool.num_blocks:
             return f"{num_blocks} blocks in a pool of {self._cached.pool.num_blocks}"
         if want.may_compute and self.is_draining:

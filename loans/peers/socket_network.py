@@ -13,7 +13,6 @@ its process lives. Silence counts only while this loop turns: a process that sto
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -83,8 +82,9 @@ class SocketNetwork(LoanNetwork):
         self._gives: GivesLoans
         self._hello = pb.EngineHello(version=VERSION, worker_id=settings.worker_id, incarnation=settings.incarnation)
         self._connections: dict[bytes, _Connection] = {}
-        self._unnamed: set[_Connection] = set()
-        """Connections of callers that have not said who they are."""
+        """Connections by which this engine borrows."""
+        self._all: dict[_Connection, None] = {}
+        """Also those of callers by which only the caller borrows, or that have not said who they are."""
         self._readable: dict[_Connection, None] = {}
         self._dirty: dict[_Connection, None] = {}
         """Connections with something to send."""
@@ -92,7 +92,7 @@ class SocketNetwork(LoanNetwork):
         """Calls for the next turn."""
         self._turned_at = clock()
         self._own_s = 0.0
-        self._cut_off: dict[str, float] = defaultdict(lambda: 0.0)
+        self._cut_off: dict[str, float] = {}
         """Until when workers are cut off in a drill."""
         self._delay_s, self._delayed_until = 0.0, 0.0
 
@@ -144,12 +144,12 @@ class SocketNetwork(LoanNetwork):
 
     def beat(self, is_alive: bool) -> None:
         self._tell_time()
-        for connection in [*self._connections.values(), *self._unnamed]:
+        for connection in list(self._all):
             connection.beat(is_alive)
 
     def cut_off(self, worker_id: str, seconds: float) -> None:
         self._cut_off[worker_id] = self._clock() + seconds
-        for connection in list(self._connections.values()):
+        for connection in self._all:
             if connection.worker_id == worker_id:
                 self._later(partial(connection.fail, CUT_OFF))
 
@@ -158,7 +158,7 @@ class SocketNetwork(LoanNetwork):
 
     def close(self) -> None:
         self._connector.close()
-        for connection in [*self._connections.values(), *self._unnamed]:
+        for connection in list(self._all):
             connection.fail("the engine has ended")
 
     # ------------------------------------------------------------------ its connections
@@ -185,15 +185,17 @@ class SocketNetwork(LoanNetwork):
     def _unreachable(self, peer: Peer) -> str:
         if not peer.address:
             return OTHER_VERSION
-        return CUT_OFF if self._clock() < self._cut_off[peer.worker_id] else ""
+        return CUT_OFF if self._clock() < self._cut_off.get(peer.worker_id, 0.0) else ""
 
     def _to(self, peer: Peer, is_ahead: bool) -> "_Connection":
         """Return the connection to a peer, which may have to be made."""
-        if (connection := self._connections.get(peer.incarnation)) is None:
+        connection = self._connections.get(peer.incarnation)
+        if connection is None or not connection.mux.is_open:  # a loan may be opened while those before it end
             hello = pb.EngineHello(wanted_incarnation=peer.incarnation, is_ahead=is_ahead)
             hello.MergeFrom(self._hello)
             connection = _Connection(self, peer.worker_id, peer.address, hello.SerializeToString())
             self._connections[peer.incarnation] = connection
+            self._all[connection] = None
             connection.incarnation = peer.incarnation
             self._connector.connect(peer.address, connection.connected)
         return connection
@@ -203,7 +205,7 @@ class SocketNetwork(LoanNetwork):
             log.info("a connection of another engine failed: %s", failure)
             return
         connection = _Connection(self, "", "", None)
-        self._unnamed.add(connection)
+        self._all[connection] = None
         connection.connected(connected, "")
 
     def _greeted(self, connection: "_Connection", payload: bytes) -> None:
@@ -216,12 +218,11 @@ class SocketNetwork(LoanNetwork):
             refusal = "incarnation: does not match: another worker process listens at this address now"
         elif hello.model_fingerprint != own.model_fingerprint:
             refusal = "model_fingerprint: weights, layout or dtype differ from the borrower's"
-        elif self._clock() < self._cut_off[hello.worker_id]:
+        elif self._clock() < self._cut_off.get(hello.worker_id, 0.0):
             refusal = CUT_OFF
         if refusal:
             connection.fail(refusal)
             return
-        self._unnamed.discard(connection)
         connection.worker_id, connection.incarnation = hello.worker_id, hello.incarnation
         connection.mux.note(own.SerializeToString())
         connection.known(hello.endpoint)
@@ -231,7 +232,7 @@ class SocketNetwork(LoanNetwork):
             self._gives.met(hello.endpoint)
 
     def _ended(self, connection: "_Connection") -> None:
-        self._unnamed.discard(connection)
+        self._all.pop(connection, None)
         self._readable.pop(connection, None)
         self._dirty.pop(connection, None)
         if self._connections.get(connection.incarnation) is connection:
@@ -276,6 +277,8 @@ class _Connection:
             self._waiting.append(call)
 
     def known(self, endpoint: bytes) -> None:
+        """Process that the peer has said who it is."""
+        log.info("connected to %s", self.worker_id)
         self.endpoint = endpoint
         waiting, self._waiting = self._waiting, []
         for call in waiting:

@@ -109,7 +109,7 @@ class Autoscaler:
         cluster = self.cluster
         workers = [worker for worker in cluster.workers.values() if worker.role == role and not worker.draining]
         workers.reverse()
-        return sorted(workers, key=lambda w: cluster.fronts.num_requests(w) + cluster.fronts.num_lent(w))
+        return sorted(workers, key=lambda w: cluster.fronts.num_requests(w) + w.num_lent)
 
     def _note(self, desired: DesiredSizes) -> None:
         cluster = self.cluster

@@ -8,8 +8,9 @@ from itertools import count, pairwise
 from cluster.roles import ON_WIRE, Role
 from engine.core_types import StepBudget
 from engine.messages.from_engine import CacheChanged, LoadReport, Ready
-from engine.messages.to_engine import SetBudget, TakeSnapshot
+from engine.messages.to_engine import DrainLoans, SetBudget, TakeSnapshot
 from engine.worker.front.worker_events import cache_events, load_report
+from loans.in_process import InProcessNetwork
 from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig
 from router.placement.fleet.fleet import Fleet
@@ -97,6 +98,7 @@ class SimCluster:
         self.gaps = LatencyHistogram()
         self._loads = _Loads()
         self.fronts = FrontProcesses(self.clock, spec.message_s, self._report, self._count_gaps)
+        self._engines: dict[bytes, InProcessNetwork] = {}
         self._numbers = count(1)
         self.place: VirtualPlace | None = None
         if spec.store is not None:
@@ -161,6 +163,7 @@ class SimCluster:
 
     def _leave(self, worker: SimWorker, drain_s: float, on_left: Callable[[SimWorker], object]) -> None:
         worker.draining = True
+        worker.send(DrainLoans(True))
         for router in self.routers:
             self.clock.after(self.spec.event_lag_s, router.drains, worker)
         self.leaving[worker.worker_id] = WorkerDrain(worker, self.fronts, self.clock, drain_s, on_left)
@@ -187,7 +190,7 @@ class SimCluster:
         for router in self.routers:
             self.clock.after(self.spec.event_lag_s, router.left, worker)
             self.clock.after(self.spec.event_lag_s, self._join, router, worker, hello)
-        worker.send(SetBudget(budget), TakeSnapshot())
+        worker.send(DrainLoans(False), SetBudget(budget), TakeSnapshot())
 
     def _join(self, router: SimRouter, worker: SimWorker, hello: pb.Hello) -> None:
         """Let a worker join a router, unless it died meanwhile."""
@@ -251,7 +254,10 @@ class SimCluster:
         if self.place is not None:
             store = VirtualStore(self.place, worker_id, spec.layout, self.clock, self.links)
         number = next(self._numbers)
-        return SimWorker(worker_id, number, spec, self.clock, transport, self.fronts, self.spec.skip, store)
+        return SimWorker(
+            worker_id, number, spec, self.clock, transport, self._engines, self.spec.message_s, self.fronts,
+            self.spec.skip, store,
+        )  # fmt: skip
 
     def _router(self, number: int) -> SimRouter:
         spec = self.spec
@@ -289,6 +295,7 @@ def hello_of(worker: SimWorker, ready: Ready) -> pb.Hello:
         max_context_tokens=ready.max_context_tokens,
         transport=ready.transport,
         lends=True,
+        loan_address=ready.loan_address,
         reserve_output_tokens=worker.spec.limits.reserve_output_tokens,
         store=ready.store,
     )

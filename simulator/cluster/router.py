@@ -13,7 +13,7 @@ from engine.core_types import SamplingParams
 from engine.messages.from_engine import Rejected, Token
 from engine.messages.to_engine import Generate
 from kvcache.block_keys import BlockKey, block_keys, root_key
-from loans.messages import PlacementMark
+from loans.messages import Lender, PlacementMark
 from protos import decode_pb2, inference_pb2
 from protos import membership_pb2 as pb
 from router.admission.admission import Admission, Outcome, Started
@@ -183,23 +183,17 @@ class SimRouter:
             sampling=SamplingParams(max_tokens=request.output_tokens, seed=request.number, ignore_eos=True),
             cache_salt="",
             priority=request.priority,
-            borrow=placed.lender is not None,
+            lender=self._lender(placed, decision),
             reads_store=decision.lender_id is not None and placed.lender is None,
             mark=PlacementMark(self.fleet.mark, placed.sequence),
-            lender_computes=decision.lender_computes,
             reserve_output_tokens=placed.demand.expected_output_tokens,
         )
-        lender = self._workers[placed.lender.worker_id] if placed.lender else None
-        source = self._workers[placed.source.worker_id] if placed.source else None
         worker = self._workers[decision.decode_id]
         self._fronts.generate(
             Attempt(
                 worker,
                 engine_id,
                 generate,
-                lender,
-                source,
-                decision.source_id is not None and placed.source is None,
                 on_token=lambda attempt, token: self._token(prepared, attempt, token),
                 on_run=lambda _, times: self._run(prepared, times),
                 on_rejected=lambda _, rejected: self._clock.after(self._message_s, self._rejected, prepared, rejected),
@@ -207,6 +201,13 @@ class SimRouter:
                 on_handed_over=lambda _: self._handed_over(prepared),
             )
         )
+
+    def _lender(self, placed: ActivePlacement, decision: Decision) -> Lender | None:
+        if placed.lender is None:
+            return None
+        source = self._workers[placed.source.worker_id].peer if placed.source else None
+        reads_store = decision.source_id is not None and source is None
+        return Lender(self._workers[placed.lender.worker_id].peer, decision.lender_computes, source, reads_store)
 
     # ------------------------------------------------------------------ what comes of an attempt
 

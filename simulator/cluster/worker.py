@@ -16,13 +16,17 @@ from dataclasses import dataclass
 from cluster.roles import Role
 from engine.backends.sim.timing import StepWork, Timing
 from engine.core.engine_core import EngineCore
-from engine.core.loan_host import EngineLimits, Input
+from engine.core.loan_host import EngineLimits
 from engine.core_types import Chunk
 from engine.core_types import EngineSequence as Chain
 from engine.messages.from_engine import FromEngine, Ready
+from engine.messages.to_engine import ToEngine
 from kvcache.layout import KvLayout
 from kvcache.store.kv_store import KvStore
+from loans.in_process import InProcessNetwork
+from loans.messages import Peer
 from simulator.cluster.clock import ScheduledEvent, VirtualClock
+from simulator.cluster.network import VirtualNetwork
 from simulator.cluster.runner import UNLIMITED_CONTEXT, BytelessRunner, token_of
 from simulator.cluster.transport import VirtualTransport
 
@@ -70,13 +74,16 @@ class SimWorker:
         spec: WorkerSpec,
         clock: VirtualClock,
         transport: VirtualTransport,
+        engines: dict[bytes, InProcessNetwork],
+        message_s: float,
         listener: Listener,
         skip: bool = True,
         store: KvStore | None = None,
     ) -> None:
         """Create the worker.
 
-        `number` is unique and above 0; of steps that end at one moment, the lowest is first.
+        `number` is unique and above 0; of steps that end at one moment, the lowest is first. `engines` are those of the
+        cluster; a message to one arrives `message_s` later.
         """
         self.worker_id = worker_id
         self.spec = spec
@@ -95,6 +102,7 @@ class SimWorker:
         self._skip = skip
         self._runner = BytelessRunner(spec.layout, spec.num_blocks, spec.max_context_tokens)
         self._outgoing: list[FromEngine] = []
+        self.network = VirtualNetwork(engines, worker_id.encode(), self._receive, clock, message_s)
         self.core = EngineCore(
             self._runner,
             transport,
@@ -103,6 +111,7 @@ class SimWorker:
             self._wake,
             [] if store is None else [store],
             clock=clock.time,
+            network=self.network,
         )
         self._turn_event: ScheduledEvent | None = None
         self._stepping: ScheduledEvent | None = None
@@ -111,18 +120,31 @@ class SimWorker:
         self._run: list[float] = []
         """End of each step of the present run."""
 
+    @property
+    def num_lent(self) -> int:
+        """Number of loans that it gives, those asked for included."""
+        return self.network.num_given
+
     def start(self) -> Ready:
         """Start the loop."""
         self.ready = self.core.start()
+        self.peer = Peer(self.worker_id, self.ready.loan_address, self.network.incarnation)
         self._wake()
         return self.ready
 
-    def send(self, *messages: Input) -> None:
+    def send(self, *messages: ToEngine) -> None:
         """Deliver messages that arrive together; lost when the worker is gone."""
         if self.alive:
             self._interrupt()
             for message in messages:
                 self.core.handle(message)
+            self._wake()
+
+    def _receive(self) -> None:
+        """Process what another engine sent."""
+        if self.alive:
+            self._interrupt()
+            self.core.handle_posted()
             self._wake()
 
     def kill(self) -> None:

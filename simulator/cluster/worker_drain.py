@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from engine.messages.to_engine import EndLoans
 from simulator.cluster.clock import ScheduledEvent, VirtualClock
 from simulator.cluster.front_processes import FrontProcesses
 from simulator.cluster.worker import SimWorker
@@ -52,7 +53,7 @@ class WorkerDrain:
         if self._busy:
             self._quiet_at = self._clock.now + RETURN_S
         if self._clock.now >= min(self._give_up_at, self._quiet_at):
-            self._fronts.end_loans(self._worker)
+            self._worker.send(EndLoans())
             self._on_left(self._worker)
         else:
             self._again(self._stay_readable)
@@ -62,4 +63,4 @@ class WorkerDrain:
 
     @property
     def _busy(self) -> bool:
-        return self._fronts.num_requests(self._worker) + self._fronts.num_lent(self._worker) > 0
+        return self._fronts.num_requests(self._worker) + self._worker.num_lent > 0

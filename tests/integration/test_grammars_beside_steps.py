@@ -19,7 +19,7 @@ def wide(number: int) -> StructuredOutput:
 
 
 def asking(name: str, structured: StructuredOutput) -> Generate:
-    return Generate(name, PROMPT, (), SamplingParams(max_tokens=3, structured=structured), "", 0, borrow=False)
+    return Generate(name, PROMPT, (), SamplingParams(max_tokens=3, structured=structured), "", 0, lender=None)
 
 
 async def test_a_stream_goes_on_while_a_grammar_is_compiled() -> None:

@@ -3,25 +3,15 @@
 import asyncio
 import random
 import re
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.network.rpc import channel
 from engine.config import WorkerConfig
 from engine.messages.from_engine import CacheChanged, CacheInspected, LoadReport
 from engine.messages.to_engine import InspectCache, TakeSnapshot
-from engine.process.front.engine_client import EngineClient
-from engine.process.front.local_engine import LocalEngine
-from engine.process.spec import EngineSpec
-from engine.worker.front.introductions import MEET_S, Introductions
-from engine.worker.front.lender_streams import LenderStreams
-from kvtransfer.local import LocalNetwork
-from protos import lend_pb2 as pb
-from protos import lend_pb2_grpc as pb_grpc
 from support.processes import LENDER_ALWAYS
 from support.real_engines import RealEngine, engines
 from tandem.client import Client
@@ -84,36 +74,6 @@ async def test_a_worker_that_died_unseen_stops_no_start(
         answer = await ask(client, random.Random(2).choices(range(600), k=200))
         assert answer.kv.moved_blocks > 0
         await told.until(lambda: told.count(r"\[decode-later\].*connected to prefill-0") == 1)
-
-
-async def test_peers_that_cannot_be_met_are_passed_over(model: Path, cluster_of: Any, ask: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, and says nothing
-        refused = socket.create_server(("127.0.0.1", 0))
-        closed = f"127.0.0.1:{refused.getsockname()[1]}"
-        refused.close()
-        settings = {"model": model, "engine": "sim", "kv_memory_mib": 8}
-        spec = EngineSpec(WorkerConfig.parse(settings), "decode", "alone", "alone")
-        engine = EngineClient(LocalEngine(spec, LocalNetwork()))
-        ready = await engine.start()
-        lenders = LenderStreams(engine, ready.model_fingerprint, ready.block_tokens, 8.0)
-        introductions = Introductions(engine, lenders, ready, b"me")
-        peers = [
-            pb.Holder(worker_id="closed", address=closed, incarnation=b"1"),
-            pb.Holder(worker_id="silent", address=f"127.0.0.1:{silent.getsockname()[1]}", incarnation=b"2"),
-        ]
-        async with asyncio.timeout(MEET_S + 20):
-            await introductions.meet(pb.Holder(worker_id="me", address="127.0.0.1:1", incarnation=b"me"), peers)
-        audited = await engine.audit()
-        assert (audited.fault, audited.held_blocks, audited.quarantined_blocks) == ("", 0, 0)
-        await introductions.close()
-        await engine.stop()
-
-
-async def test_a_worker_is_met_by_its_incarnation_and_its_weights(model: Path, cluster_of: Any) -> None:
-    async with cluster_of(model, **SIM) as cluster, channel(cluster.decode[0].address) as link:
-        call = pb_grpc.LendStub(link).Meet(pb.MeetRequest(incarnation=b"another"))
-        with pytest.raises(Exception, match="another worker process listens at this address"):
-            await call
 
 
 async def test_a_warm_torch_engine_has_computed_and_has_nothing(tiny_model: Path) -> None:

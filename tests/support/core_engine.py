@@ -5,15 +5,17 @@ from collections.abc import Sequence
 from engine.backends.sim.runner import SimRunner
 from engine.core.loan_host import EngineLimits
 from engine.core_types import SamplingParams, StepBudget
-from engine.messages.from_engine import (LendStarting, Token)
-from loans.account import KvAccount
-from engine.messages.to_engine import Generate, Lend
+from engine.messages.from_engine import Token
+from engine.messages.to_engine import Generate
+from kvcache.block_keys import block_keys, root_key
 from kvcache.items import Item
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
-from loans.fast_path import FastPathLink
-from support.checked_core import LandingCore
-from support.sim_model import LAYOUT, VOCAB
+from loans.account import KvAccount
+from loans.messages import NO_MARK, Lender, Peer, PlacementMark, Want
+from support.checked_core import LandingCore, PeerWants
+from support.hand_network import HandNetwork
+from support.sim_model import LAYOUT, VOCAB, WIDTH
 
 WIDE = StepBudget(64, 64)
 TEN = tuple(range(10, 20))
@@ -31,12 +33,13 @@ class Engine(LandingCore):
         network: LocalNetwork | None = None,
         eager: bool = True,
         max_queued_loans: int = 2,
-        fast_path: FastPathLink | None = None,
+        engines: dict[bytes, HandNetwork] | None = None,
     ) -> None:
+        """`engines`: those whose loans it can take."""
         self.transport = LocalTransport(network or LocalNetwork(), name, eager)
         self.runner = SimRunner(LAYOUT, num_blocks, VOCAB)
         limits = EngineLimits(budget, max_queued_loans, report_interval_s=0.0, min_report_interval_s=0.0)
-        super().__init__(self.runner, self.transport, limits, fast_path=fast_path)
+        super().__init__(self.runner, self.transport, limits, HandNetwork({} if engines is None else engines, name))
 
     def land(self) -> bool:
         return self.transport.step()
@@ -47,18 +50,31 @@ def generate(
     prompt: Sequence[int],
     max_tokens: int = 2,
     emitted: Sequence[int] = (),
-    borrow: bool = False,
+    lender: Peer | Lender | None = None,
     salt: str = "",
     priority: int = 0,
     sampling: SamplingParams | None = None,
     items: Sequence[Item] = (),
 ) -> Generate:
+    """`lender`: a peer may compute for it."""
     sampling = sampling or SamplingParams(max_tokens)
-    return Generate(request_id, tuple(prompt), tuple(emitted), sampling, salt, priority, borrow, items=tuple(items))
+    lender = Lender(lender) if isinstance(lender, Peer) else lender
+    return Generate(request_id, tuple(prompt), tuple(emitted), sampling, salt, priority, lender, items=tuple(items))
 
 
-def lend(loan_id: str, tokens: Sequence[int], first: int = 0, compute: bool = True, priority: int = 0) -> Lend:
-    return Lend(loan_id, tuple(tokens), first, "", compute, priority)
+def lend(
+    loan_id: str,
+    tokens: Sequence[int],
+    first: int = 0,
+    compute: bool = True,
+    priority: int = 0,
+    items: Sequence[Item] = (),
+    mark: PlacementMark = NO_MARK,
+) -> PeerWants:
+    """What a peer sends that wants all full blocks of these tokens from the `first` one on."""
+    root = root_key(LAYOUT.fingerprint(b"sim"), "")
+    keys = block_keys(root, tokens, WIDTH, items)
+    return PeerWants(loan_id, Want("", keys, first, compute, tuple(tokens), root, priority, mark=mark, items=tuple(items)))
 
 
 def tokens_of(messages: Sequence[Token], request_id: str) -> list[int]:
@@ -70,10 +86,6 @@ def account_of(messages: Sequence[Token]) -> KvAccount:
     assert len(accounts) == 1
     assert messages[0].account is accounts[0], "it comes with the first token"
     return accounts[0]
-
-
-def starting(message: LendStarting) -> tuple[str, int, int]:
-    return message.loan_id, message.end_block, message.cached_end_block
 
 
 def prints(engine: Engine, blocks: Sequence[int]) -> bytes:

@@ -9,12 +9,14 @@ from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core.scheduler import max_wait_steps
 from engine.core_types import Chunk, FinishReason, SamplingParams, StepBudget
-from engine.messages.from_engine import (FromEngine, Rejected, Token)
-from loans.account import KvAccount
+from engine.messages.from_engine import FromEngine, Rejected, Token
 from engine.messages.to_engine import Cancel, Generate, ToEngine
 from kvtransfer.local import LocalNetwork, LocalTransport
-from support.checked_core import NOTHING_LEFT, M, held, of_kinds
+from loans.account import KvAccount
+from loans.messages import Lender
+from support.checked_core import NOTHING_LEFT, FromPeer, M, PeerLoans, ToPeer, held, of_kinds
 from support.core_engine import WIDE
+from support.hand_network import HandNetwork
 from support.sim_model import LAYOUT, VOCAB, WIDTH, undisturbed
 
 
@@ -58,21 +60,23 @@ def name_of(request_id: str, choice: int) -> str:
 
 
 class Engine:
-    """An engine core that nobody lends to, held to its bound at every step."""
+    """An engine core that nobody lends to, unless a test does, held to its bound at every step."""
 
     def __init__(self, num_blocks: int = 8, budget: StepBudget = WIDE, reserve: int = 1, bounded: bool = True) -> None:
-        self.said: list[FromEngine] = []
+        self.said: list[FromEngine | ToPeer] = []
+        self.network = HandNetwork({}, "engine")
+        self._peers = PeerLoans(self.said)
         self.budget = budget
         runner = SimRunner(LAYOUT, num_blocks, VOCAB)
         self.runner = runner
         limits = EngineLimits(budget, 4, reserve, report_interval_s=0.0, min_report_interval_s=0.0)
         transport = LocalTransport(LocalNetwork(), "engine")
-        self.core = EngineCore(runner, transport, limits, self.said.append)
+        self.core = EngineCore(runner, transport, limits, self.said.append, network=self.network)
         self.core.start()
         self.streams: dict[str, Stream] = {}
         self.num_steps = 0
         self.rejected: list[Rejected] = []
-        self.others: list[FromEngine] = []
+        self.others: list[FromEngine | ToPeer] = []
         self.served: list[str] = []
         """Of every token, whose it was."""
         self._bounded = bounded
@@ -84,12 +88,12 @@ class Engine:
         prompt: Sequence[int],
         max_tokens: int,
         priority: int = 0,
-        borrow: bool = False,
+        lender: Lender | None = None,
         **sampling: Any,
     ) -> bool:
         """False when it was rejected."""
         params = SamplingParams(max_tokens, **sampling)
-        request = Generate(request_id, tuple(prompt), (), params, "", priority, borrow)
+        request = Generate(request_id, tuple(prompt), (), params, "", priority, lender)
         num_rejected = len(self.rejected)
         self.send(request)
         if len(self.rejected) > num_rejected:
@@ -100,8 +104,11 @@ class Engine:
             self._wait(self.streams[name])
         return True
 
-    def send(self, *messages: ToEngine) -> None:
+    def send(self, *messages: ToEngine | FromPeer) -> None:
         for message in messages:
+            if isinstance(message, FromPeer):
+                self._peers.send(self.core, message)
+                continue
             self.core.handle(message)
             if isinstance(message, Cancel) and message.request_id in self.streams:
                 for stream in list(self.streams.values()):

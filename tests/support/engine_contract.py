@@ -11,24 +11,23 @@ from itertools import count
 
 import pytest
 
-from engine.messages.from_engine import (Audited, CacheChanged, CacheInspected, Filled, Rejected, Token)
-from loans.account import KvAccount
+from engine.messages.from_engine import Audited, CacheChanged, CacheInspected, Filled, Rejected, Token
 from engine.messages.to_engine import (
     Audit,
     CacheDrop,
     Cancel,
     CorruptReads,
+    CutOffPeer,
+    DrainLoans,
     Generate,
     InspectCache,
-    Lend,
-    LendClosed,
-    LoanBlocks,
-    LoanFailed,
     TakeSnapshot,
 )
 from kvcache.block_keys import block_keys, root_key
 from kvcache.events import Removed, Stored
-from support.real_engines import RealEngine, chosen, greedy
+from loans.account import KvAccount
+from loans.lender_manager import TOLD_TO_STOP
+from support.real_engines import Caller, RealEngine, cached_blocks, chosen, greedy, lent_by
 from support.vllm_engines import BLOCK, flip_a_byte, ids
 
 VOCAB = 2048
@@ -70,7 +69,7 @@ def named(prompt: list[int], max_tokens: int = 12, **options: object) -> Generat
 
 
 class EngineContract:
-    """Tests of two engines in processes of their own; the borrower asks the lender by hand-carried messages."""
+    """Tests of two engines in processes of their own; the borrower asks the lender over their own sockets."""
 
     @pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 200, 500])
     async def test_borrowed_blocks_give_the_tokens_of_the_lender_alone(self, pair: Pair, num_tokens: int) -> None:
@@ -103,28 +102,10 @@ class EngineContract:
     async def test_a_flipped_byte_is_found_named_and_computed_again(self, pair: Pair) -> None:
         prompt = prompt_of(300, 4)
         expected = ids(await pair.lender.answer(named(prompt)))
-        lent: list[int] = []
-        events = [
-            event for message in pair.lender.said if isinstance(message, CacheChanged) for event in message.events
-        ]
-        assert events
-        # Which block holds the fifth part of the prompt: the lender says so when it lends.
-        request = named(prompt)
-        original = pair.borrower.send
-
-        def spoil(*messages: object) -> None:
-            for message in messages:
-                if isinstance(message, LoanBlocks) and not lent:
-                    lent.append(message.block_ids[4])
-                    flip_a_byte(pair.lender, lent[0])
-            original(*messages)  # type: ignore[arg-type]
-
-        pair.borrower.send = spoil  # type: ignore[method-assign]
-        try:
-            got = await pair.borrowed(request)
-        finally:
-            pair.borrower.send = original  # type: ignore[method-assign]
-            flip_a_byte(pair.lender, lent[0])
+        spoiled = (await cached_blocks(pair.lender, prompt))[4]
+        flip_a_byte(pair.lender, spoiled)
+        got = await pair.borrowed(named(prompt))
+        flip_a_byte(pair.lender, spoiled)
         account = account_of(got)
         assert ids(got) == expected
         assert account.mismatched_blocks >= 1
@@ -151,19 +132,10 @@ class EngineContract:
 
     async def test_a_lender_that_refuses_costs_nothing_but_time(self, pair: Pair) -> None:
         prompt = prompt_of(200, 6)
-        request = named(prompt)
-        pair.borrower.lent[request.request_id] = pair.lender, request
-        original = pair.lender.send
-        pair.lender.send = lambda *messages: pair.borrower.send(  # type: ignore[method-assign]
-            LoanFailed(request.request_id, "no capacity")
-        )
-        try:
-            pair.borrower.send(request._replace(borrow=True))
-            await pair.borrower.until(lambda: pair.borrower.over(request))
-        finally:
-            pair.lender.send = original  # type: ignore[method-assign]
-        got = pair.borrower.tokens[request.request_id]
-        assert account_of(got).loan_failure == "no capacity"
+        pair.lender.send(DrainLoans(True))
+        got = await pair.borrowed(named(prompt))
+        pair.lender.send(DrainLoans(False))
+        assert account_of(got).loan_failure == TOLD_TO_STOP
         assert ids(got) == ids(await pair.lender.answer(named(prompt)))
         await pair.settled()
 
@@ -171,8 +143,7 @@ class EngineContract:
     async def test_a_cancel_at_any_moment_leaves_nothing_behind(self, pair: Pair, after_ms: int) -> None:
         requests = [named(prompt_of(300 + i, 7 + after_ms), 40) for i in range(3)]
         for request in requests:
-            pair.borrower.lent[request.request_id] = pair.lender, request
-            pair.borrower.send(request._replace(borrow=True))
+            pair.borrower.send(lent_by(pair.lender, request))
         await asyncio.sleep(after_ms / 1e3)
         for request in requests:
             pair.borrower.send(Cancel(request.request_id))
@@ -181,11 +152,9 @@ class EngineContract:
     async def test_a_borrower_that_vanishes_leaves_nothing_at_the_lender(self, pair: Pair) -> None:
         for after_ms in (0, 5, 30):
             request = named(prompt_of(350, 20 + after_ms))
-            pair.borrower.lent[request.request_id] = pair.lender, request
-            pair.borrower.send(request._replace(borrow=True))
+            pair.borrower.send(lent_by(pair.lender, request))
             await asyncio.sleep(after_ms / 1e3)
-            pair.lender.send(LendClosed(request.request_id))
-            pair.borrower.send(LoanFailed(request.request_id, "the lender is gone"))
+            pair.lender.send(CutOffPeer(pair.borrower.name, 0.0))
             await pair.borrower.until(lambda request=request: pair.borrower.over(request))  # type: ignore[misc]
             await pair.settled()
 
@@ -204,9 +173,7 @@ class EngineContract:
                 number, (engine, other) = dice.randrange(len(prompts)), dice.sample(engines, 2)
                 salt = dice.choice(["", "", f"salt {begun}"])
                 request = named(prompts[number], dice.randrange(1, 17), ignore_eos=True)._replace(cache_salt=salt)
-                if borrows := dice.random() < 0.7:
-                    engine.lent[request.request_id] = other, request
-                engine.send(request._replace(borrow=borrows))
+                engine.send(lent_by(other, request) if dice.random() < 0.7 else request)
                 running.append((engine, request, alone[number]))
             if dice.random() < 0.3:
                 engine = dice.choice(engines)
@@ -217,11 +184,9 @@ class EngineContract:
                 cancelled.add(request.request_id)
                 engine.send(Cancel(request.request_id))
             elif running and dice.random() < 0.2:
-                engine, request, _ = dice.choice(running)
-                if request.request_id in engine.lent:
-                    ended_early += 1
-                    engine.lent[request.request_id][0].send(LendClosed(request.request_id))
-                    engine.send(LoanFailed(request.request_id, "ended by the storm"))
+                ended_early += 1
+                engine, other = dice.sample(engines, 2)
+                engine.send(CutOffPeer(other.name, 0.0))
             for engine, request, expected in running:
                 got = ids(engine.tokens.get(request.request_id, ()))
                 assert got == expected[: len(got)]
@@ -253,9 +218,7 @@ class EngineContract:
 
         async def filled(engine: RealEngine, lender: RealEngine | None = None) -> KvAccount:
             request = named(prompt, 0)
-            if lender is not None:
-                engine.lent[request.request_id] = lender, request
-            engine.send(request._replace(borrow=lender is not None))
+            engine.send(request if lender is None else lent_by(lender, request))
             await engine.until(lambda: any(m.request_id == request.request_id for m in ends(engine)))
             assert request.request_id not in engine.tokens
             return next(m.account for m in ends(engine) if m.request_id == request.request_id)
@@ -301,13 +264,12 @@ class EngineContract:
         assert set(gone) == set(keys)
         assert len(gone) == len(keys)
 
-        lent = f"l{next(numbers)}"
-        engine.borrowers[lent] = pair.borrower
-        engine.send(Lend(lent, prompt, 0, "", may_compute=False, priority=0))
+        caller = Caller(engine)
+        assert len(await caller.blocks(prompt)) == len(keys)
         inspected = await dropped(CacheDrop(None))
         assert inspected.in_use == len(keys), "blocks of a loan stay"
         assert inspected.dropped_in_pool >= (len(other) - 1) // BLOCK
-        engine.send(LendClosed(lent))
+        caller.close()
         assert account_of(await engine.answer(named(prompt))).reused_blocks == (len(prompt) - 1) // BLOCK
         assert account_of(await engine.answer(named(other))).reused_blocks == 0
         refused = await dropped(CacheDrop(other, store=True))

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, with their messages carried by hand instead of by fronts and gRPC."""
+"""Engines in processes of their own, without fronts. They reach each other by their own sockets."""
 
 import asyncio
 import os
@@ -12,24 +12,27 @@ from cluster.errors import StartError
 from cluster.roles import Role
 from engine.config import WorkerConfig
 from engine.core_types import SamplingParams, TokenLogprobs
-from engine.messages.from_engine import (Audited, CloseLoan, Filled, FromEngine, ItemsWanted, LendReady, LendRefused, LendStarting, OpenLoan, PromptScored, Ready, Rejected, ReleaseLoan, StartFailed, Token)
-from loans.account import KvAccount
-from engine.messages.to_engine import (
-    Audit,
-    Generate,
-    Lend,
-    LendClosed,
-    LendReleased,
-    LoanBlocks,
-    LoanFailed,
-    LoanStarted,
-    ToEngine,
+from engine.messages.from_engine import (
+    Audited,
+    Filled,
+    FromEngine,
+    ItemsWanted,
+    PromptScored,
+    Ready,
+    Rejected,
+    StartFailed,
+    Token,
 )
+from engine.messages.to_engine import Audit, Generate, ToEngine
 from engine.process.front.child_engine import ChildEngine
 from engine.process.front.engine_client import EngineListener
 from engine.process.spec import EngineSpec
 from engine.worker.front.item_fetches import ItemFetches
-from kvcache.items import begun_items
+from kvcache.block_keys import block_keys, root_key
+from loans.account import KvAccount
+from loans.messages import Blocks, Lender, Lent, Peer, Started, Want
+from loans.network import LoanGiven, LoanTaken
+from loans.peers.socket_network import NetworkSettings, SocketNetwork
 from support.processes import PATIENCE_S, gone, ranks_of
 
 START_S = 300.0
@@ -40,12 +43,11 @@ class RealEngine(EngineListener):
 
     def __init__(self, name: str, model: Path, role: Role = "decode", **settings: Any) -> None:
         config = WorkerConfig.parse({"model": model, "kv_memory_mib": 8} | settings)
-        self.host = ChildEngine(EngineSpec(config, role, f"{name}-{os.getpid()}-{id(self)}", name))
+        self.name, self.incarnation = name, os.urandom(16)
+        agent_name = f"{name}-{os.getpid()}-{id(self)}"
+        self.host = ChildEngine(EngineSpec(config, role, agent_name, name, self.incarnation))
         self.tokens: dict[str, list[Token]] = {}
         self.said: list[FromEngine] = []
-        self.lent: dict[str, tuple[RealEngine, Generate]] = {}
-        """By request: the engine that lends for it, and the request."""
-        self.borrowers: dict[str, RealEngine] = {}
         self.end = ""
         self._fetches = ItemFetches(self)
         self._heard = asyncio.Event()
@@ -68,24 +70,6 @@ class RealEngine(EngineListener):
             match message:
                 case Token(request_id):
                     self.tokens.setdefault(request_id, []).append(message)
-                case OpenLoan(request_id, first, end, may_compute):
-                    lender, request = self.lent[request_id]
-                    lender.borrowers[request_id] = self
-                    items = begun_items(request.items, end * self.ready.block_tokens)
-                    num_tokens = max(end * self.ready.block_tokens, items[-1].end if items else 0)
-                    lend = Lend(request_id, request.prompt[:num_tokens], first, request.cache_salt, may_compute, 0)
-                    lender.send(lend._replace(adapter=request.adapter, items=items, end_block=end))
-                case ReleaseLoan(request_id, first, count):
-                    self.lent[request_id][0].send(LendReleased(request_id, first, count))
-                case CloseLoan(request_id):
-                    self.lent[request_id][0].send(LendClosed(request_id))
-                case LendStarting(loan_id, end, cached_end, queued_ms):
-                    started = LoanStarted(loan_id, self.ready.endpoint, end, cached_end, queued_ms)
-                    self.borrowers[loan_id].send(started)
-                case LendReady(loan_id, first, block_ids, fingerprints, fetched):
-                    self.borrowers[loan_id].send(LoanBlocks(loan_id, first, block_ids, fingerprints, fetched))
-                case LendRefused(loan_id, reason):
-                    self.borrowers[loan_id].send(LoanFailed(loan_id, reason))
                 case ItemsWanted():
                     self._fetches.start(message)
                 case _:
@@ -127,9 +111,7 @@ class RealEngine(EngineListener):
 
     async def answer(self, request: Generate, lender: "RealEngine | None" = None) -> list[Token]:
         """All that comes of it."""
-        if lender is not None:
-            self.lent[request.request_id] = lender, request
-        self.send(request._replace(borrow=lender is not None))
+        self.send(request if lender is None else lent_by(lender, request))
         await self.until(lambda: self.over(request) or self._said(Rejected))
         assert not self._said(Rejected), self.said
         return self.tokens[request.request_id]
@@ -167,12 +149,107 @@ class RealEngine(EngineListener):
                     return found
 
     @property
+    def peer(self) -> Peer:
+        """As other engines reach it."""
+        return Peer(self.name, self.ready.loan_address, self.incarnation)
+
+    @property
     def pid(self) -> int:
         return self.host._process.pid
 
     def rank_pids(self) -> list[int]:
         """Of the other ranks."""
         return ranks_of(self.pid)
+
+
+def lent_by(lender: RealEngine, request: Generate) -> Generate:
+    """The request, to borrow from an engine that computes what it lacks."""
+    return request._replace(lender=Lender(lender.peer))
+
+
+class Caller:
+    """A peer in this process, over the network of engines, that asks an engine for blocks and reads none."""
+
+    def __init__(self, engine: RealEngine) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._on_readable: dict[int, Callable[[], object]] = {}
+        settings = NetworkSettings("caller", os.urandom(16), "127.0.0.1", 0, "", silence_s=PATIENCE_S)
+        self._network = SocketNetwork(settings, self)
+        self._network.start(self, engine.ready.model_fingerprint, b"nowhere")
+        self._taken: LoanTaken | None = None
+        self._lent: list[Lent] = []
+        self._end = ""
+        self._turning = self._loop.create_task(self._turn())
+
+    async def blocks(self, prompt: Sequence[int]) -> list[int]:
+        """Ask for all full blocks of a prompt that the engine has cached, and return which these are. It holds them."""
+        root = root_key(self._engine.ready.model_fingerprint, "")
+        keys = block_keys(root, prompt, self._engine.ready.block_tokens)
+        want = Want("caller", keys, 0, False, tuple(prompt), root)
+        self._taken = self._network.open(self._engine.peer, want, self)
+        found: list[int] = []
+        async with asyncio.timeout(PATIENCE_S):
+            while not (self._lent and isinstance(self._lent[0], Started) and len(found) == self._lent[0].end_block):
+                assert not self._end, self._end
+                found = [block for each in self._lent if isinstance(each, Blocks) for block in each.block_ids]
+                await asyncio.sleep(0.005)
+        return found
+
+    def close(self) -> None:
+        """Give up what it was lent."""
+        self._turning.cancel()
+        self._network.close()
+
+    async def _turn(self) -> None:
+        while True:
+            self._network.turn()
+            self._network.beat(is_alive=True)
+            self._network.flush()
+            await asyncio.sleep(0.005)
+
+    # what the network calls, of its loop, of a borrower and of a lender
+
+    def watch(self, descriptor: int, on_readable: Callable[[], object]) -> None:
+        self._on_readable[descriptor] = on_readable
+        self._loop.add_reader(descriptor, on_readable)
+
+    def watch_writing(self, descriptor: int, is_wanted: bool) -> None:
+        if is_wanted:
+            self._loop.add_writer(descriptor, self._on_readable[descriptor])
+        else:
+            self._loop.remove_writer(descriptor)
+
+    def unwatch(self, descriptor: int) -> None:
+        self._loop.remove_reader(descriptor)
+        self._loop.remove_writer(descriptor)
+
+    def wake(self) -> None:
+        """Do nothing: it turns often."""
+
+    def lent(self, message: Lent) -> None:
+        self._lent.append(message)
+
+    def ended(self, reason: str) -> None:
+        self._end = reason
+
+    def opened(self, loan: LoanGiven, want: Want) -> None:
+        loan.refuse("this peer has nothing")
+
+    def released(self, loan: LoanGiven, first: int, count: int) -> None: ...
+
+    def closed(self, loan: LoanGiven) -> None: ...
+
+    def met(self, endpoint: bytes) -> None: ...
+
+
+async def cached_blocks(engine: RealEngine, prompt: Sequence[int]) -> list[int]:
+    """Blocks of the engine's pool that hold the prompt's full blocks."""
+    caller = Caller(engine)
+    try:
+        return await caller.blocks(prompt)
+    finally:
+        caller.close()
 
 
 @asynccontextmanager
@@ -196,7 +273,7 @@ def kill(pid: int) -> None:
 
 def greedy(request_id: str, prompt: Sequence[int], max_tokens: int = 12, **options: Any) -> Generate:
     sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0} | options)
-    return Generate(request_id, tuple(prompt), (), sampling, "", 0, borrow=False)
+    return Generate(request_id, tuple(prompt), (), sampling, "", 0, lender=None)
 
 
 def chosen(tokens: Sequence[Token]) -> dict[int, list[int]]:

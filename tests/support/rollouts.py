@@ -31,6 +31,12 @@ class Revision:
 
     model: Path
     adapters: dict[str, Path]
+    tree: Path | None = None
+    """Tree of Tandem's code that its processes run; None: this one."""
+
+    def entered(self, command: list[str]) -> list[str]:
+        """Return a command that runs in the revision's tree."""
+        return command if self.tree is None else ["env", "-C", str(self.tree), f"PYTHONPATH={self.tree}", *command]
 
 
 class Rollout:
@@ -84,14 +90,15 @@ class Rollout:
 
     async def start_router(self, number: int, revision: Revision) -> RoleProcess:
         values = {"model": revision.model, "port": self._ports[number], "router_id": f"router-{number}"}
-        return await start_role("router", f"router-{number}", RouterConfig.parse(values | self._router))
+        config = RouterConfig.parse(values | self._router)
+        return await start_role("router", f"router-{number}", config, revision.entered)
 
     async def _start_worker(self, module: str, revision: Revision, number: int) -> RoleProcess:
         name = f"{module}-{self._generation}-{number}"
         values = {"model": revision.model, "worker_id": name, "adapters": revision.adapters, **self._worker}
         if "redis_url" not in values:
             values["routers"] = self.addresses
-        return await start_role(module, name, WorkerConfig.parse(values))
+        return await start_role(module, name, WorkerConfig.parse(values), revision.entered)
 
     async def _ready(self, role: RoleProcess) -> None:
         async def ready() -> bool:
@@ -108,6 +115,7 @@ class Outcome:
     prompt: str
     token_ids: list[int]
     error: ServiceError | None
+    receipt: pb.Receipt | None = None
 
 
 class Load:
@@ -141,6 +149,8 @@ class Load:
                     self.longest_gap_s = max(self.longest_gap_s, now - self._answered_at)
                     self._answered_at = now
                 outcome.token_ids += piece.token_ids
+                if piece.HasField("finish"):
+                    outcome.receipt = piece.finish.receipt
 
     async def end(self) -> None:
         self._over = True

@@ -28,6 +28,7 @@ from loans.reads.block_reads import BlockRead, LocalRank, OnQuiet, RemoteRank
 from loans.reads.corruption import Corruption
 from support.checked_core import LandingCore
 from support.core_engine import WIDE
+from support.hand_network import HandNetwork
 from support.memory_objects import MemoryObjects, StepExecutor, StepStore
 from support.sim_model import LAYOUT, VOCAB
 from support.slow_transport import SlowTransport
@@ -161,6 +162,7 @@ class ShardedEngine(LandingCore):
         open_transport: Callable[[str], Transport],
         num_blocks: int = 8,
         below: "Below | None" = None,
+        engines: dict[bytes, HandNetwork] | None = None,
     ) -> None:
         self.sharded = ShardedSim(num_blocks, ranks)
         self.ranks = [open_transport(f"{name}-{rank}") for rank in range(ranks)]
@@ -172,7 +174,8 @@ class ShardedEngine(LandingCore):
         self.sharded.gather_from(self.others, self.memory)
         self.stores = below.open(self.memory) if below is not None else []
         limits = EngineLimits(WIDE, 2, report_interval_s=0.0, min_report_interval_s=0.0)
-        super().__init__(self.sharded, self.ranks[0], limits, others=self.others, stores=self.stores)
+        network = HandNetwork({} if engines is None else engines, name)
+        super().__init__(self.sharded, self.ranks[0], limits, network, others=self.others, stores=self.stores)
 
     def land(self) -> bool:
         """One read, of the last rank that has any."""

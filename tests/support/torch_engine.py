@@ -53,7 +53,7 @@ def request(
     priority: int = 0,
     **fields: Any,
 ) -> Generate:
-    return Generate(request_id, tuple(prompt), tuple(emitted), sampling, "", priority, borrow=False, **fields)
+    return Generate(request_id, tuple(prompt), tuple(emitted), sampling, "", priority, lender=None, **fields)
 
 
 def requests(

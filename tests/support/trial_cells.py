@@ -1,9 +1,13 @@
 """Which fault met which state of the handshake, counted over trials."""
 
 from collections import Counter
+from typing import Any, cast
 
+from loans.component import Loans
+from loans.lender_manager import LenderManager
 from loans.sources import LenderSource
-from support.trial_node import Stream, TrialNode
+from support.hand_network import Stream
+from support.trial_node import TrialNode
 
 FAULTS = (
     "lender killed",
@@ -13,6 +17,8 @@ FAULTS = (
     "cancelled",
     "deadline",
     "connection cut",
+    "message doubled",
+    "messages reordered",
     "bytes corrupted",
     "completion delayed",
     "pool exhausted",
@@ -37,6 +43,9 @@ IMPOSSIBLE: dict[Cell, str] = {
     ("lender killed", "borrower", "restoring"): _NO_LENDER_YET,
     ("lender stopped", "borrower", "restoring"): _NO_LENDER_YET,
     ("connection cut", "borrower", "restoring"): _NO_LENDER_YET,
+    ("message doubled", "borrower", "restoring"): _NO_LENDER_YET,
+    ("messages reordered", "borrower", "restoring"): _NO_LENDER_YET,
+    ("messages reordered", "lender", "queued"): "nothing but the end is said of a loan that waits",
     ("bytes corrupted", "borrower", "opening"): _NOTHING_ANNOUNCED,
     ("bytes corrupted", "lender", "queued"): _NOTHING_ANNOUNCED,
     ("completion delayed", "borrower", "opening"): _NOTHING_ANNOUNCED,
@@ -58,8 +67,8 @@ IMPOSSIBLE: dict[Cell, str] = {
 
 
 def borrower_state(stream: Stream) -> str:
-    loan = stream.borrower.core._borrower_manager._loans.get(stream.request_id)
-    if loan is None or not isinstance(loan.source, LenderSource):
+    loan = stream.loan
+    if loan.machine.done:
         return "over"
     if loan.wanted.sequence.hedged:
         return "hedged"
@@ -70,11 +79,12 @@ def lender_state(stream: Stream) -> str | None:
     """None: it has not heard of the loan yet."""
     if not stream.asked:
         return None
-    manager = stream.lender.core._lender_manager
-    loan = manager._loans.get(stream.loan_id)
+    assert stream.lender is not None
+    manager = cast(Loans[Any], stream.lender.gives).lender
+    loan = manager._of(stream)
     if loan is None:
         return "over"
-    if stream.loan_id in manager._waiting:
+    if loan.loan_id in manager._waiting:
         return "queued"
     if loan.fetching:
         return "fetching"
@@ -82,6 +92,12 @@ def lender_state(stream: Stream) -> str | None:
         return "computing"
     released = len(loan.machine.held_blocks) < loan.machine._announced_end - loan.machine.first
     return "partly released" if released else "unread"
+
+
+def _is_served(stream: Stream) -> bool:
+    """What the loan was for, a request or a loan given, is not over."""
+    owner: Any = stream.loan.wanted.owner
+    return stream.borrower_id in (owner._loans if isinstance(owner, LenderManager) else owner._requests)
 
 
 class Cells:
@@ -94,7 +110,7 @@ class Cells:
         """It meets both sides of this loan, unless the loan and what it was for are over for good."""
         assert fault in FAULTS
         borrower, lender = borrower_state(stream), lender_state(stream)
-        if borrower == "over" and lender in (None, "over") and not stream.borrower.serves(stream.request_id):
+        if borrower == "over" and lender in (None, "over") and not _is_served(stream):
             return
         self.counts[fault, "borrower", borrower] += 1
         if lender is not None:

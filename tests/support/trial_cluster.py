@@ -1,22 +1,23 @@
 """A few engines, their clients, and everything between them, moved by one random generator.
 
-The harness stands where the gRPC front will: it carries what the engines say to each other, late, cut short or
-never. Its transport posts a read at one moment and lets it land at another, with garbage written in between. After
-every single move the books of every engine must balance. Time is the number of moves.
+The harness stands where the fronts and the network are: it carries what the engines say to each other, late, twice, in
+the wrong order, cut short or never. Its transport posts a read at one moment and lets it land at another, with garbage
+written in between. After every single move the books of every engine must balance. Time is the number of moves.
 """
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from engine.backends.sim.states import prompt_logprob
 from engine.core_types import StepBudget
 from kvtransfer.transport import Pool
-from loans.sources import LenderSource
+from support.hand_network import HandNetwork
 from support.memory_objects import MemoryObjects
 from support.sim_model import VOCAB, undisturbed
 from support.trial_cells import lender_state
 from support.trial_faults import Faults
-from support.trial_node import Client, Node, TrialLink, TrialNode
+from support.trial_node import Client, Node, TrialNode
 
 NUM_CHOICES = 6 * [1] + [2, 3]
 """Choices of a request."""
@@ -31,6 +32,8 @@ FAULTS = [
     *3 * ["damage local store"],
     *3 * ["damage store"],
     "duplicate",
+    *2 * ["double"],
+    *6 * ["reorder"],
 ]
 """By how often they are drawn."""
 STUCK_MOVES = 25.0
@@ -53,14 +56,13 @@ class Cluster(Faults):
         self.max_tokens = 6 if reserve > 6 else 12
         self.faults = faults
         self.read_silence = STUCK_MOVES if faults and seed % 2 else math.inf
-        self.fault_rate = self.rng.choice([0.02, 0.04, 0.08])
+        self.fault_rate = self.rng.choice([0.025, 0.05, 0.1])
         self.one_sided = self.rng.random() < 0.5
         """Reads from a stopped process end all the same, as over shared memory."""
         self.crowded_length = 17 if reserve > 6 else 9
         self.pool_range = (6, 7) if crowded else self.rng.choice([(6, 10), (8, 16), (10, 24)])
         self.network: dict[bytes, Pool] = {}
-        self.links: dict[bytes, TrialLink] | None = {} if seed // 5 % 3 else None
-        """In two thirds of the trials engines tell each other early, too."""
+        self.engines: dict[bytes, HandNetwork] = {}
         self.num_started = 0
         self.now = 0
         self.objects = MemoryObjects(self.rng.choice([1, 3, 8]), self.rng.choice([20, 1000])) if seed % 5 < 3 else None
@@ -82,9 +84,10 @@ class Cluster(Faults):
         name, num_blocks = f"node-{self.num_started}", rng.randint(*self.pool_range)
         local_blocks = rng.choice([0, 12, 40])
         local = MemoryObjects(rng.choice([1, 3, 8]), local_blocks) if local_blocks else None
-        link = TrialLink(self.links) if self.links is not None else None
         on_gpu = (self.seed + self.num_started) % 3 == 0
-        node = self.open_node(name, num_blocks, budget, local, link, on_gpu)
+        node = self.open_node(name, num_blocks, budget, local, on_gpu)
+        self.by_network[node.network] = node
+        node.network.on_said = partial(self.said, node)
         node.interrupted = lambda: self.in_mid_restore(node)
         return node
 
@@ -94,13 +97,13 @@ class Cluster(Faults):
         num_blocks: int,
         budget: StepBudget,
         local: MemoryObjects | None,
-        link: TrialLink | None,
         on_gpu: bool,
     ) -> TrialNode:
         silence_s, objects = self.read_silence, self.objects
         return Node(
-            self.network, name, num_blocks, budget, self.reserve, local, silence_s, self.clock, link, objects, on_gpu
-        )
+            self.network, name, num_blocks, budget, self.reserve, local, silence_s, self.clock, objects, on_gpu,
+            self.engines,
+        )  # fmt: skip
 
     def clock(self) -> float:
         return float(self.now)
@@ -135,7 +138,6 @@ class Cluster(Faults):
         transports = [node for node in awake if node.transport.posted or node.transport.busy()]
         new = [client for client in self.clients if client.state == "new"]
         stopped = [node for node in self.nodes if node.stopped]
-        unaware = [stream for stream in self.streams if stream.withheld is not None]
         kinds = 4 * ["step"] + 6 * ["deliver"] * bool(talk) + 3 * ["transfer"] * bool(transports)
         stores = [node for node in awake if node.stores and node not in self.restoring]
         kinds += ["submit"] * bool(new) + 8 * ["store"] * bool(stores)
@@ -143,7 +145,7 @@ class Cluster(Faults):
         kinds += ["quiet"] * bool(self.faults and borrowing and rng.random() < 0.1)
         arrived = [node for node in awake if node.verifying.waiting]
         kinds += ["verify"] * bool(arrived)
-        kinds += ["silence", "wake"] * bool(stopped) + ["notice end"] * bool(unaware)
+        kinds += ["silence", "wake"] * bool(stopped) + ["notice end"] * bool(self.unaware)
         match rng.choice(kinds):
             case "step":
                 self.step(rng.choice(awake))
@@ -164,7 +166,7 @@ class Cluster(Faults):
             case "quiet":
                 self.be_quiet(rng.choice(borrowing))
             case "notice end":
-                self.notice_end(rng.choice(unaware))
+                self.notice_end(rng.choice(self.unaware))
 
     def fault(self, kind: str) -> None:
         match kind:
@@ -188,6 +190,8 @@ class Cluster(Faults):
                 self.damage_store()
             case "duplicate":
                 self.duplicate()
+            case "double" | "reorder":
+                self.garble(kind)
 
     def step(self, node: TrialNode) -> bool:
         """Part of a step. In between anything else may happen to the engine."""
@@ -239,10 +243,6 @@ class Cluster(Faults):
             self.seen["quarantined"] += bool(node.core._cached.pool.num_quarantined)
             self.seen["hedged and reading"] += any(s.held_at is not None for s in node.core._requests.sequences)
             self.seen["waiting preempted"] += bool(node.core._requests.running_set.preempted)
-            self.seen["said early"] += any(
-                isinstance(loan.source, LenderSource) and bool(loan.source.fast_path)
-                for loan in node.core._borrower_manager._loans.values()
-            )
             if contents:
                 node.check_contents()
 
@@ -267,9 +267,9 @@ class Cluster(Faults):
             if client.state == "new":
                 self.submit(client, self.rng.choice(self.nodes))
                 moved = True
+        for stream in [*self.unaware]:
+            self.notice_end(stream)
         for stream in self.streams:
-            if stream.withheld is not None:
-                self.notice_end(stream)
             while stream.to_lender or stream.to_borrower:
                 self.deliver(stream)
                 moved = True

@@ -3,12 +3,15 @@
 import math
 import random
 
-from engine.messages.to_engine import Cancel, LendClosed, LenderSilent, LoanFailed
+from engine.messages.to_engine import Cancel
+from loans.messages import Want
+from loans.sources import LenderSource
 from loans.store.source import StoreSource
+from support.hand_network import Closed, Ended, Stream
 from support.memory_objects import MemoryObjects, StepStore
 from support.trial_cells import borrower_state, lender_state
 from support.trial_front import Front
-from support.trial_node import Client, Stream, TrialNode
+from support.trial_node import Client, TrialNode
 
 
 class Faults(Front):
@@ -40,7 +43,7 @@ class Faults(Front):
                 if client.state != "running":
                     return
             for stream in self.streams:
-                if stream.request_id == request_id:
+                if stream.borrower is node.network and stream.borrower_id == request_id:
                     self.cells.note(fault, stream)
             self.cells.note_restoring(fault, node, request_id)
             self.forsaken.add(request_id)
@@ -80,6 +83,26 @@ class Faults(Front):
             self.cells.note("connection cut", stream)
             self.break_stream(stream)
 
+    def garble(self, kind: str) -> None:
+        """A message comes twice, or before the one ahead of it. A loan has nothing wrong in it, or ends."""
+        places = [
+            (stream, queue, place)
+            for stream in self.streams
+            for queue in (stream.to_lender, stream.to_borrower)
+            for place, message in enumerate(queue)
+            if not isinstance(message, Want) and (kind == "double" or _may_swap(queue[place - 1], message, place))
+        ]
+        if not places:
+            return
+        stream, queue, place = self.rng.choice(places)
+        self.cells.note("message doubled" if kind == "double" else "messages reordered", stream)
+        self.garbled.append(stream)
+        self.seen[kind] += 1
+        if kind == "double":
+            queue.insert(place, queue[place])
+        else:
+            queue[place - 1], queue[place] = queue[place], queue[place - 1]
+
     def kill(self, node: TrialNode) -> None:
         """The process ends; another one starts in its place, and the router sends its requests elsewhere."""
         self.seen["killed"] += 1
@@ -90,7 +113,7 @@ class Faults(Front):
         self.dead.append(node)
         self.nodes[self.nodes.index(node)] = self.new_node()
         for stream in self.streams:
-            if node in (stream.borrower, stream.lender) and not stream.broken:
+            if self.are_ends(stream, node) and not stream.broken:
                 self.break_stream(stream)
         self._move_requests(node)
 
@@ -105,7 +128,7 @@ class Faults(Front):
     def notice_silence(self) -> None:
         """Somebody gives up a stopped process: the other end of a stream, or the router."""
         node = self.rng.choice([node for node in self.nodes if node.stopped])
-        streams = [s for s in self.streams if node in (s.borrower, s.lender) and not s.broken]
+        streams = [s for s in self.streams if self.are_ends(s, node) and not s.broken]
         if streams and self.rng.random() < 0.7:
             self.break_stream(self.rng.choice(streams))
         else:
@@ -114,8 +137,11 @@ class Faults(Front):
     def be_quiet(self, node: TrialNode) -> None:
         """A borrower hears that a lender has been silent for long, whether that is so or not."""
         loan_id = self.rng.choice(sorted(node.core._borrower_manager._loans))
-        node.core._borrower_manager._loans[loan_id].heard_at = -math.inf
-        node.send(LenderSilent(loan_id, 1e6))
+        loan = node.core._borrower_manager._loans[loan_id]
+        loan.heard_at = -math.inf
+        if isinstance(loan.source, LenderSource):
+            self.stream_of(node, loan_id).quiet_for_s = 1e6
+        node.core.report()
         self.seen["hedged"] += any(chain.hedged for chain in node.core._requests.sequences)
         self.route(node)
 
@@ -124,11 +150,13 @@ class Faults(Front):
         node = self.rng.choice([node for node in self.nodes if node.stopped])
         self.seen["woken"] += 1
         node.stopped = False
-        inbox = list(node.inbox)
+        inbox, arrived = list(node.inbox), list(node.network.arrived)
         node.inbox.clear()
+        node.network.arrived.clear()
         for _ in range(self.rng.randint(0, 3)):
             self.step(node)
         node.inbox.extendleft(reversed(inbox))
+        node.network.arrived.extendleft(reversed(arrived))
 
     def _move_requests(self, node: TrialNode) -> None:
         """The router places what ran there anew."""
@@ -141,9 +169,9 @@ class Faults(Front):
 
     def _note_process(self, node: TrialNode, what: str) -> None:
         for stream in self.streams:
-            if stream.borrower is node:
+            if stream.borrower is node.network:
                 self.cells.note(f"borrower {what}", stream)
-            if stream.lender is node:
+            if stream.lender is node.network:
                 self.cells.note(f"lender {what}", stream)
         self.cells.note_restoring(f"borrower {what}", node)
 
@@ -164,8 +192,8 @@ class Faults(Front):
     def give_away(self) -> None:
         """The lender hears that a stream is over and gives its blocks to others; the borrower has not noticed."""
         reads = [(node, read) for node in self.awake for read in node.transport.posted.values()]
-        streams = [self.stream_of(str(read.flow)) for _, read in reads]
-        streams = [s for s in streams if not s.over and s.lender.alive and not s.lender.stopped]
+        streams = [self.stream_of(node, str(read.flow)) for node, read in reads]
+        streams = [s for s in streams if not s.over and self.lender_in(s) in self.awake]
         if not streams:
             return
         stream = self.rng.choice(streams)
@@ -173,18 +201,17 @@ class Faults(Front):
         self.seen["given away"] += 1
         stream.broken = True
         stream.to_lender.clear()
-        stream.withheld = LoanFailed(stream.request_id, "the stream broke a while ago")
-        lender = stream.lender
-        lender.send(LendClosed(stream.loan_id))
-        self.route(lender)
+        self.unaware.append(stream)
+        lender = self.lender_in(stream)
+        lender.network.arrived.append((stream, Closed()))
+        self.receive(lender)
         self.exhaust(lender)
         for _ in range(8):
             self.step(lender)
 
     def notice_end(self, stream: Stream) -> None:
-        assert stream.withheld is not None
-        stream.to_borrower.append(stream.withheld)
-        stream.withheld = None
+        self.unaware.remove(stream)
+        stream.to_borrower.append(Ended("the connection broke a while ago"))
 
     # ------------------------------------------------------------------ bytes
 
@@ -201,7 +228,7 @@ class Faults(Front):
                 transport.scribble(peer, rng)
             elif chance < 0.47:
                 self.seen["corrupted"] += 1
-                self.cells.note("bytes corrupted", self.stream_of(str(transport.posted[peer].flow)))
+                self.cells.note("bytes corrupted", self.stream_of(node, str(transport.posted[peer].flow)))
                 transport.land_corrupted(peer, rng)
             elif chance < 0.5:
                 transport.fail(peer)
@@ -215,10 +242,10 @@ class Faults(Front):
         raise NotImplementedError
 
     def _note_late(self, node: TrialNode, peer: str) -> None:
-        stream = self.stream_of(str(node.transport.posted[peer].flow))
+        stream = self.stream_of(node, str(node.transport.posted[peer].flow))
         if borrower_state(stream) == "over":
             self._note_always("late write", stream)
-        if stream.lender.alive and lender_state(stream) == "over":
+        if self.lender_in(stream).alive and lender_state(stream) == "over":
             self._note_always("late read", stream)
 
     def _note_always(self, fault: str, stream: Stream) -> None:
@@ -233,7 +260,7 @@ class Faults(Front):
         if posted:
             node, peer = self.rng.choice(posted)
             node.transport.stalled_until[peer] = now + self.rng.randint(20, 100)
-            self._note_always("completion delayed", self.stream_of(str(node.transport.posted[peer].flow)))
+            self._note_always("completion delayed", self.stream_of(node, str(node.transport.posted[peer].flow)))
 
     def damage_local_store(self) -> None:
         """An object in the memory of a host is damaged."""
@@ -277,3 +304,7 @@ class Faults(Front):
                 objects.stored[name] = self.rng.choice(list(objects.stored.values()))
             case 3:
                 del objects.stored[name]
+
+
+def _may_swap(before: object, message: object, place: int) -> bool:
+    return place > 0 and before != message and not isinstance(before, Want)

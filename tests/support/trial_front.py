@@ -1,39 +1,27 @@
-"""Where the gRPC fronts and the router stand: carries what engines say to each other and to their clients."""
+"""Where the router, the fronts and the network stand: carries what engines say to each other and to their clients."""
 
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 from engine.core_types import FinishReason
-from engine.messages.from_engine import (
-    CloseLoan,
-    LendReady,
-    LendRefused,
-    LendStarting,
-    OpenLoan,
-    PromptScored,
-    Rejected,
-    ReleaseLoan,
-    Token,
-)
-from engine.messages.to_engine import (
-    Generate,
-    Lend,
-    LendClosed,
-    LendReleased,
-    LoanBlocks,
-    LoanFailed,
-    LoanStarted,
-    ToEngine,
-)
+from engine.messages.from_engine import PromptScored, Rejected, Token
+from engine.messages.to_engine import Generate
 from kvcache.block_keys import block_keys, root_key
 from kvcache.pins import Retention
+from loans.messages import Blocks, Lender, Release, Want
+from support.hand_network import Closed, Ended, HandNetwork, Stream, ToBorrower, ToLender
 from support.sim_model import LAYOUT, WIDTH
 from support.trial_cells import Cells
-from support.trial_node import Attempt, Client, Stream, TrialNode
+from support.trial_node import Attempt, Client, TrialNode
+
+FAULT = "protocol error"
+BAD = ("release of", "first_block", "token_ids", "keys", "adapter", "items")
+"""Beginnings of what a lender says to a borrower that breaks the protocol."""
 
 
 class Front:
-    """Clients, their attempts, and the streams of loans."""
+    """Clients, their attempts, and the loans between engines."""
 
     has_groups = False
     """Whether a request can go on only after some blocks."""
@@ -49,9 +37,15 @@ class Front:
         self.forsaken: set[str] = set()
         """Attempts that were given up while their engine could not be told; what it still says is dropped."""
         self.streams: list[Stream] = []
+        self.by_network: dict[HandNetwork, TrialNode] = {}
+        """All nodes that ever were."""
         self.accounted: set[str] = set()
         """Attempts whose account has come."""
+        self.unaware: list[Stream] = []
+        """Broken ones of which the borrower has not heard."""
         self.num_duplicates = 0
+        self.garbled: list[Stream] = []
+        """Those of which a message came twice or too early."""
         self.seen: Counter[str] = Counter()
         self.cells = Cells()
 
@@ -64,7 +58,6 @@ class Front:
 
     def generate(self, request_id: str) -> Generate:
         client = self.attempts[request_id].client
-        borrow = self.crowded or self.rng.random() < 0.8
         emitted = [tuple(client.tokens.get(choice, ())) for choice in range(client.num_choices)]
         return Generate(
             request_id,
@@ -73,41 +66,57 @@ class Front:
             client.sampling,
             "",
             client.priority,
-            borrow,
+            self.lender(request_id),
             emitted_others=tuple(emitted[1:]),
             finished=frozenset(client.finished),
             num_scored=len(client.scores),
-            lender_computes=self.crowded or self.rng.random() < 0.7,
             retention=self.rng.choice([None, None, Retention(30.0, "one"), Retention(5.0, "two")]),
         )
 
+    def lender_of(self, tokens: Sequence[int], borrower: TrialNode, may_compute: bool) -> TrialNode:
+        """Whom the router names: a worker that may be gone by now, and mostly the one that holds most of the chain."""
+        others = [other for other in self.nodes if other is not borrower] + self.dead[-1:]
+        if may_compute or self.rng.random() < 0.2:
+            return self.rng.choice(others)
+        keys = block_keys(root_key(borrower.core.model_fingerprint, ""), tokens, WIDTH)
+        return max(others, key=lambda other: len(other.core._cached.pool.match(keys)))
+
+    def lender(self, request_id: str) -> Lender | None:
+        attempt = self.attempts[request_id]
+        if not self.crowded and self.rng.random() < 0.2:
+            return None
+        may_compute = self.crowded or self.rng.random() < 0.7
+        lender, source = self.lender_of(attempt.chain, attempt.node, may_compute), None
+        if may_compute and self.rng.random() < 0.7:
+            source = self.lender_of(attempt.chain, lender, may_compute=False).network.peer
+        return Lender(lender.network.peer, may_compute, source)
+
     def receive(self, node: TrialNode) -> None:
-        """What has arrived is handled, what transports have done and what peers say in either order."""
-        if node.link is not None:
-            node.link.hand_on(self.rng.randint(0, 3), self.rng)
+        """What has arrived is handled: of the front, of transports and of peers, in different orders."""
+        node.network.is_held = True
+        if self.rng.random() < 0.5:
+            node.core.handle_posted()
+        node.network.is_held = self.rng.random() < 0.2
         if self.rng.random() < 0.5:
             node.core.handle_posted()
         while node.inbox:
             node.core.handle(node.inbox.popleft())
+        node.network.is_held = False
         node.core.handle_posted()
         self.route(node)
 
     def deliver(self, stream: Stream) -> None:
         """The oldest message of one direction arrives, at the engine or only in its inbox."""
-        ends = [
-            (queue, node)
-            for queue, node in ((stream.to_lender, stream.lender), (stream.to_borrower, stream.borrower))
-            if queue and not node.stopped
-        ]
+        ends: list[tuple[Callable[[], None], TrialNode]] = []
+        if stream.to_lender and not (lender := self.lender_in(stream)).stopped:
+            ends.append((stream.carry_to_lender, lender))
+        if stream.to_borrower and not (borrower := self.borrower_in(stream)).stopped:
+            ends.append((stream.carry_to_borrower, borrower))
         if not ends:
             return
-        queue, node = self.rng.choice(ends)
-        message = queue.popleft()
-        if not node.alive:
-            return
-        stream.asked |= isinstance(message, Lend)
-        node.inbox.append(message)
-        if self.rng.random() < 0.5:
+        carry, node = self.rng.choice(ends)
+        carry()
+        if node.alive and self.rng.random() < 0.5:
             self.receive(node)
 
     def break_stream(self, stream: Stream) -> None:
@@ -116,16 +125,45 @@ class Front:
         for queue in (stream.to_lender, stream.to_borrower):
             for _ in range(self.rng.randint(0, len(queue))):
                 queue.pop()
-        stream.to_lender.append(LendClosed(stream.loan_id))
-        stream.to_borrower.append(LoanFailed(stream.request_id, "the stream broke"))
+        stream.to_lender.append(Closed())
+        stream.to_borrower.append(Ended("the connection broke"))
         self.seen["broken"] += 1
 
     def deliverable(self) -> list[Stream]:
         return [
             stream
             for stream in self.streams
-            if (stream.to_lender and not stream.lender.stopped) or (stream.to_borrower and not stream.borrower.stopped)
+            if (stream.to_lender and not self.lender_in(stream).stopped)
+            or (stream.to_borrower and not self.borrower_in(stream).stopped)
         ]
+
+    def lender_in(self, stream: Stream) -> TrialNode:
+        assert stream.lender is not None
+        return self.by_network[stream.lender]
+
+    def borrower_in(self, stream: Stream) -> TrialNode:
+        return self.by_network[stream.borrower]
+
+    def are_ends(self, stream: Stream, node: TrialNode) -> bool:
+        return node.network in (stream.borrower, stream.lender)
+
+    def said(self, node: TrialNode, stream: Stream, message: ToLender | ToBorrower) -> None:
+        """An engine says something about a loan."""
+        match message:
+            case Want():
+                self.streams.append(stream)
+                if not self.lender_in(stream).alive:
+                    stream.broken = True
+                    stream.to_lender.clear()
+                    stream.to_borrower.append(Ended("nobody answers"))
+            case Release():
+                self.seen["released"] += message.num_blocks
+            case Blocks():
+                self.seen["lent on"] += message.fetched * len(message.block_ids)
+            case Ended(reason):
+                assert stream in self.garbled or not reason.startswith(BAD), reason
+                self.seen["refused"] += 1
+                self.note_shortage(node)
 
     # ------------------------------------------------------------------ what engines say
 
@@ -137,30 +175,6 @@ class Front:
                 case Token() | PromptScored() | Rejected():
                     if message.request_id not in self.forsaken:
                         self.answer(node, message)
-                case OpenLoan():
-                    self.on_open(node, message)
-                case ReleaseLoan(request_id, first, count):
-                    stream = self.stream_of(request_id)
-                    self.seen["released"] += count
-                    stream.to_lender.append(LendReleased(stream.loan_id, first, count))
-                case CloseLoan(request_id):
-                    stream = self.stream_of(request_id)
-                    assert not stream.closed, "a loan was closed twice"
-                    stream.closed = True
-                    stream.to_lender.append(LendClosed(stream.loan_id))
-                case LendStarting(loan_id, end, cached_end, queued_ms):
-                    stream = self.loan(loan_id)
-                    self.to_borrower(stream, LoanStarted(stream.request_id, node.endpoint, end, cached_end, queued_ms))
-                case LendReady(loan_id, first, block_ids, fingerprints, fetched):
-                    stream = self.loan(loan_id)
-                    self.seen["lent on"] += fetched * len(block_ids)
-                    self.to_borrower(stream, LoanBlocks(stream.request_id, first, block_ids, fingerprints, fetched))
-                case LendRefused(loan_id, reason, bad_request):
-                    assert not bad_request, reason
-                    self.seen["refused"] += 1
-                    self.note_shortage(node)
-                    stream = self.loan(loan_id)
-                    self.to_borrower(stream, LoanFailed(stream.request_id, reason))
 
     def answer(self, node: TrialNode, message: Token | PromptScored | Rejected) -> None:
         """To the client, whose latest attempt this is."""
@@ -207,7 +221,9 @@ class Front:
             self.seen["mismatched"] += account.mismatched_blocks
             self.seen["stuck"] += "no read has ended" in account.loan_failure + account.restore_failure
             self.seen["preempted"] += account.preemptions
-            assert "early" not in account.loan_failure, account.loan_failure
+            if not any(stream.borrower_id == message.request_id for stream in self.garbled):
+                assert FAULT not in account.loan_failure, account.loan_failure
+                assert not account.loan_failure.startswith(BAD), account.loan_failure
         if message.finish is not None:
             assert message.finish is FinishReason.LENGTH
             client.finished.add(message.choice)
@@ -224,39 +240,9 @@ class Front:
     def note_shortage(self, node: TrialNode) -> None:
         """Somebody was refused room there; who has a loan meets it too."""
         for stream in self.streams:
-            if node in (stream.borrower, stream.lender):
+            if self.are_ends(stream, node):
                 self.cells.note("pool exhausted", stream)
         self.cells.note_restoring("pool exhausted", node)
 
-    def on_open(self, node: TrialNode, message: OpenLoan) -> None:
-        others = [other for other in self.nodes if other is not node] + self.dead[-1:]
-        if message.request_id in self.attempts:
-            attempt = self.attempts[message.request_id]
-            tokens, priority = attempt.chain, attempt.client.priority
-        else:
-            tokens, priority = self.loan(message.request_id).tokens, 0
-        tokens = tokens[: message.end_block * WIDTH]
-        lender = self.rng.choice(others)
-        if not message.may_compute and self.rng.random() < 0.8:  # the router says who holds most
-            keys = block_keys(root_key(node.core._model_fingerprint, ""), tokens, WIDTH)
-            lender = max(others, key=lambda other: len(other.core._cached.pool.match(keys)))
-        stream = Stream(f"loan-{len(self.streams)}", message.request_id, node, lender, tokens)
-        self.streams.append(stream)
-        if not stream.lender.alive:
-            stream.broken = True
-            stream.to_borrower.append(LoanFailed(message.request_id, "nobody answers"))
-            return
-        has_source = message.may_compute and self.rng.random() < 0.7
-        lend = Lend(stream.loan_id, tokens, message.first_block, "", message.may_compute, priority, borrow=has_source)
-        stream.to_lender.append(lend._replace(fast_path=message.fast_path))
-
-    def to_borrower(self, stream: Stream, message: ToEngine) -> None:
-        """To a borrower that has closed already it arrives all the same, or not."""
-        if not stream.broken and (not stream.closed or self.rng.random() < 0.5):
-            stream.to_borrower.append(message)
-
-    def stream_of(self, request_id: str) -> Stream:
-        return next(stream for stream in self.streams if stream.request_id == request_id)
-
-    def loan(self, loan_id: str) -> Stream:
-        return next(stream for stream in self.streams if stream.loan_id == loan_id)
+    def stream_of(self, node: TrialNode, borrower_id: str) -> Stream:
+        return next(s for s in self.streams if s.borrower is node.network and s.borrower_id == borrower_id)

@@ -1,4 +1,4 @@
-"""An engine under trial, and those who talk to it: clients, and streams to other engines."""
+"""An engine under trial, and its clients."""
 
 import math
 import random
@@ -20,9 +20,9 @@ from engine.messages.to_engine import ToEngine
 from kvcache.layout import KvLayout
 from kvcache.store.object_format import ObjectFormat
 from kvtransfer.transport import Pool
-from loans.fast_path import KEY_BYTES, NAME_BYTES, SECRET_BYTES, FastPathLink
 from loans.reads.verification import BatchVerifier
 from support.checked_core import NOTHING_LEFT, held
+from support.hand_network import HandNetwork
 from support.memory_objects import MemoryObjects, StepExecutor, StepStore
 from support.sim_model import LAYOUT, VOCAB, WIDTH
 from support.slow_transport import SlowTransport
@@ -44,35 +44,6 @@ class TrialRunner(SimRunner):
         self.pool.memory[block, half:] = content[half:]
 
 
-class TrialLink(FastPathLink):
-    """Words arrive when they are handed on, in order, or never."""
-
-    def __init__(self, links: "dict[bytes, TrialLink]") -> None:
-        self.name = len(links).to_bytes(NAME_BYTES, "little")
-        self.key = self.name[:KEY_BYTES]
-        self._links = links
-        self.coming: deque[bytes] = deque()
-        self._arrived: list[bytes] = []
-        links[self.name] = self
-
-    def send(self, name: bytes, word: bytes) -> None:
-        self._links[name].coming.append(word)
-
-    def hand_on(self, count: int, rng: random.Random) -> None:
-        """The next so many, of which some are lost; and whatever others write here."""
-        for _ in range(min(count, len(self.coming))):
-            word = self.coming.popleft()
-            if rng.random() < 0.9:
-                self._arrived.append(word)
-            if rng.random() < 0.05:
-                self._arrived.append(word[: rng.randrange(len(word))])
-                self._arrived.append(rng.randbytes(SECRET_BYTES) + word[SECRET_BYTES:])
-
-    def take(self) -> list[bytes]:
-        arrived, self._arrived = self._arrived, []
-        return arrived
-
-
 class TrialNode(ABC):
     """One engine process, whatever computes in it."""
 
@@ -80,15 +51,14 @@ class TrialNode(ABC):
     writing: int | None = None
     """A block that half of a store's bytes have been written into."""
 
-    def __init__(self, network: dict[bytes, Pool], name: str, link: TrialLink | None = None) -> None:
-        """`link`: what lenders say early comes by it."""
+    def __init__(self, network: dict[bytes, Pool], name: str, engines: dict[bytes, HandNetwork]) -> None:
         self.name = name
-        self.link = link
+        self.network = HandNetwork(engines, name)
         self.alive = True
         self.stopped = False
         self.said: list[FromEngine] = []
         self.inbox: deque[ToEngine] = deque()
-        """What has arrived and was not handled yet."""
+        """What its front has sent and was not handled yet."""
         self.transport = SlowTransport(network, name)
         self.interrupted: Callable[[], None] = lambda: None
         """What may happen in the middle of a write."""
@@ -168,10 +138,6 @@ class TrialNode(ABC):
         self.verified_too_early += [block for block in blocks if block in written or block == self.writing]
         return self.part_fingerprints(blocks)
 
-    def serves(self, request_id: str) -> bool:
-        """A request, or a loan given, of this id is not over here."""
-        return request_id in self.core._requests._requests or request_id in self.core._lender_manager._loans
-
     def check(self) -> None:
         """The accounting balances, and nothing is anybody's that a read may still write into."""
         audited = self.core.audit()
@@ -235,18 +201,19 @@ class Node(TrialNode):
         local: MemoryObjects | None = None,
         read_silence_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
-        link: TrialLink | None = None,
         objects: MemoryObjects | None = None,
         on_gpu: bool = False,
+        engines: dict[bytes, HandNetwork] | None = None,
     ) -> None:
-        super().__init__(network, name, link)
+        """`engines`: those whose loans it can take."""
+        super().__init__(network, name, {} if engines is None else engines)
         self.runner = TrialRunner(self, num_blocks)
         limits = EngineLimits(budget, 4, reserve, report_interval_s=0.0, read_silence_s=read_silence_s)
         stores = self.open_stores(
             LAYOUT, self.runner.info.weights_fingerprint, clock, local, objects, writes_at_once=num_blocks % 2 == 0
         )
         core = EngineCore(
-            self.runner, self.transport, limits, self.said.append, stores=stores, clock=clock, fast_path=link
+            self.runner, self.transport, limits, self.said.append, stores=stores, clock=clock, network=self.network
         )
         self.start(core, on_gpu)
         self.batch: list[Chunk] = []
@@ -317,28 +284,3 @@ class Attempt:
     node: TrialNode
     chain: tuple[int, ...]
     """The tokens it may borrow blocks of."""
-
-
-@dataclass(eq=False)
-class Stream:
-    """The RPC of one loan. It keeps order within a direction; when it breaks, what was under way may be lost."""
-
-    loan_id: str
-    request_id: str
-    """Of the request, or the id of the loan given, that it is for."""
-    borrower: TrialNode
-    lender: TrialNode
-    tokens: tuple[int, ...]
-    to_lender: deque[ToEngine] = field(default_factory=deque)
-    to_borrower: deque[ToEngine] = field(default_factory=deque)
-    withheld: ToEngine | None = None
-    """That it is broken, which the borrower has not noticed yet."""
-    asked: bool = False
-    """The lender has heard of it."""
-    closed: bool = False
-    """By the borrower."""
-    broken: bool = False
-
-    @property
-    def over(self) -> bool:
-        return self.closed or self.broken

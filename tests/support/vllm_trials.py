@@ -46,7 +46,7 @@ from kvtransfer.transport import Pool
 from support.memory_objects import MemoryObjects
 from support.trial_cells import Cell
 from support.trial_cluster import Cluster
-from support.trial_node import TrialLink, TrialNode
+from support.trial_node import TrialNode
 from support.trials import run_trial
 from tandem.storyteller import STORYTELLER
 
@@ -278,10 +278,9 @@ class VllmNode(TrialNode):
         num_blocks: int,
         budget: StepBudget,
         local: MemoryObjects | None,
-        link: TrialLink | None,
         on_gpu: bool,
     ) -> None:
-        super().__init__(trial.network, name, link)
+        super().__init__(trial.network, name, trial.engines)
         rng = self._rng = trial.rng
         self.overlaps = rng.random() < 0.5
         self._specs = specs = MODELS[trial.kind]()
@@ -315,7 +314,7 @@ class VllmNode(TrialNode):
         layout = self._memory.layout
         stores = self.open_stores(layout, bytes(32), trial.clock, local, trial.objects, rng.random() < 0.5)
         core = VllmCore(
-            EngineParts(self.transport, limits, self.said.append, fast_path=link),
+            EngineParts(self.transport, limits, self.said.append, network=self.network),
             Shell(scheduler, self.computer, self.overlaps),
             self._memory,
             scheduler.kv_cache_manager.block_pool,
@@ -398,12 +397,11 @@ class VllmCluster(Cluster):
         num_blocks: int,
         budget: StepBudget,
         local: MemoryObjects | None,
-        link: TrialLink | None,
         on_gpu: bool,
     ) -> VllmNode:
         num_blocks = self.rng.randint(*POOLS.get(self.kind, (36, 70)))
         budget = StepBudget(self.rng.randint(4, 24), self.rng.randint(2, 16))
-        return VllmNode(self, name, num_blocks, budget, local, link, on_gpu)
+        return VllmNode(self, name, num_blocks, budget, local, on_gpu)
 
     def undisturbed(self, prompt: Sequence[int], max_tokens: int, choice: int) -> list[int]:
         return undisturbed(prompt, max_tokens)

@@ -28,7 +28,7 @@ class Engine(Node):
     def serve(self, prompt: tuple[int, ...], retention: Retention | None = None) -> None:
         self.count += 1
         name = f"r{self.count}"
-        self.send(Generate(name, prompt, (), SamplingParams(2), "", 0, borrow=False, retention=retention))
+        self.send(Generate(name, prompt, (), SamplingParams(2), "", 0, lender=None, retention=retention))
         self.settle()
         self.check_at_rest()
 

@@ -4,10 +4,10 @@ import pytest
 
 from engine.core_types import FinishReason, SamplingParams, StepBudget
 from engine.messages.from_engine import Audited, CacheChanged, LoadReport, Rejected, Token
-from engine.messages.to_engine import (Audit, Cancel, Generate, Lend, TakeSnapshot)
-from loans.messages import PlacementMark
+from engine.messages.to_engine import Audit, Cancel, Generate, TakeSnapshot
 from kvcache.block_keys import block_keys, root_key
 from kvcache.events import Removed, Stored
+from loans.messages import PlacementMark
 from support.checked_core import NOTHING_LEFT
 from support.core_engine import TEN, TWELVE, WIDE, Engine, account_of, generate, lend, tokens_of
 from support.sim_model import LAYOUT, undisturbed
@@ -222,9 +222,9 @@ def test_cache_events_are_numbered_without_gaps_and_tell_what_the_snapshot_tells
 
 def test_load_tells_of_the_latest_placement_of_each_router() -> None:
     engine = Engine()
-    first = Generate("a", TEN, (), SamplingParams(2), "", 0, False, PlacementMark("r1", 5))
-    engine.send(first, Lend("l", TWELVE, 0, "", True, 0, PlacementMark("r2", 1)))
-    engine.send(Generate("b", (), (), SamplingParams(2), "", 0, False, PlacementMark("r1", 4)))
+    first = Generate("a", TEN, (), SamplingParams(2), "", 0, None, PlacementMark("r1", 5))
+    engine.send(first, lend("l", TWELVE, mark=PlacementMark("r2", 1)))
+    engine.send(Generate("b", (), (), SamplingParams(2), "", 0, None, PlacementMark("r1", 4)))
     engine.step()
     load = engine.receive(LoadReport)[-1]
     assert load.placements_seen == {"r1": 5, "r2": 1}

@@ -8,13 +8,14 @@ from engine.backends.sim.runner import SimRunner
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget
-from engine.messages.from_engine import (CloseLoan, FromEngine, KvUse, LendReady, LendStarting, LoadReport, OpenLoan, Rejected, TierUse, Token)
-from loans.account import KvAccount
-from engine.messages.to_engine import Cancel, LoanBlocks, LoanFailed, LoanStarted
+from engine.messages.from_engine import FromEngine, KvUse, LoadReport, Rejected, TierUse, Token
+from engine.messages.to_engine import Cancel
 from kvcache.kv_stats import KvStats
 from kvcache.store.object_format import ObjectFormat
 from kvtransfer.local import LocalNetwork, LocalTransport
-from support.checked_core import NOTHING_LEFT, LandingCore, held
+from loans.account import KvAccount
+from loans.messages import Blocks, Started
+from support.checked_core import NOTHING_LEFT, Announcement, LandingCore, Starting, held
 from support.core_engine import (
     TEN,
     TWELVE,
@@ -24,10 +25,10 @@ from support.core_engine import (
     generate,
     lend,
     prints,
-    starting,
     tokens_of,
 )
 from support.core_pair import Pair, moved
+from support.hand_network import NOBODY
 from support.memory_objects import MemoryObjects, StepStore
 from support.sim_model import LAYOUT, VOCAB
 
@@ -56,27 +57,27 @@ def test_only_what_is_missing_is_borrowed_and_what_was_borrowed_is_lent_on() -> 
     pair.lender.run()
     pair.lender.receive()
     pair.submit("r", (*TWELVE, 1, 2, 3, 4, 5))
-    assert pair.borrower.said == [OpenLoan("r", 2, 4, may_compute=True)]
+    want = pair.borrower.taken("r").want
+    assert (want.first_block, len(want.keys), want.may_compute) == (2, 4, True)
     pair.run()
     pair.check_served("r")
     account = account_of(pair.tokens)
     assert moved(account) == (2, 2, 1, 1, 0)
     assert (account.lender_cached_blocks, account.lender_computed_blocks) == (1, 1)
     pair.borrower.send(lend("on", (*TWELVE, 1, 2, 3, 4), compute=False))
-    start, ready = pair.borrower.receive(LendStarting, LendReady)
-    assert isinstance(start, LendStarting)
-    assert starting(start) == ("on", 4, 4)
-    assert isinstance(ready, LendReady)
+    start, ready = pair.borrower.receive(Starting, Announcement)
+    assert start == Starting("on", 4, 4)
+    assert isinstance(ready, Announcement)
     assert ready.fingerprints == prints(pair.borrower, ready.block_ids)
 
 
 def test_nothing_is_borrowed_when_all_that_could_be_is_here() -> None:
     engine = Engine()
-    engine.send(generate("a", TEN, 1), generate("short", (1, 2, 3, 4), 1, borrow=True))
+    engine.send(generate("a", TEN, 1), generate("short", (1, 2, 3, 4), 1, lender=NOBODY))
     engine.run()
-    engine.send(generate("b", TEN, 1, borrow=True))
+    engine.send(generate("b", TEN, 1, lender=NOBODY))
     engine.run()
-    assert engine.receive(OpenLoan) == []
+    assert engine.network.taken == []
     assert engine.held() == NOTHING_LEFT
 
 
@@ -90,7 +91,7 @@ def test_a_lender_that_has_a_part() -> None:
     pair.check_served("r")
     account = account_of(pair.tokens)
     assert moved(account) == (0, 2, 2, 6, 0)
-    assert account.loan_failure == "the lender holds only a part"
+    assert account.loan_failure == ""
 
 
 def test_a_lender_that_has_nothing() -> None:
@@ -136,15 +137,15 @@ def test_the_end_at_any_moment(moves: int, end: str) -> None:
             pair.borrower.send(Cancel("r"))
             assert pair.borrower.held() == NOTHING_LEFT
         case "loan fails":
-            pair.borrower.send(LoanFailed("r", "broken"))
+            pair.borrower.loan_ends("r", "broken")
         case "lender is gone":
             pair.lender.transport.close()
-            pair.borrower.send(LoanFailed("r", "gone"))
+            pair.borrower.loan_ends("r", "gone")
     assert pair.borrower.held()[2] == 0
     pair.run()
     if end == "cancel":
         assert len(tokens_of(pair.tokens, "r")) <= 2
-        assert pair.closed == ["r"]
+        assert pair.borrower.taken("r").closed
         assert pair.borrower.held() == pair.lender.held() == NOTHING_LEFT
     else:
         pair.check_served("r")
@@ -153,7 +154,8 @@ def test_the_end_at_any_moment(moves: int, end: str) -> None:
 def test_an_endpoint_of_another_transport_fails_the_loan_only() -> None:
     pair = Pair()
     pair.submit("r", TEN)
-    pair.borrower.send(LoanStarted("r", b"elsewhere", 2, 0, 0.0))
+    pair.borrower.taken("r").own_endpoint = b"elsewhere"
+    pair.borrower.lent("r", Started(2, 0, 0.0))
     pair.run()
     pair.check_served("r")
     assert account_of(pair.tokens).loan_failure == "the endpoint is not one of the local transport"
@@ -162,7 +164,7 @@ def test_an_endpoint_of_another_transport_fails_the_loan_only() -> None:
 def test_announced_blocks_outside_the_lenders_pool_fail_the_loan_only() -> None:
     pair = Pair()
     pair.submit("r", TEN)
-    pair.borrower.send(LoanStarted("r", pair.lender.ready.endpoint, 2, 0, 0.0), LoanBlocks("r", 0, (7, 8), bytes(32)))
+    pair.borrower.lent("r", Started(2, 0, 0.0), Blocks(0, (7, 8), bytes(32)))
     pair.run()
     pair.check_served("r")
     assert account_of(pair.tokens).loan_failure == "the read failed"
@@ -172,9 +174,7 @@ def test_announced_blocks_outside_the_lenders_pool_fail_the_loan_only() -> None:
 def test_fingerprints_of_another_shape_or_value_fail_the_loan_only(fingerprints: bytes) -> None:
     pair = Pair()
     pair.submit("r", TEN)
-    pair.borrower.send(
-        LoanStarted("r", pair.lender.ready.endpoint, 2, 0, 0.0), LoanBlocks("r", 0, (0, 1), fingerprints)
-    )
+    pair.borrower.lent("r", Started(2, 0, 0.0), Blocks(0, (0, 1), fingerprints))
     pair.run()
     pair.check_served("r")
     assert account_of(pair.tokens).moved_blocks == 0
@@ -184,13 +184,9 @@ def test_messages_of_a_loan_that_is_over_are_ignored() -> None:
     pair = Pair()
     pair.submit("r", TEN, 1)
     pair.run()
-    pair.borrower.send(
-        LoanStarted("r", pair.lender.ready.endpoint, 2, 0, 0.0),
-        LoanBlocks("r", 0, (0, 1), bytes(32)),
-        LoanFailed("r", "late"),
-        LoanFailed("never heard of", "late"),
-    )
-    assert pair.borrower.receive(Token, Rejected, CloseLoan) == []
+    pair.borrower.lent("r", Started(2, 0, 0.0), Blocks(0, (0, 1), bytes(32)))
+    pair.borrower.loan_ends("r", "late")
+    assert pair.borrower.receive(Token, Rejected) == []
     pair.check_served("r", 1)
 
 

@@ -8,10 +8,13 @@ import random
 
 import pytest
 
-from engine.core_types import SamplingParams, StepBudget
-from engine.messages.from_engine import CloseLoan, FromEngine, LendReady, Rejected, Token
-from engine.messages.to_engine import Cancel, Generate, Lend, LendClosed, LoanBlocks, LoanFailed, LoanStarted
+from engine.core_types import StepBudget
+from engine.messages.from_engine import FromEngine, Rejected, Token
+from engine.messages.to_engine import Cancel
 from kvtransfer.transport import Pool
+from loans.messages import Blocks
+from support.core_engine import generate
+from support.hand_network import HandNetwork
 from support.sim_model import LAYOUT, WIDTH, undisturbed
 from support.trial_cells import empty_cells, table
 from support.trial_cluster import Cluster
@@ -34,29 +37,40 @@ class Silence:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_blocks: int = 8) -> None:
         self.now = 100.0
         monkeypatch.setattr("kvtransfer.transport.MAX_POSTED_BYTES", LAYOUT.block_bytes)
-        network = self._network = dict[bytes, Pool]()
+        network, engines = dict[bytes, Pool](), dict[bytes, HandNetwork]()
+        self._network = network
         budget = StepBudget(64, 64)
-        self.node = Node(network, "borrower", num_blocks, budget, read_silence_s=5.0, clock=lambda: self.now)
-        self.node.send(Lend("warm", tuple(range(100, 100 + num_blocks * WIDTH)), 0, "", True, 0))  # fills the pool
+        self.node = Node(
+            network, "borrower", num_blocks, budget, read_silence_s=5.0, clock=lambda: self.now, engines=engines
+        )
+        self.node.send(generate("warm", range(100, 100 + num_blocks * WIDTH - 1), 1))  # fills the pool
         self.node.core.step()
-        self.node.send(LendClosed("warm"))
-        lender = Node(network, "lender", 8, budget)
-        lender.send(Lend("l", PROMPT, 0, "", True, 0))
-        lender.core.step()
-        (ready,) = [message for message in lender.said if isinstance(message, LendReady)]
+        self.node.said.clear()
+        self._lender = Node(network, "lender", 8, budget, engines=engines)
         self.transport = self.node.transport
-        self._lender, self._ready = lender.endpoint, ready
         self.borrow("r")
         self.transport.post("lender")
 
     def borrow(self, request_id: str) -> None:
         """Its lender has announced all that it wants."""
-        self.node.send(Generate(request_id, PROMPT, (), SamplingParams(2), "", 0, borrow=True))
-        self.node.send(LoanStarted(request_id, self._lender, 3, 0, 0.0))
-        self.node.send(LoanBlocks(request_id, 0, self._ready.block_ids, self._ready.fingerprints))
+        self.node.send(generate(request_id, PROMPT, 2, lender=self._lender.network.peer))
+        self.stream = self.node.network.taken[-1]
+        self.stream.carry()
+        self._lender.receive()
+        self._lender.core.step()
+        self.stream.carry()
+        self.node.receive()
+
+    def loan_fails(self) -> None:
+        """Before anything else is handled that has arrived."""
+        self.stream.takes.ended("silent")
+
+    def closed(self) -> list[str]:
+        """For whom loans were closed."""
+        return [stream.borrower_id for stream in self.node.network.taken if stream.closed]
 
     def lender_dies(self) -> None:
-        del self._network[self._lender]
+        del self._network[self._lender.endpoint]
 
     def look_at(self, now: float) -> None:
         """The loop turns at that time."""
@@ -80,7 +94,7 @@ class Silence:
 def test_a_silent_lender_keeps_one_window_and_the_request_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     silence = Silence(monkeypatch)
     assert silence.block_counts() == (3, 1, 0)
-    silence.node.send(LoanFailed("r", "silent"))
+    silence.loan_fails()
     assert silence.block_counts() == (3, 1, 1), "one block for another; the reads behind it were withdrawn"
     rng = random.Random(1)
     while silence.node.core.step():
@@ -101,14 +115,14 @@ def test_a_lender_that_turns_while_its_bytes_do_not_come_is_given_up_as_a_silent
 ) -> None:
     silence = Silence(monkeypatch, num_blocks=12)
     silence.look_at(104.9)
-    assert silence.said(CloseLoan) == []
+    assert silence.closed() == []
     silence.look_at(105.2)
-    assert silence.said(CloseLoan) == [CloseLoan("r")]
+    assert silence.closed() == ["r"]
     assert silence.block_counts() == (3, 1, 1)
     silence.node.send(Cancel("r"))
     silence.borrow("s")  # its reads wait behind the one that hangs
     silence.look_at(105.5)
-    assert silence.said(CloseLoan) == [CloseLoan("r"), CloseLoan("s")]
+    assert silence.closed() == ["r", "s"]
     silence.node.send(Cancel("s"))
     assert silence.block_counts() == (0, 0, 1)
     silence.finish_the_read()
@@ -158,11 +172,11 @@ def test_a_cancel_leaves_one_window_behind_and_evicts_nothing_for_it(monkeypatch
 
 def test_a_request_that_lost_blocks_and_finds_no_others_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     silence = Silence(monkeypatch, num_blocks=4)
-    silence.node.send(LoanFailed("r", "silent"))
+    silence.loan_fails()
     (rejected,) = silence.said(Rejected)
     assert isinstance(rejected, Rejected)
     assert (rejected.request_id, rejected.permanent) == ("r", False)
-    assert silence.said(CloseLoan) == [CloseLoan("r")]
+    assert silence.closed() == ["r"]
     assert silence.block_counts() == (0, 0, 1)
     assert not silence.node.core.step()
     silence.finish_the_read()
@@ -175,7 +189,7 @@ def test_a_read_that_ends_before_the_loan_fails_leaves_nothing_behind(
 ) -> None:
     silence = Silence(monkeypatch, num_blocks=4)
     silence.transport.land("lender") if how == "land" else silence.transport.fail("lender")
-    silence.node.send(LoanFailed("r", "silent"))
+    silence.loan_fails()
     while silence.node.core.step():
         silence.node.check()
     assert [message.token_id for message in silence.node.said if isinstance(message, Token)] == undisturbed(PROMPT, 2)
@@ -186,7 +200,7 @@ def test_a_loan_that_fails_before_its_landed_read_was_seen(monkeypatch: pytest.M
     """The failure is handled first though the read is quiet already: no quarantine, and its notice is ignored."""
     silence = Silence(monkeypatch, num_blocks=4)
     silence.transport.land("lender")
-    silence.node.core.handle(LoanFailed("r", "silent"))
+    silence.loan_fails()
     silence.node.core.handle_posted()
     assert silence.block_counts() == (3, 1, 0)
     assert silence.said(Rejected) == []
@@ -222,7 +236,8 @@ REACHED = {
     "lost blocks": 3,
     "preempted": 30,
     "parted": 50,
-    "said early": 100,
+    "double": 5,
+    "reorder": 5,
     "lent on": 5,
     "released": 100,
     "restored": 1,

@@ -1,16 +1,15 @@
 """A borrower whose lender is silent computes its blocks itself, and keeps what still arrives."""
 
-import math
-
 import pytest
 
 from engine.core_types import StepBudget
-from engine.messages.to_engine import Cancel, LenderSilent
+from engine.messages.to_engine import Cancel
 from kvtransfer.local import LocalNetwork
-from loans.borrower_manager import HEDGE_AFTER_S, HEDGE_UNMEASURED_S
+from loans.borrower_manager import HEDGE_AFTER_S, HEDGE_UNMEASURED_S, LOOK_EVERY_S
 from support.checked_core import NOTHING_LEFT
 from support.core_engine import WIDE, Engine, account_of, tokens_of
 from support.core_pair import Pair, moved
+from support.hand_network import HandNetwork
 from support.sim_model import undisturbed
 
 LONG = tuple(range(10, 32))
@@ -21,30 +20,31 @@ NARROW = StepBudget(4, 4)
 
 def pair(borrower_budget: StepBudget = NARROW) -> Pair:
     """Reads land one at a time, and the lender computes a block a step."""
-    network = LocalNetwork()
+    network, engines = LocalNetwork(), dict[bytes, HandNetwork]()
     return Pair(
         engines=(
-            Engine("borrower", network=network, eager=False, budget=borrower_budget),
-            Engine("lender", network=network, budget=NARROW),
+            Engine("borrower", network=network, eager=False, budget=borrower_budget, engines=engines),
+            Engine("lender", network=network, budget=NARROW, engines=engines),
         )
     )
 
 
 def silent(pair: Pair, seconds: float = HEDGE_UNMEASURED_S) -> None:
-    for loan in pair.borrower.core._borrower_manager._loans.values():
-        loan.heard_at = -math.inf
-    pair.borrower.send(LenderSilent("r", seconds))
+    """No sign of life has come for so long."""
+    manager = pair.borrower.core._borrower_manager
+    pair.borrower.taken("r").quiet_for_s = seconds
+    manager._look_for_silence(manager._looked_for_silence_at + 2 * LOOK_EVERY_S)
+    pair.borrower.turn()
 
 
 def resumed(steps: int) -> Pair:
     """The borrower has computed some steps alone; then the lender hears of the loan, and computes all of it."""
     both = pair()
     both.submit("r", LONG)
-    to_lender = both.from_borrower()
     silent(both)
     for _ in range(steps):
         both.borrower.step()
-    both.lender.send(*to_lender)
+    both.carry()
     both.lender.run()
     return both
 
@@ -52,10 +52,9 @@ def resumed(steps: int) -> Pair:
 def test_all_is_computed_here_when_nothing_comes() -> None:
     both = pair()
     both.submit("r", LONG)
-    both.from_borrower()  # the lender never hears of it
     silent(both)
     both.borrower.run()
-    both.from_borrower()
+    both.hear()
     both.check_served("r")
     account = account_of(both.tokens)
     assert moved(account) == (0, 0, 6, 22, 0)
@@ -96,7 +95,7 @@ def test_reads_that_hang_are_given_up() -> None:
     both.carry()  # a block is announced, and its read is queued
     silent(both)
     both.borrower.run()
-    both.from_borrower()
+    both.hear()
     assert tokens_of(both.tokens, "r") == undisturbed(LONG, 2)
     assert both.borrower.held() == NOTHING_LEFT
     account = account_of(both.tokens)

@@ -60,7 +60,7 @@ class Site:
 
 def asking(name: str, prompt: tuple[int, ...]) -> Generate:
     request = generate(name, prompt)
-    return Generate(name, request.prompt, (), request.sampling, "", 0, borrow=False, reads_store=True)
+    return Generate(name, request.prompt, (), request.sampling, "", 0, lender=None, reads_store=True)
 
 
 @pytest.fixture(params=["local", "shared"])

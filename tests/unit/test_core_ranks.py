@@ -4,13 +4,14 @@ import pytest
 
 from engine.core_types import SamplingParams
 from engine.messages.from_engine import Token
-from engine.messages.to_engine import Cancel, LoanFailed
+from engine.messages.to_engine import Cancel
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import split_endpoint
 from kvtransfer.transport import Pool
 from support.checked_core import NOTHING_LEFT
 from support.core_engine import TEN, TWELVE, account_of, generate, tokens_of
 from support.core_pair import Pair, moved
+from support.hand_network import HandNetwork
 from support.sharded_sim import ShardedEngine
 from support.sim_model import LAYOUT, undisturbed
 from support.slow_transport import SlowTransport
@@ -20,19 +21,19 @@ SIZES = [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 def pair_that_looks(borrowers: int, lenders: int) -> Pair:
     """Of whose reads every other one brings fingerprints along."""
-    network: dict[bytes, Pool] = {}
+    network, engines = dict[bytes, Pool](), dict[bytes, HandNetwork]()
 
     def engine(name: str, ranks: int) -> ShardedEngine:
-        return ShardedEngine(name, ranks, lambda rank: SlowTransport(network, rank))
+        return ShardedEngine(name, ranks, lambda rank: SlowTransport(network, rank), engines=engines)
 
     return Pair(engines=(engine("borrower", borrowers), engine("lender", lenders)))
 
 
 def pair_of(borrowers: int, lenders: int) -> Pair:
-    network = LocalNetwork()
+    network, engines = LocalNetwork(), dict[bytes, HandNetwork]()
 
     def engine(name: str, ranks: int) -> ShardedEngine:
-        return ShardedEngine(name, ranks, lambda rank: LocalTransport(network, rank, eager=False))
+        return ShardedEngine(name, ranks, lambda rank: LocalTransport(network, rank, eager=False), engines=engines)
 
     return Pair(engines=(engine("borrower", borrowers), engine("lender", lenders)))
 
@@ -62,7 +63,6 @@ def test_fingerprints_that_a_rank_s_transport_found_are_those_of_its_part(borrow
         account = account_of(pair.tokens)
         assert (account.moved_blocks, account.mismatched_blocks, account.loan_failure) == (3, 0, "")
         pair.tokens.clear()
-        pair.closed.clear()
 
 
 def test_all_of_them_are_the_same_to_the_world() -> None:
@@ -119,9 +119,9 @@ class Slow:
     """A borrower of two ranks and a lender of one, whose reads are posted and land by hand."""
 
     def __init__(self) -> None:
-        network: dict[bytes, Pool] = {}
-        borrower = ShardedEngine("borrower", 2, lambda name: SlowTransport(network, name))
-        lender = ShardedEngine("lender", 1, lambda name: SlowTransport(network, name))
+        network, engines = dict[bytes, Pool](), dict[bytes, HandNetwork]()
+        borrower = ShardedEngine("borrower", 2, lambda name: SlowTransport(network, name), engines=engines)
+        lender = ShardedEngine("lender", 1, lambda name: SlowTransport(network, name), engines=engines)
         self.pair = Pair(engines=(borrower, lender))
         self.borrower = borrower
         self.pair.submit("r", TEN)
@@ -148,7 +148,10 @@ def test_blocks_are_nobodys_until_the_last_rank_that_writes_them_is_quiet(posted
     slow = Slow()
     for rank in posted:
         slow.post(rank)
-    slow.borrower.send(Cancel("r") if fault == "cancel" else LoanFailed("r", "broken"))
+    if fault == "cancel":
+        slow.borrower.send(Cancel("r"))
+    else:
+        slow.borrower.loan_ends("r", "broken")
     assert slow.borrower.held()[2] == (2 if posted else 0)
     for rank in posted:
         assert slow.borrower.held()[2] == 2

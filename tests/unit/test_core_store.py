@@ -3,10 +3,13 @@
 import pytest
 
 from engine.core_types import SamplingParams, StepBudget
-from engine.messages.from_engine import (CacheChanged, LendReady, LendStarting, Token)
-from loans.account import KvAccount
-from engine.messages.to_engine import Generate, Lend
+from engine.messages.from_engine import CacheChanged, Token
+from engine.messages.to_engine import Generate
 from kvcache.events import Removed, Stored
+from loans.account import KvAccount
+from support.checked_core import Announcement, PeerLoans, Starting, ToPeer
+from support.core_engine import generate, lend
+from support.hand_network import NOBODY
 from support.memory_objects import MemoryObjects
 from support.sim_model import undisturbed
 from support.trial_node import Node
@@ -41,7 +44,7 @@ class Site:
     def serve(self, node: Node, prompt: tuple[int, ...] = PROMPT, name: str = "r") -> KvAccount:
         """Serve a request whose tokens are right; return its account."""
         node.said.clear()
-        node.send(Generate(name, prompt, (), SamplingParams(2), "", 0, borrow=False))
+        node.send(Generate(name, prompt, (), SamplingParams(2), "", 0, lender=None))
         self.run(node)
         tokens = [message for message in node.said if isinstance(message, Token)]
         assert [token.token_id for token in tokens] == undisturbed(prompt, 2)
@@ -108,7 +111,7 @@ def test_a_store_that_hangs_is_given_up_and_avoided() -> None:
     site.serve(site.at_once)
     node = site.lazy
     node.said.clear()
-    node.send(Generate("r", PROMPT, (), SamplingParams(2), "", 0, borrow=False))
+    node.send(Generate("r", PROMPT, (), SamplingParams(2), "", 0, lender=None))
     assert not node.core.step(), "it waits for the store"
     site.now += 1.5
     node.core.report()
@@ -127,12 +130,12 @@ def test_a_lender_fetches_before_it_computes() -> None:
     site.serve(site.at_once)
     node = site.lazy
     node.said.clear()
-    node.send(Lend("loan", (*PROMPT[:16], 1, 2, 3, 4), 0, "", True, 0))
+    said: list[ToPeer] = []
+    PeerLoans(said).send(node.core, lend("loan", (*PROMPT[:16], 1, 2, 3, 4)))
     site.run(node)
-    starting = next(message for message in node.said if isinstance(message, LendStarting))
-    ready = [message for message in node.said if isinstance(message, LendReady)]
-    assert (starting.end_block, starting.cached_end_block) == (5, 0)
-    assert [(message.first, len(message.block_ids), message.fetched) for message in ready] == [
+    assert said[0] == Starting("loan", 5, 0)
+    announced = [message for message in said if isinstance(message, Announcement)]
+    assert [(message.first, len(message.block_ids), message.fetched) for message in announced] == [
         (0, 2, True),
         (2, 2, True),
         (4, 1, False),
@@ -142,7 +145,7 @@ def test_a_lender_fetches_before_it_computes() -> None:
 def test_a_request_with_a_lender_leaves_the_store_to_it() -> None:
     site = Site()
     site.serve(site.at_once)
-    site.lazy.send(Generate("r", PROMPT, (), SamplingParams(2), "", 0, borrow=True))
+    site.lazy.send(generate("r", PROMPT, lender=NOBODY))
     assert not site.lazy.stores[0].is_busy
 
 

@@ -25,7 +25,7 @@ class Grammars:
 
 
 def request(name: str, structured: StructuredOutput | None = None) -> Generate:
-    return Generate(name, (1, 2), (), SamplingParams(max_tokens=4, structured=structured), "", 0, borrow=False)
+    return Generate(name, (1, 2), (), SamplingParams(max_tokens=4, structured=structured), "", 0, lender=None)
 
 
 def test_requests_without_a_grammar_pass_and_others_wait_for_theirs() -> None:

@@ -2,17 +2,17 @@
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core_types import StepBudget
-from engine.messages.from_engine import LendRefused, Rejected
-from engine.model_runner import ModelInfo
+from engine.messages.from_engine import Rejected
 from kvcache.block_keys import block_keys, root_key
 from kvcache.items import Item, begun_items, items_fault
-from loans.lender_manager import LenderManager
+from support.checked_core import Refusal
 from support.core_engine import Engine, generate, lend
 from support.core_pair import Pair
 from support.sim_model import WIDTH
@@ -103,16 +103,13 @@ def test_no_picture_is_taken_for_another_of_its_size_and_place() -> None:
         for number in range(rng.randint(1, 3)):
             request_id = f"{trial}-{number}"
             items = [Item(rng.choice([CAT, DOG]), before, size)]
-            pair.closed.clear()
             if rng.random() < 0.3:
                 pair.lender.send(generate(f"own-{request_id}", tokens, 1, items=[Item(CAT, before, size)]))
                 pair.lender.run()
                 pair.lender.receive()
             pair.submit(request_id, tokens, items=items)
             pair.run()
-            wants_loan = (len(tokens) - 1) // WIDTH > 0 and pair.closed
-            pair.closed[:] = pair.closed if wants_loan else [request_id]
-            pair.check_served(request_id)
+            pair.check_served(request_id, borrows=False)
 
 
 def test_a_lender_computes_the_begun_part_of_a_picture() -> None:
@@ -128,10 +125,10 @@ def test_a_lender_computes_the_begun_part_of_a_picture() -> None:
 def test_an_engine_without_media_refuses_items() -> None:
     engine = Engine()
     engine.core._requests._reads_media = False
-    manager: LenderManager = engine.core._lender_manager
-    manager._reads_media = ModelInfo(b"", 1, 1, frozenset()).reads_media
+    manager = engine.core._lender_manager
+    manager._limits = replace(manager._limits, reads_media=False)
     engine.send(generate("r", (1, 2, 3), items=[Item(CAT, 0, 2)]))
-    engine.send(lend("l", (1,) * 8)._replace(items=(Item(CAT, 0, 2),)))
-    rejected, refused = engine.receive(Rejected, LendRefused)
+    engine.send(lend("l", (1,) * 8, items=[Item(CAT, 0, 2)]))
+    rejected, refused = engine.receive(Rejected, Refusal)
     assert (rejected.permanent, rejected.reason) == (True, "items: this worker's engine reads no media")
-    assert (refused.bad_request, refused.reason) == (True, "this worker's engine reads no media")
+    assert refused.reason == "items: this worker's engine reads no media"

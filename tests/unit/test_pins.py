@@ -28,7 +28,7 @@ class Engine(Node):
         self.said.clear()
         self.count += 1
         sampling = SamplingParams(max_tokens)
-        self.send(Generate(f"r{self.count}", prompt, (), sampling, "", 0, borrow=False, retention=retention))
+        self.send(Generate(f"r{self.count}", prompt, (), sampling, "", 0, lender=None, retention=retention))
         while self.core.step():
             self.check()
         tokens = [message for message in self.said if isinstance(message, Token)]

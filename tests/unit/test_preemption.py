@@ -1,15 +1,17 @@
 """Engines whose pools are too small for what they admit. Blocks of four tokens; every book checked at every step."""
 
-from collections.abc import Sequence
-
 import pytest
 
 from engine.core.preemption import admits, next_victim, oldest_of, restart_order
 from engine.core_types import EngineSequence as Tokens
 from engine.core_types import SamplingParams, StepBudget
-from engine.messages.from_engine import LendReady, LendRefused, LendStarting, LoadReport, OpenLoan, Rejected
-from engine.messages.to_engine import Cancel, Lend, LendClosed, LoanFailed
+from engine.messages.from_engine import LoadReport, Rejected
+from engine.messages.to_engine import Cancel
+from loans.messages import Lender
+from support.checked_core import Announcement, PeerCloses, Refusal, Starting
+from support.core_engine import lend
 from support.crowded_engine import Engine, tokens
+from support.hand_network import NOBODY
 
 # ------------------------------------------------------------------------------------------------ rules
 
@@ -208,10 +210,6 @@ def test_the_step_that_gives_blocks_back_restarts_who_waits_for_them() -> None:
 # ------------------------------------------------------------------------------------------------- loans
 
 
-def lend(loan_id: str, chain_tokens: Sequence[int], priority: int = 0) -> Lend:
-    return Lend(loan_id, tuple(chain_tokens), 0, "", True, priority)
-
-
 def test_lent_blocks_are_never_taken_and_the_oldest_waits_for_them() -> None:
     engine = Engine(num_blocks=6, bounded=False)
     engine.send(lend("l", tokens(100, 12)))
@@ -222,8 +220,8 @@ def test_lent_blocks_are_never_taken_and_the_oldest_waits_for_them() -> None:
     assert not engine.core.busy, "nothing to do until somebody gives back"
     assert not engine.ask("b", tokens(50, 1), 1, priority=9)
     engine.send(lend("m", tokens(200, 4), priority=9))
-    assert [refused.loan_id for refused in engine.receive(LendRefused)] == ["m"]
-    engine.send(LendClosed("l"))
+    assert [refused.loan_id for refused in engine.receive(Refusal)] == ["m"]
+    engine.send(PeerCloses("l"))
     engine.run()
     engine.check_finished()
     assert engine.streams["a"].accounts[0].preemptions == 0
@@ -235,12 +233,12 @@ def test_a_loan_that_would_have_to_wait_behind_a_preempted_request_is_refused() 
     engine.ask("b", tokens(50, 7), 16)
     engine.run(6)
     engine.send(lend("waits", tokens(100, 8)))
-    assert engine.receive(LendRefused, LendStarting) == []
+    assert engine.receive(Refusal, Starting) == []
     engine.run(4)
     assert engine.preempted() == ["b"]
-    assert [refused.loan_id for refused in engine.receive(LendRefused, LendStarting)] == ["waits"]
+    assert [refused.loan_id for refused in engine.receive(Refusal, Starting)] == ["waits"]
     engine.send(lend("now", tokens(100, 4)))
-    assert [refused.loan_id for refused in engine.receive(LendRefused)] == ["now"]
+    assert [refused.loan_id for refused in engine.receive(Refusal)] == ["now"]
     engine.run()
     engine.check_finished()
 
@@ -248,12 +246,14 @@ def test_a_loan_that_would_have_to_wait_behind_a_preempted_request_is_refused() 
 def test_who_is_borrowing_is_never_a_victim() -> None:
     engine = Engine(num_blocks=6, bounded=False)
     engine.ask("a", tokens(10, 7), 16)
-    engine.ask("b", tokens(50, 9), 4, priority=-1, borrow=True)
-    assert engine.receive(OpenLoan) == [OpenLoan("b", 0, 2, may_compute=True)]
+    engine.ask("b", tokens(50, 9), 4, priority=-1, lender=Lender(NOBODY))
+    want = engine.network.taken[-1].want
+    assert (want.first_block, len(want.keys)) == (0, 2)
     engine.run()
     assert engine.preempted() == []
     assert engine.block_counts() == (3, 3, 0, 2, 0)
-    engine.send(LoanFailed("b", "refused"))
+    engine.network.taken[-1].takes.ended("refused")
+    engine.check()
     assert engine.step()
     assert engine.preempted() == ["b"], "now it runs, and a is the oldest"
     engine.run()
@@ -269,7 +269,7 @@ def test_a_cancel_of_the_one_that_waits_for_lent_blocks_lets_others_in() -> None
     engine.send(Cancel("a"))
     assert engine.ask("c", tokens(50, 1), 1)
     engine.run()
-    engine.send(LendClosed("l"))
+    engine.send(PeerCloses("l"))
     engine.check_finished()
 
 
@@ -280,12 +280,13 @@ def test_nobody_is_preempted_in_vain_for_the_oldest() -> None:
     engine.ask("low", tokens(50, 11), 16, priority=-1)
     engine.run(7)
     assert engine.preempted() == ["low"]
-    assert engine.ask("high", tokens(90, 11), 16, priority=1, borrow=True)
+    assert engine.ask("high", tokens(90, 11), 16, priority=1, lender=Lender(NOBODY))
     engine.run()
     assert engine.streams["old"].over
     assert engine.preempted() == ["low"]
     assert not engine.core.busy
-    engine.send(LoanFailed("high", "refused"))
+    engine.network.taken[-1].takes.ended("refused")
+    engine.check()
     engine.step()
     assert engine.preempted() == ["high"]
     engine.run()
@@ -302,5 +303,5 @@ def test_what_a_preempted_request_computed_is_lent_from_the_cache() -> None:
     engine.check_finished()
     engine.send(lend("l", tokens(50, 12)))
     engine.run()
-    assert sum(len(ready.block_ids) for ready in engine.receive(LendReady)) == 3
-    engine.send(LendClosed("l"))
+    assert sum(len(ready.block_ids) for ready in engine.receive(Announcement)) == 3
+    engine.send(PeerCloses("l"))

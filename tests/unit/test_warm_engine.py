@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from engine.core_types import SamplingParams, StepBudget
 from engine.messages.from_engine import (Filled, Rejected, Token)
 from loans.account import KvAccount
-from engine.messages.to_engine import Cancel, Generate, LenderSilent, ToEngine
+from engine.messages.to_engine import Cancel, Generate
 from kvcache.pins import Retention
 from kvtransfer.local import LocalNetwork
 from loans.borrower_manager import HEDGE_UNMEASURED_S
 from support.checked_core import NOTHING_LEFT
 from support.core_engine import Engine as CoreEngine
 from support.core_pair import Pair
+from support.hand_network import HandNetwork
 from support.memory_objects import MemoryObjects
 from support.sim_model import undisturbed
 from support.trial_node import Node
@@ -29,7 +30,7 @@ class Engine(Node):
 
     def ask(self, name: str, prompt: tuple[int, ...], max_tokens: int = 0, **options: object) -> None:
         sampling = SamplingParams(max_tokens)
-        self.send(Generate(name, prompt, (), sampling, "", 0, borrow=False, **options))  # type: ignore[arg-type]
+        self.send(Generate(name, prompt, (), sampling, "", 0, lender=None, **options))  # type: ignore[arg-type]
 
     def settle(self) -> None:
         moved = True
@@ -107,31 +108,29 @@ LONG = tuple(range(10, 30))
 """Five whole blocks."""
 
 
-def hedged_pair() -> tuple[Pair, list[ToEngine]]:
-    """Return a pair whose borrower waits for a silent lender and now computes itself, and what the lender missed."""
-    network, narrow = LocalNetwork(), StepBudget(4, 4)
+def hedged_pair() -> Pair:
+    """Return a pair whose borrower waits for a silent lender and now computes itself; the lender has heard nothing."""
+    network, peers, narrow = LocalNetwork(), dict[bytes, HandNetwork](), StepBudget(4, 4)
     engines = (
-        CoreEngine("borrower", network=network, eager=False, budget=narrow),
-        CoreEngine("lender", network=network, budget=narrow),
+        CoreEngine("borrower", network=network, eager=False, budget=narrow, engines=peers),
+        CoreEngine("lender", network=network, budget=narrow, engines=peers),
     )
     pair = Pair(engines=engines)
     pair.submit("r", LONG, 0)
-    to_lender = pair.from_borrower()
-    for loan in pair.borrower.core._borrower_manager._loans.values():
-        loan.heard_at = -math.inf
-    pair.borrower.send(LenderSilent("r", HEDGE_UNMEASURED_S))
-    return pair, to_lender
+    pair.borrower.taken("r").quiet_for_s = HEDGE_UNMEASURED_S
+    pair.borrower.core.report()
+    return pair
 
 
 def ended(pair: Pair) -> KvAccount:
-    pair.from_borrower()
+    pair.hear()
     (filled,) = pair.filled
     assert pair.borrower.held() == NOTHING_LEFT
     return filled.account
 
 
 def test_a_silent_lender_is_not_waited_for() -> None:
-    pair, _ = hedged_pair()
+    pair = hedged_pair()
     pair.borrower.run()
     account = ended(pair)
     assert (account.moved_blocks, account.computed_blocks, account.hedged_blocks) == (0, 5, 5)
@@ -140,10 +139,10 @@ def test_a_silent_lender_is_not_waited_for() -> None:
 @pytest.mark.parametrize("steps", range(5))
 def test_a_lender_that_is_heard_again_brings_the_rest(steps: int) -> None:
     """Whatever was computed before, and whichever way the last block comes, the request ends once."""
-    pair, to_lender = hedged_pair()
+    pair = hedged_pair()
     for _ in range(steps):
         pair.borrower.step()
-    pair.lender.send(*to_lender)
+    pair.carry()
     pair.lender.run()
     while pair.carry() or pair.borrower.land() or pair.borrower.step():
         pass

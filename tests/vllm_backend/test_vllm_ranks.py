@@ -26,7 +26,7 @@ def requests(prefix: str) -> list[Generate]:
     """Requests of unlike lengths and options; rank 0 alone draws the tokens of some."""
     plain = [greedy(f"{prefix} greedy {n}", prompt_of(n), 24, ignore_eos=True) for n in (33, 100, 300)]
     drawn = SamplingParams(max_tokens=24, temperature=0.8, seed=7, top_k=40, repetition_penalty=1.2, ignore_eos=True)
-    sampled = [Generate(f"{prefix} drawn {n}", prompt_of(n), (), drawn, "d", 0, borrow=False) for n in (40, 70)]
+    sampled = [Generate(f"{prefix} drawn {n}", prompt_of(n), (), drawn, "d", 0, lender=None) for n in (40, 70)]
     return [*plain, *sampled]
 
 

@@ -61,7 +61,7 @@ async def test_two_stages_answer_as_one_process_does_and_lend_both_ways(
         assert len(split_endpoint(without_planes(rest)[2])) == 2
         wanted = [
             greedy("greedy", prompt_of(70), 6, ignore_eos=True),
-            Generate("drawn", prompt_of(40), (), drawn, "d", 0, borrow=False),
+            Generate("drawn", prompt_of(40), (), drawn, "d", 0, lender=None),
         ]
         answers = [await asyncio.gather(*(engine.answer(each) for each in wanted)) for engine in (one, two)]
         assert [ids(tokens) for tokens in answers[0]] == [ids(tokens) for tokens in answers[1]]

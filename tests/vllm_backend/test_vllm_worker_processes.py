@@ -49,7 +49,7 @@ async def test_v2_overlaps_steps_of_two_ranks_and_lends_both_ways(
         assert two.ready.model_fingerprint == one.ready.model_fingerprint
         wanted = [
             greedy("greedy", prompt_of(70), 6, ignore_eos=True),
-            Generate("drawn", prompt_of(40), (), drawn, "d", 0, borrow=False),
+            Generate("drawn", prompt_of(40), (), drawn, "d", 0, lender=None),
         ]
         answers = [await asyncio.gather(*(engine.answer(each) for each in wanted)) for engine in (one, two)]
         assert [ids(tokens) for tokens in answers[0]] == [ids(tokens) for tokens in answers[1]]

@@ -87,14 +87,14 @@ async def test_placed_requests_that_are_refused(
 @pytest.mark.parametrize("wrong", ["address", "incarnation", "self"])
 async def test_a_lender_that_is_not_there_costs_a_recompute_only(site: Site, wrong: str) -> None:
     lender = loans_pb2.Holder(
-        worker_id="prefill-0", address=site.prefill.loan_address, incarnation=site.prefill.incarnation
+        worker_id="prefill-0", loan_address=site.prefill.loan_address, incarnation=site.prefill.incarnation
     )
     if wrong == "address":
-        lender.address = f"127.0.0.1:{free_port()}"
+        lender.loan_address, lender.incarnation = f"127.0.0.1:{free_port()}", b"y" * 16  # no connection to it stands
     elif wrong == "incarnation":
         lender.incarnation = b"x" * 16
     else:
-        lender.address, lender.incarnation = site.decode.loan_address, site.decode.incarnation
+        lender.loan_address, lender.incarnation = site.decode.loan_address, site.decode.incarnation
     request = decode_pb2.DecodeRequest(
         worker_incarnation=site.decode.incarnation,
         prompt_token_ids=GOOD,
