@@ -7,16 +7,17 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import grpc
-
 from cluster.errors import Unavailable
-from cluster.network.rpc import Server, channel
+from cluster.network.mux_stream import MuxStream
+from cluster.network.rpc import Server
 from engine.config import WorkerConfig
-from kvcache.block_keys import pack_tokens
-from protos import decode_pb2, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
+from kvcache.block_keys import block_keys, root_key
+from loans.messages import Blocks, Want
+from loans.peers.wire import pack_want, unpack_lent
+from protos import decode_pb2, loans_pb2, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
 from router.decode_client.decode_stream import DecodeStream
-from router.placement.fleet.introductions import peers_of
+from router.placement.fleet.introductions import holder_of, peers_of
 from router.placement.fleet.worker_records import WorkerRecord
 from tandem.local.local_cluster import RoleProcess, start_role, stop_process
 
@@ -66,7 +67,6 @@ class Workers:
         """Take settings by worker id; ids begin with the role."""
         self._settings = workers
         self._roles: list[RoleProcess] = []
-        self._links: dict[str, grpc.aio.Channel] = {}
         self._numbers = itertools.count()
 
     async def __aenter__(self) -> Self:
@@ -98,8 +98,6 @@ class Workers:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for link in self._links.values():
-            await link.close()
         await asyncio.gather(*(stop_process(role.process) for role in self._roles))
         await self._server.stop(0.1)
 
@@ -108,10 +106,6 @@ class Workers:
 
     def hello(self, name: str) -> membership_pb2.Hello:
         return self._listener.hellos[name]
-
-    def holder(self, name: str) -> lend_pb2.Holder:
-        hello = self.hello(name)
-        return lend_pb2.Holder(worker_id=name, address=hello.address, incarnation=hello.incarnation)
 
     async def decode(
         self, name: str, prompt: Sequence[int], lender: str | None, may_compute: bool = True
@@ -132,53 +126,43 @@ class Workers:
             sampling=pb.Sampling(max_tokens=1, temperature=0, top_p=1, ignore_eos=True),
         )
         if lender is not None:
-            request.lender.CopyFrom(decode_pb2.Lender(worker=self.holder(lender), may_compute=may_compute))
+            request.lender.CopyFrom(decode_pb2.Lender(worker=holder_of(self.hello(lender)), may_compute=may_compute))
         return request
 
     async def lend(self, name: str, tokens: Sequence[int]) -> float:
         """Borrow without reading, so that `name` computes missing blocks; return seconds from start to last block."""
         hello = self.hello(name)
-        want = lend_pb2.Want(
-            request_id=f"bench-{next(self._numbers)}",
-            lender_incarnation=hello.incarnation,
+        root = root_key(hello.model_fingerprint, "")
+        keys = block_keys(root, tokens, hello.block_tokens)
+        request_id = f"bench-{next(self._numbers)}"
+        want = Want(request_id, keys, 0, may_compute=True, token_ids=tokens, root=root)
+        opening = loans_pb2.EngineHello(
+            version=hello.loan_version,
+            worker_id="bench",
+            incarnation=request_id.encode(),
+            wanted_incarnation=hello.incarnation,
             model_fingerprint=hello.model_fingerprint,
-            token_ids=pack_tokens(tokens),
-            may_compute=True,
         )
-        call = lend_pb2_grpc.LendStub(self._link(name)).Lend()
-        await call.write(lend_pb2.BorrowerFrame(requests=[lend_pb2.LoanRequest(number=1, want=want)]))
-        beating = asyncio.ensure_future(_send_heartbeat(call))
-        end, started_at = 1, 0.0
-        announced = 0
-        while announced < end:
-            frame = await call.read()
-            assert isinstance(frame, lend_pb2.LenderFrame), "the stream ended early"
-            for response in frame.responses:
-                assert not response.refused, response.refused
-                if response.HasField("starting"):
-                    end, started_at = response.starting.end_block, time.perf_counter()
-                announced += len(response.blocks_ready.block_ids)
-        seconds = time.perf_counter() - started_at
-        beating.cancel()
-        await asyncio.gather(beating, return_exceptions=True)
-        await call.done_writing()
-        while await call.read() is not grpc.aio.EOF:
-            pass  # a heartbeat may have been in flight
+        stream, ended = MuxStream(opening.SerializeToString()), asyncio.get_running_loop().create_future()
+        await stream.connect(hello.loan_address, None)
+        num_left, started_at = len(keys), 0.0
+
+        def lent(messages: Sequence[bytes]) -> None:
+            nonlocal num_left, started_at
+            for message in map(unpack_lent, messages):
+                if isinstance(message, Blocks):
+                    num_left -= len(message.block_ids)
+                else:
+                    started_at = time.perf_counter()
+            if not num_left and not ended.done():
+                ended.set_result(time.perf_counter() - started_at)
+
+        loan = stream.mux.open(pack_want(want))
+        loan.on_messages = lent
+        loan.on_end = lambda reason: ended.set_exception(RuntimeError(reason.decode(errors="replace")))
+        try:
+            seconds: float = await ended
+        finally:
+            loan.cancel()
+            stream.end()
         return seconds
-
-    async def reach(self, name: str) -> None:
-        """Connect to a worker, so that no measured request does."""
-        await self._link(name).channel_ready()
-
-    def _link(self, name: str) -> grpc.aio.Channel:
-        address = self.hello(name).address
-        if address not in self._links:
-            self._links[address] = channel(address)
-        return self._links[address]
-
-
-async def _send_heartbeat(call: Any) -> None:
-    """Send heartbeats: a lender gives up a silent borrower."""
-    while True:
-        await asyncio.sleep(1.0)
-        await call.write(lend_pb2.BorrowerFrame(engine_turned=True))
