@@ -1,28 +1,23 @@
-"""References for the KV path: NIXL alone, memcpy alone, and one gRPC hop with no logic.
+"""References for the KV path: NIXL alone, and memcpy alone.
 
 `python -m bench.bare.kv ROLE CORE ...` is one process, pinned to a core, that answers lines of JSON on standard input:
 
     lender NAME BYTES      memory to read from; prints {"metadata", "base"}
     reader NAME BYTES      {"metadata", "base"} once, then {"spans": [[local, remote, length], ...]} -> {"seconds"}
-    hop                    a gRPC server; prints its address, which it serves until standard input ends
     pool TRANSPORT BYTES   memory to read from through one of Tandem's transports; prints {"endpoint"}
     reads TRANSPORT BYTES  {"endpoint"} once, then {"bytes"} -> {"seconds", "lanes"}
 """
 
-import asyncio
 import json
 import os
 import sys
 import time
 from base64 import b64decode, b64encode
-from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.network.rpc import Server
 from engine.host.memory import huge_memory, pool_memory
 from kvtransfer.registry import open_transport
 from kvtransfer.transport import MAX_POSTED_BYTES, READ_BYTES, Pool, Span
@@ -121,25 +116,9 @@ def reads(transport: str, num_bytes: int) -> None:
     opened.close()
 
 
-async def hop() -> None:
-    async def answer(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        async for _ in requests:
-            yield b"a" * 200
-
-    server = Server()
-    handlers = {"Hop": grpc.stream_stream_rpc_method_handler(answer)}
-    server.grpc.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("bare", handlers)])
-    port = await server.start("127.0.0.1", 0, ["bare"])
-    say(address=f"127.0.0.1:{port}")
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-
-
 if __name__ == "__main__":
     role, core = sys.argv[1], int(sys.argv[2])
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # NIXL logs to standard output
     if core >= 0:
         os.sched_setaffinity(0, {core})
-    if role == "hop":
-        asyncio.run(hop())
-    else:
-        {"lender": lend, "reader": read, "pool": pool, "reads": reads}[role](sys.argv[3], int(sys.argv[4]))
+    {"lender": lend, "reader": read, "pool": pool, "reads": reads}[role](sys.argv[3], int(sys.argv[4]))
