@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine.worker.front.introductions import MEET_S, Introductions
+from engine.worker.front.lender_streams import LenderStreams
 
 from cluster.network.rpc import channel
 from engine.config import WorkerConfig
@@ -17,8 +19,6 @@ from engine.messages.to_engine import InspectCache, TakeSnapshot
 from engine.process.front.engine_client import EngineClient
 from engine.process.front.local_engine import LocalEngine
 from engine.process.spec import EngineSpec
-from engine.worker.front.introductions import MEET_S, Introductions
-from engine.worker.front.lender_streams import LenderStreams
 from kvtransfer.local import LocalNetwork
 from protos import lend_pb2 as pb
 from protos import lend_pb2_grpc as pb_grpc
