@@ -19,8 +19,8 @@ from cluster.trace_context import trace_id
 VARIABLE = "TANDEM_LOG"
 LEVELS = ("debug", "info", "warning", "error")
 OURS = (
-    "cluster", "decode_worker", "encode_worker", "engine", "kvcache", "kvtransfer", "loans", "planner", "prefill_worker",
-    "preprocessor", "router", "simulator", "tandem",
+    "cluster", "decode_worker", "encode_worker", "engine", "kvcache", "kvtransfer", "loans", "planner",
+    "prefill_worker", "preprocessor", "router", "simulator", "tandem",
 )  # fmt: skip
 """Packages whose loggers follow `log_level`; library loggers never log less than warnings."""
 AWAITED = ("engine.model.hub",)

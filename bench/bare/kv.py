@@ -23,8 +23,6 @@ from kvtransfer.registry import open_transport
 from kvtransfer.transport import MAX_POSTED_BYTES, READ_BYTES, Pool, Span
 from kvtransfer.ucx.nixl_agent import make_agent
 
-HOP = "/bare/Hop"
-
 
 def say(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)

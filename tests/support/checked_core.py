@@ -30,7 +30,7 @@ class PeerWants(NamedTuple):
 class PeerReleases(NamedTuple):
     loan_id: str
     first: int
-    count: int
+    num_blocks: int
 
 
 class PeerCloses(NamedTuple):

@@ -74,7 +74,9 @@ def lend(
     """What a peer sends that wants all full blocks of these tokens from the `first` one on."""
     root = root_key(LAYOUT.fingerprint(b"sim"), "")
     keys = block_keys(root, tokens, WIDTH, items)
-    return PeerWants(loan_id, Want("", keys, first, compute, tuple(tokens), root, priority, mark=mark, items=tuple(items)))
+    return PeerWants(
+        loan_id, Want("", keys, first, compute, tuple(tokens), root, priority, mark=mark, items=tuple(items))
+    )
 
 
 def tokens_of(messages: Sequence[Token], request_id: str) -> list[int]:

@@ -64,7 +64,8 @@ class Stream(LoanTaken, LoanGiven):
     @property
     def borrower_id(self) -> str:
         """Of the request, or of the loan given, that it is for."""
-        return self.loan.wanted.sequence.request_id
+        request_id: str = self.loan.wanted.sequence.request_id
+        return request_id
 
     # ------------------------------------------------------------------ the borrower's end
 

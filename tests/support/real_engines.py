@@ -177,24 +177,26 @@ class Caller:
         settings = NetworkSettings("caller", os.urandom(16), "127.0.0.1", 0, "", silence_s=PATIENCE_S)
         self._network = SocketNetwork(settings, self)
         self._network.start(self, engine.ready.model_fingerprint, b"nowhere")
-        self._taken: LoanTaken | None = None
-        self._lent: list[Lent] = []
-        self._end = ""
         self._turning = self._loop.create_task(self._turn())
 
-    async def blocks(self, prompt: Sequence[int]) -> list[int]:
-        """Ask for all full blocks of a prompt that the engine has cached, and return which these are. It holds them."""
+    async def blocks(self, prompt: Sequence[int], compute: bool = False) -> list[int]:
+        """Ask for all full blocks of a prompt, and return which blocks of its pool these are. It holds them.
+
+        Without `compute` they are those that it has cached.
+        """
         root = root_key(self._engine.ready.model_fingerprint, "")
         keys = block_keys(root, prompt, self._engine.ready.block_tokens)
-        want = Want("caller", keys, 0, False, tuple(prompt), root)
-        self._taken = self._network.open(self._engine.peer, want, self)
-        found: list[int] = []
-        async with asyncio.timeout(PATIENCE_S):
-            while not (self._lent and isinstance(self._lent[0], Started) and len(found) == self._lent[0].end_block):
-                assert not self._end, self._end
-                found = [block for each in self._lent if isinstance(each, Blocks) for block in each.block_ids]
-                await asyncio.sleep(0.005)
-        return found
+        want = Want("caller", keys, 0, compute, tuple(prompt), root)
+        asked = _Asked(self._network, self._engine.peer, want)
+        while compute:  # until it has all
+            cached = _Asked(self._network, self._engine.peer, want._replace(may_compute=False))
+            await cached.until(lambda cached=cached: cached.is_whole)  # type: ignore[misc]
+            if cached.started.end_block == len(keys):
+                asked = cached
+                break
+            cached.taken.close()
+        await asked.until(lambda: asked.is_whole)
+        return asked.blocks
 
     def close(self) -> None:
         """Give up what it was lent."""
@@ -208,7 +210,7 @@ class Caller:
             self._network.flush()
             await asyncio.sleep(0.005)
 
-    # what the network calls, of its loop, of a borrower and of a lender
+    # what the network calls, of its loop and of a lender
 
     def watch(self, descriptor: int, on_readable: Callable[[], object]) -> None:
         self._on_readable[descriptor] = on_readable
@@ -227,12 +229,6 @@ class Caller:
     def wake(self) -> None:
         """Do nothing: it turns often."""
 
-    def lent(self, message: Lent) -> None:
-        self._lent.append(message)
-
-    def ended(self, reason: str) -> None:
-        self._end = reason
-
     def opened(self, loan: LoanGiven, want: Want) -> None:
         loan.refuse("this peer has nothing")
 
@@ -243,11 +239,47 @@ class Caller:
     def met(self, endpoint: bytes) -> None: ...
 
 
-async def cached_blocks(engine: RealEngine, prompt: Sequence[int]) -> list[int]:
-    """Blocks of the engine's pool that hold the prompt's full blocks."""
+class _Asked:
+    """A loan that a caller asks for."""
+
+    def __init__(self, network: SocketNetwork, peer: Peer, want: Want) -> None:
+        self._lent: list[Lent] = []
+        self._end = ""
+        self.taken: LoanTaken = network.open(peer, want, self)
+
+    def lent(self, message: Lent) -> None:
+        self._lent.append(message)
+
+    def ended(self, reason: str) -> None:
+        self._end = reason
+
+    @property
+    def started(self) -> Started:
+        started = self._lent[0]
+        assert isinstance(started, Started)
+        return started
+
+    @property
+    def blocks(self) -> list[int]:
+        return [block for each in self._lent if isinstance(each, Blocks) for block in each.block_ids]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all has been announced that was cached."""
+        return bool(self._lent) and len(self.blocks) >= self.started.cached_end_block
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                assert not self._end, self._end
+                await asyncio.sleep(0.005)
+
+
+async def cached_blocks(engine: RealEngine, prompt: Sequence[int], compute: bool = False) -> list[int]:
+    """Blocks of the engine's pool that hold the prompt's full blocks; with `compute`, once they do."""
     caller = Caller(engine)
     try:
-        return await caller.blocks(prompt)
+        return await caller.blocks(prompt, compute)
     finally:
         caller.close()
 

@@ -2,6 +2,8 @@
 
 import math
 import random
+from collections import deque
+from typing import Any
 
 from engine.messages.to_engine import Cancel
 from loans.messages import Want
@@ -85,7 +87,7 @@ class Faults(Front):
 
     def garble(self, kind: str) -> None:
         """A message comes twice, or before the one ahead of it. A loan has nothing wrong in it, or ends."""
-        places = [
+        places: list[tuple[Stream, deque[Any], int]] = [
             (stream, queue, place)
             for stream in self.streams
             for queue in (stream.to_lender, stream.to_borrower)

@@ -1,5 +1,6 @@
 """vLLM engines for tests, where `make vllm` has set up an environment for them."""
 
+import contextlib
 import mmap
 import os
 from collections.abc import Sequence
@@ -60,7 +61,11 @@ def flip_a_byte(engine: RealEngine, block: int, rank: int | None = None) -> None
     """
     ranks = engine.rank_pids() if rank is not None else [engine.pid]
     pid = ranks[rank or 0]
-    found = [entry for entry in Path(f"/proc/{pid}/fd").iterdir() if "memfd:tandem-kv" in os.readlink(entry)]
+    found: list[Path] = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a connection that was closed meanwhile
+            if "memfd:tandem-kv" in os.readlink(entry):
+                found.append(entry)
     assert len({entry.stat().st_ino for entry in found}) == 1
     descriptor = found[0]
     ready = engine.ready

@@ -11,8 +11,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from encode_worker.config import EncoderConfig
-from kvcache.item_messages import read_items
 from engine.messages.to_engine import Generate
+from kvcache.item_messages import read_items
 from support.preprocessors import Caller, request_of
 from support.real_engines import greedy
 from support.tiny_media_models import PLACEHOLDERS, VIDEO_PLACEHOLDER

@@ -12,7 +12,6 @@ from engine.core_types import StepBudget
 from engine.messages.from_engine import FromEngine, Rejected, Token
 from engine.messages.to_engine import Cancel
 from kvtransfer.transport import Pool
-from loans.messages import Blocks
 from support.core_engine import generate
 from support.hand_network import HandNetwork
 from support.sim_model import LAYOUT, WIDTH, undisturbed

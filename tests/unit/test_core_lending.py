@@ -58,7 +58,7 @@ def test_what_is_cached_is_lent_at_once_and_only_what_was_wanted() -> None:
 def test_blocks_before_the_wanted_ones_are_computed_and_not_announced() -> None:
     engine = Engine(budget=StepBudget(64, 6))
     engine.send(lend("l", range(16), first=3))
-    assert [message for message in engine.receive(Starting)] == [("l", 4, 3)]
+    assert engine.receive(Starting) == [("l", 4, 3)]
     for _ in range(2):
         engine.step()
         assert engine.receive(Announcement) == []
@@ -157,7 +157,11 @@ def test_loans_and_requests_take_turns_by_arrival() -> None:
     engine.send(lend("warm up", (1, 2, 3, 4)), PeerCloses("warm up"))
     engine.send(generate("a", TEN, 1), lend("l", range(40, 44)), generate("b", range(60, 64), 1))
     engine.run()
-    assert [type(message).__name__ for message in engine.receive(Token, Announcement)] == ["Token", "Announcement", "Token"]
+    assert [type(message).__name__ for message in engine.receive(Token, Announcement)] == [
+        "Token",
+        "Announcement",
+        "Token",
+    ]
 
 
 def test_a_waiting_loan_keeps_its_place_among_the_prompts() -> None:
@@ -181,7 +185,7 @@ def test_a_loan_released_head_first_is_evicted_tail_first() -> None:
     engine.run()
     engine.receive()
     engine.send(lend("again", range(12), compute=False))
-    assert [message for message in engine.receive(Starting)] == [("again", 2, 2)]
+    assert engine.receive(Starting) == [("again", 2, 2)]
 
 
 def test_a_loan_and_a_request_of_the_same_id_do_not_mix() -> None:

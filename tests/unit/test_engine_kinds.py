@@ -37,7 +37,18 @@ from tandem.doctor.machine import read_machine
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
-    *("cluster", "decode_worker", "engine", "kvcache", "kvtransfer", "loans", "planner", "prefill_worker", "preprocessor", "router"),
+    *(
+        "cluster",
+        "decode_worker",
+        "engine",
+        "kvcache",
+        "kvtransfer",
+        "loans",
+        "planner",
+        "prefill_worker",
+        "preprocessor",
+        "router",
+    ),
     *("simulator", "tandem"),
 )
 MAX_COMPARISONS = 3

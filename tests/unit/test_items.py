@@ -15,7 +15,6 @@ from kvcache.items import Item, begun_items, items_fault
 from support.checked_core import Refusal
 from support.core_engine import Engine, generate, lend
 from support.core_pair import Pair
-from support.sim_model import WIDTH
 
 ROOT = root_key(b"model", "")
 CAT, DOG = b"c" * 16, b"d" * 16

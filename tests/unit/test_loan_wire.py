@@ -1,5 +1,7 @@
 """Messages of loans as bytes: what goes in comes out, and bytes that no engine sends raise ProtocolError."""
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,16 +65,15 @@ def test_a_long_announcement_is_several_that_follow_each_other(limit: int, monke
 
 @given(st.lists(st.tuples(uint32, uint32), max_size=4))
 def test_releases(ranges: list[tuple[int, int]]) -> None:
-    assert list(wire.unpack_releases([wire.pack_release(*each) for each in ranges])) == [Release(*each) for each in ranges]
+    packed = [wire.pack_release(*each) for each in ranges]
+    assert list(wire.unpack_releases(packed)) == [Release(*each) for each in ranges]
 
 
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_message_or_a_protocol_error(payload: bytes) -> None:
     for unpack in (wire.unpack_want, wire.unpack_lent, lambda data: list(wire.unpack_releases([data]))):
-        try:
+        with contextlib.suppress(ProtocolError):
             unpack(payload)
-        except ProtocolError as error:
-            assert str(error)
 
 
 @given(wants, st.integers(0, 40), st.integers(0, 7))
@@ -80,10 +81,8 @@ def test_a_want_with_a_wrong_bit_is_a_want_or_a_protocol_error(want: Want, place
     payload = bytearray(wire.pack_want(want))
     if payload:
         payload[place % len(payload)] ^= 1 << bit
-    try:
+    with contextlib.suppress(ProtocolError):
         wire.unpack_want(bytes(payload))
-    except ProtocolError as error:
-        assert str(error)
 
 
 @pytest.mark.parametrize(

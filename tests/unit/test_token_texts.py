@@ -19,8 +19,8 @@ from cluster.errors import InvalidRequest
 from decode_worker.output_stream import OutputStream
 from engine.core_types import FinishReason, TokenLogprobs
 from engine.messages.from_engine import Token
-from loans.account import KvAccount
 from engine.model.model_dir import ModelDir
+from loans.account import KvAccount
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
 from router.frontend.http.body.fields import Fields, IgnoredFields

@@ -1,17 +1,15 @@
 """Requests without output in engines of a few blocks of four tokens: their blocks, and nothing else, stay."""
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core_types import SamplingParams, StepBudget
-from engine.messages.from_engine import (Filled, Rejected, Token)
-from loans.account import KvAccount
+from engine.messages.from_engine import Filled, Rejected, Token
 from engine.messages.to_engine import Cancel, Generate
 from kvcache.pins import Retention
 from kvtransfer.local import LocalNetwork
+from loans.account import KvAccount
 from loans.borrower_manager import HEDGE_UNMEASURED_S
 from support.checked_core import NOTHING_LEFT
 from support.core_engine import Engine as CoreEngine

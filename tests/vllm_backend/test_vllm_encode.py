@@ -16,8 +16,8 @@ import pytest
 from cluster.network.rpc import channel
 from engine.core_types import SamplingParams
 from engine.media.encoder import encoder_fingerprint
-from kvcache.item_messages import item_messages
 from engine.model.model_dir import ModelDir
+from kvcache.item_messages import item_messages
 from kvcache.items import Item
 from protos import encode_pb2, encode_pb2_grpc
 from support.long_runs import mostly_long

@@ -10,14 +10,14 @@ import pytest
 import pytest_asyncio
 
 from engine.messages.from_engine import CacheChanged, CacheInspected
-from engine.messages.to_engine import CacheDrop, InspectCache, LoanBlocks, TakeSnapshot
+from engine.messages.to_engine import CacheDrop, InspectCache, TakeSnapshot
 from kvcache.block_keys import block_keys, resume_name, root_key
 from kvcache.block_range import name_of
 from kvcache.events import Removed, Stored
 from support.engine_contract import VOCAB, EngineContract, Pair, account_of, named, prompt_of
 from support.long_runs import mostly_long
 from support.processes import LENDER_ALWAYS, running
-from support.real_engines import RealEngine, engines
+from support.real_engines import RealEngine, cached_blocks, engines
 from support.vllm_engines import BLOCK, OPTIONS, PYTHON, V2, flip_a_byte, ids, need_vllm, vllm_engine
 from support.vllm_models import write_model
 from tandem.local.local_cluster import LocalCluster
@@ -125,22 +125,10 @@ async def test_a_state_is_lent_with_the_blocks_before_it(stateful: Pair, num_tok
 
 
 async def test_a_damaged_state_is_found_and_computed_again(stateful: Pair) -> None:
-    prompt, flipped = prompt_of(300, 91), list[int]()
-    request, original = named(prompt, ignore_eos=True), stateful.borrower.send
-
-    def spoil(*messages: object) -> None:
-        for message in messages:
-            if isinstance(message, LoanBlocks):
-                flipped[:] = [message.block_ids[-1]]
-        if flipped and any(isinstance(message, LoanBlocks) for message in messages):
-            flip_a_byte(stateful.lender, flipped[0])
-        original(*messages)  # type: ignore[arg-type]
-
-    stateful.borrower.send = spoil  # type: ignore[method-assign]
-    try:
-        got = await stateful.borrowed(request)
-    finally:
-        stateful.borrower.send = original  # type: ignore[method-assign]
+    prompt = prompt_of(300, 91)
+    state = (await cached_blocks(stateful.lender, prompt[:-1], compute=True))[-1]
+    flip_a_byte(stateful.lender, state)
+    got = await stateful.borrowed(named(prompt, ignore_eos=True))
     account = account_of(got)
     assert account.mismatched_blocks >= 1
     assert "corrupted" in account.loan_failure

@@ -18,7 +18,7 @@ from support.long_runs import mostly_long
 from support.media_files import picture
 from support.preprocessors import preprocessor
 from support.processes import LENDER_ALWAYS, kill_engine, report_of, running
-from support.real_engines import RealEngine, engines, greedy
+from support.real_engines import RealEngine, engines, greedy, lent_by
 from support.tiny_media_models import KINDS
 from support.torchvision_shim import PYTHON, V2
 from support.vllm_engines import BLOCK, OPTIONS, ids, need_vllm, vllm_engine
@@ -178,9 +178,7 @@ async def test_a_preempted_picture_without_its_tensors_goes_back_to_the_router(
         prompts = Prompts("qwen25vl", model, caller)
         async with prompts.request("victim", prompts.tokens(40, "picture", 40), pictures[0]) as request:
             longer = SamplingParams(380, temperature=0, ignore_eos=True)
-            victim = request._replace(sampling=longer, priority=-1, borrow=True)
-            engine.lent["victim"] = lender, victim
-            engine.send(victim)
+            engine.send(lent_by(lender, request._replace(sampling=longer, priority=-1)))
             await engine.until(lambda: len(engine.tokens.get("victim", ())) > 3)
             others = [
                 greedy(f"other-{step}", [20 + step * number % 250 for number in range(200)], 300, ignore_eos=True)

@@ -21,7 +21,7 @@ from support.embedding_contract import EmbeddingContract, post, prompt_of
 from support.embedding_models import make_embedder, write_classifier
 from support.openai_http import call, http_cluster
 from support.processes import report_of, until
-from support.real_engines import RealEngine, engines
+from support.real_engines import RealEngine, engines, lent_by
 from support.vllm_engines import BLOCK, OPTIONS, PYTHON, ROOT, V2, need_vllm, vllm_engine
 from support.vllm_models import write_model
 from tandem.client import Client
@@ -174,10 +174,8 @@ async def test_pooled_prompts_borrow_what_a_lender_computes(runner: str, ranks: 
 
         async def embedded(engine: RealEngine, name: str, prompt: list[int], lends: RealEngine | None) -> Embedded:
             sampling = SamplingParams(1, pooling="last")
-            request = Generate(name, tuple(prompt), (), sampling, "", 0, borrow=lends is not None)
-            if lends is not None:
-                engine.lent[name] = lends, request
-            engine.send(request)
+            request = Generate(name, tuple(prompt), (), sampling, "", 0, lender=None)
+            engine.send(request if lends is None else lent_by(lends, request))
 
             def answers() -> list[Embedded]:
                 return [each for each in engine.said if isinstance(each, Embedded) and each.request_id == name]

@@ -11,9 +11,9 @@ import pytest
 from cluster.errors import StartError
 from cluster.process.tree import descendants
 from engine.core_types import SamplingParams
-from engine.messages.to_engine import CorruptReads, Generate, LoanBlocks
+from engine.messages.to_engine import CorruptReads, Generate
 from support.processes import gone, ranks_of
-from support.real_engines import RealEngine, engines, greedy, kill
+from support.real_engines import RealEngine, cached_blocks, engines, greedy, kill
 from support.vllm_engines import BLOCK, V2, flip_a_byte, ids, need_vllm, vllm_engine
 from support.vllm_models import VOCAB, write_model
 
@@ -71,17 +71,8 @@ async def test_a_byte_that_changed_on_the_second_rank_is_found(model: Path) -> N
     async with engines(one, two):
         request = greedy("damaged", prompt_of(6 * BLOCK + 5), 8, ignore_eos=True)
         expected = ids(await two.answer(request._replace(request_id="whole")))
-        damaged: list[int] = []
-        send = one.send
-
-        def spoil(*messages: object) -> None:
-            for message in messages:
-                if isinstance(message, LoanBlocks) and not damaged:
-                    damaged.append(message.block_ids[2])
-                    flip_a_byte(two, damaged[0], rank=1)
-            send(*messages)  # type: ignore[arg-type]
-
-        one.send = spoil  # type: ignore[method-assign]
+        damaged = (await cached_blocks(two, request.prompt))[2]
+        flip_a_byte(two, damaged, rank=1)
         got = await one.answer(request, two)
         account = got[0].account
         assert account is not None
