@@ -157,12 +157,21 @@ class Workers:
             if not num_left and not ended.done():
                 ended.set_result(time.perf_counter() - started_at)
 
+        beating = asyncio.ensure_future(_beat(stream))
         loan = stream.mux.open(pack_want(want))
         loan.on_messages = lent
         loan.on_end = lambda reason: ended.set_exception(RuntimeError(reason.decode(errors="replace")))
         try:
             seconds: float = await ended
         finally:
+            beating.cancel()
             loan.cancel()
             stream.end()
         return seconds
+
+
+async def _beat(stream: MuxStream) -> None:
+    """Send signs of life, as an engine's loop does: a lender gives up a silent borrower."""
+    while True:
+        await asyncio.sleep(1.0)
+        stream.mux.beat()
