@@ -28,7 +28,7 @@ FULL_FRAME_BYTES = 1 << 20
 """Size after which a frame takes no more channels; the next frame takes them."""
 FULL_PART_BYTES = 64 << 10
 """Size after which one channel's part of a frame ends, so that no channel delays the others."""
-WINDOW = 8
+WINDOW = 32
 """Frames without credit after which a side waits. While a reader keeps up it is never reached."""
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - (1 << 10)
 """Largest message of a channel; it leaves room for its frame's other fields."""
@@ -406,6 +406,14 @@ class Mux:
             self._on_part(part)
             if not self.is_open:
                 return
+        if frame.cancelled or frame.paused or frame.resumed:
+            self._on_control(frame)
+        if frame.parts and self._peer_window:  # a peer of an earlier version, which gives no credit, reads none
+            self._leaving.credit += 1
+            if self._has_control:
+                self._wants()
+
+    def _on_control(self, frame: pb.Frame) -> None:
         for number in frame.cancelled:
             if (channel := self._channels.get(number)) is not None and self._is_peers(number):
                 self._end_channel(channel, b"")
@@ -415,10 +423,6 @@ class Mux:
         for number in frame.resumed:
             if (channel := self._channels.get(number)) is not None:
                 channel._resume()
-        if frame.parts and self._peer_window:  # a peer of an earlier version, which gives no credit, reads none
-            self._leaving.credit += 1
-            if self._has_control:
-                self._wants()
 
     def _on_part(self, part: pb.Part) -> None:
         channel = self._channels.get(part.number)
