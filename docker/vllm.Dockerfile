@@ -22,6 +22,7 @@ COPY protos protos
 COPY router router
 COPY simulator simulator
 COPY tandem tandem
+COPY worker worker
 RUN /opt/tandem/bin/pip install -c constraints.txt ".[preprocessor]" \
     && python3 -m pip install --no-deps -c constraints.txt nixl-cu12 av soundfile .
 ENV PATH=/opt/tandem/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp

@@ -13,11 +13,11 @@ from cluster.network.rpc import Channels
 from cluster.process.drain import Drain
 from encode_worker.child_encoder import ChildEncoder
 from engine.media.encoder import Embeddings
-from engine.worker.front.item_fetches import fetch_blobs
 from kvcache.item_messages import read_items
 from kvcache.items import IDENTIFIER_BYTES, Item
 from protos import encode_pb2 as pb
 from protos import encode_pb2_grpc as pb_grpc
+from worker.front.item_fetches import fetch_blobs
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,7 @@
 """`python -m prefill_worker --config FILE --set key=value`: one prefill worker until SIGTERM."""
 
-from decode_worker.service import serve_requests
-from engine.worker.program import run_worker
+from worker.program import run_worker
 
 
 def main() -> int:
-    return run_worker("prefill", serve_requests)
+    return run_worker("prefill")

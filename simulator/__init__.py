@@ -10,7 +10,7 @@
 | --- | --- | --- |
 | placement, admission, prefix index, learning from receipts | real | `router`, called by `cluster/router.py` |
 | scheduling, block pools, prefix caches, loans, preemption, reports | real | `engine`, called by `cluster/worker.py` |
-| receipts | real | `decode_worker.receipt` |
+| receipts | real | `worker.requests.receipt` |
 | fronts, streams and futures between those | a stand-in that decides nothing | `cluster/front_processes.py` |
 | duration of a step | modelled: a roofline of a named GPU, or a line | `gpus.py`, `engine/backends/sim/timing.py` |
 | duration of a read | modelled: NICs shared among transfers | `cluster/links.py` |

@@ -95,7 +95,7 @@ class SetBudget(NamedTuple):
 class CorruptReads(NamedTuple):
     """Flip a bit in each of the next `num_blocks` blocks that arrive, before they are verified; 0 ends it. For drills.
 
-    Only for engines of one rank whose blocks can be written, which `engine/worker/front/faults.py` checks.
+    Only for engines of one rank whose blocks can be written, which `worker/front/faults.py` checks.
     """
 
     num_blocks: int

@@ -9,7 +9,6 @@ from cluster.roles import ON_WIRE, Role
 from engine.core_types import StepBudget
 from engine.messages.from_engine import CacheChanged, LoadReport, Ready
 from engine.messages.to_engine import DrainLoans, SetBudget, TakeSnapshot
-from engine.worker.front.worker_events import cache_events, load_report
 from loans.in_process import InProcessNetwork
 from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig
@@ -25,6 +24,7 @@ from simulator.cluster.worker import SimWorker, WorkerSpec
 from simulator.cluster.worker_drain import DRAIN_S, WorkerDrain
 from simulator.latency_histogram import LatencyHistogram
 from simulator.request import Outcome, TraceRequest
+from worker.front.worker_events import cache_events, load_report
 
 START_S = 1.0
 """Seconds before a trace begins, within which every router learns every worker."""

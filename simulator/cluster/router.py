@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import InvalidRequest, Overloaded
-from decode_worker.receipt import build_receipt
 from engine.core_types import SamplingParams
 from engine.messages.from_engine import Rejected, Token
 from engine.messages.to_engine import Generate
@@ -33,6 +32,7 @@ from simulator.cluster.worker import SimWorker
 from simulator.latency_histogram import LatencyHistogram
 from simulator.request import EndState, TraceRequest
 from simulator.request import Outcome as Result
+from worker.requests.receipt import build_receipt
 
 MAX_ATTEMPTS = 4
 DEADLINE_S = 600.0

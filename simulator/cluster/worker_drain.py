@@ -1,4 +1,4 @@
-"""Drain of a worker in virtual time, as `Worker.drain` in `engine/worker/runtime.py`."""
+"""Drain of a worker in virtual time, as `Worker.drain` in `worker/runtime.py`."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from simulator.cluster.worker import SimWorker
 DRAIN_S = 30.0
 """Default drain time of a worker, in seconds."""
 READABLE_S, RETURN_S = 10.0, 1.0
-"""Constants of `engine/worker/runtime.py`."""
+"""Constants of `worker/runtime.py`."""
 LOOK_S = 0.1
 LAST = 1 << 40
 """Rank behind all events of a moment, when no other event can follow."""

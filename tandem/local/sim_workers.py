@@ -17,14 +17,14 @@ from cluster.logs import set_up
 from cluster.process.life import SignalledRole, run_role
 from cluster.roles import Role
 from cluster.settings import LogSettings
-from decode_worker.service import serve_requests
 from engine.config import WorkerConfig
 from engine.model.hub import CONFIG_FILES, ModelPath, fetch_beside
 from engine.process.front.local_engine import LocalEngine
 from engine.process.spec import EngineSpec
-from engine.worker.runtime import WorkerRuntime, start_worker
 from kvtransfer.local import LocalNetwork
 from loans.in_process import InProcessNetwork
+from worker.requests.service import serve_requests
+from worker.runtime import WorkerRuntime, start_worker
 
 
 @dataclass(slots=True, eq=False)

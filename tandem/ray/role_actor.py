@@ -126,13 +126,13 @@ async def _start_role(module: str, config: Any) -> Any:
 
         set_up("encoder", config.id(), config)
         return await start_encode_worker(config)
-    from decode_worker.service import serve_requests
-    from engine.worker.runtime import start_worker
+    from worker.requests.service import serve_requests
+    from worker.runtime import start_worker
 
     role: roles.Role = "prefill" if module == "prefill_worker" else "decode"
     set_up(role, config.id_for(role), config)
     if config.node_rank:
-        from engine.worker.headless import start_headless
+        from worker.headless import start_headless
 
         return await start_headless(config, role)
     return await start_worker(config, role, serve_requests)

@@ -13,14 +13,14 @@ from cluster.discovery.discovery import StaticDiscovery
 from cluster.errors import AlreadyExists, Incompatible, ServiceError
 from cluster.network.error_status import to_status
 from engine.process.front.engine_client import EngineClient
-from engine.worker.front import membership as joining
-from engine.worker.front.membership import Memberships
-from engine.worker.front.router_streams import RouterStreams
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from support.processes import until
+from worker.front import membership as joining
+from worker.front.membership import Memberships
+from worker.front.router_streams import RouterStreams
 
-LOGGER = "engine.worker.front.membership"
+LOGGER = "worker.front.membership"
 
 
 class Refusing(pb_grpc.MembershipServicer):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from engine.config import WorkerConfig
-from engine.worker.local_ranks import configs_of
 from support.processes import children_running, gone
 from support.sim_directories import write_sim_model
 from tandem.local.local_cluster import RoleProcess, start_role, stop_process
+from worker.local_ranks import configs_of
 
 COUNT = 3
 
@@ -50,7 +50,7 @@ def test_each_has_a_rank_a_name_ports_and_cores_of_its_own(tmp_path: Path) -> No
 
 async def start(folder: Path) -> tuple[RoleProcess, list[int]]:
     program = await start_role("decode_worker", "group", config_of(folder))
-    workers = children_running(program.pid, "engine.worker.local_ranks")
+    workers = children_running(program.pid, "worker.local_ranks")
     assert len(workers) == COUNT, "the program serves once each of them does"
     return program, workers
 

@@ -100,7 +100,7 @@ async def test_a_broken_stream_loses_no_token_and_its_worker_joins_again(model: 
 async def test_a_worker_that_cannot_be_reached_is_told_so_and_joins_once_it_can(
     model: Path, router: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "engine.worker.front.membership")
+    caplog.set_level(logging.INFO, "worker.front.membership")
     pool, port = SimPool(), free_port("127.0.0.1", "127.0.0.2")
     stream_port = free_port("127.0.0.1", "127.0.0.2")
     async with CutLink("127.0.0.2", port, "127.0.0.1"), Client(router.address) as client:

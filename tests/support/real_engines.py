@@ -27,13 +27,13 @@ from engine.messages.to_engine import Audit, Generate, ToEngine
 from engine.process.front.child_engine import ChildEngine
 from engine.process.front.engine_client import EngineListener
 from engine.process.spec import EngineSpec
-from engine.worker.front.item_fetches import ItemFetches
 from kvcache.block_keys import block_keys, root_key
 from loans.account import KvAccount
 from loans.messages import Blocks, Lender, Lent, Peer, Started, Want
 from loans.network import LoanGiven, LoanTaken
 from loans.peers.socket_network import NetworkSettings, SocketNetwork
 from support.processes import PATIENCE_S, gone, ranks_of
+from worker.front.item_fetches import ItemFetches
 
 START_S = 300.0
 

@@ -20,12 +20,12 @@ from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, Service
 from cluster.network.error_status import from_proto
 from cluster.network.mux import MAX_MESSAGE_BYTES, Channel, Mux
 from cluster.network.mux_stream import MuxStream
-from decode_worker.router_stream import serve_request
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 from router.decode_client.decode_stream import PAUSE_AT, DecodeStream
 from support.frame_pair import MemoryTransport, join
 from support.virtual_loop import run_virtually, settle
+from worker.requests.router_stream import serve_request
 
 
 class ScriptedAttempt:

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import ServiceError
-from decode_worker.embedding import finished_embedding
 from engine.backends.sim.runner import SimRunner
 from engine.backends.sim.states import hidden_states, states_of
 from engine.core.loan_host import EngineLimits
@@ -34,6 +33,7 @@ from support.core_engine import TEN, TWELVE, Engine, generate
 from support.embedding_models import make_embedder
 from support.sim_directories import write_sim_model
 from support.sim_model import LAYOUT, VOCAB
+from worker.requests.embedding import finished_embedding
 
 # ------------------------------------------------------------------------------------------------ models
 

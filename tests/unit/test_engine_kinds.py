@@ -16,7 +16,6 @@ import pytest
 from cluster.config import to_overrides
 from cluster.errors import InvalidRequest, StartError
 from cluster.roles import Role
-from decode_worker.placed_request import check_request
 from engine.config import WorkerConfig
 from engine.core_types import Chunk, SampleResult
 from engine.engine_kind import BUILT_IN, GROUP, ONE_RANK, FunctionKind, Installation, RunnerKind, find_kind
@@ -34,6 +33,7 @@ from simulator.fit.nearest import nearest
 from simulator.models.known_models import known_shape
 from tandem.doctor.checks import check_packages
 from tandem.doctor.machine import read_machine
+from worker.requests.placed_request import check_request
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (

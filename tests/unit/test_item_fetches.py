@@ -7,9 +7,9 @@ import pytest
 from cluster.errors import InvalidRequest, ServiceError, Unavailable
 from engine.messages.from_engine import ItemsWanted
 from engine.messages.to_engine import ItemsFetched, ToEngine
-from engine.worker.front import item_fetches
-from engine.worker.front.item_fetches import ItemFetches
 from kvcache.items import Item
+from worker.front import item_fetches
+from worker.front.item_fetches import ItemFetches
 
 ENCODER = "encoder:1"
 ITEM = Item(bytes(16), 0, 4, b"", "preprocessor:1", encoder=ENCODER)

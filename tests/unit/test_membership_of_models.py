@@ -10,7 +10,6 @@ import pytest
 from cluster.errors import Unavailable
 from cluster.network.protocol import PROTOCOL
 from engine.model.model_dir import ModelDir
-from engine.worker.model_files import file_parts
 from protos import membership_pb2 as pb
 from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
@@ -26,6 +25,7 @@ from router.placement.fleet.worker_records import WorkerRecord
 from router.runtime import serve_models
 from support.sim_directories import write_sim_model
 from support.virtual_loop import settle
+from worker.model_files import file_parts
 
 
 class Aborted(Exception):

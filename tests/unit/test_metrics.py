@@ -11,13 +11,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from cluster.errors import Overloaded
 from encode_worker.metrics import EncodeCollector
 from engine.messages.from_engine import KvUse, LoadReport, TierUse
-from engine.worker.metrics import EngineCollector, GpuCollector
 from planner.runtime import PlannerMetrics
 from preprocessor.blobs import BlobStore
 from preprocessor.metrics import PreprocessorCollector
 from protos import inference_pb2 as pb
 from router.observability.metrics import RequestMetrics, RouterMetrics
 from router.prepared_request import PreparedRequest
+from worker.metrics import EngineCollector, GpuCollector
 
 MANUAL = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -206,7 +206,7 @@ def test_every_metric_stands_in_the_manual(registry: CollectorRegistry, request_
     documented = set(re.findall(r"`(tandem_[a-z0-9_]+)`", MANUAL.read_text()))
     names = (
         "router/observability/metrics.py",
-        "engine/worker/metrics.py",
+        "worker/metrics.py",
         "planner/runtime.py",
         "preprocessor/metrics.py",
         "encode_worker/metrics.py",

@@ -14,9 +14,9 @@ from google.rpc import status_pb2
 from cluster.errors import Overloaded
 from cluster.network.error_status import from_proto, to_proto
 from cluster.network.mux import FRAME, NOTE, OPEN, WINDOW, Channel, Mux
-from decode_worker.router_stream import serve_request
 from protos import decode_pb2, membership_pb2
 from protos import inference_pb2 as public_pb
+from worker.requests.router_stream import serve_request
 
 _TYPE = descriptor_pb2.FieldDescriptorProto
 

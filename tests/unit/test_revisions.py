@@ -11,7 +11,6 @@ import pytest
 
 from cluster.errors import Incompatible, InvalidRequest, RevisionGone, Unavailable
 from engine.model.model_dir import ModelDir
-from engine.worker.model_files import file_parts
 from protos import inference_pb2 as pb
 from protos import membership_pb2
 from router.admission.request import RequestInfo
@@ -23,6 +22,7 @@ from router.request_path.stream_state import StreamState
 from router.security.api_keys import Principal
 from support.served_models import arrival_of, hello_of, served
 from support.sim_directories import write_sim_model, write_tokenizer
+from worker.model_files import file_parts
 
 OLD, NEW = b"o" * 16, b"n" * 16
 ANYBODY = Principal("", None)
@@ -326,7 +326,7 @@ def test_a_revision_is_weights_config_and_tokenizer(tmp_path: Path) -> None:
 
 
 async def test_files_come_in_parts_and_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.worker.model_files.PART_BYTES", 1000)
+    monkeypatch.setattr("worker.model_files.PART_BYTES", 1000)
     path = write_sim_model(tmp_path / "m", 600)
     write_tokenizer(path, 600)
     (path / "model.safetensors").write_bytes(b"w" * 5000)

@@ -7,10 +7,10 @@ import pytest
 from cluster.errors import InvalidRequest, Unavailable
 from cluster.network.mux import Channel
 from cluster.network.mux_stream import MuxStream
-from engine.worker.front.router_streams import OPENED_S, RouterStreams
 from protos import membership_pb2 as pb
 from support.frame_pair import join
 from support.virtual_loop import settle
+from worker.front.router_streams import OPENED_S, RouterStreams
 
 
 def opening(key: bytes) -> bytes:

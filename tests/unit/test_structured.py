@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import InvalidRequest
-from decode_worker.output_stream import OutputStream
 from engine.core_types import RequestFailure, StructuredOutput
 from engine.messages.from_engine import Failed
 from engine.model.model_dir import ModelDir
@@ -15,6 +14,7 @@ from protos import decode_pb2
 from protos import inference_pb2 as pb
 from router.validation import resolve_sampling
 from tandem.cli.client.chat import make_structured, parse_logit_bias
+from worker.requests.output_stream import OutputStream
 
 GOOD = {
     "json_schema": (pb.StructuredOutput(json_schema="{}"), StructuredOutput("json_schema", ("{}",))),

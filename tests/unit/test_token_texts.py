@@ -16,7 +16,6 @@ from openai.types.responses import ResponseCompletedEvent as ResponseCompleted
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest
-from decode_worker.output_stream import OutputStream
 from engine.core_types import FinishReason, TokenLogprobs
 from engine.messages.from_engine import Token
 from engine.model.model_dir import ModelDir
@@ -35,6 +34,7 @@ from router.models.output.output_format import OutputFormat
 from router.models.output.token_texts import TokenForm, TokensInText, pieces_by_offsets
 from router.models.prompts.prompts import PromptEncoder
 from support.small_tokenizers import byte_level, with_byte_fallback
+from worker.requests.output_stream import OutputStream
 
 DRAWS = 1000
 MAKERS = {"byte level": byte_level, "byte fallback": with_byte_fallback}

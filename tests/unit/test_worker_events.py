@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages.from_engine import CacheChanged, LoadReport
-from engine.worker.front import worker_events as news
-from engine.worker.front.worker_events import cache_events, messages_of, parts_of, summary
 from kvcache.events import CacheEvent, Removed, Stored
 from protos import membership_pb2 as pb
 from router.placement.fleet.fleet import Fleet
 from router.placement.rates import Priors
+from worker.front import worker_events as news
+from worker.front.worker_events import cache_events, messages_of, parts_of, summary
 
 KEYS = [bytes([number]) * 16 for number in range(6)]
 events = st.one_of(

@@ -7,13 +7,13 @@ from tokenizers import Tokenizer
 
 from cluster.errors import Draining, Incompatible, ServiceError
 from cluster.logs import of
-from decode_worker.output_stream import OutputStream
-from decode_worker.placed_request import check_request, engine_request
 from engine.messages.to_engine import Cancel
 from engine.process.front.engine_client import EngineMessage
-from engine.worker.runtime import WorkerContext
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
+from worker.requests.output_stream import OutputStream
+from worker.requests.placed_request import check_request, engine_request
+from worker.runtime import WorkerContext
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from engine.core_types import GpuDevice
 from engine.messages.to_engine import SetBudget
 from engine.process.front.engine_client import EngineClient
 from engine.settings import step_budget
-from engine.worker.front.membership import Memberships
+from worker.front.membership import Memberships
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,6 @@ import time
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
-from decode_worker.embedding import finished_embedding
-from decode_worker.placed_request import emitted_of, num_choices
-from decode_worker.receipt import build_receipt, price_of
 from engine.core_types import FinishReason, TokenLogprobs
 from engine.messages.from_engine import Embedded, Failed, Filled, FromEngine, PromptScored, Rejected, Token
 from engine.model.detokenizer import TextStream
@@ -15,6 +12,9 @@ from kvcache.block_keys import token_digest
 from loans.account import KvAccount
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
+from worker.requests.embedding import finished_embedding
+from worker.requests.placed_request import emitted_of, num_choices
+from worker.requests.receipt import build_receipt, price_of
 
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 

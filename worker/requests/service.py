@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from tokenizers import Tokenizer
 
-from decode_worker.decode_attempt import DecodeAttempt
-from decode_worker.router_stream import serve_request
 from engine.model.detokenizer import load_tokenizer
-from engine.worker.runtime import WorkerContext
 from protos import decode_pb2 as pb
+from worker.requests.decode_attempt import DecodeAttempt
+from worker.requests.router_stream import serve_request
+from worker.runtime import WorkerContext
 
 
 class DecodeService:

@@ -29,20 +29,20 @@ from engine.model.model_dir import ModelDir
 from engine.process.front.child_engine import ChildEngine
 from engine.process.front.engine_client import EngineClient, EngineHost
 from engine.process.spec import EngineSpec
-from engine.worker.front.faults import Faults
-from engine.worker.front.item_fetches import ItemFetches
-from engine.worker.front.lent_loans import LentLoans
-from engine.worker.front.membership import NAME_TAKEN_S, Memberships
-from engine.worker.front.role_switch import RoleSwitch
-from engine.worker.front.router_streams import RouterStreams
-from engine.worker.front.worker_service import WorkerService
-from engine.worker.metrics import register
-from engine.worker.model_files import file_parts, weights_source, with_local_files
 from loans.peers.wire import VERSION as LOAN_VERSION
 from loans.peers.wire import peer_of
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from protos.loans_pb2 import Holder
+from worker.front.faults import Faults
+from worker.front.item_fetches import ItemFetches
+from worker.front.lent_loans import LentLoans
+from worker.front.membership import NAME_TAKEN_S, Memberships
+from worker.front.role_switch import RoleSwitch
+from worker.front.router_streams import RouterStreams
+from worker.front.worker_service import WorkerService
+from worker.metrics import register
+from worker.model_files import file_parts, weights_source, with_local_files
 
 log = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from cluster.network.tls import TlsIdentity
 from engine.messages.from_engine import CacheChanged, LoadReport
 from engine.messages.to_engine import TakeSnapshot
 from engine.process.front.engine_client import EngineClient
-from engine.worker.front.router_streams import RouterStreams
-from engine.worker.front.worker_events import cache_events, load_report, messages_of, parts_of, summary
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from protos.loans_pb2 import Holder
+from worker.front.router_streams import RouterStreams
+from worker.front.worker_events import cache_events, load_report, messages_of, parts_of, summary
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from engine.messages.from_engine import FromEngine, NodeLinked, StartFailed
 from engine.process.front.child_engine import ChildEngine
 from engine.process.front.engine_client import EngineListener
 from engine.process.spec import EngineSpec
-from engine.worker.model_files import with_local_files
+from worker.model_files import with_local_files
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
 from cluster.logs import of
 from cluster.network.error_status import to_proto
 from cluster.network.mux import FULL_PART_BYTES, Channel
-from decode_worker.decode_attempt import DecodeAttempt
 from protos import decode_pb2 as pb
 from protos import mux_pb2
+from worker.requests.decode_attempt import DecodeAttempt
 
 log = logging.getLogger(__name__)
 

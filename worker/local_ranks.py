@@ -85,7 +85,7 @@ async def _run(configs: Sequence[WorkerConfig], role: Role) -> int:
 
 async def _start(config: WorkerConfig, role: Role, number: int) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "engine.worker.local_ranks", f"{role}_worker.program"),
+        *(sys.executable, "-m", "worker.local_ranks", f"{role}_worker.program"),
         *to_overrides(config),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

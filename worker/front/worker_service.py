@@ -11,10 +11,10 @@ from engine.messages.from_engine import Ready
 from engine.messages.to_engine import CacheDrop
 from engine.model.detokenizer import check_token_ids
 from engine.process.front.engine_client import EngineClient
-from engine.worker.front.faults import Faults
-from engine.worker.front.role_switch import RoleSwitch
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
+from worker.front.faults import Faults
+from worker.front.role_switch import RoleSwitch
 
 
 class WorkerService(pb_grpc.WorkerServicer):

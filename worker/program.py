@@ -7,12 +7,13 @@ from cluster.logs import set_up
 from cluster.process.life import run_role
 from cluster.roles import Role
 from engine.config import WorkerConfig
-from engine.worker.headless import start_headless
-from engine.worker.local_ranks import run_local_ranks
-from engine.worker.runtime import ServeRequests, start_worker
+from worker.headless import start_headless
+from worker.local_ranks import run_local_ranks
+from worker.requests.service import serve_requests
+from worker.runtime import start_worker
 
 
-def run_worker(role: Role, serve_requests: ServeRequests) -> int:
+def run_worker(role: Role) -> int:
     """Run a worker with the settings of the command line until SIGTERM; return the exit code."""
     try:
         config = WorkerConfig.from_command_line(f"{role}_worker")

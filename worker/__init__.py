@@ -1,0 +1,1 @@
+"""A worker of either role: its runtime, requests, membership, metrics, drain and role switch."""
