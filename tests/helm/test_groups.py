@@ -133,6 +133,7 @@ def test_all_workers_of_a_pod_are_reached_and_scraped() -> None:
     assert members["ports"] == [
         {"port": 50061, "endPort": 50067, "protocol": "TCP"},
         {"port": 50161, "endPort": 50167, "protocol": "TCP"},
+        {"port": 50261, "endPort": 50267, "protocol": "TCP"},
     ]
     assert monitoring["ports"] == [{"port": 9401, "endPort": 9407, "protocol": "TCP"}]
     (monitor,) = [m for m in manifests if m["kind"] == "ServiceMonitor"]

@@ -34,8 +34,13 @@ def test_gpus_rdma_and_a_canary() -> None:
     labels = [m["spec"]["selector"]["matchLabels"] for m in manifests if m["kind"] == "Deployment"]
     assert len({json.dumps(each, sort_keys=True) for each in labels}) == len(labels), "each pod has one owner"
     policy = next(m for m in manifests if m["kind"] == "NetworkPolicy" and m["metadata"]["name"] == "demo-workers")
-    ports = policy["spec"]["ingress"][0]["ports"]
-    assert {"port": 20000, "endPort": 20999, "protocol": "TCP"} in ports
+    of_members, of_workers = policy["spec"]["ingress"][:2]
+    assert [port["port"] for port in of_members["ports"]] == [50060, 50160]
+    assert of_workers["ports"] == [
+        {"port": 50260, "protocol": "TCP"},
+        {"port": 20000, "endPort": 20999, "protocol": "TCP"},
+    ]
+    assert of_workers["from"][0]["podSelector"]["matchLabels"]["tandem/worker"] == "true"
     (env,) = [e for e in decode["containers"][0]["env"] if e["name"] == "UCX_TCP_PORT_RANGE"]
     assert env["value"] == "20000-20999"
 

@@ -319,5 +319,5 @@ def test_a_caller_that_says_nothing_is_turned_away(monkeypatch: pytest.MonkeyPat
     b = engine("b")
     host, _, port = b.address.rpartition(":")
     with socket.create_connection((host, int(port))):
-        until(lambda: b.network._unnamed, b)
-        until(lambda: not b.network._unnamed, b)
+        until(lambda: b.network._all, b)
+        until(lambda: not b.network._all, b)

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -188,16 +189,15 @@ async def test_the_connection_to_the_lender_goes(how: str, model: Path, cluster_
     """Cut: both ends hear of it. Swallowed: neither does, and each gives the other up after the silence."""
     rounds = Rounds(f"connection {how}", model)
     cluster = cluster_of(model, decode=2, router=ROUTER, **SIM)
-    port = free_port("127.0.0.1", "127.0.0.2")
-    (config,) = cluster._topology.prefill
-    told = config.model_copy(update={"port": port, "advertise_host": "127.0.0.2"})
-    object.__setattr__(cluster._topology, "prefill", (told,))
-    async with CutLink("127.0.0.2", port, "127.0.0.1") as link, rounds.on(cluster):
-        cluster.prefill[0].address = f"127.0.0.1:{port}"  # audits do not go by the link
+    async with AsyncExitStack() as held:
+        # Either engine may have called the other, so the loans of every worker go by a link.
+        links = [await held.enter_async_context(link) for link in _linked(cluster)][:3]
+        await held.enter_async_context(rounds.on(cluster))
         for _ in rounds:
             asked = [rounds.start() for _ in range(3)]
             await rounds.moment()
-            link.cut() if how == "cut" else link.swallow()
+            for link in links:
+                link.cut() if how == "cut" else link.swallow()
             gone_at = time.monotonic()
             for each in asked:
                 assert await each.ends()
@@ -206,8 +206,23 @@ async def test_the_connection_to_the_lender_goes(how: str, model: Path, cluster_
             else:
                 await rounds.free(list(cluster.workers))
                 rounds.freed_s.append(time.monotonic() - gone_at)
-                link.restore()
-            rounds.seen["links cut"] = link.num_cut
+                for link in links:
+                    link.restore()
+            rounds.seen["links cut"] = sum(link.num_cut for link in links)
+
+
+def _linked(cluster: Any) -> list[CutLink]:
+    """Have every worker called by links, and return them: those to the engines first, then those for routers."""
+    to_engines, for_routers = [], []
+    for role in ("prefill", "decode"):
+        told = []
+        for config in getattr(cluster._topology, role):
+            ports = {name: free_port("127.0.0.1", "127.0.0.2") for name in ("port", "stream_port", "loan_port")}
+            told.append(config.model_copy(update={"advertise_host": "127.0.0.2", **ports}))
+            to_engines.append(CutLink("127.0.0.2", ports["loan_port"], "127.0.0.1"))
+            for_routers += [CutLink("127.0.0.2", ports[name], "127.0.0.1") for name in ("port", "stream_port")]
+        object.__setattr__(cluster._topology, role, tuple(told))
+    return [*to_engines, *for_routers]
 
 
 async def test_bytes_are_corrupted_after_they_were_announced(model: Path, cluster_of: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.errors import EngineStartError
+from cluster.errors import StartError
 from kvcache.layout import KvLayout
 from kvcache.store.bucket import BucketObjects
 from kvcache.store.object_format import ObjectRefused
@@ -82,7 +82,7 @@ def test_a_store_that_cannot_be_used_is_refused_at_start(
     (tmp_path / "short").write_text("short")
     filled = {name: value.replace("DIR", str(tmp_path)) for name, value in settings.items()}
     layout = KvLayout(layers=2, kv_heads=2, head_dim=8, block_tokens=4, dtype="float32")
-    with pytest.raises(EngineStartError, match=reason) as refused:
+    with pytest.raises(StartError, match=reason) as refused:
         open_shared_store(StoreSettings(**filled), layout, bytes(32))
     assert refused.value.field == field
 
