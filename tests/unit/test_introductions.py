@@ -35,7 +35,8 @@ def test_none_is_named_with_which_no_block_is_exchanged() -> None:
     leaving.draining = lost.lost = True
     other_weights = WorkerRecord(hello("weights", pb.ROLE_PREFILL, model_fingerprint=b"other"))
     other_transport = WorkerRecord(hello("transport", pb.ROLE_PREFILL, transport="ucxx"))
-    assert named(NEW, leaving, lost, other_weights, other_transport) == []
+    other_version = WorkerRecord(hello("version", pb.ROLE_PREFILL, loan_version=1))
+    assert named(NEW, leaving, lost, other_weights, other_transport, other_version) == []
 
 
 def test_a_large_fleet_shares_its_new_workers() -> None:
