@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.12
 """Seconds between signs of life on a connection with loans; the loop turns every 0.15 s at least."""
+LOOK_EVERY_S = 0.03
+"""Seconds between looks at all connections, which a busy loop must not make in each turn."""
 BEATS_PER_SILENCE = 5
 """Signs of life per tolerated silence, where HEARTBEAT_S would be too rare."""
 IDLE_BEAT_S, IDLE_SILENCE_S = 5.0, 15.0
@@ -92,6 +94,7 @@ class SocketNetwork(LoanNetwork):
         """Calls for the next turn."""
         self._turned_at = clock()
         self._own_s = 0.0
+        self._looked_at = -LOOK_EVERY_S
         self._cut_off: dict[str, float] = {}
         """Until when workers are cut off in a drill."""
         self._delay_s, self._delayed_until = 0.0, 0.0
@@ -144,6 +147,9 @@ class SocketNetwork(LoanNetwork):
 
     def beat(self, is_alive: bool) -> None:
         self._tell_time()
+        if self._own_s - self._looked_at < LOOK_EVERY_S:
+            return
+        self._looked_at = self._own_s
         for connection in list(self._all):
             connection.beat(is_alive)
 
