@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.messages.from_engine import CacheChanged, CacheInspected, Connected, LoadReport
-from engine.messages.to_engine import Connect, InspectCache, TakeSnapshot
+from engine.messages.to_engine import ConnectPeers, InspectCache, TakeSnapshot
 from support.engine_contract import named, prompt_of
 from support.long_runs import mostly_long
 from support.real_engines import engines
@@ -21,7 +21,7 @@ async def test_what_was_computed_to_warm_up_is_gone(kind: str) -> None:
     async with engines(engine, lender):
         assert engine.ready.warm_up_s > 0
         await engine.audited()
-        engine.send(InspectCache(2), TakeSnapshot(), Connect(3, lender.ready.endpoint))
+        engine.send(InspectCache(2), TakeSnapshot(), ConnectPeers(3, (lender.peer,)))
         for kind_of in (CacheInspected, CacheChanged, Connected, LoadReport):
             await engine.until(lambda kind_of=kind_of: engine._said(kind_of))
         (inspected,) = [message for message in engine.said if isinstance(message, CacheInspected)]
