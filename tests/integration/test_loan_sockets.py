@@ -315,7 +315,7 @@ def test_garbage_ends_its_connection_only(garbage: bytes) -> None:
 
 
 def test_a_caller_that_says_nothing_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket_network, "GREET_S", 0.2)
+    monkeypatch.setattr("loans.peers.connection.GREET_S", 0.2)
     b = engine("b")
     host, _, port = b.address.rpartition(":")
     with socket.create_connection((host, int(port))):

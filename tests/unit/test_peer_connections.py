@@ -53,7 +53,7 @@ class Engine:
         self.given: list[LoanGiven] = []
         settings = NetworkSettings(name, name.encode(), "nowhere", 0, "", SILENCE_S)
         self.network = SocketNetwork(settings, self, lambda: site.now)
-        self.network._gives = self
+        self.network.gives = self
         self.network._hello.model_fingerprint, self.network._hello.endpoint = b"model", b"memory of " + name.encode()
         self.network._connector.connect = site.call  # type: ignore[method-assign]
         self.peer = Peer(name, name, name.encode())
