@@ -63,7 +63,7 @@ class MakesJob(Protocol[C_co]):
 
 @dataclass(frozen=True, slots=True)
 class LenderLimits:
-    """What an engine lends, and how many loans may wait for room."""
+    """Limits of the loans that an engine gives."""
 
     max_queued: int
     vocab_size: int

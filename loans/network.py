@@ -132,7 +132,7 @@ class NoNetwork(LoanNetwork):
         raise AssertionError("an engine without a network has no lender")
 
     def connect(self, peers: Sequence[Peer], on_done: Callable[[str, bytes, str], object]) -> None:
-        raise AssertionError("an engine without a network connects to nobody")
+        raise AssertionError("an engine without a network has no peer to connect to")
 
     def turn(self) -> bool:
         return False

@@ -39,7 +39,7 @@ connection costs both sides memory and descriptors."""
 
 @dataclass(frozen=True, slots=True)
 class NetworkSettings:
-    """Who an engine is, where it listens, and whom it trusts."""
+    """Identity of an engine, the address at which it listens, and its trust."""
 
     worker_id: str
     incarnation: bytes
@@ -67,7 +67,7 @@ class SocketNetwork(LoanNetwork):
         self._connections: dict[bytes, PeerConnection] = {}
         """Connections by which this engine borrows."""
         self._all: dict[PeerConnection, None] = {}
-        """Also those of callers by which only the caller borrows, or that have not said who they are."""
+        """All connections: also those by which only the caller borrows, and those of callers without a hello yet."""
         self.readable: dict[PeerConnection, None] = {}
         self.dirty: dict[PeerConnection, None] = {}
         """Connections with something to send."""
