@@ -33,7 +33,6 @@ class InProcessNetwork(LoanNetwork):
         self._beaten_at = clock()
         self._cut_off: dict[bytes, float] = {}
         """Until when peers are cut off in a drill, by incarnation."""
-        self._delay_s, self._delayed_until = 0.0, -math.inf
         self.is_open = True
         self.worker_id = ""
         self.gives: GivesLoans
@@ -67,7 +66,7 @@ class InProcessNetwork(LoanNetwork):
             endpoint = b"" if refusal or other is None else other.endpoint
             if endpoint and other is not None:
                 self.deliver(other, lambda other=other: other.gives.met(self.endpoint))
-            self.deliver(self, lambda *done: on_done(*done), peer.worker_id, endpoint, refusal)
+            self.deliver(self, on_done, peer.worker_id, endpoint, refusal)
 
     def deliver(self, to: "InProcessNetwork", call: Callable[..., object], *arguments: object) -> None:
         """Have a call made by the other engine's next turn."""

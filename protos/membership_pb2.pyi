@@ -385,7 +385,7 @@ Global___StopFault: _TypeAlias = StopFault  # noqa: Y015
 
 @_typing.final
 class DelayFault(_message.Message):
-    """Delay of every frame of the worker's Decode and Lend streams to routers and borrowers."""
+    """Delay of every frame of the worker's connections to routers, and of its engine's to other engines."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -72,7 +72,6 @@ class PeerConnection:
         self.mux.on_opened = lambda payload: host.greeted(self, payload)
         self.mux.on_note = self._on_note
         self._address = address
-        self._is_caller = opening is not None
         self._socket: PeerSocket | None = None
         self._waiting: list[Callable[[bytes, str], object]] = []
         """Calls that wait for the peer's endpoint."""
