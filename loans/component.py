@@ -8,15 +8,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Generic
+from typing import Generic, Protocol, TypeVar
 
 from kvcache.kv_view import KvView
 from kvtransfer.ranks import RankGrid
 from loans.borrower_manager import BorrowerManager
 from loans.connections import Connections
-from loans.lender_manager import LenderLimits, LenderManager, MakesJob
-from loans.loan import C
-from loans.messages import PlacementMark, Want
+from loans.messages import PlacementMark, Started, Want
 from loans.network import LoanGiven, LoanNetwork
 from loans.reads.block_reads import LocalRank, Rank, RemoteRank
 
@@ -50,8 +48,34 @@ class HostCalls:
     """Function that has `turn` called soon. From any thread."""
 
 
-class Loans(Generic[C]):
-    """Loans of one engine; one thread calls it, but for `post`."""
+class Lends(Protocol):
+    """The lender's side of all loans."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of loans, or of requests, that wait for capacity here."""
+
+    def open(self, channel: LoanGiven, want: Want) -> None:
+        """Take a loan, or refuse it."""
+
+    def release(self, channel: LoanGiven, first: int, num_blocks: int) -> None:
+        """Process that a borrower has read blocks."""
+
+    def close(self, channel: LoanGiven) -> None:
+        """Process that a borrower, or the connection, ended its loan."""
+
+    def start_queued(self) -> None:
+        """Start queued loans in order while they fit."""
+
+    def refuse_queued(self, reason: str) -> None:
+        """Refuse all queued loans."""
+
+
+L = TypeVar("L", bound=Lends)
+
+
+class Loans(Generic[L]):
+    """Loans of one engine; one thread calls it at a time, but for `post`."""
 
     def __init__(
         self,
@@ -60,18 +84,18 @@ class Loans(Generic[C]):
         transport_name: str,
         network: LoanNetwork,
         host: HostCalls,
-        limits: LenderLimits,
-        make_job: MakesJob[C],
+        make_lender: Callable[[BorrowerManager], L],
         read_silence_s: float = math.inf,
     ) -> None:
-        """Create them; `make_job` makes the chain that the engine computes for a loan."""
+        """Create them; `make_lender` makes the lender's side beside the borrower's."""
         self._posted: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._host = host
+        self._kv_cache = kv_cache
         self._network = network
         self.borrower = BorrowerManager(
             kv_cache, transport_name, network, self.post, ranks.own, ranks.others, read_silence_s, ranks.grid
         )
-        self.lender = LenderManager(kv_cache, self.borrower, limits, host.next_arrival, make_job)
+        self.lender = make_lender(self.borrower)
         self.connections = Connections(kv_cache.cached.pool, network, self.post, ranks.all)
 
     def start(self, model_fingerprint: bytes, endpoint: bytes) -> str:
@@ -134,6 +158,10 @@ class Loans(Generic[C]):
     # ------------------------------------------------------------------ the network's calls
 
     def opened(self, loan: LoanGiven, want: Want) -> None:
+        if want.only_counts:
+            end = self._kv_cache.num_cached(want.keys)
+            loan.send(Started(end, end, 0.0, self.lender.num_waiting))
+            return
         self._host.on_wanted(want.mark)
         self.lender.open(loan, want)
         self.start_queued()

@@ -68,6 +68,8 @@ class Want(NamedTuple):
     reads_store: bool = False
     items: tuple[Item, ...] = ()
     """Items that begin among the blocks' tokens, in order of their places; `token_ids` has all tokens of each."""
+    only_counts: bool = False
+    """Whether the borrower only asks how many of the blocks are there; `Started` is the whole answer."""
 
 
 class Started(NamedTuple):
@@ -76,6 +78,8 @@ class Started(NamedTuple):
     end_block: int
     cached_end_block: int
     queued_ms: float
+    num_waiting: int = 0
+    """Number of loans, or of requests, that wait for capacity there."""
 
 
 class Blocks(NamedTuple):

@@ -93,6 +93,7 @@ class Want(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     READS_STORE_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
+    ONLY_COUNTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The client's request id, for logs."""
     keys: _builtins.bytes
@@ -115,6 +116,8 @@ class Want(_message.Message):
     placement_sequence: _builtins.int
     reads_store: _builtins.bool
     """Whether the placement counts on blocks that the lender reads from the store that workers share."""
+    only_counts: _builtins.bool
+    """Whether the borrower only asks how many of the blocks the lender has: Started is the whole answer."""
     @_builtins.property
     def source(self) -> Global___Holder:
         """Engine that holds more of the chain: a lender that computes first borrows its missing blocks there."""
@@ -139,10 +142,11 @@ class Want(_message.Message):
         source: Global___Holder | None = ...,
         reads_store: _builtins.bool = ...,
         items: _abc.Iterable[_items_pb2.Item] | None = ...,
+        only_counts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "first_block", b"first_block", "items", b"items", "keys", b"keys", "may_compute", b"may_compute", "placement_sequence", b"placement_sequence", "priority", b"priority", "reads_store", b"reads_store", "request_id", b"request_id", "root", b"root", "router_id", b"router_id", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "first_block", b"first_block", "items", b"items", "keys", b"keys", "may_compute", b"may_compute", "only_counts", b"only_counts", "placement_sequence", b"placement_sequence", "priority", b"priority", "reads_store", b"reads_store", "request_id", b"request_id", "root", b"root", "router_id", b"router_id", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -240,21 +244,25 @@ class Started(_message.Message):
     END_BLOCK_FIELD_NUMBER: _builtins.int
     CACHED_END_BLOCK_FIELD_NUMBER: _builtins.int
     QUEUED_MS_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
     end_block: _builtins.int
     """End of the blocks [first_block, end_block) to be announced. Fewer than wanted when may_compute is false."""
     cached_end_block: _builtins.int
     """End of the blocks that were cached already."""
     queued_ms: _builtins.float
+    num_waiting: _builtins.int
+    """Loans, or requests, that wait for capacity at the lender."""
     def __init__(
         self,
         *,
         end_block: _builtins.int = ...,
         cached_end_block: _builtins.int = ...,
         queued_ms: _builtins.float = ...,
+        num_waiting: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_end_block", b"cached_end_block", "end_block", b"end_block", "queued_ms", b"queued_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_end_block", b"cached_end_block", "end_block", b"end_block", "num_waiting", b"num_waiting", "queued_ms", b"queued_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

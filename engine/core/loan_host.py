@@ -36,7 +36,7 @@ from kvcache.kv_view import KvView
 from kvtransfer.ranks import RankGrid
 from kvtransfer.transport import AnyPool, Transport
 from loans.component import HostCalls, Loans, Ranks
-from loans.lender_manager import LenderLimits
+from loans.lender_manager import LenderLimits, LenderManager
 from loans.messages import Want
 from loans.network import LoanGiven, LoanNetwork, NoNetwork
 from loans.reads.block_reads import LocalRank, RemoteRank
@@ -106,7 +106,10 @@ class LoanHost(ABC):
         self._cached = kv_cache.cached
         self._arrivals = 0
         self._model_fingerprint = self._cached.layout.fingerprint(info.weights_fingerprint)
-        self._loans = Loans[EngineSequence](
+        lending = LenderLimits(
+            parts.limits.max_queued_loans, info.vocab_size, info.adapter_fingerprints, info.reads_media
+        )
+        self._loans = Loans[LenderManager[EngineSequence]](
             kv_cache,
             Ranks(own, parts.others, parts.grid),
             self._transport_name,
@@ -117,8 +120,7 @@ class LoanHost(ABC):
                 lambda mark: self._reports.saw(mark),
                 parts.wake,
             ),
-            LenderLimits(parts.limits.max_queued_loans, info.vocab_size, info.adapter_fingerprints, info.reads_media),
-            EngineSequence,
+            lambda borrower: LenderManager(kv_cache, borrower, lending, self._next_arrival, EngineSequence),
             parts.limits.read_silence_s,
         )
         self._borrower_manager, self._lender_manager = self._loans.borrower, self._loans.lender

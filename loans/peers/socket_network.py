@@ -49,6 +49,8 @@ class NetworkSettings:
     silence_s: float
     """Seconds without a sign of life after which a peer with loans has failed."""
     trust: MemberIdentity | None = None
+    secret: bytes = b""
+    """Secret that peers must know; empty for none."""
 
 
 class SocketNetwork(LoanNetwork):
@@ -61,7 +63,7 @@ class SocketNetwork(LoanNetwork):
         self.silence_s = settings.silence_s
         self.watcher = watcher
         self._clock = clock
-        self._connector = Connector(watcher, settings.trust)
+        self._connector = Connector(watcher, settings.trust, settings.secret)
         self.gives: GivesLoans
         self._hello = pb.EngineHello(version=VERSION, worker_id=settings.worker_id, incarnation=settings.incarnation)
         self._connections: dict[bytes, PeerConnection] = {}

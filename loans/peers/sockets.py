@@ -1,7 +1,7 @@
 """Sockets of an engine's process to other engines, driven by the engine's loop.
 
 The loop reads and writes sockets that never block. What may take long runs on threads that end with it: names are
-looked up, connections made and TLS agreed on there.
+looked up, connections made, TLS agreed on and secrets proven there.
 """
 
 import contextlib
@@ -15,15 +15,16 @@ from typing import Protocol
 
 from cluster.errors import StartError
 from cluster.network.tls import MemberIdentity
+from loans.peers.secret import prove_as_caller, prove_as_listener
 
 log = logging.getLogger(__name__)
 
 CONNECT_S = 3.0
-"""Seconds for a connection to another engine, TLS included."""
+"""Seconds for a connection to another engine, TLS and secret included."""
 READ_BYTES = 256 << 10
 """Bytes that are read at once."""
 MAX_HANDSHAKES = 64
-"""Callers that may agree on TLS at a time; further ones are turned away."""
+"""Callers that may agree on TLS, or prove the secret, at a time; further ones are turned away."""
 
 
 class Watcher(Protocol):
@@ -85,10 +86,15 @@ OnConnected = Callable[[PeerSocket | None, str], object]
 class Connector:
     """Threads that connect to other engines, and take what connects to this one."""
 
-    def __init__(self, watcher: Watcher, trust: MemberIdentity | None) -> None:
-        """Create it; with `trust`, both sides of a connection show certificates of the cluster's members."""
+    def __init__(self, watcher: Watcher, trust: MemberIdentity | None, secret: bytes = b"") -> None:
+        """Create it.
+
+        With `trust`, both sides of a connection show certificates of the cluster's members; with a `secret`, both
+        prove that they know it.
+        """
         self._watcher = watcher
         self._trust = trust
+        self._secret = secret
         self._server_context = None if trust is None else trust.credentials.for_http()
         self._connected: SimpleQueue[tuple[OnConnected, PeerSocket | None, str]] = SimpleQueue()
         self._handshakes = threading.Semaphore(MAX_HANDSHAKES)
@@ -134,6 +140,8 @@ class Connector:
             if self._trust is not None:
                 context, name = self._trust.for_stream(host)
                 raw = context.wrap_socket(raw, server_hostname=name)
+            if self._secret:
+                prove_as_caller(raw, self._secret)
             self._report(on_connected, PeerSocket(raw), "")
         except (OSError, ValueError, StartError) as error:
             self._report(on_connected, None, str(error) or type(error).__name__)
@@ -148,7 +156,7 @@ class Connector:
             except OSError as error:  # no descriptor is left, or the caller is gone already
                 log.warning("a connection of another engine could not be taken: %s", error)
                 return
-            if self._server_context is None:
+            if self._server_context is None and not self._secret:
                 self._report(on_connected, PeerSocket(raw), "")
             elif self._handshakes.acquire(blocking=False):
                 threading.Thread(target=self._agree, args=(raw, on_connected), daemon=True).start()
@@ -156,11 +164,14 @@ class Connector:
                 raw.close()
 
     def _agree(self, raw: socket.socket, on_connected: OnConnected) -> None:
-        """Agree on TLS with a caller."""
-        assert self._server_context is not None
+        """Agree on TLS with a caller, and demand its proof of the secret."""
         try:
             raw.settimeout(CONNECT_S)
-            self._report(on_connected, PeerSocket(self._server_context.wrap_socket(raw, server_side=True)), "")
+            if self._server_context is not None:
+                raw = self._server_context.wrap_socket(raw, server_side=True)
+            if self._secret:
+                prove_as_listener(raw, self._secret)
+            self._report(on_connected, PeerSocket(raw), "")
         except (OSError, ValueError) as error:
             raw.close()
             self._report(on_connected, None, str(error))

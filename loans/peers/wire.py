@@ -51,6 +51,7 @@ def pack_want(want: Want) -> bytes:
         source=None if want.source is None else holder_of(want.source),
         reads_store=want.reads_store,
         items=item_messages(want.items),
+        only_counts=want.only_counts,
     )
     return message.SerializeToString()
 
@@ -75,6 +76,7 @@ def unpack_want(payload: bytes) -> Want:
         peer_of(message.source) if message.HasField("source") else None,
         message.reads_store,
         read_items(message.items),
+        message.only_counts,
     )
 
 
@@ -101,7 +103,7 @@ def unpack_lent(payload: bytes) -> Lent:
     match message.WhichOneof("message"):
         case "started":
             started = message.started
-            return Started(started.end_block, started.cached_end_block, started.queued_ms)
+            return Started(started.end_block, started.cached_end_block, started.queued_ms, started.num_waiting)
         case "blocks":
             blocks = message.blocks
             return Blocks(blocks.first, tuple(blocks.block_ids), blocks.fingerprints, blocks.fetched)

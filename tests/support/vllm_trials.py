@@ -34,7 +34,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from engine.backends.vllm.connector import TandemConnector
+from engine.backends.vllm.connector import MemoryConnector
 from engine.backends.vllm.core import VllmCore
 from engine.backends.vllm.kv.groups import KvGroups
 from engine.backends.vllm.kv.memory import LayerPlace, VllmKvMemory, pool_allocation
@@ -243,11 +243,13 @@ class Shell:
     def shutdown(self) -> None: ...
 
 
-def _vllm_config(overlaps: bool, num_drafts: int) -> Any:
-    if (overlaps, num_drafts) not in _configs:
+def make_config(overlaps: bool, num_drafts: int, connector: type[Any] = MemoryConnector) -> Any:
+    """Return vLLM's configuration of an engine with a connector; it is shared by all of its kind."""
+    kind = overlaps, num_drafts, connector.__name__
+    if kind not in _configs:
         transfer = KVTransferConfig(
-            kv_connector=TandemConnector.__name__,
-            kv_connector_module_path=TandemConnector.__module__,
+            kv_connector=connector.__name__,
+            kv_connector_module_path=connector.__module__,
             kv_role="kv_both",
         )
         drafts = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_max": 2}
@@ -257,13 +259,32 @@ def _vllm_config(overlaps: bool, num_drafts: int) -> Any:
             max_num_batched_tokens=128, disable_log_stats=True, kv_cache_memory_bytes=1 << 20,
             speculative_config=drafts if num_drafts else None,
         )  # fmt: skip
-        config = _configs[overlaps, num_drafts] = options.create_engine_config()
+        config = _configs[kind] = options.create_engine_config()
         config.scheduler_config.async_scheduling = overlaps
         config.cache_config.block_size, config.cache_config.mamba_cache_mode = BLOCK, "align"
-    return _configs[overlaps, num_drafts]
+    return _configs[kind]
 
 
-_configs: dict[tuple[bool, int], Any] = {}
+_configs: dict[tuple[bool, int, str], Any] = {}
+
+
+def make_scheduler(config: Any, specs: Sequence[Any], num_blocks: int) -> tuple[Any, int]:
+    """Return vLLM's scheduler of an engine with a layer for each group, and the number of tokens of a key."""
+    config.cache_config.num_gpu_blocks = num_blocks
+    groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
+    tensors = [KVCacheTensor(num_blocks * PAGE, group.layer_names, PAGE, PAGE) for group in groups]
+    kv_config = KVCacheConfig(num_blocks, tensors, groups)
+    size, unit = resolve_kv_cache_block_sizes(kv_config, config)
+    kv_config.hash_block_size = unit
+    scheduler_class = config.scheduler_config.get_scheduler_cls()
+    return scheduler_class(config, kv_config, StructuredOutputManager(config), size, unit), unit
+
+
+def make_caches(specs: Sequence[Any], num_blocks: int, pools: list[Pool]) -> dict[str, torch.Tensor]:
+    """Return the KV tensors of these layers, whose memory is added to the `pools`."""
+    with pool_allocation(False, pools):
+        raw = torch.zeros(num_blocks * PAGE, dtype=torch.int8)
+    return {f"layer {number}": raw.view(num_blocks, 1, PAGE) for number, _ in enumerate(specs)}
 
 
 class VllmNode(TrialNode):
@@ -287,20 +308,9 @@ class VllmNode(TrialNode):
         is_stateless = not any(isinstance(spec, MambaSpec) for spec in specs)
         num_drafts = rng.choice((0, 0, 1, 3)) if is_stateless else 0
         drafting = Drafting(num_drafts, rng.choice((0, num_drafts)), self.overlaps)
-        config = _vllm_config(self.overlaps, num_drafts)
-        config.cache_config.num_gpu_blocks = num_blocks
-        groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
-        tensors = [KVCacheTensor(num_blocks * PAGE, group.layer_names, PAGE, PAGE) for group in groups]
-        kv_config = KVCacheConfig(num_blocks, tensors, groups)
-        size, unit = resolve_kv_cache_block_sizes(kv_config, config)
-        kv_config.hash_block_size = unit
-        scheduler = config.scheduler_config.get_scheduler_cls()(
-            config, kv_config, StructuredOutputManager(config), size, unit
-        )
+        scheduler, unit = make_scheduler(make_config(self.overlaps, num_drafts), specs, num_blocks)
         pools: list[Pool] = []
-        with pool_allocation(False, pools):
-            raw = torch.zeros(num_blocks * PAGE, dtype=torch.int8)
-        caches = {group.layer_names[0]: raw.view(num_blocks, 1, PAGE) for group in groups}
+        caches = make_caches(specs, num_blocks, pools)
         scheduler.num_lookahead_tokens = drafting.num_lookahead
         ahead = 1 + num_drafts + drafting.num_lookahead if num_drafts else 0
         kv_groups = KvGroups(scheduler.kv_cache_manager, unit, ahead)

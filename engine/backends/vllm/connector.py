@@ -1,4 +1,4 @@
-"""KV connector through which vLLM hands its KV memory and block pool to Tandem.
+"""KV connector through which vLLM hands its KV memory to Tandem, here and in `tandem_connector/`.
 
 Blocks are borrowed before vLLM schedules a request, straight into blocks of its pool, and verified blocks enter its
 prefix cache. So vLLM sees a prefix-cache hit, and the connector neither loads nor saves: it is the public place where
@@ -104,8 +104,11 @@ def _places_of(kv_cache_config: Any) -> list[LayerPlace]:
     ]
 
 
-class TandemConnector(KVConnectorBase_V1, SupportsHMA):
-    """Connector of both roles, in one process or, with several ranks, in the scheduler's and each worker's."""
+class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
+    """Connector of both roles, in one process or, with several ranks, in the scheduler's and each worker's.
+
+    It neither borrows nor lends: a Tandem engine does that around vLLM's core.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -135,7 +138,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         offered.block_pool = gpu_block_pool
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return that nothing is left to load: borrowed blocks are cached by now."""
         return 0, False
 

@@ -236,7 +236,7 @@ class Submissions:
             for at in range(submitted.num_filled[group], end // width):
                 if number := blocks[at]:
                     block = groups.block(keys, group, at, end)
-                    place = self._kv_cache.place(submitted.sequence, block, number)
+                    place = self._kv_cache.place(submitted.sequence.root, block, number)
                     if groups.is_chain or self._kv_cache.pool.is_cached(place):
                         places.append(place)
             submitted.num_filled[group] = max(submitted.num_filled[group], end // width)

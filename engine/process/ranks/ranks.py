@@ -111,6 +111,11 @@ class PartLink(RemoteRank, FingerprintingRank):
         self.endpoint, self.transport = joined.endpoint, joined.transport
         return True
 
+    def send_order(self, order: object) -> None:
+        """Send a rank the first message of the connection, where it waits for one."""
+        with self._sending:
+            self._link.send(order)
+
     def close(self) -> None:
         """End the connection, which ends the rank's process."""
         shut_down(self._link)

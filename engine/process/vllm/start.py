@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from engine.process.ranks.nodes import facts_of, interface_of, own_address
 from engine.process.ranks.worker_ranks import WorkerRanks
 from engine.process.spec import LOCAL_RANK
 from engine.settings import max_step_tokens
-from kvtransfer.ranks import ALL, RankGrid
+from kvtransfer.ranks import RankGrid
 
 if TYPE_CHECKING:
     from engine.backends.vllm.kv.groups import KvGroups
@@ -104,7 +104,7 @@ def start_vllm(
     from vllm.v1.executor import Executor
 
     from engine.backends.vllm.connector import offered, offered_memory
-    from engine.backends.vllm.sampling.speculation import draft_weights
+    from engine.backends.vllm.identity import kv_weights, num_kv_heads
 
     sampling_class: Any
     if vllm_config.model_config.runner_type == "pooling":
@@ -118,7 +118,7 @@ def start_vllm(
     if group is not None:
         _meet(group, config, vllm_config)
     engine = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
-    replicas = max(1, config.tensor_parallel // _num_kv_heads(vllm_config.model_config))
+    replicas = max(1, config.tensor_parallel // num_kv_heads(vllm_config.model_config))
     grid = RankGrid(config.num_ranks, config.pipeline_parallel, replicas)
     groups = _groups(engine, config, config.tensor_parallel // replicas)
     requests = [LoRARequest(each.name, i, str(each.path)) for i, each in enumerate(adapters, 1)]
@@ -130,13 +130,11 @@ def start_vllm(
     else:
         memory = _memory_of(engine, vllm_config, ranks, groups, grid)
     files = model_dir.weights_fingerprint()
-    weights = files + _digest_of(vllm_config.model_config)
     drafts = vllm_config.speculative_config
-    if writes_drafts := drafts is not None and drafts.uses_draft_kv_cache():
-        weights += drafts.method.encode() + draft_weights(vllm_config) + _digest_of(drafts.draft_model_config)
+    writes_drafts = drafts is not None and drafts.uses_draft_kv_cache()
     sampling = sampling_class(engine, model_dir.eos_token_ids)
     info = ModelInfo(
-        weights_fingerprint=blake2b(weights, digest_size=32).digest(),
+        weights_fingerprint=kv_weights(files, vllm_config),
         vocab_size=model_dir.vocab_size,
         max_context_tokens=int(vllm_config.model_config.max_model_len),
         eos_token_ids=model_dir.eos_token_ids,
@@ -167,13 +165,15 @@ def _meet(group: StepGroup, config: WorkerConfig, vllm_config: Any) -> None:
     """
     import vllm
 
+    from engine.backends.vllm.identity import digest_of
+
     parallel = vllm_config.parallel_config
     facts = {
         "data_parallel": config.data_parallel,
         "tensor_parallel": config.tensor_parallel,
         "pipeline_parallel": config.pipeline_parallel,
         "vllm_python": f"vLLM {vllm.__version__}",
-        "model": _digest_of(vllm_config.model_config).hex(),
+        "model": digest_of(vllm_config.model_config).hex(),
         "block_tokens": config.block_tokens,
         "max_batch_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
         "vllm_options": json.dumps(config.vllm_options, sort_keys=True, default=str),
@@ -248,7 +248,7 @@ def _memory_of(engine: Any, vllm_config: Any, ranks: WorkerRanks, groups: "KvGro
 
     Raises EngineStartError or RankLost.
     """
-    from engine.backends.vllm.kv.memory import RankedKvMemory, VllmLayout
+    from engine.backends.vllm.kv.memory import joined_memory
     from engine.backends.vllm.kv.stages import Stage, stages_of
 
     stages: list[Stage | None] = [None]
@@ -262,32 +262,13 @@ def _memory_of(engine: Any, vllm_config: Any, ranks: WorkerRanks, groups: "KvGro
     ranks.wait_for()
     ranks.met()
     joined = [link.joined.result() for link in ranks.links]
-    layouts = [each.layout for each in joined if isinstance(each.layout, VllmLayout)]
-    facts = {(each.layout, each.num_blocks) for each in joined}
-    if grid.stages > 1:  # the first layer of a stage may be of another kind
-        facts = {
-            (replace(each.layout, dtype="", head_dim=0), each.num_blocks)
-            for each in joined
-            if isinstance(each.layout, VllmLayout)
-        }
-    if len(facts) != 1 or len(layouts) != len(joined):
-        raise EngineStartError("model", f"vLLM gave the ranks unlike KV memory: {facts}")
-    layout, shares = replace(layouts[0], groups=groups), [ALL if each is None else each.share for each in stages]
-    return RankedKvMemory(layout, joined[0].num_blocks, ranks.links, ranks.memory.take, grid, shares)
-
-
-def _digest_of(model_config: Any) -> bytes:
-    """Return a digest of what decides the KV of given weights: the configuration after overrides, and quantisation."""
-    facts = model_config.hf_config.to_dict() | {"quantization": model_config.quantization}
-    for of_the_host in ("_name_or_path", "transformers_version"):
-        facts.pop(of_the_host, None)
-    return blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=32).digest()
+    return joined_memory(joined, ranks.links, groups, grid, stages, ranks.memory.take)
 
 
 def _revision(files: bytes, model_config: Any) -> bytes:
     """Return the fingerprint of the model that clients know: its files, and the settings that make another one of them.
 
-    Unlike `_digest_of`, equal in all versions of vLLM and transformers, so that an upgrade of these moves streams.
+    Unlike `digest_of`, equal in all versions of vLLM and transformers, so that an upgrade of these moves streams.
     """
     settings = json.dumps([model_config.quantization, model_config.hf_overrides], sort_keys=True, default=str)
     return blake2b(files + settings.encode(), digest_size=32).digest()
@@ -349,7 +330,8 @@ def _engine_config(config: WorkerConfig, role: Role, arguments: dict[str, Any], 
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
-    from engine.backends.vllm.connector import IN_FILE, TandemConnector
+    from engine.backends.vllm.connector import IN_FILE, MemoryConnector
+    from engine.backends.vllm.identity import num_kv_heads
 
     if adapters and current_platform.is_cpu():
         if config.vllm_option("max_loras") is not None:
@@ -357,8 +339,8 @@ def _engine_config(config: WorkerConfig, role: Role, arguments: dict[str, Any], 
         # vLLM's CPU kernels give tokens without an adapter index -1, the last slot: it stays empty, so all zeros.
         arguments["max_loras"] = arguments["max_cpu_loras"] = len(adapters) + 1
     transfer = KVTransferConfig(
-        kv_connector=TandemConnector.__name__,
-        kv_connector_module_path=TandemConnector.__module__,
+        kv_connector=MemoryConnector.__name__,
+        kv_connector_module_path=MemoryConnector.__module__,
         kv_role="kv_both",
         kv_connector_extra_config={IN_FILE: belongs_in_file(role)},
     )
@@ -367,7 +349,7 @@ def _engine_config(config: WorkerConfig, role: Role, arguments: dict[str, Any], 
     except TypeError as error:
         raise EngineStartError("vllm_options", str(error)) from None
     if (ranks := config.tensor_parallel) > 1:
-        kv_heads = _num_kv_heads(options.create_model_config())
+        kv_heads = num_kv_heads(options.create_model_config())
         if kv_heads % ranks and ranks % kv_heads:
             reason = f"{ranks} neither divides the model's {kv_heads} KV heads nor is a multiple of them"
             raise EngineStartError("tensor_parallel", reason)
@@ -407,11 +389,6 @@ def _check_data_parallel(model_config: Any) -> None:
     if communicator.all_gatherv is DeviceCommunicatorBase.all_gatherv:
         reason = "vLLM cannot gather batches of unlike ranks on this device (so on CPUs): it takes GPUs"
         raise EngineStartError("data_parallel", reason)
-
-
-def _num_kv_heads(model_config: Any) -> int:
-    """Return the number of KV heads of a model; 1 for MLA, whose latent vectors are of no head."""
-    return 1 if model_config.use_mla else int(model_config.get_total_num_kv_heads())
 
 
 def _groups(engine: Any, config: WorkerConfig, parts: int) -> "KvGroups":

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool as VllmPool
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 
 from engine.backends.vllm.kv.boundaries import Boundaries, announced, withdrawn
 from engine.backends.vllm.kv.groups import KvGroups
@@ -40,19 +40,23 @@ class GroupPlace(NamedTuple):
 
 
 class _AllocationWatcher:
-    """Receiver of vLLM's pool events, in place of its metrics collector: tells the pool of reused blocks."""
+    """Receiver of vLLM's pool events: tells the pool of reused blocks, and vLLM's metrics collector of all."""
 
-    def __init__(self, pool: "VllmBlockPool") -> None:
+    def __init__(self, pool: "VllmBlockPool", collector: Any) -> None:
         self._pool = pool
+        self._collector = collector
 
     def on_block_allocated(self, block: KVCacheBlock) -> None:
         self._pool.reused(block.block_id)
+        if self._collector is not None:
+            self._collector.on_block_allocated(block)
 
-    def on_block_accessed(self, block: KVCacheBlock) -> None: ...
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return _ignore if self._collector is None else getattr(self._collector, name)
 
-    def on_block_evicted(self, block: KVCacheBlock) -> None: ...
 
-    def reset(self) -> None: ...
+def _ignore(*_: Any) -> None:
+    """Do nothing with an event."""
 
 
 class VllmBlockPool:
@@ -73,7 +77,7 @@ class VllmBlockPool:
         self._reserved = 0
         self._events: list[CacheEvent] = []
         assert pool.enable_caching
-        pool.metrics_collector = _AllocationWatcher(self)
+        pool.metrics_collector = _AllocationWatcher(self, pool.metrics_collector)
 
     # ------------------------------------------------------------------ counts
 
@@ -141,7 +145,11 @@ class VllmBlockPool:
 
     def is_cached(self, place: GroupPlace) -> bool:
         """Return whether vLLM has the block in its prefix cache under its name."""
-        return bool(self._pool.blocks[place.block].block_hash == _hash_of(place))
+        return bool(self._pool.blocks[place.block].block_hash == self._hash_of(place))
+
+    def _hash_of(self, place: GroupPlace) -> Any:
+        """Return vLLM's hash of a block."""
+        return make_block_hash_with_group_id(self._groups.hash_of(place.of.key), place.of.group)
 
     def filled(self, place: GroupPlace) -> bool:
         """Record that a block holds the KV of its name; return False when it was known already."""
@@ -163,7 +171,7 @@ class VllmBlockPool:
         for place in places:
             block = self._pool.blocks[place.block]
             assert block.ref_cnt > 0
-            self._pool._insert_block_hash(_hash_of(place), block, place.of.end * self._groups.unit)
+            self._pool._insert_block_hash(self._hash_of(place), block, place.of.end * self._groups.unit)
             self.filled(place)
 
     def resumable(self, keys: Sequence[BlockKey]) -> tuple[int, list[tuple[GroupBlock, int]]]:
@@ -298,8 +306,3 @@ class VllmBlockPool:
             claimed = Counter(block for held in [*holders, list(self._quarantined)] for block in held)
             counts = {block.block_id: block.ref_cnt for block in blocks if block.ref_cnt}
             assert dict(claimed) == counts, f"claimed {dict(claimed)}, counted {counts}"
-
-
-def _hash_of(place: GroupPlace) -> Any:
-    """Return vLLM's hash of a block."""
-    return make_block_hash_with_group_id(BlockHash(place.of.key), place.of.group)

@@ -225,11 +225,11 @@ class VllmKVCache:
                 GroupBlock(end, 0, key, key, parent)
                 for end, (key, parent) in enumerate(zip(keys, parents, strict=True), first + 1)
             ]
-        self.pool.publish_at([self.place(sequence, each, block) for each, block in zip(new, blocks, strict=True)])
+        self.pool.publish_at([self.place(sequence.root, each, block) for each, block in zip(new, blocks, strict=True)])
         sequence.keys += keys
 
-    def place(self, sequence: Chain, block: GroupBlock, number: int) -> GroupPlace:
-        """Return the place of a sequence's block in its chain."""
+    def place(self, root: BlockKey, block: GroupBlock, number: int) -> GroupPlace:
+        """Return the place of a block in the chain of this root."""
         in_chain = block.group == self.groups.chain_group
-        parent = (block.before or sequence.root) if in_chain else block.key
+        parent = (block.before or root) if in_chain else block.key
         return GroupPlace(number, parent, block.name, block)

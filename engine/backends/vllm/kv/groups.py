@@ -20,6 +20,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from kvcache.block_keys import BlockKey
 from kvcache.block_range import BlockRange, GroupBlock, name_of
 
+HashOf = Callable[[BlockKey], BlockHash]
+"""Function that returns the hash under which vLLM's prefix cache has the blocks of a key."""
 RUNNING_STATES = 3
 """States that vLLM holds of a request at most: the running one, and those of the two steps before."""
 
@@ -37,12 +39,16 @@ class _Everything:
 class KvGroups:
     """Groups of one engine."""
 
-    def __init__(self, manager: Any, unit: int, num_ahead: int = 0, parts: int = 1) -> None:
+    def __init__(
+        self, manager: Any, unit: int, num_ahead: int = 0, parts: int = 1, hash_of: HashOf = BlockHash
+    ) -> None:
         """Create it for vLLM's KVCacheManager.
 
         `unit` is the number of tokens of a key, and `num_ahead` that of positions after a sequence's tokens that
         vLLM gives blocks to, for drafts. vLLM's groups describe one rank's part of a block, of so many `parts`.
+        `hash_of` returns vLLM's hash of a key, which is the key itself in an engine whose requests are Tandem's.
         """
+        self.hash_of = hash_of
         coordinator = manager.coordinator
         self._coordinator = coordinator
         self._ideal = copy(coordinator)
@@ -125,7 +131,7 @@ class KvGroups:
         """
         most = len(keys)
         while most:
-            hashes = [BlockHash(key) for key in keys[:most]]
+            hashes = [self.hash_of(key) for key in keys[:most]]
             by_group, num_tokens, _ = self._coordinator.find_longest_cache_hit(hashes, most * self.unit)
             end = num_tokens // self.unit
             numbers = {

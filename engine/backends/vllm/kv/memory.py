@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +16,7 @@ from engine.backends.torch.kv.block_bytes import BlockBytes
 from engine.backends.torch.kv.fingerprint import TensorFingerprints
 from engine.backends.vllm.kv.stages import HEADS, LAYERS, Stage
 from engine.block_parts.gathering import FingerprintingRank, GatheredBlocks
+from engine.block_parts.messages import Joined
 from engine.errors import EngineStartError
 from engine.host.memory import pool_memory
 from kvcache.layout import KV_FORMAT, KvLayout
@@ -309,6 +310,28 @@ class RankedKvMemory:
 
     def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
         """Write this process's part of a block: nothing."""
+
+
+def joined_memory(
+    joined: Sequence[Joined],
+    ranks: Sequence[FingerprintingRank],
+    groups: "KvGroups",
+    grid: RankGrid,
+    stages: Sequence[Stage | None],
+    allocate: Allocate,
+) -> RankedKvMemory:
+    """Return the KV memory of all ranks, which have `joined` and are a `grid` of pipeline `stages`.
+
+    Raises EngineStartError for ranks with unlike memory.
+    """
+    layouts = [each.layout for each in joined if isinstance(each.layout, VllmLayout)]
+    facts = {(each, of.num_blocks) for each, of in zip(layouts, joined, strict=False)}
+    if grid.stages > 1:  # the first layer of a stage may be of another kind
+        facts = {(replace(each, dtype="", head_dim=0), num_blocks) for each, num_blocks in facts}
+    if len(facts) != 1 or len(layouts) != len(joined):
+        raise EngineStartError("model", f"vLLM gave the ranks unlike KV memory: {facts}")
+    layout, shares = replace(layouts[0], groups=groups), [ALL if each is None else each.share for each in stages]
+    return RankedKvMemory(layout, joined[0].num_blocks, ranks, allocate, grid, shares)
 
 
 KvMemory = VllmKvMemory | RankedKvMemory

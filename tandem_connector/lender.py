@@ -1,0 +1,223 @@
+"""Lender of the blocks that vLLM's requests fill.
+
+It computes nothing: the borrower posts its prompt to this server's own API. A loan lends what is cached, and then each
+block that some request fills under a wanted name. A block is held from the moment it is seen, its fingerprint is
+taken, and then it is announced:
+
+    open ──▶ seen blocks held ──fingerprints──▶ announced, held by the loan ──release, or the loan's end──▶ free
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from typing import Any, NamedTuple
+
+from cluster.logs import of
+from kvcache.block_range import BlockRange
+from kvcache.items import items_fault
+from kvcache.sequence_blocks import belongs
+from loans.lender import (
+    Action,
+    Announce,
+    Closed,
+    Computed,
+    LenderLoan,
+    Lost,
+    Refuse,
+    Released,
+    SendStarting,
+    Start,
+    Unhold,
+)
+from loans.messages import Blocks, Started, Want
+from loans.network import LoanGiven
+from tandem_connector.kv import ConnectorKv
+from tandem_connector.metrics import Counters
+
+log = logging.getLogger(__name__)
+
+
+class Seen(NamedTuple):
+    """Blocks that a loan holds and announces when their fingerprints are known."""
+
+    loan: "GivenLoan"
+    blocks: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class GivenLoan:
+    """One loan given."""
+
+    channel: LoanGiven
+    want: Want
+    machine: LenderLoan
+    block_range: BlockRange
+    num_seen: int
+    """Blocks of the range, by position, that were seen."""
+    seen: list[int] = field(default_factory=list)
+    """Blocks that are held and not announced yet."""
+
+    @property
+    def wants_more(self) -> bool:
+        return self.num_seen < len(self.block_range.names)
+
+
+class WatchingLender:
+    """All loans given by one engine; one thread calls it at a time."""
+
+    def __init__(
+        self, kv: ConnectorKv, vocab_size: int, num_requests_waiting: Callable[[], int], counters: Counters
+    ) -> None:
+        self._kv = kv
+        self._pool = kv.pool
+        self._vocab_size = vocab_size
+        self._num_requests_waiting = num_requests_waiting
+        self._loans: dict[LoanGiven, GivenLoan] = {}
+        self._seen: list[Seen] = []
+        self._counters = counters
+
+    @property
+    def num_loans(self) -> int:
+        return len(self._loans)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_requests_waiting()
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether some loan waits for blocks that a request may fill."""
+        return any(loan.wants_more for loan in self._loans.values())
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether blocks wait for their fingerprints."""
+        return bool(self._seen)
+
+    def holdings(self) -> list[list[int]]:
+        """Return the block lists on which loans hold references."""
+        return [[*loan.machine.held_blocks, *loan.seen] for loan in self._loans.values()]
+
+    # ------------------------------------------------------------------ the network's calls
+
+    def open(self, channel: LoanGiven, want: Want) -> None:
+        """Take a loan, or refuse it."""
+        if refusal := self._refusal(want):
+            channel.refuse(refusal)
+            return
+        end = len(want.keys) if want.may_compute else max(self._kv.num_cached(want.keys), want.first_block)
+        block_range = self._kv.range_between(want.keys, want.first_block, end)
+        loan = GivenLoan(channel, want, LenderLoan(block_range.start), block_range, block_range.start)
+        self._loans[channel] = loan
+        self._counters.loans_given += 1
+        channel.send(Started(block_range.end, self._kv.num_cached(want.keys[:end]), 0.0))
+        loan.machine.handle(Start((), len(block_range.names)))
+        self._look(loan)
+
+    def release(self, channel: LoanGiven, first: int, num_blocks: int) -> None:
+        if (loan := self._loans.get(channel)) is not None:
+            self._perform(loan, loan.machine.handle(Released(first, num_blocks)))
+
+    def close(self, channel: LoanGiven) -> None:
+        if (loan := self._loans.get(channel)) is not None:
+            self._perform(loan, loan.machine.handle(Closed()))
+
+    def start_queued(self) -> None:
+        """Do nothing: no loan waits here."""
+
+    def refuse_queued(self, reason: str) -> None:
+        """Do nothing: no loan waits here."""
+
+    def lose(self, reason: str) -> bool:
+        """End the oldest loan that holds blocks; return whether there was one."""
+        for loan in self._loans.values():
+            if loan.seen or loan.machine.held_blocks:
+                self._perform(loan, loan.machine.handle(Lost(reason)))
+                return True
+        return False
+
+    def end_all(self, reason: str) -> None:
+        for loan in list(self._loans.values()):
+            self._perform(loan, loan.machine.handle(Lost(reason)))
+
+    # ------------------------------------------------------------------ blocks
+
+    def look(self) -> None:
+        """Hold the blocks that loans want and that are named by now."""
+        for loan in list(self._loans.values()):
+            if loan.wants_more:
+                self._look(loan)
+
+    def take_seen(self) -> list[Seen]:
+        """Return what was seen since the last call; `announce` must follow for each."""
+        seen, self._seen = self._seen, []
+        return seen
+
+    def announce(self, seen: Iterable[Seen]) -> None:
+        """Announce blocks whose fingerprints are known; those of loans that have ended were let go."""
+        for loan, blocks in seen:
+            if loan.machine.done:
+                continue
+            self._perform(loan, loan.machine.handle(Computed(blocks)))
+            del loan.seen[: len(blocks)]
+            self._pool.release(blocks)  # the loan's own references stay
+
+    def _look(self, loan: GivenLoan) -> None:
+        names = islice(loan.block_range.names, loan.num_seen, None)
+        blocks = tuple(takewhile(lambda block: block is not None, (self._block_of(name) for name in names)))
+        if blocks:
+            self._pool.acquire(blocks)  # type: ignore[arg-type]
+            loan.num_seen += len(blocks)
+            loan.seen += blocks  # type: ignore[arg-type]
+            self._seen.append(Seen(loan, blocks))  # type: ignore[arg-type]
+
+    def _block_of(self, name: bytes) -> int | None:
+        found = self._pool.match([name])
+        return found[0] if found else None
+
+    def _refusal(self, want: Want) -> str:
+        """Return why a loan cannot be given; empty where it can."""
+        width, num_blocks = self._kv.layout.block_tokens, len(want.keys)
+        if not want.first_block < num_blocks:
+            return f"first_block: must be below the {num_blocks} blocks wanted, not {want.first_block}"
+        if len(want.token_ids) < num_blocks * width:
+            return f"token_ids: {len(want.token_ids)} tokens do not fill {num_blocks} blocks of {width}"
+        if max(want.token_ids) >= self._vocab_size:
+            return f"token_ids: must be below {self._vocab_size}, not {max(want.token_ids)}"
+        if fault := items_fault(want.items, len(want.token_ids)):
+            return f"items: {fault}"
+        if not belongs(want.keys, want.root, want.token_ids, width, want.items):
+            return "keys: do not begin with the key of the first block"
+        return ""
+
+    def _perform(self, loan: GivenLoan, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Announce(first, block_ids, _):
+                    self._pool.acquire(block_ids)
+                    self._counters.blocks_lent += len(block_ids)
+                    loan.channel.send(Blocks(first, block_ids, self._kv.cached.fingerprints_of(block_ids)))
+                case Unhold(block_ids):
+                    self._pool.release(block_ids)
+                case Refuse(reason, bad_request):
+                    level = logging.WARNING if bad_request else logging.INFO
+                    log.log(level, "a loan ends: %s", reason, extra=of(loan.want.request_id))
+                    loan.channel.refuse(reason)
+                case SendStarting():
+                    pass  # sent by `open`, before any block
+        if loan.machine.done:
+            self._loans.pop(loan.channel, None)
+            held, loan.seen = loan.seen, []
+            self._pool.release(held)
+
+
+def fingerprint(
+    kv: ConnectorKv, seen: Sequence[Seen], compute: Callable[[Sequence[int]], Any]
+) -> tuple[list[int], Any]:
+    """Return the blocks among those seen whose fingerprints are not known, and these fingerprints.
+
+    It may be called beside the thread that owns the loans, since all blocks are held.
+    """
+    blocks = list(dict.fromkeys(kv.unhashed([block for each in seen for block in each.blocks])))
+    return blocks, compute(blocks) if blocks else kv.empty_fingerprints()
