@@ -25,7 +25,7 @@ from engine.backends.vllm.kv.groups import KvGroups
 from engine.backends.vllm.kv.memory import LayerPlace, VllmKvMemory
 from kvtransfer.transport import Pool
 from loans.component import Ranks
-from loans.messages import Peer
+from loans.messages import Lent, Peer, Want
 from loans.reads.block_reads import LocalRank
 from support.hand_network import HandNetwork
 from support.slow_transport import SlowTransport
@@ -415,11 +415,16 @@ class Trial:
 
     def _break(self, stream: Any) -> None:
         """The connection of a loan ends; both ends learn of it."""
-        if stream.over:
+        if stream.broken:
             return
         stream.broken = True
         stream.to_lender.clear()
         stream.to_borrower.clear()
+        if stream.lender is not None:
+            arrived = [each for each in stream.lender.arrived if each[0] is stream and not isinstance(each[1], Lent)]
+            stream.asked &= not any(isinstance(message, Want) for _, message in arrived)
+            for each in arrived:
+                stream.lender.arrived.remove(each)
         if stream.lender is not None and stream.asked and not stream.refused:
             stream.lender._calls.append(partial(stream.lender.gives.closed, stream))
         stream.borrower._calls.append(lambda: None if stream.closed else stream.takes.ended("the connection broke"))
@@ -428,7 +433,7 @@ class Trial:
         """Let everything end."""
         for _ in range(40_000):
             self.open = [client for client in self.open if not self._is_done(client)]
-            if not self.open and not self.calls and all(self._is_quiet(server) for server in self.servers):
+            if not self.open and not self.calls and not any(map(self._busy_with, self.servers)):
                 break
             self._move()
             self.now += 0.01
@@ -436,16 +441,23 @@ class Trial:
                 server.check()
         else:
             left = [(c.number, c.server.name, c.request.status, c.params) for c in self.open]
-            raise AssertionError(f"a request hangs: {left}")
+            raise AssertionError(f"a request hangs: {left}, {[*map(self._busy_with, self.servers)]}, {len(self.calls)} calls")
         for server in self.servers:
             server.check_contents()
             server.check_at_rest()
 
-    def _is_quiet(self, server: Server) -> bool:
-        busy = server.flying or server.announcing or server.transport.posted or server.scheduler.has_requests()
-        streams = any(stream.to_lender or stream.to_borrower for stream in server.network.taken)
-        waits = server.network.arrived or server.network._calls or server.half.loans.lender.num_loans
-        return not (busy or streams or waits or server.transport.busy() or not server.half.loans._posted.empty())
+    def _busy_with(self, server: Server) -> list[str]:
+        """Return what a server still does."""
+        half, network = server.half, server.network
+        doing = {
+            "steps": server.flying or server.scheduler.has_requests(),
+            "announcements": server.announcing,
+            "reads": server.transport.posted or server.transport.busy(),
+            "messages": any(each.to_lender or each.to_borrower for each in network.taken) or network.arrived,
+            "calls": network._calls or not half.loans._posted.empty(),
+            "loans given": half.loans.lender.num_loans,
+        }
+        return [f"{server.name}: {name}" for name, is_so in doing.items() if is_so]
 
     def _is_done(self, client: Client) -> bool:
         if not client.is_over:
