@@ -28,6 +28,8 @@ RANK_HEADER = "X-data-parallel-rank"
 """Header by which vLLM's server takes a data-parallel rank."""
 PROBE_S = 10.0
 """Seconds for the first answer of a server."""
+KEEP_S = 2.0
+"""Seconds for which an idle connection is kept; vLLM's server closes it after 5."""
 MAX_ERROR = 200
 """Characters of a server's error that are repeated."""
 
@@ -138,7 +140,7 @@ class Servers:
     async def _ask(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
         """Return a server's answer. Raises ValueError, OSError or aiohttp's errors."""
         if self._session is None:
-            limits = aiohttp.TCPConnector(limit=0, ssl=self._ssl)
+            limits = aiohttp.TCPConnector(limit=0, ssl=self._ssl, keepalive_timeout=KEEP_S)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=3.0)
             self._session = aiohttp.ClientSession(connector=limits, timeout=timeout, trust_env=False)
         message = {**body, "temperature": 0, "kv_transfer_params": ASKS_FOR_REFERENCE}

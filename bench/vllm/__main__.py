@@ -1,6 +1,7 @@
 """`make bench-vllm`, or `python -m bench.vllm PART ...` for some parts.
 
-Parts: alone, aggregated, ranks, pair, beside, transfer, restores, hits. .bench/vllm.json is written after each.
+Parts: alone, aggregated, ranks, pair, beside, transfer, restores, hits; of TandemConnector in stock servers: connectors,
+idle. .bench/vllm.json is written after each.
 """
 
 import os
@@ -19,10 +20,11 @@ from bench.support.report import OUT, Bar, Parts, conclude, save
 from bench.vllm.aggregated import aggregated_bars, compare_aggregated, compare_ranks
 from bench.vllm.cache import measure_hits, measure_restores
 from bench.vllm.compared import VLLM, compare_alone, compare_beside, compare_pairs
+from bench.vllm.connectors import compare_connectors, compare_idle, connector_bars
 from bench.vllm.sides import end_on_sigterm
 from bench.vllm.transfer import measure_transfer
 
-PARTS = ("alone", "aggregated", "ranks", "pair", "beside", "transfer", "restores", "hits")
+PARTS = ("alone", "aggregated", "ranks", "pair", "beside", "transfer", "restores", "hits", "connectors", "idle")
 
 
 def bars_of(figures: dict[str, Any]) -> list[Bar]:
@@ -54,7 +56,7 @@ def bars_of(figures: dict[str, Any]) -> list[Bar]:
     if "hits" in figures:
         what = "conversation trace: hit rate with main memory below the pool, / without"
         bars.append(Bar(what, figures["hits"]["with"] / figures["hits"]["without"], 2.0, at_least=True))
-    return bars
+    return [*bars, *connector_bars(figures)]
 
 
 @cache
@@ -84,6 +86,8 @@ async def main(parts: list[str]) -> None:
         "transfer": lambda: measure_transfer(make_model(), cores, console),
         "restores": lambda: measure_restores(cores, console),
         "hits": lambda: measure_hits(cores, console),
+        "connectors": lambda: compare_connectors(cores, scratch, console),
+        "idle": lambda: compare_idle(cores, scratch, console),
     }
     try:
         for part in parts:

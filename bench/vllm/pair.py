@@ -1,4 +1,4 @@
-"""vLLM's own disaggregation: a prefill and a decode server with its NixlConnector, a core each.
+"""Two stock vLLM servers, one for prefill and one for decode, a core each, with NixlConnector or TandemConnector.
 
 The client plays the router, which is the cheapest router there can be: it asks the prefill server for one token, and
 sends the transfer parameters of the answer with the same prompt to the decode server.
@@ -7,8 +7,9 @@ sends the transfer parameters of the answer with the same prompt to the decode s
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,15 +18,39 @@ import aiohttp
 
 from bench.support.vllm_server import VllmServer
 
-PORTS = {"prefill": 8798, "decode": 8799}
 SIDE_PORTS = {"prefill": 5600, "decode": 5700}
-TRANSFER = {
-    "kv_connector": "NixlCalm",
-    "kv_connector_module_path": "bench.vllm.nixl_calm",
-    "kv_role": "kv_both",
-    "kv_buffer_device": "cpu",
-    "kv_connector_extra_config": {"num_threads": 0},
-}
+
+
+@dataclass(frozen=True, slots=True)
+class Connector:
+    """Connector of a pair, and the ports of its servers."""
+
+    transfer: Mapping[str, Any]
+    """The servers' `--kv-transfer-config`."""
+    ports: Mapping[str, int]
+    options: Sequence[str] = ()
+
+
+NIXL = Connector(
+    {
+        "kv_connector": "NixlCalm",
+        "kv_connector_module_path": "bench.vllm.nixl_calm",
+        "kv_role": "kv_both",
+        "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": {"num_threads": 0},
+    },
+    {"prefill": 8798, "decode": 8799},
+)
+TANDEM = Connector(
+    {
+        "kv_connector": "TandemConnector",
+        "kv_connector_module_path": "tandem_connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"lenders": "127.0.0.1:8796"},
+    },
+    {"prefill": 8796, "decode": 8795},
+    ("--enable-prefix-caching",),
+)
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # A paused server's steps take as long as the other side's turn.
@@ -44,12 +69,21 @@ ASK_PREFILL = {
 class VllmPair:
     """Async context manager of the two servers; `pause` stops their processes while the other side is measured."""
 
-    def __init__(self, environment: Path, model: Path, cores: Sequence[int], scratch: Path, *options: str) -> None:
+    def __init__(
+        self,
+        environment: Path,
+        model: Path,
+        cores: Sequence[int],
+        scratch: Path,
+        *options: str,
+        connector: Connector = NIXL,
+    ) -> None:
         self._environment = environment
         self._model = model
         self._cores = cores
         self._scratch = scratch
         self._options = options
+        self._connector = connector
         self.servers: dict[str, VllmServer] = {}
 
     async def __aenter__(self) -> Self:
@@ -60,7 +94,7 @@ class VllmPair:
                 timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0, force_close=True)
             )
         )
-        await asyncio.gather(*(self._start(role) for role in PORTS))
+        await asyncio.gather(*(self._start(role) for role in self._connector.ports))
         return self
 
     async def _start(self, role: str) -> None:
@@ -74,8 +108,9 @@ class VllmPair:
             self._model,
             [self._cores[0 if role == "prefill" else -1]],
             self._scratch / role,
-            *("--kv-transfer-config", json.dumps(TRANSFER), "--block-size", "32", *self._options),
-            port=PORTS[role],
+            *("--kv-transfer-config", json.dumps(self._connector.transfer), "--block-size", "32"),
+            *(*self._connector.options, *self._options),
+            port=self._connector.ports[role],
             variables=variables | SETTINGS,
         )
         self.servers[role] = server
@@ -104,6 +139,16 @@ class VllmPair:
             answer.raise_for_status()
             transfer = (await answer.json())["kv_transfer_params"]
         then = common | {"max_tokens": max_tokens, "stream": True, "kv_transfer_params": transfer}
+        async for moment in self._streamed(then):
+            yield moment
+
+    async def generate_directly(self, token_ids: Sequence[int], max_tokens: int) -> AsyncIterator[float]:
+        """Yield the same for a request that only the decode server gets, which borrows by itself."""
+        request = {"model": "m", "prompt": list(token_ids), "temperature": 0, "ignore_eos": True}
+        async for moment in self._streamed(request | {"max_tokens": max_tokens, "stream": True}):
+            yield moment
+
+    async def _streamed(self, then: Mapping[str, Any]) -> AsyncIterator[float]:
         async with self._session.post(f"{self.servers['decode'].url}/v1/completions", json=then) as answer:
             answer.raise_for_status()
             async for line in answer.content:

@@ -29,7 +29,17 @@ from loans.messages import Lent, Peer, Want
 from loans.reads.block_reads import LocalRank
 from support.hand_network import HandNetwork
 from support.slow_transport import SlowTransport
-from support.vllm_trials import MODELS, PAGE, VOCAB, Computer, Drafting, make_caches, make_config, make_scheduler, undisturbed
+from support.vllm_trials import (
+    MODELS,
+    PAGE,
+    VOCAB,
+    Computer,
+    Drafting,
+    make_caches,
+    make_config,
+    make_scheduler,
+    undisturbed,
+)
 from tandem_connector import TandemConnector
 from tandem_connector.kv import ConnectorKv
 from tandem_connector.lender import fingerprint
@@ -250,14 +260,20 @@ class Server:
             [block for blocks in manager.get_block_ids(request_id) for block in blocks if block]
             for request_id in self.scheduler.requests
         ]
-        held += [[block.block_id for block in blocks if not block.is_null] for _, blocks in self.scheduler.deferred_frees]
-        held += [b.chain.blocks for t in half._borrowing.values() if (b := t.borrowing) is not None and b.chain is not None]
+        held += [
+            [block.block_id for block in blocks if not block.is_null] for _, blocks in self.scheduler.deferred_frees
+        ]
+        held += [
+            b.chain.blocks for t in half._borrowing.values() if (b := t.borrowing) is not None and b.chain is not None
+        ]
         held += [*self.kv.allocated, *half.loans.lender.holdings()]
         self.kv.pool.check_integrity(held)
         assert self.kv.pool.num_reserved == 0
         for read in self.transport.posted.values():
             for block in read.blocks():
-                assert self.scheduler.kv_cache_manager.block_pool.blocks[block].ref_cnt == 1, "a block is read into twice"
+                assert self.scheduler.kv_cache_manager.block_pool.blocks[block].ref_cnt == 1, (
+                    "a block is read into twice"
+                )
                 assert block not in self.kv.pool._place_of, "a named block is read into"
 
     def check_contents(self) -> None:
@@ -351,7 +367,12 @@ class Trial:
         if way == "named":
             params = {"lender": rng.choice(self.urls)}
         elif way == "unknown":
-            params = {"do_remote_prefill": True, "remote_engine_id": f"tandem-{'ab' * 16}-0", "remote_host": "x", "remote_port": 5}
+            params = {
+                "do_remote_prefill": True,
+                "remote_engine_id": f"tandem-{'ab' * 16}-0",
+                "remote_host": "x",
+                "remote_port": 5,
+            }
         elif way == "two phases":
             first = self.ask(rng.choice(self.servers), prompt, 1, dict(ASKS_FOR_REFERENCE), salt)
 
@@ -378,7 +399,9 @@ class Trial:
             transport = server.transport
             moves += [partial(transport.post, peer) for peer in transport.busy()]
             for peer in transport.posted:
-                moves.append(partial(transport.scribble, peer, rng) if rng.random() < 0.3 else partial(transport.land, peer))
+                moves.append(
+                    partial(transport.scribble, peer, rng) if rng.random() < 0.3 else partial(transport.land, peer)
+                )
         rng.choice(moves)()
 
     def _fault(self) -> None:
@@ -441,7 +464,9 @@ class Trial:
                 server.check()
         else:
             left = [(c.number, c.server.name, c.request.status, c.params) for c in self.open]
-            raise AssertionError(f"a request hangs: {left}, {[*map(self._busy_with, self.servers)]}, {len(self.calls)} calls")
+            raise AssertionError(
+                f"a request hangs: {left}, {[*map(self._busy_with, self.servers)]}, {len(self.calls)} calls"
+            )
         for server in self.servers:
             server.check_contents()
             server.check_at_rest()
