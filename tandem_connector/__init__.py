@@ -1,0 +1,1 @@
+"""KV connector that gives a stock `vllm serve` Tandem's loans."""
