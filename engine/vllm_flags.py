@@ -273,7 +273,7 @@ OTHER_SPELLINGS = {
 }
 """Spellings of flags that are not made of the argument's name."""
 FLAGS = {f"--{name.replace('_', '-')}": name for name in NAMES - WITHOUT_FLAG} | OTHER_SPELLINGS
-"""Argument of each flag; `--no-` before a name turns it off, and so does `--disable-` for `--enable-`, or the reverse."""
+"""Argument of each flag; `--no-` before a name turns it off, as do `--disable-` for `--enable-`, and the reverse."""
 
 _OPTIMIZATION = "-O"
 """Spelling of --optimization-level, which vLLM reads before its parser does: also as -O3."""

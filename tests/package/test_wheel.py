@@ -92,7 +92,8 @@ def test_what_an_environment_lacks_is_named_with_the_command_that_installs_it(
     base: Environment, client: Environment
 ) -> None:
     for command in (["tandem", "--version"], ["python", "-m", "tandem.cli", "status"]):
-        assert re.fullmatch(r"error: No module named '\w+': `pip install '.\[client\]'` .*\n", base.run(*command, code=2))
+        said = base.run(*command, code=2)
+        assert re.fullmatch(r"error: No module named '\w+': `pip install '.\[client\]'` .*\n", said)
     assert "pip install '.[worker]'" in client.run("tandem", "demo", code=2)
     planned = client.run("tandem", "plan", "--rate", "1", "--prompt", "100", "--output", "10", code=2)
     assert re.match(r"error: No module named '\w+': `pip install '.\[router\]'`", planned)

@@ -1,7 +1,6 @@
 """Names of vLLM that the hosted engine and TandemConnector use, in the installed version."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,9 @@ metadata.version = lambda name: "0.99.1+cpu" if name == "vllm" else of(name)
 WITHOUT_A_NAME = """
 from engine.backends.vllm import contract
 from engine.config import WorkerConfig
+from tandem_connector import contract as of_connector
 contract.MEMBERS["vllm.v1.engine.core:EngineCore"] += " no_such_member"
+of_connector.MEMBERS["vllm.v1.request:Request"] += " no_such_member"
 """
 
 
@@ -61,7 +62,7 @@ async def test_an_untried_version_with_all_names_starts_and_says_so_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     python = python_with(tmp_path, ANOTHER_VERSION)
-    assert [each.level for each in findings_of(python)] == ["ok"]
+    assert [(each.check, each.level) for each in findings_of(python)] == [("vllm", "ok"), ("connector", "ok")]
     untried, tried = vllm_engine("untried", vllm_python=python), vllm_engine("tried")
     async with engines(untried, tried):
         answers = [await each.answer(greedy("a", list(range(5, 70)))) for each in (untried, tried)]
@@ -71,10 +72,12 @@ async def test_an_untried_version_with_all_names_starts_and_says_so_once(
 
 async def test_an_untried_version_that_lacks_a_name_is_refused_by_it(tmp_path: Path) -> None:
     python = python_with(tmp_path, ANOTHER_VERSION + WITHOUT_A_NAME)
-    finding, engine = findings_of(python)[-1], vllm_engine("lacking", vllm_python=python)
+    (_, finding, connector), engine = findings_of(python), vllm_engine("lacking", vllm_python=python)
     reason = "vLLM 0.99.1.* lacks names that Tandem uses: vllm.v1.engine.core:EngineCore has no no_such_member"
     assert finding.level == "broken"
     assert re.search(reason, finding.found)
+    assert (connector.check, connector.level) == ("connector", "warning")
+    assert "lacks names that TandemConnector uses: vllm.v1.request:Request has no no_such_member" in connector.found
     try:
         with pytest.raises(StartError, match=reason) as raised:
             await engine.start()
