@@ -18,7 +18,7 @@ FILES := --dist loadfile --no-loadscope-reorder -m "not long" --durations 15 --d
 SEVERAL := tests/helm tests/package tests/e2e/test_right.py tests/e2e/test_structured.py tests/integration
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-busy test-slow test-package agents test-agents vllm vllm-if-on-offer test-vllm test-vllm-versions docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-vllm bench-neighbours test-clients bench-kv bench-router bench-gpu compare dynamo protos check-protos install clean
+.PHONY: demo test test-busy test-slow test-package agents test-agents vllm vllm-0.33 vllm-if-on-offer test-vllm test-vllm-versions docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-vllm bench-neighbours test-clients bench-kv bench-router bench-gpu compare dynamo protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -88,12 +88,11 @@ test-agents: $(INSTALLED) agents
 test-vllm: $(INSTALLED)
 	$(BIN)/pytest -n 2 $(FILES) tests/vllm_backend
 
-# The vllm engine with vLLM 0.31, and the names that it uses in the wheel of 0.33, which has no build for CPUs.
-test-vllm-versions: $(INSTALLED)
+# With vLLM 0.31, and with 0.33, which has no build for CPUs: see below.
+test-vllm-versions: $(INSTALLED) vllm-0.33
 	@$(MAKE) --no-print-directory vllm VLLM=0.31.0 VLLM_VENV=.venv-vllm-0.31
-	@mkdir -p .bench/vllm-0.33 && cd .bench/vllm-0.33 && test -d vllm || \
-	  { $(PYTHON) -m pip download --quiet --no-deps --dest . vllm==0.33.0 && unzip -qo vllm-*.whl '*.py' && rm vllm-*.whl; }
-	TANDEM_VLLM_TREES=.bench/vllm-0.33 TANDEM_VLLM_VENV=.venv-vllm-0.31 $(BIN)/pytest -m "not long" tests/vllm_backend
+	for version in 0.31 0.33; do \
+	  TANDEM_VLLM_VENV=.venv-vllm-$$version $(BIN)/pytest -m "not long" tests/vllm_backend || exit 1; done
 
 vllm-if-on-offer: $(INSTALLED)
 	@$(MAKE) --no-print-directory vllm || echo "vLLM could not be installed: its tests are skipped"
@@ -207,6 +206,19 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt \
 	  nixl-cu12 av soundfile -e .
 	@PYTHONPATH=tests TANDEM_VLLM_VENV=$(VLLM_VENV) $(VLLM_VENV)/bin/python -m support.torchvision_shim
+	@touch $@
+
+# vLLM 0.33's Python over the compiled parts of 0.32 for CPUs, in whose environment its other packages are.
+vllm-0.33: .venv-vllm-0.33/.installed
+
+.venv-vllm-0.33/.installed: $(VLLM_VENV)/.installed
+	@$(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm==0.33.0 orjson
+	@cp $(VLLM_VENV)/lib/libiomp5.so $(@D)/lib/
+	@cd $(@D)/lib/python3*/site-packages && find vllm -name '*.so' -delete && mv vllm-0.33.0.dist-info vllm-0.33.0+cpu.dist-info && \
+	  sed -i 's/^Version: .*/Version: 0.33.0+cpu/' vllm-0.33.0+cpu.dist-info/METADATA && \
+	  old=$$(echo $(CURDIR)/$(VLLM_VENV)/lib/python3*/site-packages) && echo "import site; site.addsitedir('$$old')" > vllm-0.32.pth && \
+	  new=$$PWD && cd $$old && cp --parents $$(find vllm -name '*.so*') $$new/
 	@touch $@
 
 # The routers that ours is held against.

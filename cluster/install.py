@@ -7,8 +7,9 @@ from importlib.util import find_spec
 from cluster.errors import StartError
 
 EXTRAS: dict[str, tuple[str, ...]] = {
+    "client": ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "typer", "rich"),
     "router": (
-        *("numpy", "tokenizers", "transformers", "huggingface_hub", "jinja2", "llguidance", "redis", "uvloop"),
+        *("tokenizers", "transformers", "huggingface_hub", "jinja2", "llguidance", "redis", "uvloop"),
         *("fastapi", "starlette", "uvicorn", "httptools", "python_multipart", "prometheus_client"),
     ),
     "worker": ("torch", "safetensors", "nixl", "nixl_cu12"),

@@ -19,6 +19,7 @@ COPY protos protos
 COPY router router
 COPY simulator simulator
 COPY tandem tandem
+COPY tandem_connector tandem_connector
 COPY worker worker
 RUN /opt/tandem/bin/pip install -c constraints.txt ".[router]"
 

@@ -22,6 +22,7 @@ COPY protos protos
 COPY router router
 COPY simulator simulator
 COPY tandem tandem
+COPY tandem_connector tandem_connector
 COPY worker worker
 RUN /opt/tandem/bin/pip install -c constraints.txt ".[preprocessor]" \
     && python3 -m pip install --no-deps -c constraints.txt nixl-cu12 av soundfile .

@@ -28,6 +28,7 @@ COPY protos protos
 COPY router router
 COPY simulator simulator
 COPY tandem tandem
+COPY tandem_connector tandem_connector
 COPY worker worker
 RUN /opt/tandem/bin/pip install --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt ".[${EXTRAS}]"
 ENV PATH=/opt/tandem/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp

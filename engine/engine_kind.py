@@ -69,6 +69,8 @@ class Environment:
     """Module that prints, in that environment, why its version of the engine cannot be used; nothing where it can."""
     advice: str
     """Advice on how to set the environment up."""
+    extensions: Mapping[str, str] = field(default_factory=dict)
+    """Modules such as `check` for extensions of the engine's own server in that environment, by a display name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Flags of `vllm serve` 0.31 and 0.32, arguments of their EngineArgs, and what a worker does with each.
+"""Flags of `vllm serve` 0.31 to 0.33, arguments of their EngineArgs, and what a worker does with each.
 
 An argument is *passed* to vLLM, *mapped* to a setting of the worker, *kept* (Tandem sets it, and a flag may only repeat
 Tandem's value), or *refused* with the reason. Known without vLLM: a worker's front has another environment. The test
@@ -33,7 +33,7 @@ _PASSED = {
     "kernels and compilation": (
         "attention_backend attention_config compilation_config cudagraph_capture_sizes"
         " max_cudagraph_capture_size optimization_level performance_mode kernel_config ir_op_priority"
-        " enable_flashinfer_autotune moe_backend linear_backend sparse_indexer_topk_backend"
+        " enable_flashinfer_autotune moe_backend linear_backend sparse_indexer_topk_backend monokernel"
         " disable_custom_all_reduce additional_config"
     ),
     "recurrent layers": (
@@ -148,8 +148,8 @@ REFUSED: dict[str, str] = {
     "Tandem names blocks by its own hash": "prefix_caching_hash_algo",
     "a block that ends in mid-block is written on after it has its name, so it cannot be verified": "prefix_match_unit",
     "the pool must keep its addresses, and nothing wakes a worker: stop it, or scale the pool": (
-        "enable_sleep_mode sleep_mode_offload_cudagraph sleep_preserve_parameter_names enable_cumem_allocator"
-        " enable_nccl_comm_suspend"
+        "enable_sleep_mode sleep_mode_backend sleep_mode_offload_cudagraph sleep_preserve_parameter_names"
+        " enable_cumem_allocator enable_nccl_comm_suspend"
     ),
     "KV is named after the weights, which may not change: start another worker": "weight_transfer_config",
     "Tandem sets the tokens of each step: set max_batch_tokens and max_prefill_tokens": ("prefill_schedule_interval"),
@@ -188,6 +188,7 @@ REFUSED: dict[str, str] = {
     ),
     "traces are the router's: set otlp_endpoint there": "otlp_traces_endpoint collect_detailed_traces",
     "nothing starts vLLM's profiler here": "profiler_config",
+    "it watches vLLM's own loop, and Tandem's runs here": "watchdog_config",
     "logs are Tandem's: set log_level and log_format": (
         "logging_config log_level log_config_file aggregate_engine_logging"
     ),
@@ -220,7 +221,7 @@ REFUSED: dict[str, str] = {
         " fingerprint_value uvicorn_log_level disable_uvicorn_access_log disable_access_log_for_endpoints"
         " allow_credentials allowed_origins allowed_methods allowed_headers root_path middleware"
         " enable_request_id_headers disable_fastapi_docs h11_max_incomplete_event_size h11_max_header_count"
-        " enable_offline_docs renderer_num_workers stream_interval"
+        " enable_offline_docs renderer_num_workers stream_interval reasoning_effort_map"
     ),
 }
 """Refused arguments by reason. Each would be wrong or without effect, because vLLM's server or frontend reads it, or
@@ -272,10 +273,13 @@ OTHER_SPELLINGS = {
 }
 """Spellings of flags that are not made of the argument's name."""
 FLAGS = {f"--{name.replace('_', '-')}": name for name in NAMES - WITHOUT_FLAG} | OTHER_SPELLINGS
-"""Argument of each flag; `--no-` before a name turns it off."""
+"""Argument of each flag; `--no-` before a name turns it off, as do `--disable-` for `--enable-`, and the reverse."""
 
 _OPTIMIZATION = "-O"
 """Spelling of --optimization-level, which vLLM reads before its parser does: also as -O3."""
+_NEGATION = re.compile("--(no|disable|enable)[-_]")
+_OPPOSITES = {"no": "", "disable": "enable-", "enable": "disable-"}
+"""Beginning of the flag that a negation turns off; vLLM 0.33 has the last two."""
 _DTYPES = {"half": "float16", "float": "float32"}
 _COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgt]?)", re.IGNORECASE)
 _POWERS = "kmgt"
@@ -396,8 +400,8 @@ def _flag(word: str, values: list[str]) -> Flag:
     key, equals, value = word.partition("=")
     base, dot, _ = key.partition(".")
     name, is_off, attached = _argument(base), False, ""
-    if name is None and base.startswith("--no"):
-        name = _argument("--" + re.sub("^--no[-_]", "", base))
+    if name is None and (negated := _NEGATION.match(base)) is not None:
+        name = _argument(f"--{_OPPOSITES[negated[1]]}{base[negated.end() :]}")
         is_off = name is not None
     if name is None and (short := _argument(word[:2])) is not None:  # as -q and its value in one word
         name, base, dot, attached = short, word[:2], "", word[2:].removeprefix("=")

@@ -14,12 +14,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import vllm
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.utils.network_utils import get_ip
 
 from cluster.errors import StartError
+from cluster.logs import OURS
 from engine.backends.vllm.connector import MemoryConnector, offered
 from engine.backends.vllm.identity import kv_weights
 from engine.backends.vllm.kv.groups import KvGroups
@@ -28,6 +30,7 @@ from engine.model.model_dir import ModelDir
 from kvtransfer.ranks import join_endpoints, with_planes, with_stages
 from loans.component import Ranks
 from loans.peers.socket_network import NetworkSettings, SocketNetwork
+from tandem_connector.contract import check_version
 from tandem_connector.kv import ConnectorKv
 from tandem_connector.metrics import TandemPromMetrics, TandemStats
 from tandem_connector.names import Hashes, Naming
@@ -47,10 +50,12 @@ class TandemConnector(MemoryConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_like_vllm()
         self._settings = ConnectorSettings.read(self._kv_transfer_config.kv_connector_extra_config)
         self._half: SchedulerHalf | None = None
         self._lock = threading.RLock()
         if role is KVConnectorRole.SCHEDULER:
+            check_version(vllm.__version__)
             _check(vllm_config, self._settings)
             self._engine = _Engine(vllm_config, self._settings)
 
@@ -210,13 +215,22 @@ class _Engine:
         self._thread = LoanThread(self._watcher, lock)
         self._thread.start(half)
         who = "peers with a certificate or the secret" if settings.is_guarded else "processes of this host"
-        log.warning("takes loans at %s, from %s; keys are of %d tokens", address, who, unit)
+        log.info("takes loans at %s, from %s; keys are of %d tokens", address, who, unit)
         return half
 
     def close(self) -> None:
         self._thread.close()
         self._servers.close()
         self._parts.close()
+
+
+def _log_like_vllm() -> None:
+    """Have log lines of this repository's packages appear among vLLM's."""
+    of_vllm = logging.getLogger("vllm")
+    for package in OURS:
+        logger = logging.getLogger(package)
+        logger.handlers, logger.propagate = list(of_vllm.handlers), not of_vllm.handlers
+        logger.setLevel(of_vllm.getEffectiveLevel())
 
 
 def _check(vllm_config: Any, settings: ConnectorSettings) -> None:

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from cluster.errors import InvalidRequest, StartError, TandemError
-from cluster.install import extra_of, how_to_install
 from tandem import __version__
 from tandem.cli.client import client_commands
 from tandem.cli.cluster import cluster_commands
@@ -51,11 +50,6 @@ def main() -> None:
         _end(str(error), WRONG_USAGE)
     except TandemError as error:
         _end(str(error), FAILED)
-    except ModuleNotFoundError as error:
-        extra = extra_of(error)
-        if extra is None:
-            raise
-        _end(f"{error}: {how_to_install(extra)}", WRONG_USAGE)
 
 
 def _end(message: str, code: int) -> None:

@@ -75,6 +75,11 @@ def check_environment(machine: Machine, config: WorkerConfig) -> list[Finding]:
             findings.append(Finding(name, "broken", f"{each} is not installed in {needed.name}", needed.advice))
     if machine.environment_fault:
         findings.append(Finding(name, "broken", machine.environment_fault, needed.advice))
+    for extension, fault in machine.extension_faults.items():
+        advice = f"workers need none; for `vllm serve` with it install a version of {name} that was tried"
+        findings.append(
+            Finding(extension, "warning", fault, advice) if fault else Finding(extension, "ok", f"{name} can load it")
+        )
     return findings
 
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -67,6 +67,8 @@ class Machine:
     engine that runs in the worker's environment."""
     environment_fault: str = ""
     """Reason why the engine's version in that environment cannot be used; empty: it can, or nothing is known."""
+    extension_faults: Mapping[str, str] = field(default_factory=dict)
+    """The same for extensions of the engine's own server, by name."""
     kernels: "KernelSpeed | str | None" = None
     """Speed of the CPU kernels, or the reason why there are none; None where they are not used."""
 
@@ -87,6 +89,7 @@ def read_machine(config: WorkerConfig) -> Machine:
     packages = {name: (name,) for name in config.kind.installation.packages} | PACKAGES
     needed = config.kind.installation.environment
     environment = None if needed is None else _versions(config, needed)
+    is_whole = isinstance(environment, Mapping) and None not in environment.values()
     return Machine(
         versions={name: _version(distributions) for name, distributions in packages.items()},
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
@@ -97,7 +100,10 @@ def read_machine(config: WorkerConfig) -> Machine:
         torch_gpus=torch_gpus,
         host=read_host(),
         environment=environment,
-        environment_fault=_fault(config, needed) if needed and _is_whole(environment) else "",
+        environment_fault=_fault(config, needed.check) if needed and is_whole else "",
+        extension_faults={name: _fault(config, module) for name, module in needed.extensions.items()}
+        if needed and is_whole
+        else {},
         kernels=_kernels(config.kind.installation.kernels)
         if uses_cpu_kernels(config) and torch_gpus is not None
         else None,
@@ -137,13 +143,9 @@ def _versions(config: WorkerConfig, environment: Environment) -> Mapping[str, st
     return versions
 
 
-def _is_whole(environment: Mapping[str, str | None] | str | None) -> bool:
-    return isinstance(environment, Mapping) and None not in environment.values()
-
-
-def _fault(config: WorkerConfig, environment: Environment) -> str:
-    """Ask the engine's own check, by the interpreter of the engine's process."""
-    command = [config.kind.launch(config).command[0], "-m", "cluster.launch", environment.check]
+def _fault(config: WorkerConfig, check: str) -> str:
+    """Run a check of the engine's version, by the interpreter of the engine's process."""
+    command = [config.kind.launch(config).command[0], "-m", "cluster.launch", check]
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -13,7 +13,7 @@ from cluster.install import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("generate", "chat", "status", "top", "explain", "cache", "batch", "keys", "switch")
-"""Commands that need no more than the base."""
+"""Commands that need no more than the client."""
 
 
 class Environment:
@@ -65,6 +65,11 @@ def base(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 @pytest.fixture(scope="session")
+def client(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return Environment(tmp_path_factory.mktemp("client"), wheel, "client")
+
+
+@pytest.fixture(scope="session")
 def snippets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The documents' Python that uses Tandem, a file each."""
     folder = tmp_path_factory.mktemp("snippets")
@@ -76,28 +81,39 @@ def snippets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_base_is_the_client_and_the_commands_that_talk(base: Environment) -> None:
-    assert base.run("tandem", "--version") == "tandem 0.1.0\n"
-    assert not base.packages & {"numpy", "torch", "transformers", "fastapi", "llguidance", "redis", "ray", "uvloop"}
+def test_the_base_is_what_every_part_needs(base: Environment) -> None:
+    bring = {"numpy", "protobuf", "pydantic", "pyyaml", "tandem-serving"}
+    of_pydantic = {"annotated-types", "pydantic_core", "typing-inspection", "typing_extensions"}
+    assert base.packages - {"pip", "setuptools"} == bring | of_pydantic
+    base.run("python", "-c", "import tandem_connector, loans.component, loans.peers.socket_network, engine.config")
+
+
+def test_what_an_environment_lacks_is_named_with_the_command_that_installs_it(
+    base: Environment, client: Environment
+) -> None:
+    for command in (["tandem", "--version"], ["python", "-m", "tandem.cli", "status"]):
+        said = base.run(*command, code=2)
+        assert re.fullmatch(r"error: No module named '\w+': `pip install '.\[client\]'` .*\n", said)
+    assert "pip install '.[worker]'" in client.run("tandem", "demo", code=2)
+    planned = client.run("tandem", "plan", "--rate", "1", "--prompt", "100", "--output", "10", code=2)
+    assert re.match(r"error: No module named '\w+': `pip install '.\[router\]'`", planned)
+
+
+def test_the_client_has_the_commands_that_talk(client: Environment) -> None:
+    assert client.run("tandem", "--version") == "tandem 0.1.0\n"
+    assert not client.packages & {"torch", "transformers", "fastapi", "llguidance", "redis", "ray", "uvloop"}
     for command in COMMANDS:
-        assert "Usage" in base.run("tandem", command, "--help")
-    refused = base.run("tandem", "--address", "127.0.0.1:1", code=2)
+        assert "Usage" in client.run("tandem", command, "--help")
+    refused = client.run("tandem", "--address", "127.0.0.1:1", code=2)
     assert "No such option" in refused
-    assert "no router answers at 127.0.0.1:1" in base.run("tandem", "generate", "hi", "-a", "127.0.0.1:1", code=1)
-    base.run("python", "-c", "import tandem.errors; from tandem.client import Client, SyncClient, Piece, Receipt")
+    assert "no router answers at 127.0.0.1:1" in client.run("tandem", "generate", "hi", "-a", "127.0.0.1:1", code=1)
+    client.run("python", "-c", "import tandem.errors; from tandem.client import Client, SyncClient, Piece, Receipt")
 
 
-def test_what_the_base_lacks_is_named_with_the_command_that_installs_it(base: Environment) -> None:
-    assert "pip install '.[worker]'" in base.run("tandem", "demo", code=2)
-    planned = base.run("tandem", "plan", "--rate", "1", "--prompt", "100", "--output", "10", code=2)
-    assert "No module named 'numpy'" in planned
-    assert "pip install '.[router]'" in planned
-
-
-def test_the_documents_python_is_strictly_typed(base: Environment, snippets: Path) -> None:
+def test_the_documents_python_is_strictly_typed(client: Environment, snippets: Path) -> None:
     files = [str(path) for path in sorted(snippets.glob("*.py"))]
     assert len(files) >= 3
-    python = base.folder / "bin" / "python"
+    python = client.folder / "bin" / "python"
     mypy = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), "--cache-dir", "/dev/null"]
     done = subprocess.run([*mypy, *files], cwd=snippets, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -105,9 +121,9 @@ def test_the_documents_python_is_strictly_typed(base: Environment, snippets: Pat
 
 
 @pytest.mark.long
-def test_the_documents_python_passes_pyright(base: Environment, snippets: Path, tmp_path: Path) -> None:
+def test_the_documents_python_passes_pyright(client: Environment, snippets: Path, tmp_path: Path) -> None:
     subprocess.run(["npm", "install", "--silent", "--no-fund", "--prefix", tmp_path, "pyright@1.1"], check=True)
-    python = str(base.folder / "bin" / "python")
+    python = str(client.folder / "bin" / "python")
     pyright = [str(tmp_path / "node_modules" / ".bin" / "pyright"), "--pythonpath", python, str(snippets)]
     (snippets / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
     done = subprocess.run(pyright, cwd=snippets, capture_output=True, text=True, check=False)

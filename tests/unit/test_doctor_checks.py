@@ -70,6 +70,9 @@ def test_the_environment_of_vllm() -> None:
     ]
     old = of(replace(LAPTOP, environment=good, environment_fault="it lacks names"), "vllm", vllm)
     assert old[1] == ("broken", "it lacks names")
+    for fault, finding in {"": ("ok", "vllm can load it"), "it lacks names": ("warning", "it lacks names")}.items():
+        machine = replace(LAPTOP, environment=good, extension_faults={"connector": fault})
+        assert of(machine, "connector", vllm) == [finding]
     bare = of(replace(LAPTOP, environment=good | {"nixl": None}), "vllm", vllm)
     assert bare[1] == ("broken", "nixl is not installed in vLLM's environment")
     assert of(replace(LAPTOP, environment="no /x/python"), "vllm", vllm) == [("broken", "no /x/python")]

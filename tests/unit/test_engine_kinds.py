@@ -49,7 +49,7 @@ PACKAGES = (
         "preprocessor",
         "router",
     ),
-    *("simulator", "tandem"),
+    *("simulator", "tandem", "tandem_connector"),
 )
 MAX_COMPARISONS = 3
 """Largest number of comparisons with an engine's name outside of the backends."""

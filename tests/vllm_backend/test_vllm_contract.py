@@ -1,6 +1,5 @@
-"""Names that the backend uses of vLLM, in the installed version and in those that TANDEM_VLLM_TREES names."""
+"""Names of vLLM that the hosted engine and TandemConnector use, in the installed version."""
 
-import os
 import re
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from cluster.errors import StartError
 from engine.backends.vllm import contract
+from engine.backends.vllm.names import UsedNames
 from engine.config import WorkerConfig
 from support.real_engines import engines, greedy
 from support.vllm_engines import PYTHON, ROOT, ids, need_vllm, vllm_engine
@@ -15,15 +15,15 @@ from tandem.doctor.checks import check_environment
 from tandem.doctor.findings import Finding
 from tandem.doctor.machine import read_machine
 from tandem.storyteller import STORYTELLER
+from tandem_connector import contract as of_connector
 
 pytestmark = need_vllm
-INSTALLED = [str(each) for each in PYTHON.parent.parent.glob("lib/python3*/site-packages")]
-TREES = [each for each in os.environ.get("TANDEM_VLLM_TREES", "").split(":") if each]
+(TREE,) = PYTHON.parent.parent.glob("lib/python3*/site-packages") if PYTHON.exists() else (ROOT,)
 
 
-@pytest.mark.parametrize("tree", INSTALLED + TREES)
-def test_vllm_has_the_names_that_the_backend_uses(tree: str) -> None:
-    assert list(contract.lacking(ROOT / tree, ROOT / "engine")) == []
+@pytest.mark.parametrize("used", [contract.USED, of_connector.USED], ids=["hosted", "connector"])
+def test_vllm_has_the_names(used: UsedNames) -> None:
+    assert list(used.lacking(TREE)) == []
 
 
 ANOTHER_VERSION = """
@@ -37,7 +37,9 @@ metadata.version = lambda name: "0.99.1+cpu" if name == "vllm" else of(name)
 WITHOUT_A_NAME = """
 from engine.backends.vllm import contract
 from engine.config import WorkerConfig
+from tandem_connector import contract as of_connector
 contract.MEMBERS["vllm.v1.engine.core:EngineCore"] += " no_such_member"
+of_connector.MEMBERS["vllm.v1.request:Request"] += " no_such_member"
 """
 
 
@@ -60,7 +62,7 @@ async def test_an_untried_version_with_all_names_starts_and_says_so_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     python = python_with(tmp_path, ANOTHER_VERSION)
-    assert [each.level for each in findings_of(python)] == ["ok"]
+    assert [(each.check, each.level) for each in findings_of(python)] == [("vllm", "ok"), ("connector", "ok")]
     untried, tried = vllm_engine("untried", vllm_python=python), vllm_engine("tried")
     async with engines(untried, tried):
         answers = [await each.answer(greedy("a", list(range(5, 70)))) for each in (untried, tried)]
@@ -70,10 +72,12 @@ async def test_an_untried_version_with_all_names_starts_and_says_so_once(
 
 async def test_an_untried_version_that_lacks_a_name_is_refused_by_it(tmp_path: Path) -> None:
     python = python_with(tmp_path, ANOTHER_VERSION + WITHOUT_A_NAME)
-    finding, engine = findings_of(python)[-1], vllm_engine("lacking", vllm_python=python)
-    reason = "vLLM 0.99.1.*, which lacks names that Tandem uses: vllm.v1.engine.core:EngineCore has no no_such_member"
+    (_, finding, connector), engine = findings_of(python), vllm_engine("lacking", vllm_python=python)
+    reason = "vLLM 0.99.1.* lacks names that Tandem uses: vllm.v1.engine.core:EngineCore has no no_such_member"
     assert finding.level == "broken"
     assert re.search(reason, finding.found)
+    assert (connector.check, connector.level) == ("connector", "warning")
+    assert "lacks names that TandemConnector uses: vllm.v1.request:Request has no no_such_member" in connector.found
     try:
         with pytest.raises(StartError, match=reason) as raised:
             await engine.start()
@@ -82,14 +86,13 @@ async def test_an_untried_version_that_lacks_a_name_is_refused_by_it(tmp_path: P
         await engine.host.stop()
 
 
-def test_names_that_are_gone_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_are_gone_are_found(tmp_path: Path) -> None:
     place = "vllm.v1.core.sched.scheduler:Scheduler"
-    monkeypatch.setattr(contract, "MEMBERS", {place: "schedule no_such_member"})
-    monkeypatch.setattr(contract, "SIGNATURES", {f"{place}.finish_requests": "request_ids no_such_parameter"})
+    signatures = {f"{place}.finish_requests": "request_ids no_such_parameter"}
     (tmp_path / "user.py").write_text(
         "from vllm.v1.request import Request, NoSuchName\nfrom vllm.no_such import Thing\n"
     )
-    gone = list(contract.lacking(Path(INSTALLED[0]), tmp_path))
+    gone = list(UsedNames("it", (), (tmp_path,), {place: "schedule no_such_member"}, signatures).lacking(TREE))
     assert gone[0] == "user.py: vllm.v1.request has no NoSuchName"
     assert gone[1] == "user.py: vllm.no_such has no Thing"
     assert gone[2] == f"{place} has no no_such_member"

@@ -1,26 +1,36 @@
-"""Names that the vLLM backend uses of vLLM, and a check of a source tree of vLLM for them, without importing it.
+"""Names of vLLM that the hosted engine uses.
 
 `python -m cluster.launch engine.backends.vllm.contract`, in vLLM's environment, prints why its vLLM cannot be
 used, if so.
 """
 
-import ast
-import importlib.util
-import logging
-from collections.abc import Iterator
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+from engine.backends.vllm.names import UsedNames
 from engine.errors import EngineStartError
 
-log = logging.getLogger(__name__)
-MINORS = ("0.31", "0.32")
-"""Minor versions of vLLM on which this backend was tried."""
-MAX_NAMED = 5
-"""Names in a refusal."""
-ENGINE = Path(__file__).parents[2]
-MEMBERS: dict[str, str] = {
+OF_KV: dict[str, str] = {
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": (
+        "block_pool single_type_managers find_longest_cache_hit eagle_group_ids"
+    ),
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
+        "kv_cache_spec block_size block_pool max_admission_blocks_per_request"
+    ),
+    "vllm.v1.core.block_pool:BlockPool": (
+        "blocks get_new_blocks touch free_blocks evict_blocks get_cached_block get_num_free_blocks null_block"
+        " free_block_queue hash_block_size metrics_collector _insert_block_hash"
+    ),
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id ref_cnt block_hash is_null reset_hash",
+    "vllm.config.cache:CacheConfig": "get_resolved_kv_cache_layout",
+    "vllm.v1.kv_cache_layout:KVCacheLayout": "is_block_outermost",
+    "vllm.v1.kv_cache_interface:KVCacheConfig": "num_blocks kv_cache_groups kv_cache_tensors has_mamba_layers",
+    "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "layer_names",
+    "vllm.v1.kv_cache_interface:KVCacheTensor": "size offset layer_stride block_stride layers",
+    "vllm.v1.kv_cache_interface:MambaSpec": "num_speculative_blocks mamba_cache_mode",
+}
+"""Members that the code in `kv/` uses, and what hands it vLLM's KV memory."""
+MEMBERS = OF_KV | {
     "vllm.v1.engine.core:EngineCore": (
         "__init__ scheduler model_executor vllm_config batch_queue_size check_for_draft_tokens async_scheduling"
         " structured_output_manager add_lora post_step shutdown"
@@ -65,23 +75,6 @@ MEMBERS: dict[str, str] = {
         "request_id new_token_ids new_logprobs new_prompt_logprobs_tensors finish_reason num_nans_in_logits"
     ),
     "vllm.v1.core.kv_cache_manager:KVCacheManager": "coordinator get_block_ids block_pool",
-    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": (
-        "block_pool single_type_managers find_longest_cache_hit eagle_group_ids"
-    ),
-    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
-        "kv_cache_spec block_size block_pool max_admission_blocks_per_request"
-    ),
-    "vllm.v1.core.block_pool:BlockPool": (
-        "blocks get_new_blocks touch free_blocks evict_blocks get_cached_block get_num_free_blocks null_block"
-        " free_block_queue hash_block_size metrics_collector _insert_block_hash"
-    ),
-    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id ref_cnt block_hash is_null reset_hash",
-    "vllm.config.cache:CacheConfig": "get_resolved_kv_cache_layout",
-    "vllm.v1.kv_cache_layout:KVCacheLayout": "is_block_outermost",
-    "vllm.v1.kv_cache_interface:KVCacheConfig": "num_blocks kv_cache_groups kv_cache_tensors has_mamba_layers",
-    "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "layer_names",
-    "vllm.v1.kv_cache_interface:KVCacheTensor": "size offset layer_stride block_stride layers",
-    "vllm.v1.kv_cache_interface:MambaSpec": "num_speculative_blocks mamba_cache_mode",
     "vllm.config.vllm:VllmConfig": (
         "use_v2_model_runner num_prefill_lookahead_tokens speculative_config scheduler_config cache_config model_config"
     ),
@@ -99,7 +92,6 @@ MEMBERS: dict[str, str] = {
     ),
     "vllm.v1.worker.gpu.sample.sampler:Sampler": "apply_sampling_params sampling_states use_fp64_gumbel",
 }
-"""Members of classes, by module and class; those of base classes count."""
 SIGNATURES: dict[str, str] = {
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": "scheduler_output model_runner_output",
     "vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs": (
@@ -121,127 +113,19 @@ SIGNATURES: dict[str, str] = {
         "logits expanded_idx_mapping temperature seed pos apply_temperature is_drafting"
     ),
 }
-"""First parameters of functions that the backend calls by position, or replaces."""
+USED = UsedNames("Tandem", ("0.31", "0.32"), (Path(__file__).parents[2],), MEMBERS, SIGNATURES)
 
 
 def check_version(number: str) -> None:
-    """Check this environment's vLLM; one of an untried minor version must have the names that Tandem uses.
+    """Check this environment's vLLM.
 
     Raises EngineStartError with the names that it lacks.
     """
-    if ".".join(number.split(".")[:2]) in MINORS:
-        return
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None, "its version is known"
-    assert spec.origin is not None, "it is no namespace"
-    missing, tried = list(lacking(Path(spec.origin).parents[1], ENGINE)), " and ".join(MINORS)
-    if missing:
-        shown = "; ".join(missing[:MAX_NAMED]) + (f"; {len(missing)} in all" if len(missing) > MAX_NAMED else "")
-        reason = f"its environment has vLLM {number}, which lacks names that Tandem uses: {shown}"
-        raise EngineStartError("vllm_python", f"{reason} (tried: vLLM {tried})")
-    log.warning("vLLM %s has all names that Tandem uses, but was not tried; vLLM %s was", number, tried)
+    if reason := USED.fault(number):
+        raise EngineStartError("vllm_python", reason)
 
 
 def main() -> None:
     """Print why the vLLM beside this interpreter cannot be used; nothing where it can."""
-    try:
-        check_version(version("vllm"))
-    except EngineStartError as error:
-        print(error.reason)
-
-
-def lacking(tree: Path, used_in: Path) -> Iterator[str]:
-    """Yield what a source tree of vLLM lacks; `tree` holds the folder vllm, `used_in` the code that imports from it."""
-    for file in sorted(used_in.rglob("*.py")):
-        text = file.read_text()
-        for node in ast.walk(ast.parse(text)) if "from vllm" in text else ():
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-                assert node.module is not None
-                for alias in node.names:
-                    if not _is_module(tree, f"{node.module}.{alias.name}") and alias.name not in _names(
-                        tree, node.module
-                    ):
-                        yield f"{file.name}: {node.module} has no {alias.name}"
-    for place, members in MEMBERS.items():
-        module, _, name = place.partition(":")
-        known = _members(tree, module, name)
-        yield from (f"{place} has no {member}" for member in members.split() if member not in known)
-    for place, wanted in SIGNATURES.items():
-        module, _, path = place.partition(":")
-        parameters = _parameters(tree, module, path)
-        if parameters[: len(wanted.split())] != wanted.split():
-            yield f"{place} takes {' '.join(parameters)}"
-
-
-def _file(tree: Path, module: str) -> Path | None:
-    path = tree.joinpath(*module.split("."))
-    return next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.exists()), None)
-
-
-def _is_module(tree: Path, module: str) -> bool:
-    return _file(tree, module) is not None
-
-
-@cache
-def _parsed(tree: Path, module: str) -> ast.Module:
-    file = _file(tree, module)
-    return ast.parse(file.read_text()) if file is not None else ast.Module([], [])
-
-
-@cache
-def _names(tree: Path, module: str) -> set[str]:
-    """Return the names that a module defines or imports, at any depth; lazily imported ones stand in strings."""
-    names = set()
-    for node in ast.walk(_parsed(tree, module)):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.alias):
-            names.add(node.asname or node.name)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names.add(node.value)
-    return names
-
-
-@cache
-def _class(tree: Path, module: str, name: str) -> tuple[str, ast.ClassDef] | None:
-    """Return a class with its module, which may be another one that `module` imports it from."""
-    for node in ast.walk(_parsed(tree, module)):
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return module, node
-    for node in ast.walk(_parsed(tree, module)):
-        if isinstance(node, ast.ImportFrom) and node.module and any(alias.name == name for alias in node.names):
-            return _class(tree, node.module, name)
-    return None
-
-
-@cache
-def _members(tree: Path, module: str, name: str) -> set[str]:
-    found = _class(tree, module, name)
-    if found is None:
-        return set()
-    module, node = found
-    members = set()
-    for each in ast.walk(node):
-        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
-            members.add(each.name)
-        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-            members.add(each.id)
-        elif isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
-            members.add(each.attr)
-    for base in node.bases:
-        if isinstance(base, ast.Name):
-            members |= _members(tree, module, base.id)
-    return members
-
-
-def _parameters(tree: Path, module: str, path: str) -> list[str]:
-    owner, _, name = path.rpartition(".")
-    found = _class(tree, module, owner) if owner else (module, _parsed(tree, module))
-    if found is None:
-        return []
-    for node in ast.walk(found[1]):
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return [each.arg for each in node.args.args if each.arg != "self"]
-    return []
+    if reason := USED.fault(version("vllm")):
+        print(reason)

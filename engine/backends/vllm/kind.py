@@ -63,6 +63,7 @@ class VllmKind(EngineKind[VllmSettings]):
             ),
             check="engine.backends.vllm.contract",
             advice="make vllm, or set vllm_python; see docs/vllm.md",
+            extensions=MappingProxyType({"connector": "tandem_connector.contract"}),
         )
     )
     block_tokens = 32  # vLLM's CPU attention takes multiples of 32

@@ -48,7 +48,7 @@ def offer_a_driver(_: ModuleType) -> None:
 def filter_by_torch(module: Any) -> None:
     """Apply top-k and top-p by torch: the interpreter keeps constants as plain ints, which Triton's kernel converts."""
 
-    def apply(logits: Any, k: Any, p: Any) -> Any:
+    def apply(logits: Any, k: Any, p: Any, **_: Any) -> Any:
         return logits if k is None and p is None else module.apply_top_k_top_p_pytorch(logits, k, p)
 
     module.apply_top_k_top_p = apply
