@@ -1,7 +1,7 @@
 """`make bench-vllm`, or `python -m bench.vllm PART ...` for some parts.
 
-Parts: alone, aggregated, ranks, pair, beside, transfer, restores, hits; of TandemConnector in stock servers: connectors,
-idle. .bench/vllm.json is written after each.
+Parts: alone, aggregated, ranks, pair, beside, transfer, restores, hits; connectors and idle, of TandemConnector in
+stock servers. .bench/vllm.json is written after each.
 """
 
 import os

@@ -54,7 +54,7 @@ async def in_turns(
     work: Callable[[Generate, int], Awaitable[Any]],
     rounds: int,
 ) -> dict[str, list[Any]]:
-    """Run `work` on all sides in turns, each while the servers of the others are stopped; the first round is dropped."""
+    """Run `work` on all sides in turns, each while others' servers are stopped; the first round is dropped."""
     results: dict[str, list[Any]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, (generate, own) in sides.items():
