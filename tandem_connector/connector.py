@@ -22,7 +22,7 @@ from vllm.utils.network_utils import get_ip
 
 from cluster.errors import StartError
 from cluster.logs import OURS
-from engine.backends.vllm.connector import MemoryConnector, offered
+from engine.backends.vllm.connector import MemoryConnector, Offered
 from engine.backends.vllm.identity import kv_weights
 from engine.backends.vllm.kv.groups import KvGroups
 from engine.backends.vllm.kv.memory import RankedKvMemory, pool_allocation
@@ -51,6 +51,7 @@ class TandemConnector(MemoryConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_like_vllm()
+        self.offered = Offered()
         self._settings = ConnectorSettings.read(self._kv_transfer_config.kv_connector_extra_config)
         self._half: SchedulerHalf | None = None
         self._lock = threading.RLock()
@@ -62,13 +63,13 @@ class TandemConnector(MemoryConnector):
     # ------------------------------------------------------------------ a worker process
 
     def get_mem_pool_context(self) -> AbstractContextManager[None]:
-        return pool_allocation(self._settings.kv_in_file, offered.pools)
+        return pool_allocation(self._settings.kv_in_file, self.offered.pools)
 
     def get_handshake_metadata(self) -> Any:
         """Return where this rank serves its part of KV memory."""
         if get_kv_transfer_group() is not self:
             raise StartError("kv_connector", "TandemConnector runs alone, not within MultiConnector")
-        return RankPart(self._vllm_config, self._kv_cache_config).listen()
+        return RankPart(self._vllm_config, self._kv_cache_config, self.offered).listen()
 
     # ------------------------------------------------------------------ the engine process
 

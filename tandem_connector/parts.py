@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.platforms import current_platform
 
 from cluster.errors import StartError
-from engine.backends.vllm.connector import offered, offered_memory, offered_pool
+from engine.backends.vllm.connector import Offered
 from engine.backends.vllm.identity import num_kv_heads
 from engine.backends.vllm.kv.groups import KvGroups
 from engine.backends.vllm.kv.memory import RankedKvMemory, joined_memory
@@ -84,14 +84,17 @@ class _Link(EngineLink):
 class RankPart:
     """This process's part, served on a thread from `listen` on."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, offered: Offered) -> None:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._offered = offered
         self._folder = Path(tempfile.mkdtemp(prefix="tandem-part-"))  # only this user may enter it
 
     def listen(self) -> PartAddress:
         listener = Listener(str(self._folder / "socket"))
         threading.Thread(target=self._serve, args=(listener,), name="tandem-part", daemon=True).start()
-        return PartAddress(str(self._folder / "socket"), offered_pool(self._vllm_config, self._kv_cache_config))
+        return PartAddress(
+            str(self._folder / "socket"), self._offered.stage_pool(self._vllm_config, self._kv_cache_config)
+        )
 
     def _serve(self, listener: Listener) -> None:
         connection = listener.accept()
@@ -116,11 +119,11 @@ class RankPart:
         try:
             on_gpu = not current_platform.is_cpu()
             if on_gpu:
-                current_platform.set_device(_device_of(offered.caches))  # a new thread begins on the first one
+                current_platform.set_device(_device_of(self._offered.caches))  # a new thread begins on the first one
                 if (chosen := use_nearest_nics(os.environ)) is not None:
                     log.info(chosen)
             config = self._vllm_config
-            memory = offered_memory(
+            memory = self._offered.memory(
                 config, self._kv_cache_config, order.unit, None, order.ranks, order.rank, order.stage, order.attention
             )
             transport = open_transport(order.transport, order.agent_name, order.host, (), on_gpu)
@@ -134,7 +137,7 @@ class RankPart:
         rank = LocalRank(transport, memory.part, memory.part_fingerprints)
         copies = PartCopies(memory.part, memory, None, rank)
         engine.send(Joined(endpoint, transport.name, memory.layout, memory.num_blocks, memory.part))
-        return lambda: serve_part(engine, rank, copies, memory.part_fingerprints, settle=offered.wait_for_drafts)
+        return lambda: serve_part(engine, rank, copies, memory.part_fingerprints, settle=self._offered.wait_for_drafts)
 
 
 def _device_of(caches: Mapping[str, Any]) -> Any:

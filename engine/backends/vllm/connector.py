@@ -33,7 +33,7 @@ IN_FILE = "in_file"
 
 @dataclass(slots=True)
 class Offered:
-    """Things that vLLM offered its connectors in this process."""
+    """Things that vLLM offered the connectors of one engine in this process."""
 
     pools: list[Pool] = field(default_factory=list)
     caches: dict[str, Tensor | list[Tensor]] = field(default_factory=dict)
@@ -51,43 +51,43 @@ class Offered:
         if (event := self.drafted) is not None:
             event.synchronize()
 
+    def memory(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        unit: int,
+        groups: "KvGroups | None",
+        ranks: int = 1,
+        rank: int = 0,
+        stage: Stage | None = None,
+        attention: Iterable[str] = (),
+    ) -> VllmKvMemory:
+        """Return this rank's KV memory; blocks have `unit` tokens.
+
+        It is share `rank` of `ranks` of the heads in the layers of a pipeline `stage`. Other stages have layers of the
+        classes `attention`. Raises EngineStartError.
+        """
+        import vllm
+
+        classes = sorted({*_attention_of(vllm_config), *attention})
+        about = f"{vllm.__version__},{'+'.join(classes)},{vllm_config.cache_config.cache_dtype}"
+        pools = self.pools if current_platform.is_cpu() else None
+        num_blocks, places = int(kv_cache_config.num_blocks), _places_of(kv_cache_config)
+        return VllmKvMemory(self.caches, places, num_blocks, unit, about, pools, groups, ranks, rank, stage)
+
+    def stage_pool(self, vllm_config: Any, kv_cache_config: Any) -> StagePool:
+        """Return facts about this rank's KV memory, one of several pipeline stages."""
+        counts = tuple(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+        if not sum(counts):
+            return StagePool(counts, 0, frozenset(), ())
+        places = _places_of(kv_cache_config)
+        block_bytes = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
+        orders = orders_of(self.caches, sorted({place.offset for place in places}), places[0].stride)
+        return StagePool(counts, int(block_bytes), orders, tuple(_attention_of(vllm_config)))
+
 
 offered = Offered()
-
-
-def offered_memory(
-    vllm_config: Any,
-    kv_cache_config: Any,
-    unit: int,
-    groups: "KvGroups | None",
-    ranks: int = 1,
-    rank: int = 0,
-    stage: Stage | None = None,
-    attention: Iterable[str] = (),
-) -> VllmKvMemory:
-    """Return the KV memory that vLLM offered in this process; blocks have `unit` tokens.
-
-    It is share `rank` of `ranks` of the heads in the layers of a pipeline `stage`. Other stages have layers of the
-    classes `attention`. Raises EngineStartError.
-    """
-    import vllm
-
-    classes = sorted({*_attention_of(vllm_config), *attention})
-    about = f"{vllm.__version__},{'+'.join(classes)},{vllm_config.cache_config.cache_dtype}"
-    pools = offered.pools if current_platform.is_cpu() else None
-    num_blocks, places = int(kv_cache_config.num_blocks), _places_of(kv_cache_config)
-    return VllmKvMemory(offered.caches, places, num_blocks, unit, about, pools, groups, ranks, rank, stage)
-
-
-def offered_pool(vllm_config: Any, kv_cache_config: Any) -> StagePool:
-    """Return facts about the KV memory that vLLM offered in this process, one of several pipeline stages."""
-    counts = tuple(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
-    if not sum(counts):
-        return StagePool(counts, 0, frozenset(), ())
-    places = _places_of(kv_cache_config)
-    block_bytes = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
-    orders = orders_of(offered.caches, sorted({place.offset for place in places}), places[0].stride)
-    return StagePool(counts, int(block_bytes), orders, tuple(_attention_of(vllm_config)))
+"""Those of a Tandem engine, which is alone in its process."""
 
 
 def _attention_of(vllm_config: Any) -> list[str]:
@@ -112,6 +112,7 @@ class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        self.offered = offered
         drafts = vllm_config.speculative_config
         self._marks_drafts = drafts is not None and drafts.uses_draft_kv_cache() and not current_platform.is_cpu()
 
@@ -130,13 +131,13 @@ class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_mem_pool_context(self) -> AbstractContextManager[None]:
         """Return the context in which vLLM allocates KV memory."""
-        return pool_allocation(bool(self._kv_transfer_config.get_from_extra_config(IN_FILE, False)), offered.pools)
+        return pool_allocation(bool(self._kv_transfer_config.get_from_extra_config(IN_FILE, False)), self.offered.pools)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        offered.caches.update(kv_caches)
+        self.offered.caches.update(kv_caches)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        offered.block_pool = gpu_block_pool
+        self.offered.block_pool = gpu_block_pool
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return that nothing is left to load: borrowed blocks are cached by now."""
@@ -167,4 +168,4 @@ class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Mark the end of what a step has launched: vLLM calls it after the drafts."""
         if self._marks_drafts:
-            offered.drafted = mark_launched()
+            self.offered.drafted = mark_launched()

@@ -103,7 +103,7 @@ def start_vllm(
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
-    from engine.backends.vllm.connector import offered, offered_memory
+    from engine.backends.vllm.connector import offered
     from engine.backends.vllm.identity import kv_weights, num_kv_heads
 
     sampling_class: Any
@@ -126,7 +126,7 @@ def start_vllm(
         engine.add_lora(request)
     memory: KvMemory
     if ranks is None:
-        memory = offered_memory(vllm_config, engine.scheduler.kv_cache_config, groups.unit, groups)
+        memory = offered.memory(vllm_config, engine.scheduler.kv_cache_config, groups.unit, groups)
     else:
         memory = _memory_of(engine, vllm_config, ranks, groups, grid)
     files = model_dir.weights_fingerprint()

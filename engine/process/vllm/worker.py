@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from cluster.errors import StartError
 from cluster.logs import set_up
 from cluster.process.garbage_collection import spare_the_started
-from engine.backends.vllm.connector import offered, offered_memory, offered_pool
+from engine.backends.vllm.connector import offered
 from engine.backends.vllm.environment import quiet_vllm
 from engine.backends.vllm.kv.memory import VllmKvMemory
 from engine.backends.vllm.kv.stages import Stage, StagePool
@@ -149,7 +149,7 @@ class TandemWorker:
     def tandem_pool(self) -> StagePool:
         """Return facts about this rank's KV memory."""
         worker: Any = self
-        return offered_pool(worker.vllm_config, worker.model_runner.kv_cache_config)
+        return offered.stage_pool(worker.vllm_config, worker.model_runner.kv_cache_config)
 
     def tandem_serve(
         self, unit: int, replicas: int, stages: Sequence[Stage | None] = (None,), attention: Sequence[str] = ()
@@ -164,7 +164,7 @@ class TandemWorker:
         ranks = spec.ranks // len(stages) // replicas
         try:
             config = worker.model_runner.kv_cache_config
-            memory = offered_memory(
+            memory = offered.memory(
                 worker.vllm_config, config, unit, None, ranks, of_heads // replicas, stages[stage], attention
             )
         except StartError as error:
