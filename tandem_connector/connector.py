@@ -203,6 +203,7 @@ class _Engine:
             int(config.model_config.get_vocab_size()),
             transfer.is_kv_consumer,
             transfer.is_kv_producer,
+            settings.is_guarded,
             settings.min_tokens,
             settings.patience_s,
             settings.peer_silence_s,

@@ -35,6 +35,7 @@ from tandem_connector.metrics import Counters
 from tandem_connector.names import Naming, RequestNames
 from tandem_connector.references import read_reference, write_reference
 from tandem_connector.servers import Prompt, Servers
+from tandem_connector.settings import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class SchedulerHalf:
         vocab_size: int,
         borrows: bool,
         lends: bool,
+        is_guarded: bool,
         min_tokens: int,
         patience_s: float,
         read_silence_s: float,
@@ -124,7 +126,7 @@ class SchedulerHalf:
         self._unit = kv.layout.block_tokens
         self._naming = naming
         self._servers = servers
-        self._borrows, self._lends = borrows, lends
+        self._borrows, self._lends, self._is_guarded = borrows, lends, is_guarded
         self._min_tokens, self._patience_s = min_tokens, patience_s
         self._wake, self._clock = wake, clock
         self._requests: dict[str, Tracked] = {}
@@ -284,6 +286,10 @@ class SchedulerHalf:
             except ValueError as error:
                 self._not_borrowed(tracked, borrowing, str(error))
                 return True
+            if not self._is_guarded and not is_loopback(borrowing.peer.address):
+                reason = "is not loopback, and this server has neither tls_ca nor secret_file"
+                self._not_borrowed(tracked, borrowing, f"kv_transfer_params.remote_host: {reason}")
+                return True
             if borrowing.peer.incarnation == self.identity.incarnation:
                 return True  # its own cache has what there is
         elif named is not None and not isinstance(named, str):
@@ -422,7 +428,7 @@ class SchedulerHalf:
         counters.seconds.append(borrowing.seconds)
         if borrowing.failure:
             counters.loans_failed += 1
-            if borrowing.server is not None and borrowing.peer is not None and not account.mismatched_blocks:
+            if borrowing.server is not None and borrowing.peer is not None and account.loan_failure:
                 self.lenders.failed(borrowing.server, borrowing.peer, now)
 
     # ------------------------------------------------------------------ ends

@@ -1,7 +1,7 @@
 """Settings of the connector: the keys of `kv_connector_extra_config`."""
 
-import socket
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -100,7 +100,7 @@ class ConnectorSettings(Config, TlsSettings):
 
     def check(self) -> None:
         """Raise StartError where loans would be open to everybody."""
-        if not self.is_guarded and self.loan_host and not _is_loopback(self.loan_host):
+        if not self.is_guarded and self.loan_host and not is_loopback(f"{self.loan_host}:0"):
             reason = f"{self.loan_host} is not loopback, so anybody who reaches it could read KV: set tls_cert, tls_key"
             raise StartError(f"{EXTRA}.loan_host", f"{reason} and tls_ca, or secret_file")
 
@@ -125,9 +125,10 @@ def _read(path: Path | None, key: str) -> bytes:
         raise StartError(f"{EXTRA}.{key}", f"cannot read {path}: {error.strerror}") from None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Return whether `host:port` is of this host alone; a name other than localhost counts as not."""
+    host = address.rpartition(":")[0].strip("[]")
     try:
-        addresses = {each[4][0] for each in socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)}
-    except OSError:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
         return False
-    return all(str(address).startswith("127.") or address == "::1" for address in addresses)

@@ -146,6 +146,7 @@ class Server:
             VOCAB,
             True,
             True,
+            True,
             0,
             PATIENCE_S,
             trial.read_silence_s,
