@@ -8,7 +8,6 @@ from pathlib import Path
 
 from cluster.errors import StartError
 from engine.backends.vllm import contract as hosted
-from engine.backends.vllm import kv
 from engine.backends.vllm.names import UsedNames
 
 _CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -49,13 +48,11 @@ SIGNATURES = {
         "build_prom_metrics": "cls vllm_config metric_types labelnames per_engine_labelvalues",
     }.items()
 }
-USED = UsedNames(
-    "TandemConnector",
-    ("0.31", "0.32"),
-    (Path(__file__).parent, Path(kv.__file__).parent),
-    MEMBERS,
-    SIGNATURES,
+SOURCES = (
+    Path(__file__).parent,
+    *(Path(hosted.__file__).with_name(each) for each in ("kv", "connector.py", "batch_runner.py")),
 )
+USED = UsedNames("TandemConnector", ("0.31", "0.32"), SOURCES, MEMBERS, SIGNATURES)
 
 
 def check_version(number: str) -> None:

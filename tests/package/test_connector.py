@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from cluster.logs import OURS
 from support.vllm_engines import PYTHON, ROOT, need_vllm
+from tandem_connector.contract import SOURCES
 
 pytestmark = need_vllm
 LACKED = ("grpc", "grpc_status", "grpc_health", "grpc_reflection", "ray", "redis", "rich", "typer")
@@ -19,6 +21,7 @@ PARTS = (
     "loans.peers.socket_network",
     "engine.block_parts.part_service",
     "engine.process.ranks.ranks",
+    "engine.backends.vllm.connector",
     "engine.backends.vllm.kv.memory",
     "engine.backends.vllm.kv.block_pool",
     "engine.model.adapters",
@@ -47,8 +50,10 @@ connector = import_module("tandem_connector")
 names = [each.name for each in pkgutil.walk_packages(connector.__path__, "tandem_connector.")]
 for name in [*parts, *names]:
     import_module(name)
+print(*(module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] in ours if module.__file__))
 """
-"""Imports the connector and its parts, with an import that lacks some modules for the code of this repository."""
+"""Imports the connector and its parts, with an import that lacks some modules for the code of this repository, and
+prints the files of that code."""
 
 
 def import_all(*parts: str) -> subprocess.CompletedProcess[str]:
@@ -58,9 +63,12 @@ def import_all(*parts: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_it_imports_no_package_of_other_extras() -> None:
+def test_it_imports_no_package_of_other_extras_and_vllm_in_checked_files() -> None:
     done = import_all(*PARTS)
     assert done.returncode == 0, done.stderr
+    files = [Path(each) for each in done.stdout.splitlines()[-1].split()]
+    users = [each for each in files if re.search(r"^ *from vllm", each.read_text(), re.MULTILINE)]
+    assert [each for each in users if not {each, *each.parents} & {*SOURCES}] == []
     refused = import_all("cluster.network.rpc")
     assert "ModuleNotFoundError: cluster.network.rpc imports grpc" in refused.stderr
 

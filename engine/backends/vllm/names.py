@@ -22,7 +22,7 @@ class UsedNames:
     tried: tuple[str, ...]
     """Minor versions of vLLM on which the part was tried."""
     sources: tuple[Path, ...]
-    """Folders of code that imports from vLLM."""
+    """Folders and files of code that imports from vLLM."""
     members: Mapping[str, str]
     """Members of classes, by module and class; those of base classes count."""
     signatures: Mapping[str, str]
@@ -47,7 +47,9 @@ class UsedNames:
 
     def lacking(self, tree: Path) -> Iterator[str]:
         """Yield what a source tree of vLLM lacks; `tree` holds the folder vllm."""
-        for file in sorted(file for folder in self.sources for file in folder.rglob("*.py")):
+        for file in sorted(
+            each for source in self.sources for each in (source, *source.rglob("*.py")) if each.is_file()
+        ):
             text = file.read_text()
             for node in ast.walk(ast.parse(text)) if "from vllm" in text else ():
                 if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
