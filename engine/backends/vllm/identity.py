@@ -2,9 +2,11 @@
 
 import json
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
-from engine.backends.vllm.sampling.speculation import draft_weights
+from engine.errors import EngineStartError, ModelRefused
+from engine.model.model_dir import ModelDir
 
 
 def kv_weights(files: bytes, vllm_config: Any) -> bytes:
@@ -17,6 +19,20 @@ def kv_weights(files: bytes, vllm_config: Any) -> bytes:
     if drafts is not None and drafts.uses_draft_kv_cache():
         weights += drafts.method.encode() + draft_weights(vllm_config) + digest_of(drafts.draft_model_config)
     return blake2b(weights, digest_size=32).digest()
+
+
+def draft_weights(vllm_config: Any) -> bytes:
+    """Return the fingerprint of the weights of a draft model; empty where the drafts need none of their own.
+
+    Raises EngineStartError.
+    """
+    draft = vllm_config.speculative_config.draft_model_config
+    if draft is None or draft.model == vllm_config.model_config.model:
+        return b""
+    try:
+        return ModelDir.open(Path(draft.model)).weights_fingerprint()
+    except ModelRefused as error:
+        raise EngineStartError("vllm_options", f"speculative_config: model: {error}") from None
 
 
 def digest_of(model_config: Any) -> bytes:

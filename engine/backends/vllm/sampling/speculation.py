@@ -4,13 +4,12 @@ The KV of draft layers lies in vLLM's pool beside that of the model's layers, so
 """
 
 import os
-from pathlib import Path
 from typing import Any, get_args
 
 from vllm.config.speculative import MTPModelTypes
 
-from engine.errors import EngineStartError, ModelRefused
-from engine.model.model_dir import ModelDir
+from engine.backends.vllm.identity import draft_weights
+from engine.errors import EngineStartError
 
 FIELD = "vllm_options"
 COUPLED = "TANDEM_COUPLED_VERIFICATION"
@@ -40,17 +39,3 @@ def set_up_speculation(vllm_config: Any) -> None:
 
     couple_verification()
     os.environ[COUPLED] = "1"
-
-
-def draft_weights(vllm_config: Any) -> bytes:
-    """Return the fingerprint of the weights of a draft model; empty where the drafts need none of their own.
-
-    Raises EngineStartError.
-    """
-    draft = vllm_config.speculative_config.draft_model_config
-    if draft is None or draft.model == vllm_config.model_config.model:
-        return b""
-    try:
-        return ModelDir.open(Path(draft.model)).weights_fingerprint()
-    except ModelRefused as error:
-        raise EngineStartError(FIELD, f"speculative_config: model: {error}") from None
