@@ -64,15 +64,15 @@ class ConnectorKv(VllmKVCache):
 
     # ------------------------------------------------------------------ blocks of vLLM's requests
 
-    def name_filled(self, names: RequestNames, num_tokens: int, first: int) -> int:
+    def name_filled(self, names: RequestNames, num_tokens: int, first: int) -> tuple[int, list[int]]:
         """Name the blocks that a request has filled with its first `num_tokens` tokens.
 
-        Those of the `first` keys were named before. Returns how many keys are named now.
+        Those of the `first` keys were named before. Returns how many keys are named now, and the blocks that are new.
         """
         groups, request = self.groups, names.request
         end = min(num_tokens // groups.unit, len(request.block_hashes))
         if end <= first:
-            return first
+            return first, []
         keys = names.upto(end)
         self.hashes.learn(keys[first:], request.block_hashes[first:end])
         by_group = self._manager.get_block_ids(request.request_id)
@@ -83,10 +83,13 @@ class ConnectorKv(VllmKVCache):
                     place = self.place(names.root, groups.block(keys, group, at, end), number)
                     if self.pool.is_cached(place):
                         places.append(place)
+        new = list[int]()
         for place in sorted(places, key=lambda place: place.of):
             if self.pool.filled(place):
                 self._hashed.discard(place.block)
-        return end
+            if self.pool.is_filled(place.block, place.key):
+                new.append(place.block)
+        return end, new
 
     # ------------------------------------------------------------------ fingerprints
 

@@ -5,6 +5,8 @@ block that some request fills under a wanted name. A block is held from the mome
 taken, and then it is announced:
 
     open ──▶ seen blocks held ──fingerprints──▶ announced, held by the loan ──release, or the loan's end──▶ free
+
+Blocks of a prompt that is computed for a borrower get their fingerprints as soon as they are filled, loan or not.
 """
 
 import logging
@@ -39,9 +41,10 @@ log = logging.getLogger(__name__)
 
 
 class Seen(NamedTuple):
-    """Blocks that a loan holds and announces when their fingerprints are known."""
+    """Blocks that are held until their fingerprints are known."""
 
-    loan: "GivenLoan"
+    loan: "GivenLoan | None"
+    """Loan that announces them then; None for blocks that a loan may want later."""
     blocks: tuple[int, ...]
 
 
@@ -75,6 +78,8 @@ class WatchingLender:
         self._num_requests_waiting = num_requests_waiting
         self._loans: dict[LoanGiven, GivenLoan] = {}
         self._seen: list[Seen] = []
+        self._early: list[tuple[int, ...]] = []
+        """Blocks that are held for their fingerprints alone."""
         self._counters = counters
 
     @property
@@ -97,7 +102,8 @@ class WatchingLender:
 
     def holdings(self) -> list[list[int]]:
         """Return the block lists on which loans hold references."""
-        return [[*loan.machine.held_blocks, *loan.seen] for loan in self._loans.values()]
+        early = [list(blocks) for blocks in self._early]
+        return [*early, *([*loan.machine.held_blocks, *loan.seen] for loan in self._loans.values())]
 
     # ------------------------------------------------------------------ the network's calls
 
@@ -149,6 +155,13 @@ class WatchingLender:
             if loan.wants_more:
                 self._look(loan)
 
+    def fingerprint_early(self, blocks: Sequence[int]) -> None:
+        """Have the fingerprints of named blocks taken now."""
+        if held := tuple(self._kv.unhashed(blocks)):
+            self._pool.acquire(held)
+            self._early.append(held)
+            self._seen.append(Seen(None, held))
+
     def take_seen(self) -> list[Seen]:
         """Return what was seen since the last call; `announce` must follow for each."""
         seen, self._seen = self._seen, []
@@ -157,6 +170,10 @@ class WatchingLender:
     def announce(self, seen: Iterable[Seen]) -> None:
         """Announce blocks whose fingerprints are known; those of loans that have ended were let go."""
         for loan, blocks in seen:
+            if loan is None:
+                self._early.remove(blocks)
+                self._pool.release(blocks)
+                continue
             if loan.machine.done:
                 continue
             self._perform(loan, loan.machine.handle(Computed(blocks)))

@@ -483,15 +483,17 @@ class SchedulerHalf:
 
     def _name(self, tracked: Tracked, num_tokens: int) -> None:
         assert tracked.names is not None
-        tracked.num_named = self.kv.name_filled(tracked.names, num_tokens, tracked.num_named)
+        tracked.num_named, new = self.kv.name_filled(tracked.names, num_tokens, tracked.num_named)
+        if (tracked.request.kv_transfer_params or {}).get("do_remote_decode"):
+            self.loans.lender.fingerprint_early(new)
 
     def _look(self) -> None:
         """Hold what loans want of the blocks that were named; the thread of loans announces it."""
         lender = self.loans.lender
         if lender.is_watching:
             lender.look()
-            if lender.has_seen:
-                self._wake()
+        if lender.has_seen:
+            self._wake()
 
     def _num_waiting(self) -> int:
         return len(self._waiting) + len(self._prefilling)
