@@ -1,0 +1,165 @@
+"""Flips of one bit of a KV block on demand, in the process that holds the KV memory of a vLLM engine.
+
+The program serves one order a connection at the Unix socket that TANDEM_DAMAGE names: `mark` remembers the blocks,
+`flip` changes the block with the most changes since then, and `arm` does so with the next block that arrives.
+"""
+
+import json
+import os
+import socketserver
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+
+class Damage:
+    """KV memory of this process, as the connector was given it."""
+
+    def __init__(self) -> None:
+        self._cache: Any = None
+        self._block_dimension = 0
+        self._before: Any = None
+        self.armed = False
+        self.struck: int | None = None
+        """Block of the last flip; None since the last mark."""
+
+    def offer(self, caches: dict[str, Any], num_blocks: int) -> None:
+        """Take the first layer's cache."""
+        self._cache = next(iter(caches.values()))
+        self._block_dimension = list(self._cache.shape).index(num_blocks)
+
+    def mark(self) -> None:
+        self._before, self.armed, self.struck = self._cache.clone(), False, None
+
+    def flip_changed(self) -> None:
+        """Flip a bit of the last of the blocks with the most changed values: a full one, since tails have fewer."""
+        changed = (self._cache.contiguous().view(self._bits) != self._before.contiguous().view(self._bits)).movedim(
+            self._block_dimension, 0
+        )
+        counts = changed.flatten(1).sum(1).tolist()
+        counts[0] = 0  # the null block, which belongs to no request
+        if most := max(counts):
+            self.flip(max(block for block, count in enumerate(counts) if count == most))
+
+    def flip(self, block: int) -> None:
+        """Flip the highest bit of the exponent of the value in the block's middle."""
+        part = self._cache.select(self._block_dimension, block)
+        value = part[tuple(size // 2 for size in part.shape)].view(self._bits)
+        value.bitwise_xor_(1 << 8 * value.element_size() - 2)
+        self.armed, self.struck = False, block
+
+    @property
+    def _bits(self) -> Any:
+        import torch
+
+        return {2: torch.int16, 4: torch.int32}[self._cache.element_size()]
+
+
+damage = Damage()
+
+
+class Order(socketserver.StreamRequestHandler):
+    """Order of the benchmark."""
+
+    def handle(self) -> None:
+        match self.rfile.readline().decode().strip():
+            case "mark":
+                damage.mark()
+            case "flip":
+                damage.flip_changed()
+            case "arm":
+                damage.mark()
+                damage.armed = True
+        self.wfile.write(json.dumps({"struck": damage.struck}).encode())
+
+
+def serve() -> None:
+    """Serve orders, at the socket of an earlier process that was killed."""
+    path = os.environ["TANDEM_DAMAGE"]
+    if os.path.exists(path):
+        os.unlink(path)
+    server = socketserver.UnixStreamServer(path, Order)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+
+def watch_connectors(module: Any) -> None:
+    """Take the KV memory of every worker's connector, and look at what it has received."""
+    original = module.KVConnectorFactory.create_connector.__func__
+
+    def create(cls: Any, config: Any, role: Any, kv_cache_config: Any) -> Any:
+        connector = original(cls, config, role, kv_cache_config)
+        if role.name != "WORKER":
+            return connector
+        register, get_finished = connector.register_kv_caches, connector.get_finished
+
+        def register_kv_caches(caches: dict[str, Any]) -> None:
+            damage.offer(caches, kv_cache_config.num_blocks)
+            serve()
+            register(caches)
+
+        def finished(request_ids: set[str]) -> Any:
+            sent, received = get_finished(request_ids)
+            if received and damage.armed:
+                damage.flip_changed()
+            return sent, received
+
+        connector.register_kv_caches, connector.get_finished = register_kv_caches, finished
+        return connector
+
+    module.KVConnectorFactory.create_connector = classmethod(create)
+
+
+class ArrivingDamage:
+    """What `LocalRank` takes for a drill's corruption: a flip before the arrived blocks are verified."""
+
+    @property
+    def active(self) -> bool:
+        return damage.armed
+
+    def strike(self, blocks: Sequence[int]) -> None:
+        if damage.armed:
+            damage.flip(blocks[0])
+
+
+def strike_arrivals(module: Any) -> None:
+    """Let Tandem's borrowers verify blocks after the flip, as if it had happened on the way."""
+    original = module.LocalRank.__init__
+
+    def create(self: Any, *given: Any, **named: Any) -> None:
+        original(self, *given, **named)
+        self.corruption = ArrivingDamage()
+
+    module.LocalRank.__init__ = create
+
+
+AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "vllm.distributed.kv_transfer.kv_connector.factory": watch_connectors,
+    "loans.reads.block_reads": strike_arrivals,
+}
+
+
+class Changes(MetaPathFinder):
+    """Finder that makes the changes when their modules have been imported."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in AFTER:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        original = spec.loader.exec_module
+
+        def execute(module: ModuleType) -> None:
+            original(module)
+            AFTER[name](module)
+
+        spec.loader.exec_module = execute  # type: ignore[method-assign]
+        return spec
+
+
+if "TANDEM_DAMAGE" in os.environ:
+    sys.meta_path.insert(0, Changes())
