@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import importlib.util
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.compare_kv.cases import CASES, Outcome, Truth, figures_of, row_of, run_case
+from bench.compare_kv.cases import CASES, Outcome, Truth, figures_of, random_prompt, row_of, run_case
 from bench.compare_kv.sides import (
     HANG_S,
     HTTP_PORT,
@@ -39,8 +40,16 @@ from tandem.storyteller import STORYTELLER
 NAME = "compare-kv"
 DEFAULT_SIDES = ("nixl", "tandem", WORKERS)
 OURS = ("tandem", WORKERS)
+MARGIN = 0.01
+"""Lead in log probability; float32 sums in another order differ by less than 0.0001."""
 Outcomes = dict[str, dict[str, list[Outcome]]]
 """Outcomes by side and case."""
+
+
+def is_decided(top: Sequence[Mapping[str, float]]) -> bool:
+    """Return whether at every token the best one leads by MARGIN: sums in another order must not change the choice."""
+    ordered = [sorted(each.values(), reverse=True) for each in top]
+    return all(len(values) > 1 and values[0] - values[1] > MARGIN for values in ordered)
 
 
 @asynccontextmanager
@@ -51,12 +60,15 @@ async def one_server(scratch: Path, core: int) -> AsyncIterator[Truth]:
     )
     async with server:
 
-        async def truth(prompt: Sequence[int]) -> str:
-            for _ in range(2):
-                answer = await ask(server.url, prompt, OUTPUT_TOKENS)
-                if answer.status != "200":
-                    raise RuntimeError(f"the server of the right tokens answers {answer.status}: {answer.text}")
-            return answer.text
+        async def truth(rng: random.Random) -> tuple[list[int], Sequence[int]]:
+            while True:
+                prompt = random_prompt(rng)
+                for _ in range(2):
+                    answer = await ask(server.url, prompt, OUTPUT_TOKENS, logprobs=2)
+                    if answer.status != "200":
+                        raise RuntimeError(f"the server of the right tokens answers {answer.status}: {answer.error}")
+                if is_decided(answer.body["choices"][0]["logprobs"]["top_logprobs"]):
+                    return prompt, answer.tokens
 
         yield truth
 

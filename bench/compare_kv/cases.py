@@ -17,6 +17,10 @@ FREE_WITHIN_S = 15.0
 """Seconds after a case until nothing may be held: more than the lease with its longest extension."""
 
 
+def random_prompt(rng: random.Random, num_tokens: int = PROMPT_TOKENS) -> list[int]:
+    return rng.choices(range(3, 2048), k=num_tokens)
+
+
 @dataclass(slots=True)
 class Trial:
     """One run of a case on one side."""
@@ -27,13 +31,10 @@ class Trial:
     """Moment of a fault in mid-transfer; 0 for faults before the request."""
     notes: dict[str, Any] = field(default_factory=dict)
 
-    def prompt(self) -> list[int]:
-        return self.rng.choices(range(3, 2048), k=PROMPT_TOKENS)
-
     async def flood(self) -> None:
         """Have both compute so much else that no block keeps what it had."""
         for _ in range(FLOOD_PROMPTS):
-            await self.side.compute(self.rng.choices(range(3, 2048), k=FLOOD_TOKENS))
+            await self.side.compute(random_prompt(self.rng, FLOOD_TOKENS))
 
     async def interrupted(self, prompt: list[int], fault: Callable[[], Awaitable[object]]) -> Answer:
         """Run the second phase over a slow link, and cause the fault when the transfer has begun."""
@@ -65,6 +66,8 @@ class Outcome:
     """Whether the next prompt, undisturbed, has an answer of equal tokens, ended servers having been started again."""
     held: Mapping[str, float | str]
     """What each node still holds after FREE_WITHIN_S, or why it cannot tell; empty when all is free."""
+    free_s: float
+    """Seconds after the next request until nothing was held."""
     notes: Mapping[str, Any]
 
     @property
@@ -97,7 +100,7 @@ class Case:
 
 def mutated(mutate: Mutate) -> Disturb:
     async def disturb(trial: Trial, prompt: list[int]) -> Answer:
-        other = await trial.side.prefill(trial.prompt())
+        other = await trial.side.prefill(random_prompt(trial.rng))
         return await trial.side.decode(prompt, mutate(await trial.side.prefill(prompt), other))
 
     return disturb
@@ -109,7 +112,7 @@ def beyond(blocks: Any) -> Any:
 
 
 async def used_twice(trial: Trial, prompt: list[int]) -> Answer:
-    other = trial.prompt()
+    other = random_prompt(trial.rng)
     reference = await trial.side.prefill(other)
     await trial.side.decode(other, dict(reference))
     return await trial.side.decode(prompt, reference)
@@ -157,25 +160,22 @@ async def restarted(trial: Trial, prompt: list[int]) -> Answer:
 
 
 async def flipped_there(trial: Trial, prompt: list[int]) -> Answer:
-    """Flip the bit between the phases; where there is one phase only, in mid-transfer."""
-    lender = trial.side.lender
-    await lender.damage("mark")
-    if trial.side.one_phase:
-
-        async def flip() -> None:
-            trial.notes["struck"] = await lender.damage("flip")
-
-        return await trial.interrupted(prompt, flip)
-    reference = await trial.side.prefill(prompt)
-    trial.notes["struck"] = await lender.damage("flip")
-    return await trial.side.decode(prompt, reference)
+    """Flip a bit of what the lender has computed and the borrower does not have yet."""
+    side = trial.side
+    await side.lender.damage("mark")
+    reference = await side.prefill(prompt)
+    if side.one_phase:
+        await side.decode(prompt, reference)
+        await side.restart(side.borrower)
+    trial.notes["struck"] = await side.lender.damage(f"flip {trial.rng.random()}")
+    return await side.decode(prompt, reference)
 
 
 async def flipped_on_arrival(trial: Trial, prompt: list[int]) -> Answer:
     reference = await trial.side.prefill(prompt)
-    await trial.side.borrower.damage("arm")
+    await trial.side.borrower.damage(f"arm {trial.rng.random()}")
     answer = await trial.side.decode(prompt, reference)
-    trial.notes["struck"] = await trial.side.borrower.damage("mark")
+    trial.notes["struck"] = await trial.side.borrower.damage("tell")
     return answer
 
 
@@ -232,39 +232,41 @@ CASES: Mapping[str, Case] = {
 }
 
 
-Truth = Callable[[Sequence[int]], Awaitable[str]]
-"""Function that returns the tokens of a prompt on one server, as text."""
+Truth = Callable[[random.Random], Awaitable[tuple[list[int], Sequence[int]]]]
+"""Function that draws a prompt, and returns it with its tokens on one server."""
 
 
 async def run_case(case: Case, side: Side, seed: str, truth: Truth) -> Outcome:
     """Run a case once, and bring the side back to a state in which it serves."""
     trial = Trial(side, random.Random(seed))
-    prompt, after = trial.prompt(), trial.prompt()
-    expected, expected_after = await truth(prompt), await truth(after)
+    prompt, expected = await truth(trial.rng)
+    after, expected_after = await truth(trial.rng)
     answer = await case.disturb(trial, prompt)
     side.lender.throttle(False)
     await side.restart_ended()
     undisturbed_answer = await _after(side, after)
-    serves = undisturbed_answer.status == "200" and undisturbed_answer.text == expected_after
+    serves = undisturbed_answer.status == "200" and undisturbed_answer.tokens == expected_after
     if not serves:
-        trial.notes["afterwards"] = f"{undisturbed_answer.status}: {undisturbed_answer.text[:200]}"
+        trial.notes["afterwards"] = f"{undisturbed_answer.status}: {undisturbed_answer.error[:200]}"
     if answer.status != "200":
-        trial.notes["said"] = answer.text[:200]
-    if "tandem" in answer.transfer:
-        trial.notes["receipt"] = answer.transfer["tandem"]
+        trial.notes["said"] = answer.error[:200]
+    if receipt := side.receipt_of(answer):
+        trial.notes["receipt"] = receipt
+    waited_from = time.monotonic()
     held = await _held(side)
+    free_s = time.monotonic() - waited_from
     if not serves or held:
         for node in (side.lender, side.borrower):
             await side.restart(node)
     seconds = answer.ended_at - max(answer.sent_at, trial.fault_at)
-    return Outcome(answer.status, answer.text == expected, seconds, serves, held, trial.notes)
+    return Outcome(answer.status, answer.tokens == expected, seconds, serves, held, free_s, trial.notes)
 
 
 async def _after(side: Side, prompt: list[int]) -> Answer:
     try:
         return await side.decode(prompt, await side.prefill(prompt))
     except RuntimeError as error:
-        return Answer("prefill", str(error))
+        return Answer("prefill", (), str(error))
 
 
 async def _held(side: Side) -> dict[str, float | str]:
@@ -298,6 +300,8 @@ class Row:
     """Trials after which an undisturbed request failed."""
     held: int
     """Trials after which something was still held."""
+    free_s: float
+    """Longest time until nothing was held."""
 
     def text(self) -> str:
         """Return the row's cell of the table."""
@@ -306,7 +310,7 @@ class Row:
         said += [f"hung {self.hung}"] if self.hung else []
         said += [f"broken {self.broken}"] if self.broken else []
         said += [f"held {self.held}"] if self.held else []
-        return ", ".join([*said, f"{self.slowest_s:.1f} s"])
+        return ", ".join([*said, f"{self.slowest_s:.1f} s, free {self.free_s:.1f} s"])
 
 
 def row_of(case: Case, outcomes: Sequence[Outcome]) -> Row:
@@ -324,6 +328,7 @@ def row_of(case: Case, outcomes: Sequence[Outcome]) -> Row:
         slowest_s=max((outcome.seconds for outcome in outcomes), default=0.0),
         broken=sum(not outcome.serves for outcome in outcomes),
         held=sum(bool(outcome.held) for outcome in outcomes),
+        free_s=max((outcome.free_s for outcome in outcomes), default=0.0),
     )
 
 

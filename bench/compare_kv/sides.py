@@ -40,6 +40,7 @@ ASK_S = 14.0
 LINK_RATE = "8mbit"
 """Rate of the lender's link while a transfer is to be interrupted: 20 blocks take four seconds."""
 BEGUN_BYTES = 300_000
+KEPT_OF_RECEIPT = ("moved_blocks", "computed_blocks", "reused_blocks", "mismatched_blocks", "loan_failure")
 HTTP_PORT, SIDE_PORT, LOAN_PORT, GRPC_PORT = 8000, 5600, 7700, 7600
 
 
@@ -49,32 +50,33 @@ class Answer:
 
     status: str
     """HTTP status, or `closed` where the connection ended without one, or `none` where nothing came."""
-    text: str = ""
+    tokens: Sequence[int] = ()
+    error: str = ""
     sent_at: float = 0.0
     ended_at: float = 0.0
     """Time by the monotonic clock."""
-    transfer: dict[str, Any] = field(default_factory=dict)
-    """Transfer parameters of the answer."""
+    body: dict[str, Any] = field(default_factory=dict)
 
 
 async def ask(url: str, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Answer:
     """Send a greedy request, and tell what came of it."""
     body = {"model": "m", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True} | fields
     sent_at = time.monotonic()
     try:
         # as a client would that closes its connection when it gives up
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_S)) as session,
-            session.post(f"{url}/v1/completions", json=body | fields) as reply,
+            session.post(f"{url}/v1/completions", json=body) as reply,
         ):
             read = await reply.json()
-            text = read["choices"][0]["text"] if reply.status == 200 else json.dumps(read)
-            kept = read.get("kv_transfer_params") or {}
-            return Answer(str(reply.status), text, sent_at, time.monotonic(), kept)
+            if reply.status != 200:
+                return Answer(str(reply.status), (), json.dumps(read), sent_at, time.monotonic())
+            return Answer("200", read["choices"][0]["token_ids"], "", sent_at, time.monotonic(), read)
     except TimeoutError:
-        return Answer("none", "", sent_at, time.monotonic())
+        return Answer("none", (), "", sent_at, time.monotonic())
     except (aiohttp.ClientError, ConnectionError) as error:
-        return Answer("closed", f"{type(error).__name__}: {error}", sent_at, time.monotonic())
+        return Answer("closed", (), f"{type(error).__name__}: {error}", sent_at, time.monotonic())
 
 
 class Node(ABC):
@@ -200,7 +202,7 @@ class ServerNode(Node):
         # the gauge is of the last step, so there must be one after the release
         answer = await ask(self.url, [5, 6, 7], 1)
         if answer.status != "200":
-            raise RuntimeError(f"{self.name} answers {answer.status}: {answer.text}")
+            raise RuntimeError(f"{self.name} answers {answer.status}: {answer.error}")
         async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as reply:
             families = text_string_to_metric_families(await reply.text())
         (usage,) = [
@@ -232,6 +234,7 @@ class WorkerNode(Node):
                 "dtype": "float32",
                 "block_tokens": BLOCK,
                 "kv_memory_mib": KV_MIB,
+                "max_prefill_tokens": CONTEXT,  # as `vllm serve` does here: chunks change sums in their last bits
                 "drain_s": 0.0,
             }
         )
@@ -279,6 +282,10 @@ class Side(ABC):
     async def compute(self, prompt: Sequence[int]) -> None:
         """Have both compute a prompt for its own sake."""
 
+    @abstractmethod
+    def receipt_of(self, answer: Answer) -> dict[str, Any]:
+        """Return where an answer's blocks came from, as far as the side tells."""
+
     async def restart_ended(self) -> None:
         """Start the servers whose processes have ended."""
         for node in (self.lender, self.borrower):
@@ -299,17 +306,20 @@ class PairSide(Side):
     async def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
         answer = await ask(self.lender.url, prompt, 1, kv_transfer_params=ASK_PREFILL)
         if answer.status != "200":
-            raise RuntimeError(f"prefill answers {answer.status}: {answer.text}")
-        return answer.transfer
+            raise RuntimeError(f"prefill answers {answer.status}: {answer.error}")
+        return dict(answer.body["kv_transfer_params"])
 
     async def decode(self, prompt: Sequence[int], reference: Mapping[str, Any]) -> Answer:
         return await ask(self.borrower.url, prompt, OUTPUT_TOKENS, kv_transfer_params=reference)
+
+    def receipt_of(self, answer: Answer) -> dict[str, Any]:
+        return (answer.body.get("kv_transfer_params") or {}).get("tandem", {})
 
     async def compute(self, prompt: Sequence[int]) -> None:
         for node in (self.lender, self.borrower):
             answer = await ask(node.url, prompt, 1)
             if answer.status != "200":
-                raise RuntimeError(f"{node.name} answers {answer.status}: {answer.text}")
+                raise RuntimeError(f"{node.name} answers {answer.status}: {answer.error}")
 
 
 @dataclass
@@ -328,12 +338,16 @@ class WorkersSide(Side):
         return asked | where | {"remote_engine_id": "prefill_worker", "remote_request_id": "cmpl-1"}
 
     async def decode(self, prompt: Sequence[int], reference: Mapping[str, Any]) -> Answer:
-        return await ask(self.url, prompt, OUTPUT_TOKENS, kv_transfer_params=reference)
+        return await ask(self.url, prompt, OUTPUT_TOKENS, kv_transfer_params=reference, receipt=True)
+
+    def receipt_of(self, answer: Answer) -> dict[str, Any]:
+        kv = answer.body.get("tandem", {}).get("kv", {})
+        return {name: value for name, value in kv.items() if value and name in KEPT_OF_RECEIPT}
 
     async def compute(self, prompt: Sequence[int]) -> None:
         answer = await ask(self.url, prompt, 1)
         if answer.status != "200":
-            raise RuntimeError(f"the router answers {answer.status}: {answer.text}")
+            raise RuntimeError(f"the router answers {answer.status}: {answer.error}")
 
     async def restart(self, node: Node) -> None:
         await super().restart(node)

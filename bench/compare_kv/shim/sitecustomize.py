@@ -1,11 +1,13 @@
 """Flips of one bit of a KV block on demand, in the process that holds the KV memory of a vLLM engine.
 
 The program serves one order a connection at the Unix socket that TANDEM_DAMAGE names: `mark` remembers the blocks,
-`flip` changes the block with the most changes since then, and `arm` does so with the next block that arrives.
+`flip SEED` changes a full block that was written since then, `arm SEED` does so with one that arrives, and `tell` tells
+which block was changed. The seed chooses the value in the block.
 """
 
 import json
 import os
+import random
 import socketserver
 import sys
 import threading
@@ -20,35 +22,35 @@ class Damage:
     """KV memory of this process, as the connector was given it."""
 
     def __init__(self) -> None:
-        self._cache: Any = None
+        self._layers: list[Any] = []
         self._block_dimension = 0
         self._before: Any = None
+        self.seed = ""
         self.armed = False
         self.struck: int | None = None
         """Block of the last flip; None since the last mark."""
 
     def offer(self, caches: dict[str, Any], num_blocks: int) -> None:
-        """Take the first layer's cache."""
-        self._cache = next(iter(caches.values()))
-        self._block_dimension = list(self._cache.shape).index(num_blocks)
+        """Take the layers' caches, all of one shape."""
+        self._layers = list(caches.values())
+        self._block_dimension = list(self._layers[0].shape).index(num_blocks)
 
     def mark(self) -> None:
-        self._before, self.armed, self.struck = self._cache.clone(), False, None
+        self._before, self.armed, self.struck = self._layers[0].clone(), False, None
 
     def flip_changed(self) -> None:
         """Flip a bit of the last of the blocks with the most changed values: a full one, since tails have fewer."""
-        changed = (self._cache.contiguous().view(self._bits) != self._before.contiguous().view(self._bits)).movedim(
-            self._block_dimension, 0
-        )
-        counts = changed.flatten(1).sum(1).tolist()
+        now, before = (each.contiguous().view(self._bits) for each in (self._layers[0], self._before))
+        counts = (now != before).movedim(self._block_dimension, 0).flatten(1).sum(1).tolist()
         counts[0] = 0  # the null block, which belongs to no request
         if most := max(counts):
             self.flip(max(block for block, count in enumerate(counts) if count == most))
 
     def flip(self, block: int) -> None:
-        """Flip the highest bit of the exponent of the value in the block's middle."""
-        part = self._cache.select(self._block_dimension, block)
-        value = part[tuple(size // 2 for size in part.shape)].view(self._bits)
+        """Flip the highest bit of the exponent of any value in the block."""
+        chosen = random.Random(self.seed)
+        part = chosen.choice(self._layers).select(self._block_dimension, block)
+        value = part[tuple(chosen.randrange(size) for size in part.shape)].view(self._bits)
         value.bitwise_xor_(1 << 8 * value.element_size() - 2)
         self.armed, self.struck = False, block
 
@@ -56,7 +58,7 @@ class Damage:
     def _bits(self) -> Any:
         import torch
 
-        return {2: torch.int16, 4: torch.int32}[self._cache.element_size()]
+        return {2: torch.int16, 4: torch.int32}[self._layers[0].element_size()]
 
 
 damage = Damage()
@@ -66,14 +68,15 @@ class Order(socketserver.StreamRequestHandler):
     """Order of the benchmark."""
 
     def handle(self) -> None:
-        match self.rfile.readline().decode().strip():
-            case "mark":
+        match self.rfile.readline().decode().split(maxsplit=1):
+            case ["mark"]:
                 damage.mark()
-            case "flip":
+            case ["flip", seed]:
+                damage.seed = seed
                 damage.flip_changed()
-            case "arm":
+            case ["arm", seed]:
                 damage.mark()
-                damage.armed = True
+                damage.seed, damage.armed = seed, True
         self.wfile.write(json.dumps({"struck": damage.struck}).encode())
 
 
