@@ -7,12 +7,10 @@ import argparse
 import asyncio
 import importlib.util
 import os
-import random
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -20,57 +18,24 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.compare_kv.cases import CASES, Outcome, Truth, figures_of, random_prompt, row_of, run_case
+from bench.compare_kv.cases import CASES, Outcome, figures_of, row_of, run_case
 from bench.compare_kv.sides import (
     HANG_S,
-    HTTP_PORT,
-    OUTPUT_TOKENS,
-    SERVER_OPTIONS,
     TITLES,
     VLLM,
     WORKERS,
-    ask,
+    Truth,
+    one_server,
     opened,
 )
 from bench.support.report import Bar, Parts, conclude, save
-from bench.support.vllm_server import VllmServer
 from support.namespaces import missing
-from tandem.storyteller import STORYTELLER
 
 NAME = "compare-kv"
 DEFAULT_SIDES = ("nixl", "tandem", WORKERS)
 OURS = ("tandem", WORKERS)
-MARGIN = 0.01
-"""Lead in log probability; float32 sums in another order differ by less than 0.0001."""
 Outcomes = dict[str, dict[str, list[Outcome]]]
 """Outcomes by side and case."""
-
-
-def is_decided(top: Sequence[Mapping[str, float]]) -> bool:
-    """Return whether at every token the best one leads by MARGIN: sums in another order must not change the choice."""
-    ordered = [sorted(each.values(), reverse=True) for each in top]
-    return all(len(values) > 1 and values[0] - values[1] > MARGIN for values in ordered)
-
-
-@asynccontextmanager
-async def one_server(scratch: Path, core: int) -> AsyncIterator[Truth]:
-    """Serve by one `vllm serve`, whose second answer to a prompt has its prefix cached, as a borrower has it."""
-    server = VllmServer(
-        VLLM, STORYTELLER, [core], scratch, "--enable-prefix-caching", *SERVER_OPTIONS, port=HTTP_PORT + 951
-    )
-    async with server:
-
-        async def truth(rng: random.Random) -> tuple[list[int], Sequence[int]]:
-            while True:
-                prompt = random_prompt(rng)
-                for _ in range(2):
-                    answer = await ask(server.url, prompt, OUTPUT_TOKENS, logprobs=2)
-                    if answer.status != "200":
-                        raise RuntimeError(f"the server of the right tokens answers {answer.status}: {answer.error}")
-                if is_decided(answer.body["choices"][0]["logprobs"]["top_logprobs"]):
-                    return prompt, answer.tokens
-
-        yield truth
 
 
 async def measure(

@@ -1,24 +1,33 @@
 """Cases of the public reports, each a coroutine that disturbs one request, and the judgement of its end."""
 
 import asyncio
+import os
 import random
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from bench.compare_kv.sides import BEGUN_BYTES, BLOCK, HANG_S, LEASE_S, POOL_BLOCKS, Answer, Side
+from bench.compare_kv.sides import (
+    BEGUN_BYTES,
+    BLOCK,
+    HANG_S,
+    LEASE_S,
+    POOL_BLOCKS,
+    Answer,
+    Side,
+    Truth,
+    one_server,
+    opened,
+    random_prompt,
+)
 
-PROMPT_TOKENS = 20 * BLOCK + 1
 FLOOD_TOKENS, FLOOD_PROMPTS = 28 * BLOCK, 5
 """Prompts that fill the pool one and a half times."""
 FREE_WITHIN_S = 15.0
 """Seconds after a case until nothing may be held: more than the lease with its longest extension."""
-
-
-def random_prompt(rng: random.Random, num_tokens: int = PROMPT_TOKENS) -> list[int]:
-    return rng.choices(range(3, 2048), k=num_tokens)
 
 
 @dataclass(slots=True)
@@ -232,10 +241,6 @@ CASES: Mapping[str, Case] = {
 }
 
 
-Truth = Callable[[random.Random], Awaitable[tuple[list[int], Sequence[int]]]]
-"""Function that draws a prompt, and returns it with its tokens on one server."""
-
-
 async def run_case(case: Case, side: Side, seed: str, truth: Truth) -> Outcome:
     """Run a case once, and bring the side back to a state in which it serves."""
     trial = Trial(side, random.Random(seed))
@@ -336,3 +341,10 @@ def figures_of(case: Case, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return a case's figures, for the JSON."""
     row = row_of(case, outcomes)
     return asdict(row) | {"title": case.title, "outcomes": [asdict(outcome) for outcome in outcomes]}
+
+
+async def run_once(name: str, side: str, seed: str, scratch: Path) -> Outcome:
+    """Start a side and the server of the right tokens, and run one case once."""
+    cores = sorted(os.sched_getaffinity(0))
+    async with one_server(scratch / "one", cores[0]) as truth, opened(side, scratch, cores) as serving:
+        return await run_case(CASES[name], serving, seed, truth)

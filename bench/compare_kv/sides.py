@@ -3,10 +3,11 @@
 import asyncio
 import json
 import os
+import random
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,12 +35,15 @@ KV_MIB = 18
 OUTPUT_TOKENS = 16
 LEASE_S = 6
 """Seconds for which NixlConnector keeps what nobody fetches; 30 by default, which would only make the trials longer."""
+PROMPT_TOKENS = 20 * BLOCK + 1
 HANG_S = 10.0
 ASK_S = 14.0
 """Seconds until the client gives up: some more than a hang, since the fault may strike after the request was sent."""
 LINK_RATE = "8mbit"
 """Rate of the lender's link while a transfer is to be interrupted: 20 blocks take four seconds."""
 BEGUN_BYTES = 300_000
+MARGIN = 0.01
+"""Lead in log probability; float32 sums in another order differ by less than 0.0001."""
 KEPT_OF_RECEIPT = ("moved_blocks", "computed_blocks", "reused_blocks", "mismatched_blocks", "loan_failure")
 HTTP_PORT, SIDE_PORT, LOAN_PORT, GRPC_PORT = 8000, 5600, 7700, 7600
 
@@ -77,6 +81,41 @@ async def ask(url: str, prompt: Sequence[int], max_tokens: int, **fields: Any) -
         return Answer("none", (), "", sent_at, time.monotonic())
     except (aiohttp.ClientError, ConnectionError) as error:
         return Answer("closed", (), f"{type(error).__name__}: {error}", sent_at, time.monotonic())
+
+
+def random_prompt(rng: random.Random, num_tokens: int = PROMPT_TOKENS) -> list[int]:
+    return rng.choices(range(3, 2048), k=num_tokens)
+
+
+Truth = Callable[[random.Random], Awaitable[tuple[list[int], Sequence[int]]]]
+"""Function that draws a prompt, and returns it with its tokens on one server."""
+
+
+def is_decided(top: Sequence[Mapping[str, float]]) -> bool:
+    """Return whether at every token the best one leads by MARGIN: sums in another order must not change the choice."""
+    ordered = [sorted(each.values(), reverse=True) for each in top]
+    return all(len(values) > 1 and values[0] - values[1] > MARGIN for values in ordered)
+
+
+@asynccontextmanager
+async def one_server(scratch: Path, core: int) -> AsyncIterator[Truth]:
+    """Serve by one `vllm serve`, whose second answer to a prompt has its prefix cached, as a borrower has it."""
+    server = VllmServer(
+        VLLM, STORYTELLER, [core], scratch, "--enable-prefix-caching", *SERVER_OPTIONS, port=HTTP_PORT + 951
+    )
+    async with server:
+
+        async def truth(rng: random.Random) -> tuple[list[int], Sequence[int]]:
+            while True:
+                prompt = random_prompt(rng)
+                for _ in range(2):
+                    answer = await ask(server.url, prompt, OUTPUT_TOKENS, logprobs=2)
+                    if answer.status != "200":
+                        raise RuntimeError(f"the server of the right tokens answers {answer.status}: {answer.error}")
+                if is_decided(answer.body["choices"][0]["logprobs"]["top_logprobs"]):
+                    return prompt, answer.tokens
+
+        yield truth
 
 
 class Node(ABC):
