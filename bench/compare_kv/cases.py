@@ -66,7 +66,7 @@ class Outcome:
     """End of one trial."""
 
     status: str
-    """HTTP status, `closed` or `none`."""
+    """HTTP status, `closed`, `none`, or `prepared` where a request before the measured one failed."""
     equal: bool
     """Whether the tokens are those of the same prompt on one server; only with status 200."""
     seconds: float
@@ -221,11 +221,11 @@ CASES: Mapping[str, Case] = {
     ),
     "out-of-range": Case(
         "block ids out of range",
-        mutated(lambda right, _: right | {"remote_block_ids": beyond(right["remote_block_ids"])}),
+        mutated(lambda right, _: right | {"remote_block_ids": beyond(right.get("remote_block_ids") or [[0]])}),
     ),
     "other-blocks": Case(
         "another prompt's blocks",
-        mutated(lambda right, other: right | {"remote_block_ids": other["remote_block_ids"]}),
+        mutated(lambda right, other: right | {"remote_block_ids": other.get("remote_block_ids")}),
     ),
     "used-twice": Case("reference used twice, with another prompt", used_twice),
     "stale": Case("reference used twice, after the lender reused its blocks", stale),
@@ -246,7 +246,10 @@ async def run_case(case: Case, side: Side, seed: str, truth: Truth) -> Outcome:
     trial = Trial(side, random.Random(seed))
     prompt, expected = await truth(trial.rng)
     after, expected_after = await truth(trial.rng)
-    answer = await case.disturb(trial, prompt)
+    try:
+        answer = await case.disturb(trial, prompt)
+    except RuntimeError as error:  # a request of its preparation failed
+        answer = Answer("prepared", (), str(error))
     side.lender.throttle(False)
     await side.restart_ended()
     undisturbed_answer = await _after(side, after)

@@ -196,9 +196,9 @@ class ServerNode(Node):
     """`vllm serve` with a connector."""
 
     def __init__(
-        self, name: str, namespace: Namespace, core: int, scratch: Path, transfer: Mapping[str, Any], links: Path
+        self, name: str, namespace: Namespace, core: int, scratch: Path, transfer: Mapping[str, Any], *modules: Path
     ) -> None:
-        super().__init__(name, namespace, scratch, links)
+        super().__init__(name, namespace, scratch, *modules)
         ip = namespace.ip
         filled = json.dumps(transfer).replace("HOST", ip)
         variables = {
@@ -344,15 +344,15 @@ class PairSide(Side):
 
     async def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
         answer = await ask(self.lender.url, prompt, 1, kv_transfer_params=ASK_PREFILL)
-        if answer.status != "200":
-            raise RuntimeError(f"prefill answers {answer.status}: {answer.error}")
-        return dict(answer.body["kv_transfer_params"])
+        if answer.status != "200" or not (reference := answer.body.get("kv_transfer_params")):
+            raise RuntimeError(f"prefill answers {answer.status}, without a reference: {answer.error}")
+        return dict(reference)
 
     async def decode(self, prompt: Sequence[int], reference: Mapping[str, Any]) -> Answer:
         return await ask(self.borrower.url, prompt, OUTPUT_TOKENS, kv_transfer_params=reference)
 
     def receipt_of(self, answer: Answer) -> dict[str, Any]:
-        return (answer.body.get("kv_transfer_params") or {}).get("tandem", {})
+        return dict((answer.body.get("kv_transfer_params") or {}).get("tandem", {}))
 
     async def compute(self, prompt: Sequence[int]) -> None:
         for node in (self.lender, self.borrower):
@@ -396,8 +396,10 @@ class WorkersSide(Side):
         await await_members(self.router.joined_at, None, 1, 1, 120)
 
 
-SERVER_OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8", "--block-size", str(BLOCK))
-SERVER_OPTIONS += ("--max-model-len", str(CONTEXT), "--num-gpu-blocks-override", str(POOL_BLOCKS))
+SERVER_OPTIONS = (
+    *("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8", "--block-size", str(BLOCK)),
+    *("--max-model-len", str(CONTEXT), "--num-gpu-blocks-override", str(POOL_BLOCKS)),
+)
 NIXL = TRANSFER | {"kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": LEASE_S}}
 TANDEM = {
     "kv_connector": "TandemConnector",
@@ -443,18 +445,18 @@ async def opened(name: str, scratch: Path, cores: Sequence[int]) -> AsyncIterato
                     WorkerNode(module, space, core, folder / module, router.joined_at)
                     for module, space, core in zip(("prefill_worker", "decode_worker"), spaces, own_cores, strict=True)
                 ]
-                side = WorkersSide(*nodes, url=f"http://{router.http_address}", router=router)
+                side = WorkersSide(nodes[0], nodes[1], f"http://{router.http_address}", router)
             else:
                 folder.mkdir(parents=True)
                 secret = folder / "secret"
                 secret.write_text(os.urandom(24).hex())
                 transfer = json.loads(json.dumps(PAIRS[name]).replace("SECRET", str(secret)))
-                links = offer_nixl(VLLM, scratch)
+                modules = () if name == "tandem" else (offer_nixl(VLLM, scratch),)
                 nodes = [
-                    ServerNode(role, space, core, folder / role, transfer, links)
+                    ServerNode(role, space, core, folder / role, transfer, *modules)
                     for role, space, core in zip(("lender", "borrower"), spaces, own_cores, strict=True)
                 ]
-                side = PairSide(*nodes)
+                side = PairSide(nodes[0], nodes[1])
             async with asyncio.TaskGroup() as starts:
                 for node in nodes:
                     starts.create_task(_start(node, stack))
