@@ -115,6 +115,11 @@ def mutated(mutate: Mutate) -> Disturb:
     return disturb
 
 
+def of_nobody(name: str) -> str:
+    """Return a name of the same form that nobody has."""
+    return name.translate(str.maketrans("123456789", "234567891"))
+
+
 def beyond(blocks: Any) -> Any:
     """Return block ids that no pool of this size has."""
     return [beyond(each) for each in blocks] if isinstance(blocks, Sequence) else blocks + 10 * POOL_BLOCKS
@@ -214,10 +219,12 @@ async def undisturbed(trial: Trial, prompt: list[int]) -> Answer:
 CASES: Mapping[str, Case] = {
     "none": Case("nothing goes wrong", undisturbed),
     "unknown-engine": Case(
-        "reference to an engine that is gone", mutated(lambda right, _: right | {"remote_engine_id": "of-nobody"})
+        "reference to an engine that is gone",
+        mutated(lambda right, _: right | {"remote_engine_id": of_nobody(right["remote_engine_id"])}),
     ),
     "unknown-request": Case(
-        "reference to a request that is unknown", mutated(lambda right, _: right | {"remote_request_id": "of-nobody"})
+        "reference to a request that is unknown",
+        mutated(lambda right, _: right | {"remote_request_id": of_nobody(right["remote_request_id"])}),
     ),
     "out-of-range": Case(
         "block ids out of range",

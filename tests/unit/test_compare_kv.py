@@ -54,7 +54,7 @@ async def test_references_are_changed_in_what_their_case_says() -> None:
         async def prefill(self, prompt: Any) -> dict[str, Any]:
             self.asked += 1
             numbers = [[self.asked, self.asked + 10]]
-            return {"remote_engine_id": "e", "remote_request_id": f"r{self.asked}", "remote_block_ids": numbers}
+            return {"remote_engine_id": "e-109", "remote_request_id": f"r{self.asked}", "remote_block_ids": numbers}
 
         async def decode(self, prompt: Any, reference: Any) -> Answer:
             self.sent = dict(reference)
@@ -70,9 +70,9 @@ async def test_references_are_changed_in_what_their_case_says() -> None:
         await CASES[name].disturb(Trial(side, random.Random(1)), [5])
         return side.sent
 
-    right = {"remote_engine_id": "e", "remote_request_id": "r2", "remote_block_ids": [[2, 12]]}
-    assert await sent("unknown-engine") == right | {"remote_engine_id": "of-nobody"}
-    assert await sent("unknown-request") == right | {"remote_request_id": "of-nobody"}
+    right = {"remote_engine_id": "e-109", "remote_request_id": "r2", "remote_block_ids": [[2, 12]]}
+    assert await sent("unknown-engine") == right | {"remote_engine_id": "e-201"}
+    assert await sent("unknown-request") == right | {"remote_request_id": "r3"}
     assert await sent("out-of-range") == right | {"remote_block_ids": beyond([[2, 12]])}
     assert beyond([[2, 12]]) == [[962, 972]]
     assert await sent("other-blocks") == right | {"remote_block_ids": [[1, 11]]}
