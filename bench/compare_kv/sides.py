@@ -17,7 +17,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.support.vllm_server import VllmServer
-from bench.vllm.pair import ASK_PREFILL, TRANSFER, offer_nixl
+from bench.vllm.pair import ASK_PREFILL, offer_nixl
 from cluster.process.tree import descendants
 from engine.config import WorkerConfig
 from router.config import RouterConfig
@@ -400,7 +400,13 @@ SERVER_OPTIONS = (
     *("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8", "--block-size", str(BLOCK)),
     *("--max-model-len", str(CONTEXT), "--num-gpu-blocks-override", str(POOL_BLOCKS)),
 )
-NIXL = TRANSFER | {"kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": LEASE_S}}
+NIXL = {
+    "kv_connector": "NixlCalm",
+    "kv_connector_module_path": "bench.vllm.nixl_calm",
+    "kv_role": "kv_both",
+    "kv_buffer_device": "cpu",
+    "kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": LEASE_S},
+}
 TANDEM = {
     "kv_connector": "TandemConnector",
     "kv_connector_module_path": "tandem_connector",
