@@ -29,6 +29,7 @@ from bench.compare_kv.sides import (
     opened,
 )
 from bench.support.report import Bar, Parts, conclude, save
+from bench.vllm.sides import end_on_sigterm
 from support.namespaces import missing
 
 NAME = "compare-kv"
@@ -103,6 +104,7 @@ def left_out(sides: Sequence[str]) -> Mapping[str, str]:
 
 
 async def main(sides: Sequence[str], cases: Sequence[str], rounds: int) -> None:
+    end_on_sigterm()
     console = Console(width=200)
     reasons = left_out(sides)
     for side, reason in reasons.items():

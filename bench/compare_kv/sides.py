@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.router.site import free_port
 from bench.support.vllm_server import VllmServer
 from bench.vllm.pair import ASK_PREFILL, offer_nixl
 from cluster.process.tree import descendants
@@ -101,7 +102,7 @@ def is_decided(top: Sequence[Mapping[str, float]]) -> bool:
 async def one_server(scratch: Path, core: int) -> AsyncIterator[Truth]:
     """Serve by one `vllm serve`, whose second answer to a prompt has its prefix cached, as a borrower has it."""
     server = VllmServer(
-        VLLM, STORYTELLER, [core], scratch, "--enable-prefix-caching", *SERVER_OPTIONS, port=HTTP_PORT + 951
+        VLLM, STORYTELLER, [core], scratch, "--enable-prefix-caching", *SERVER_OPTIONS, port=free_port()
     )
     async with server:
 

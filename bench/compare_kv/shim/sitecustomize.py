@@ -97,20 +97,28 @@ def watch_connectors(module: Any) -> None:
         connector = original(cls, config, role, kv_cache_config)
         if role.name != "WORKER":
             return connector
-        register, get_finished = connector.register_kv_caches, connector.get_finished
+        register = connector.register_kv_caches
 
         def register_kv_caches(caches: dict[str, Any]) -> None:
             damage.offer(caches, kv_cache_config.num_blocks)
             serve()
             register(caches)
 
-        def finished(request_ids: set[str]) -> Any:
-            sent, received = get_finished(request_ids)
-            if received and damage.armed:
-                damage.flip_changed()
-            return sent, received
+        def look_at(name: str, received: Callable[[Any], Any]) -> None:
+            tell = getattr(connector, name)
 
-        connector.register_kv_caches, connector.get_finished = register_kv_caches, finished
+            def told(request_ids: set[str]) -> Any:
+                results = tell(request_ids)
+                if damage.armed and received(results):
+                    damage.flip_changed()
+                return results
+
+            setattr(connector, name, told)
+
+        connector.register_kv_caches = register_kv_caches
+        look_at("get_finished", lambda results: results[1])
+        if hasattr(connector, "get_transfer_results"):  # from 0.32 on
+            look_at("get_transfer_results", lambda results: results.finished_recving)
         return connector
 
     module.KVConnectorFactory.create_connector = classmethod(create)
