@@ -45,6 +45,7 @@ async def measure(
     """Run all rounds on one side."""
     cores = sorted(os.sched_getaffinity(0))
     async with opened(side, scratch, cores) as serving:
+        await run_case(CASES["none"], serving, "warm-up", truth)
         for number in range(rounds):
             for name in cases:
                 outcome = await run_case(CASES[name], serving, f"{name} {number}", truth)

@@ -40,6 +40,8 @@ PROMPT_TOKENS = 20 * BLOCK + 1
 HANG_S = 10.0
 ASK_S = 14.0
 """Seconds until the client gives up: some more than a hang, since the fault may strike after the request was sent."""
+UNHURRIED_S = 120.0
+"""The same for requests that measure nothing."""
 LINK_RATE = "8mbit"
 """Rate of the lender's link while a transfer is to be interrupted: 20 blocks take four seconds."""
 BEGUN_BYTES = 300_000
@@ -63,7 +65,7 @@ class Answer:
     body: dict[str, Any] = field(default_factory=dict)
 
 
-async def ask(url: str, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Answer:
+async def ask(url: str, prompt: Sequence[int], max_tokens: int, limit_s: float = ASK_S, **fields: Any) -> Answer:
     """Send a greedy request, and tell what came of it."""
     body = {"model": "m", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     body |= {"return_token_ids": True} | fields
@@ -71,7 +73,7 @@ async def ask(url: str, prompt: Sequence[int], max_tokens: int, **fields: Any) -
     try:
         # as a client would that closes its connection when it gives up
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_S)) as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=limit_s)) as session,
             session.post(f"{url}/v1/completions", json=body) as reply,
         ):
             read = await reply.json()
@@ -110,7 +112,7 @@ async def one_server(scratch: Path, core: int) -> AsyncIterator[Truth]:
             while True:
                 prompt = random_prompt(rng)
                 for _ in range(2):
-                    answer = await ask(server.url, prompt, OUTPUT_TOKENS, logprobs=2)
+                    answer = await ask(server.url, prompt, OUTPUT_TOKENS, UNHURRIED_S, logprobs=2)
                     if answer.status != "200":
                         raise RuntimeError(f"the server of the right tokens answers {answer.status}: {answer.error}")
                 if is_decided(answer.body["choices"][0]["logprobs"]["top_logprobs"]):
@@ -357,7 +359,7 @@ class PairSide(Side):
 
     async def compute(self, prompt: Sequence[int]) -> None:
         for node in (self.lender, self.borrower):
-            answer = await ask(node.url, prompt, 1)
+            answer = await ask(node.url, prompt, 1, UNHURRIED_S)
             if answer.status != "200":
                 raise RuntimeError(f"{node.name} answers {answer.status}: {answer.error}")
 
@@ -385,7 +387,7 @@ class WorkersSide(Side):
         return {name: value for name, value in kv.items() if value and name in KEPT_OF_RECEIPT}
 
     async def compute(self, prompt: Sequence[int]) -> None:
-        answer = await ask(self.url, prompt, 1)
+        answer = await ask(self.url, prompt, 1, UNHURRIED_S)
         if answer.status != "200":
             raise RuntimeError(f"the router answers {answer.status}: {answer.error}")
 
