@@ -80,6 +80,11 @@ class Outcome:
     notes: Mapping[str, Any]
 
     @property
+    def detected(self) -> bool:
+        receipt = self.notes.get("receipt", {})
+        return bool(receipt.get("mismatched") or receipt.get("mismatched_blocks"))
+
+    @property
     def wrong(self) -> bool:
         return self.status == "200" and not self.equal
 
@@ -317,11 +322,14 @@ class Row:
     """Trials after which something was still held."""
     free_s: float
     """Longest time until nothing was held."""
+    detected: int
+    """Trials whose receipt tells of a block with a wrong fingerprint."""
 
     def text(self) -> str:
         """Return the row's cell of the table."""
         said = [" ".join(f"{status} x {count}" for status, count in self.statuses.items())]
         said += [f"wrong {self.wrong}"] if self.wrong else []
+        said += [f"detected {self.detected}"] if self.detected else []
         said += [f"hung {self.hung}"] if self.hung else []
         said += [f"broken {self.broken}"] if self.broken else []
         said += [f"held {self.held}"] if self.held else []
@@ -344,6 +352,7 @@ def row_of(case: Case, outcomes: Sequence[Outcome]) -> Row:
         broken=sum(not outcome.serves for outcome in outcomes),
         held=sum(bool(outcome.held) for outcome in outcomes),
         free_s=max((outcome.free_s for outcome in outcomes), default=0.0),
+        detected=sum(outcome.detected for outcome in outcomes),
     )
 
 

@@ -21,6 +21,12 @@ def test_a_row_counts_wrong_lost_and_hung_trials() -> None:
     assert row.text() == "200 x 3 500 x 1 none x 1, wrong 1, hung 2, broken 1, held 1, 10.5 s, free 4.0 s"
 
 
+def test_a_receipt_tells_of_detected_damage() -> None:
+    said: list[dict[str, Any]] = [{"mismatched": 1}, {"mismatched": 0, "borrowed": 20}, {"mismatched_blocks": 1}]
+    row = row_of(CASES["flipped-there"], [outcome(notes={"receipt": receipt}) for receipt in said] + [outcome()])
+    assert (row.detected, row.text()) == (2, "200 x 4, detected 2, 0.5 s, free 0.1 s")
+
+
 def test_a_request_whose_server_is_killed_is_not_lost() -> None:
     closed = outcome("closed", equal=False, seconds=12.0)
     assert (row_of(CASES["borrower-killed"], [closed]).lost, row_of(CASES["borrower-killed"], [closed]).hung) == (0, 0)
