@@ -55,8 +55,9 @@ class Trial:
         while lender.sent_bytes() - before < BEGUN_BYTES and not asked.done():  # noqa: ASYNC110 - a counter of the kernel
             await asyncio.sleep(0.002)
         if asked.done():
-            self.notes["moved nothing"] = True
-        self.fault_at = time.monotonic()
+            self.notes["fault came too late"] = True
+        else:
+            self.fault_at = time.monotonic()
         await fault()
         return await asked
 
