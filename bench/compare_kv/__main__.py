@@ -74,6 +74,7 @@ def bars_of(outcomes: Outcomes) -> list[Bar]:
             f"requests hung beyond {HANG_S:g} s": sum(row.hung for row in rows),
             "trials after which blocks were held": sum(row.held for row in rows),
             "trials after which the next request failed": sum(row.broken for row in rows),
+            "trials in which a server crashed": sum(row.crashed for row in rows),
         }.items():
             bars.append(Bar(f"{TITLES[side]}: {what}", number, 0))
     return bars

@@ -81,6 +81,10 @@ class Outcome:
     notes: Mapping[str, Any]
 
     @property
+    def crashed(self) -> bool:
+        return "crashed" in self.notes
+
+    @property
     def detected(self) -> bool:
         receipt = self.notes.get("receipt", {})
         return bool(receipt.get("mismatched") or receipt.get("mismatched_blocks"))
@@ -264,7 +268,8 @@ async def run_case(case: Case, side: Side, seed: str, truth: Truth) -> Outcome:
     except RuntimeError as error:  # a request of its preparation failed
         answer = Answer("prepared", (), str(error))
     side.lender.throttle(False)
-    await side.restart_ended()
+    if crashed := await side.restart_ended():
+        trial.notes["crashed"] = crashed
     undisturbed_answer = await _after(side, after)
     serves = undisturbed_answer.status == "200" and undisturbed_answer.tokens == expected_after
     if not serves:
@@ -319,6 +324,8 @@ class Row:
     slowest_s: float
     broken: int
     """Trials after which an undisturbed request failed."""
+    crashed: int
+    """Trials in which a server ended that nobody had killed."""
     held: int
     """Trials after which something was still held."""
     free_s: float
@@ -333,6 +340,7 @@ class Row:
         said += [f"detected {self.detected}"] if self.detected else []
         said += [f"hung {self.hung}"] if self.hung else []
         said += [f"broken {self.broken}"] if self.broken else []
+        said += [f"crashed {self.crashed}"] if self.crashed else []
         said += [f"held {self.held}"] if self.held else []
         return ", ".join([*said, f"{self.slowest_s:.1f} s, free {self.free_s:.1f} s"])
 
@@ -351,6 +359,7 @@ def row_of(case: Case, outcomes: Sequence[Outcome]) -> Row:
         hung=sum(outcome.hung for outcome in counted),
         slowest_s=max((outcome.seconds for outcome in outcomes), default=0.0),
         broken=sum(not outcome.serves for outcome in outcomes),
+        crashed=sum(outcome.crashed for outcome in outcomes),
         held=sum(bool(outcome.held) for outcome in outcomes),
         free_s=max((outcome.free_s for outcome in outcomes), default=0.0),
         detected=sum(outcome.detected for outcome in outcomes),

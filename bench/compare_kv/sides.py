@@ -128,6 +128,8 @@ class Node(ABC):
         """Create it; `modules` are further folders to import from."""
         self.name = name
         self.namespace = namespace
+        self.killed = False
+        """Whether a case has killed the server since its last start."""
         self._modules = modules
         self._socket = scratch / "damage"
         scratch.mkdir(parents=True, exist_ok=True)
@@ -159,6 +161,7 @@ class Node(ABC):
 
     async def kill(self) -> None:
         """End all processes at once."""
+        self.killed = True
         self.signal(signal.SIGKILL)
         while not self.ended:  # noqa: ASYNC110 - the process's own watcher sets it
             await asyncio.sleep(0.01)
@@ -328,15 +331,18 @@ class Side(ABC):
     def receipt_of(self, answer: Answer) -> dict[str, Any]:
         """Return where an answer's blocks came from, as far as the side tells."""
 
-    async def restart_ended(self) -> None:
-        """Start the servers whose processes have ended."""
-        for node in (self.lender, self.borrower):
-            if node.ended:
-                await self.restart(node)
+    async def restart_ended(self) -> list[str]:
+        """Start the servers whose processes have ended; return those that no case has killed."""
+        ended = [node for node in (self.lender, self.borrower) if node.ended]
+        crashed = [node.name for node in ended if not node.killed]
+        for node in ended:
+            await self.restart(node)
+        return crashed
 
     async def restart(self, node: Node) -> None:
         await node.stop()
         await node.start()
+        node.killed = False
 
 
 class PairSide(Side):

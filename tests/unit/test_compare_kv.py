@@ -13,12 +13,12 @@ def outcome(status: str = "200", equal: bool = True, seconds: float = 0.5, **fie
 
 
 def test_a_row_counts_wrong_lost_and_hung_trials() -> None:
-    failed = outcome("500", equal=False, serves=False, held={"lender": 0.25})
+    failed = outcome("500", equal=False, serves=False, held={"lender": 0.25}, notes={"crashed": ["lender"]})
     hung = outcome("none", equal=False, seconds=9.0, free_s=4.0)
     row = row_of(CASES["stale"], [outcome(), outcome(equal=False), outcome(seconds=10.5), failed, hung])
     assert row.statuses == {"200": 3, "500": 1, "none": 1}
     assert (row.wrong, row.lost, row.hung, row.broken, row.held) == (1, 2, 2, 1, 1)
-    assert row.text() == "200 x 3 500 x 1 none x 1, wrong 1, hung 2, broken 1, held 1, 10.5 s, free 4.0 s"
+    assert row.text() == "200 x 3 500 x 1 none x 1, wrong 1, hung 2, broken 1, crashed 1, held 1, 10.5 s, free 4.0 s"
 
 
 def test_a_receipt_tells_of_detected_damage() -> None:
@@ -39,8 +39,8 @@ def test_only_our_sides_have_bars() -> None:
         "tandem": {"stale": [outcome(equal=False)], "none": [outcome()]},
     }
     bars = bars_of(found)
-    assert [bar.measured for bar in bars] == [1, 0, 0, 0, 0]
-    assert [bar.met for bar in bars] == [False, True, True, True, True]
+    assert [bar.measured for bar in bars] == [1, 0, 0, 0, 0, 0]
+    assert [bar.met for bar in bars] == [False, True, True, True, True, True]
     assert all(bar.what.startswith("TandemConnector: ") for bar in bars)
 
 
