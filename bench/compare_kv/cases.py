@@ -282,8 +282,7 @@ async def run_case(case: Case, side: Side, seed: str, truth: Truth) -> Outcome:
     held = await _held(side)
     free_s = time.monotonic() - waited_from
     if not serves or held:
-        for node in (side.lender, side.borrower):
-            await side.restart(node)
+        await side.restart(side.lender, side.borrower)
     seconds = answer.ended_at - max(answer.sent_at, trial.fault_at)
     return Outcome(answer.status, answer.tokens == expected, seconds, serves, held, free_s, trial.notes)
 

@@ -335,14 +335,18 @@ class Side(ABC):
         """Start the servers whose processes have ended; return those that no case has killed."""
         ended = [node for node in (self.lender, self.borrower) if node.ended]
         crashed = [node.name for node in ended if not node.killed]
-        for node in ended:
-            await self.restart(node)
+        await self.restart(*ended)
         return crashed
 
-    async def restart(self, node: Node) -> None:
-        await node.stop()
-        await node.start()
-        node.killed = False
+    async def restart(self, *nodes: Node) -> None:
+        for node in nodes:
+            await node.stop()
+            await node.start()
+            node.killed = False
+        await self.joined()
+
+    async def joined(self) -> None:  # noqa: B027 - servers of a pair serve when they have started
+        """Wait until requests reach both."""
 
 
 class PairSide(Side):
@@ -396,10 +400,6 @@ class WorkersSide(Side):
         answer = await ask(self.url, prompt, 1, UNHURRIED_S)
         if answer.status != "200":
             raise RuntimeError(f"the router answers {answer.status}: {answer.error}")
-
-    async def restart(self, node: Node) -> None:
-        await super().restart(node)
-        await self.joined()
 
     async def joined(self) -> None:
         await await_members(self.router.joined_at, None, 1, 1, 120)
@@ -475,8 +475,7 @@ async def opened(name: str, scratch: Path, cores: Sequence[int]) -> AsyncIterato
             async with asyncio.TaskGroup() as starts:
                 for node in nodes:
                     starts.create_task(_start(node, stack))
-            if isinstance(side, WorkersSide):
-                await side.joined()
+            await side.joined()
             yield side
 
 
