@@ -18,7 +18,7 @@ FILES := --dist loadfile --no-loadscope-reorder -m "not long" --durations 15 --d
 SEVERAL := tests/helm tests/package tests/e2e/test_right.py tests/e2e/test_structured.py tests/integration
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-busy test-slow test-package agents test-agents vllm vllm-0.33 vllm-if-on-offer test-vllm test-vllm-versions docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-vllm bench-neighbours test-clients bench-kv bench-router bench-gpu compare dynamo protos check-protos install clean
+.PHONY: demo test test-busy test-slow test-package agents test-agents vllm vllm-0.33 vllm-if-on-offer test-vllm test-vllm-versions docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-vllm bench-neighbours test-clients bench-kv bench-router bench-gpu compare compare-kv dynamo protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -235,6 +235,10 @@ compare: $(INSTALLED)
 	  $(addsuffix /.installed,$(ROUTERS_VENV) $(DYNAMO_VENV)) \
 	  || echo "not all environments could be installed: systems without theirs are named and left out"
 	@$(BIN)/python -m bench.compare
+
+# Namespaces need root. A round takes five minutes a side and more: docs/kv-safety.md.
+compare-kv: $(INSTALLED) $(VLLM_VENV)/.installed
+	@PYTHONPATH=tests $(BIN)/python -m bench.compare_kv $(if $(ROUNDS),--rounds $(ROUNDS))
 
 # Dynamo wants vLLM 0.31. Its worker imports a reader of images, which needs torchvision: bench/compare/no_images.py.
 dynamo: $(DYNAMO_VENV)/.installed

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -44,11 +44,16 @@ class VllmServer:
         cores: Sequence[int],
         cache: Path,
         *options: str,
+        host: str = "127.0.0.1",
         port: int = PORT,
         variables: Mapping[str, str] | None = None,
+        entered: Callable[[list[str]], list[str]] = list,
     ) -> None:
+        """Create it; `entered` turns the server's command into the one that is run."""
         self._environment = environment
+        self._host = host
         self._port = port
+        self._entered = entered
         self._more_variables = dict(variables or {})
         self._model = model
         self._cores = cores
@@ -57,21 +62,24 @@ class VllmServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        return f"http://{self._host}:{self._port}"
 
     @property
     def pid(self) -> int:
         """Leader of the server's process group."""
         return self._process.pid
 
+    @property
+    def ended(self) -> bool:
+        return self._process.returncode is not None
+
     async def __aenter__(self) -> Self:
         self._cache.mkdir(parents=True, exist_ok=True)
         self._log = (self._cache / "server.log").open("w")
+        command = [str(self._environment / "bin" / "vllm"), "serve", str(self._model), "--host", self._host]
+        command += ["--port", str(self._port), "--served-model-name", "m", "--no-enable-prefix-caching"]
         self._process = await asyncio.create_subprocess_exec(
-            str(self._environment / "bin" / "vllm"),
-            "serve",
-            str(self._model),
-            *("--port", str(self._port), "--served-model-name", "m", "--no-enable-prefix-caching", *self._options),
+            *self._entered([*command, *self._options]),
             env=self._variables(),
             stdout=self._log,
             stderr=self._log,
@@ -92,7 +100,8 @@ class VllmServer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.resume()
+        if not self.ended:
+            self.resume()
         await self._stop()
 
     def pause(self) -> None:
@@ -122,7 +131,7 @@ class VllmServer:
 
     async def _await_ready(self) -> None:
         give_up_at = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < give_up_at and self._process.returncode is None:
+        while time.monotonic() < give_up_at and not self.ended:
             with contextlib.suppress(aiohttp.ClientError):
                 async with self._session.get(f"{self.url}/health") as answer:
                     if answer.status == 200:
@@ -132,7 +141,7 @@ class VllmServer:
 
     async def _stop(self) -> None:
         await self._session.close()
-        if self._process.returncode is None:
+        if not self.ended:
             os.killpg(self._process.pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(20):

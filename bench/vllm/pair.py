@@ -87,7 +87,7 @@ class VllmPair:
         self.servers: dict[str, VllmServer] = {}
 
     async def __aenter__(self) -> Self:
-        self._links()
+        self._links = offer_nixl(self._environment, self._scratch)
         self._stack = AsyncExitStack()
         self._session = await self._stack.enter_async_context(
             aiohttp.ClientSession(
@@ -99,7 +99,7 @@ class VllmPair:
 
     async def _start(self, role: str) -> None:
         variables = {
-            "PYTHONPATH": f"{self._scratch / 'links'}:{Path.cwd()}",
+            "PYTHONPATH": f"{self._links}:{Path.cwd()}",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_PORTS[role]),
         }
@@ -159,10 +159,12 @@ class VllmPair:
                     if message["choices"]:
                         yield time.monotonic()
 
-    def _links(self) -> None:
-        """Offer the NIXL wheel under the name that vLLM imports."""
-        (installed,) = self._environment.glob("lib/python3*/site-packages/nixl_cu12")
-        links = self._scratch / "links"
-        links.mkdir(parents=True, exist_ok=True)
-        if not (links / "nixl").exists():
-            (links / "nixl").symlink_to(installed.resolve())
+
+def offer_nixl(environment: Path, scratch: Path) -> Path:
+    """Return a folder of modules that offers the NIXL wheel under the name that vLLM imports."""
+    (installed,) = environment.glob("lib/python3*/site-packages/nixl_cu12")
+    links = scratch / "links"
+    links.mkdir(parents=True, exist_ok=True)
+    if not (links / "nixl").exists():
+        (links / "nixl").symlink_to(installed.resolve())
+    return links
