@@ -31,17 +31,18 @@ class Answer:
         return receipt
 
 
-async def ask(url: str, prompt: Sequence[int], key: str = "", **fields: Any) -> Answer:
-    """Ask a server, or a proxy of servers, for the tokens after a prompt. Raises aiohttp's errors."""
-    body = {"model": "m", "prompt": list(prompt), "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    headers = {"authorization": f"Bearer {key}"}
+async def ask(url: str, prompt: Sequence[int] | str, key: str = "", **fields: Any) -> Answer:
+    """Ask a server, or a proxy of servers, for what follows a prompt, or answers a chat. Raises aiohttp's errors."""
+    path: str = "completions"
+    asked: dict[str, Any] = {"prompt": prompt}
+    if isinstance(prompt, str):
+        path, asked = "chat/completions", {"messages": [{"role": "user", "content": prompt}]}
+    body = {"model": "m", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), raise_for_status=True) as session,
-        session.post(
-            f"{url}/v1/completions", json={**body, "return_token_ids": True, **fields}, headers=headers
-        ) as got,
+        aiohttp.ClientSession(headers={"authorization": f"Bearer {key}"}, raise_for_status=True) as session,
+        session.post(f"{url}/v1/{path}", json={**body, **asked, **fields}) as answer,
     ):
-        found = await got.json()
+        found = await answer.json()
         return Answer(found["choices"][0]["token_ids"], found.get("kv_transfer_params") or {})
 
 

@@ -104,10 +104,10 @@ async def linked(server: StockServer, transfer: dict[str, Any] | None = None) ->
     await until(borrows, "a server borrows")
 
 
-async def in_two_phases(prefill: StockServer, decode: StockServer, prompt: Sequence[int], **fields: Any) -> Answer:
+async def in_two_phases(prefill: StockServer, decode: StockServer, prompt: Sequence[int] | str) -> Answer:
     """Do what a proxy made for NixlConnector does."""
     first = await ask(prefill.url, prompt, KEY, max_tokens=1, kv_transfer_params=ASK_PREFILL)
-    return await ask(decode.url, prompt, KEY, **{"kv_transfer_params": first.transfer, **fields})
+    return await ask(decode.url, prompt, KEY, kv_transfer_params=first.transfer)
 
 
 async def all_borrowed(ask_it: Callable[[list[int]], Awaitable[Answer]], length: int, lender: StockServer) -> Answer:
@@ -174,6 +174,19 @@ async def test_two_phases(pair: Pair, length: int) -> None:
     prefill, decode = pair
     answer = await all_borrowed(lambda prompt: in_two_phases(prefill, decode, prompt), length, prefill)
     assert answer.receipt["lender"] not in ("", prefill.url)
+
+
+async def test_a_chat_in_two_phases(pair: Pair) -> None:
+    prefill, decode = pair
+
+    async def undisturbed() -> bool:
+        chat = " ".join(map(str, some_prompt(200)))
+        answer = await in_two_phases(prefill, decode, chat)
+        receipt = answer.receipt
+        assert answer.token_ids == (await ask(prefill.url, chat, KEY)).token_ids
+        return bool(receipt["borrowed"] == receipt["blocks"] > 1)
+
+    await until(undisturbed, "a chat borrows all")
 
 
 async def test_a_salt_of_another_request(pair: Pair) -> None:
