@@ -108,7 +108,8 @@ class VllmServer:
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        os.killpg(self._process.pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGCONT)
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int) -> AsyncIterator[float]:
         """Yield the moments at which tokens arrive, by the monotonic clock."""
