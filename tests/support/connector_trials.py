@@ -5,6 +5,7 @@ block what a model would have written, and checks before each step that all that
 reads are moved by hand, in an order that the seed decides, between faults. It runs in vLLM's environment.
 """
 
+import json
 import random
 import sys
 from collections import Counter, deque
@@ -515,7 +516,7 @@ def main() -> None:
     seen: Counter[str] = Counter()
     for seed in range(first, first + count):
         seen += run_trial(seed)
-    print(dict(seen))
+    print(json.dumps(seen))
 
 
 if __name__ == "__main__":

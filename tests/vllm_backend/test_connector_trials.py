@@ -1,0 +1,41 @@
+"""Any schedule of faults over stock vLLM schedulers with TandemConnector, see `support/connector_trials.py`.
+
+TANDEM_TRIALS=n runs n seeds instead of a few.
+"""
+
+import json
+import os
+import subprocess
+from collections import Counter
+
+import pytest
+
+from support.vllm_engines import PYTHON, ROOT, need_vllm
+
+pytestmark = need_vllm
+TRIALS = int(os.environ.get("TANDEM_TRIALS", "80"))
+REACHED = ("answers", "borrowed", "mismatched", "failed loans", "cut", "kill", "cancel", "reset", "damage", "silence")
+"""What must happen at all for the trials to mean anything."""
+
+
+@pytest.mark.timeout(0 if "TANDEM_TRIALS" in os.environ else 900)
+def test_any_schedule_of_faults() -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    share = -(-TRIALS // num_cores)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "VLLM_LOGGING_LEVEL": "ERROR"}
+    running = [
+        subprocess.Popen(
+            [str(PYTHON), "-m", "support.connector_trials", str(first), str(min(share, TRIALS - first))],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for first in range(0, TRIALS, share)
+    ]
+    seen: Counter[str] = Counter()
+    for process in running:
+        output, errors = process.communicate()
+        assert process.returncode == 0, errors[-3000:]
+        seen.update(json.loads(output.splitlines()[-1]))
+    assert not [what for what in REACHED if not seen[what]]
