@@ -138,6 +138,7 @@ test-pods: $(INSTALLED) $(HELM)
 test-faults: $(INSTALLED)
 	TANDEM_CHAOS_STORMS=3 TANDEM_CHAOS_S=120 $(BIN)/pytest -s tests/integration/test_chaos.py
 	TANDEM_TRIALS=20000 $(BIN)/pytest tests/unit/test_core_faults.py
+	TANDEM_TRIALS=10000 $(BIN)/pytest tests/vllm_backend/test_connector_trials.py
 	TANDEM_PLANS=all $(BIN)/pytest tests/unit/test_plan.py
 	TANDEM_REAL_FAULTS=20 $(BIN)/pytest -s tests/integration/test_real_faults.py tests/integration/test_faults.py
 	TANDEM_STOPPED_STREAMS=5000 $(BIN)/pytest -s tests/integration/test_stopped_router.py

@@ -217,7 +217,7 @@ class _Engine:
         self._thread = LoanThread(self._watcher, lock)
         self._thread.start(half)
         who = "peers with a certificate or the secret" if settings.is_guarded else "processes of this host"
-        log.info("takes loans at %s, from %s; keys are of %d tokens", address, who, unit)
+        log.info("takes loans at %s from %s, in blocks of %d tokens", address, who, unit)
         return half
 
     def close(self) -> None:

@@ -154,4 +154,6 @@ class Servers:
 
 
 def _text_of(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):  # its own text has names of aiohttp's arguments
+        return f"cannot connect: {error.os_error.strerror or error.os_error}"
     return str(error) or type(error).__name__
