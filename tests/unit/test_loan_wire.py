@@ -31,7 +31,7 @@ wants = st.builds(
     reads_store=st.booleans(),
     items=st.lists(items, max_size=2).map(tuple),
 )
-started = st.builds(Started, uint32, uint32, st.floats(allow_nan=False))
+started = st.builds(Started, uint32, uint32, st.floats(allow_nan=False), uint32)
 
 
 @given(wants)
