@@ -30,6 +30,7 @@ from engine.model.model_dir import ModelDir
 from kvtransfer.ranks import join_endpoints, with_planes, with_stages
 from loans.component import Ranks
 from loans.peers.socket_network import NetworkSettings, SocketNetwork
+from tandem_connector.borrowings import BorrowingRules
 from tandem_connector.contract import check_version
 from tandem_connector.kv import ConnectorKv
 from tandem_connector.metrics import TandemPromMetrics, TandemStats
@@ -37,7 +38,7 @@ from tandem_connector.names import Hashes, Naming
 from tandem_connector.parts import EngineParts, RankPart, check_ranks
 from tandem_connector.pool_lock import lock_pool
 from tandem_connector.references import INCARNATION_BYTES
-from tandem_connector.scheduler_half import SchedulerHalf
+from tandem_connector.scheduler_half import EngineFacts, SchedulerHalf
 from tandem_connector.servers import Servers
 from tandem_connector.service import LoanThread, SocketWatcher
 from tandem_connector.settings import ALL_ADDRESSES, ConnectorSettings
@@ -198,18 +199,17 @@ class _Engine:
             network,
             Naming(model_fingerprint, unit),
             self._servers,
-            settings.lenders,
-            settings.trusted_lenders,
-            int(config.model_config.get_vocab_size()),
-            transfer.is_kv_consumer,
-            transfer.is_kv_producer,
-            settings.is_guarded,
-            settings.min_tokens,
-            settings.patience_s,
-            settings.peer_silence_s,
-            incarnation,
-            rank,
-            int(parallel.tensor_parallel_size),
+            EngineFacts(
+                incarnation,
+                int(config.model_config.get_vocab_size()),
+                rank,
+                int(parallel.tensor_parallel_size),
+                transfer.is_kv_producer,
+                settings.lenders,
+                settings.trusted_lenders,
+                settings.peer_silence_s,
+                BorrowingRules(transfer.is_kv_consumer, settings.is_guarded, settings.min_tokens, settings.patience_s),
+            ),
             self._watcher.wake,
             time.monotonic,
         )

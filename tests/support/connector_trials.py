@@ -42,11 +42,12 @@ from support.vllm_trials import (
     undisturbed,
 )
 from tandem_connector import TandemConnector
+from tandem_connector.borrowings import BorrowingRules
 from tandem_connector.kv import ConnectorKv
 from tandem_connector.lender import fingerprint
 from tandem_connector.names import Hashes, Naming
 from tandem_connector.references import ASKS_FOR_REFERENCE, Reference
-from tandem_connector.scheduler_half import SchedulerHalf
+from tandem_connector.scheduler_half import EngineFacts, SchedulerHalf
 from tandem_connector.servers import Prompt
 
 init_none_hash(sha256)
@@ -142,18 +143,17 @@ class Server:
             self.network,
             Naming(FINGERPRINT, self._unit),
             HandServers(self, trial),  # type: ignore[arg-type]
-            tuple(trial.urls) if rng.random() < 0.5 else (),
-            ("*",),
-            VOCAB,
-            True,
-            True,
-            True,
-            0,
-            PATIENCE_S,
-            trial.read_silence_s,
-            name.encode(),
-            0,
-            1,
+            EngineFacts(
+                incarnation=name.encode(),
+                vocab_size=VOCAB,
+                rank=0,
+                tensor_parallel=1,
+                lends=True,
+                lenders=tuple(trial.urls) if rng.random() < 0.5 else (),
+                trusted_lenders=("*",),
+                read_silence_s=trial.read_silence_s,
+                rules=BorrowingRules(borrows=True, is_guarded=True, min_tokens=0, patience_s=PATIENCE_S),
+            ),
             lambda: None,
             lambda: trial.now,
         )
@@ -265,9 +265,8 @@ class Server:
         held += [
             [block.block_id for block in blocks if not block.is_null] for _, blocks in self.scheduler.deferred_frees
         ]
-        held += [
-            b.chain.blocks for t in half._borrowing.values() if (b := t.borrowing) is not None and b.chain is not None
-        ]
+        taken = [tracked.borrowing for tracked in half.borrowings.open.values()]
+        held += [each.chain.blocks for each in taken if each is not None and each.chain is not None]
         held += [*self.kv.allocated, *half.loans.lender.holdings()]
         self.kv.pool.check_integrity(held)
         assert self.kv.pool.num_reserved == 0
@@ -287,7 +286,7 @@ class Server:
 
     def check_at_rest(self) -> None:
         pool = self.scheduler.kv_cache_manager.block_pool
-        assert not self.half._borrowing
+        assert not self.half.borrowings.open
         assert not self.half.loans.borrower.num_loans
         assert not self.half._requests
         assert not self.half._prefilling
