@@ -29,8 +29,7 @@ KINDS: dict[str, tuple[str, Path, dict[str, Any]]] = {
     "gemma3, V2": ("gemma3", V2, {}),
     "gpt_oss, V1": ("gpt_oss", PYTHON, {}),
     "gpt_oss, V2": ("gpt_oss", V2, {}),
-    "qwen3_5, V1": ("qwen3_5", PYTHON, {"dtype": "bfloat16"}),
-    "qwen3_5, V2": ("qwen3_5", V2, {"dtype": "bfloat16"}),
+    "qwen3_next, V1": ("qwen3_next", PYTHON, {"dtype": "bfloat16"}),
     "qwen3_next, V2": ("qwen3_next", V2, {"dtype": "bfloat16"}),
     "deepseek, V2": ("deepseek", V2, {}),
 }
@@ -67,10 +66,12 @@ def check_borrowed(results: list[tuple[list[int], list[int], dict[str, Any]]]) -
         assert receipt["borrowed"] == receipt["blocks"] > 0
 
 
-@pytest.mark.parametrize("kind", mostly_long(KINDS, "llama, V1", "gpt_oss, V2", "qwen3_5, V1"))
+@pytest.mark.parametrize("kind", mostly_long(KINDS, "llama, V1", "gpt_oss, V2", "qwen3_next, V1"))
 def test_a_kind_of_model(kind: str, tmp_path: Path) -> None:
     name, python, options = KINDS[kind]
     lengths = LENGTHS[:SHORT] if python == V2 else LENGTHS
+    if name == "qwen3_next":  # blocks of models with states have 160 tokens
+        lengths = tuple(length for length in lengths if length > 160)
     model = str(write_model(name, tmp_path, max_position_embeddings=2048))
     check_borrowed(run_pair(tmp_path, python, prompts_of(lengths), {"model": model, **options}))
 
