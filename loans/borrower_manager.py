@@ -92,6 +92,8 @@ class BorrowerManager:
         self._ranks: list[Rank] = [*([own] if own is not None else []), *others]
         self._grid = grid or RankGrid(len(self._ranks))
         self._read_silence_s = read_silence_s
+        self.hedge_unmeasured_s = HEDGE_UNMEASURED_S
+        """Silence of a lender, in seconds, that ends a loan while this engine's own speed is not known."""
         self._looked_at = self._looked_for_silence_at = -math.inf
         self.store = StoreLoans(kv_cache, own, others, post, self._open, self._handle, self._hedge_after_s)
         """Loans from the stores below the pool."""
@@ -201,7 +203,7 @@ class BorrowerManager:
         """Return the seconds in which this engine would compute `num_blocks`, by its measured speed."""
         speed = self._cached.speeds.prefill_tokens_per_s
         if speed is None:
-            return HEDGE_UNMEASURED_S
+            return self.hedge_unmeasured_s
         return max(HEDGE_AFTER_S, num_blocks * self._cached.layout.block_tokens / speed)
 
     def cancel(self, loan_id: str) -> None:

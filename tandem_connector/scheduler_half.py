@@ -85,6 +85,7 @@ class SchedulerHalf:
             lambda borrower: WatchingLender(kv, facts.vocab_size, self._num_waiting, self.counters),
             facts.read_silence_s,
         )
+        self.loans.borrower.hedge_unmeasured_s = facts.read_silence_s  # this half measures no speed
         self.lenders = Lenders(facts.lenders, facts.trusted_lenders, servers, network, facts.incarnation)
         self.borrowings = Borrowings(
             kv,

@@ -45,7 +45,7 @@ class ConnectorSettings(Config, TlsSettings):
     secret_file: Path | None = None
     """File with a secret that all servers share; those that do not know it cannot borrow. It does not encrypt."""
     peer_silence_s: float = Field(default=4.0, ge=0.5)
-    """Seconds without a sign of life after which a server with loans has failed. A loan ends after one."""
+    """Seconds without a sign of life after which a server with loans has failed."""
     transport: str = "nixl"
     """Transport that reads KV memory."""
     kv_in_file: bool = True

@@ -29,6 +29,7 @@ COMMON = {
         "kv_connector": "TandemConnector",
         "kv_connector_module_path": "tandem_connector",
         "kv_role": "kv_both",
+        "kv_connector_extra_config": {"peer_silence_s": 300, "patience_s": 300},  # however busy the machine is
     },
 }
 MAX_TOKENS = 24

@@ -420,7 +420,7 @@ class Trial:
             case "fail" if server.transport.posted:
                 server.transport.fail(rng.choice(list(server.transport.posted)))
             case "silence" if streams:
-                rng.choice(streams).quiet_for_s = rng.choice((0.5, 2.0))
+                rng.choice(streams).quiet_for_s = rng.choice((0.5, 25.0))
             case "kill" if rng.random() < 0.2:
                 url = next(url for url, each in self._by_url.items() if each is server)
                 server.kill()
