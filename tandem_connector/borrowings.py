@@ -38,7 +38,7 @@ AFTER_ANSWER_S = 1.0
 
 
 class Phase(Enum):
-    """What a request that borrows waits for."""
+    """State of a request that borrows, by what it waits for."""
 
     SEARCHING = auto()
     """Its lender."""
@@ -95,7 +95,7 @@ class Tracked:
 
 @dataclass(frozen=True, slots=True)
 class BorrowingRules:
-    """Which requests borrow, and for how long."""
+    """Rules that decide which requests borrow, and for how long."""
 
     borrows: bool
     is_guarded: bool
@@ -210,12 +210,7 @@ class Borrowings:
         usable = (request.num_prompt_tokens - 1) // self._unit
         missing = usable * self._unit - num_cached
         tracked.was_decided = True
-        if (
-            not self._rules.borrows
-            or names is None
-            or params.get("do_remote_decode")
-            or request.skip_reading_prefix_cache
-        ):
+        if not self._rules.borrows or names is None or tracked.is_for_borrower or request.skip_reading_prefix_cache:
             return True
         if missing < max(self._unit, self._rules.min_tokens) or request.num_preemptions:
             return True

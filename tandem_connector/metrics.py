@@ -23,7 +23,7 @@ BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 @dataclass(slots=True)
 class Counters:
-    """What was counted since the last `take`."""
+    """Counts since the last `take`."""
 
     loans_taken: int = 0
     loans_failed: int = 0

@@ -50,7 +50,7 @@ JOIN_S = 120.0
 
 @dataclass
 class PartAddress(KVConnectorHandshakeMetadata):
-    """Where a rank serves its part, and facts about its KV memory."""
+    """Address at which a rank serves its part, and facts about its KV memory."""
 
     path: str
     pool: StagePool
@@ -58,7 +58,7 @@ class PartAddress(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True, slots=True)
 class PartOrder:
-    """What the engine process tells a rank of its part."""
+    """Order of the engine process to a rank: how to serve its part."""
 
     unit: int
     """Tokens of a block key."""

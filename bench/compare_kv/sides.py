@@ -53,7 +53,7 @@ HTTP_PORT, SIDE_PORT, LOAN_PORT, GRPC_PORT = 8000, 5600, 7700, 7600
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client sees of a request."""
+    """Outcome of a request, as its client sees it."""
 
     status: str
     """HTTP status, or `closed` where the connection ended without one, or `none` where nothing came."""

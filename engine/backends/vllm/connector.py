@@ -87,7 +87,7 @@ class Offered:
 
 
 offered = Offered()
-"""Those of a Tandem engine, which is alone in its process."""
+"""Offers to a Tandem engine, which is alone in its process."""
 
 
 def _attention_of(vllm_config: Any) -> list[str]:
