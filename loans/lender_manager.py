@@ -72,6 +72,22 @@ class LenderLimits:
     reads_media: bool = False
 
 
+def want_fault(want: Want, block_tokens: int, vocab_size: int) -> str:
+    """Return what is wrong with a want whatever the lender has; empty where nothing is."""
+    num_blocks = len(want.keys)
+    if not want.first_block < num_blocks:
+        return f"first_block: must be below the {num_blocks} blocks wanted, not {want.first_block}"
+    if len(want.token_ids) < num_blocks * block_tokens:
+        return f"token_ids: {len(want.token_ids)} tokens do not fill {num_blocks} blocks of {block_tokens}"
+    if max(want.token_ids) >= vocab_size:
+        return f"token_ids: must be below {vocab_size}, not {max(want.token_ids)}"
+    if fault := items_fault(want.items, len(want.token_ids)):
+        return f"items: {fault}"
+    if not belongs(want.keys, want.root, want.token_ids, block_tokens, want.items):
+        return "keys: do not begin with the key of the first block"
+    return ""
+
+
 @dataclass(slots=True)
 class _GivenLoan(Generic[C]):
     loan_id: str
@@ -202,20 +218,12 @@ class LenderManager(Generic[C]):
         """Return why a loan cannot be given; empty where it can."""
         layout, limits, num_blocks = self._cached.layout, self._limits, len(want.keys)
         num_tokens = num_blocks * layout.block_tokens
-        if not want.first_block < num_blocks:
-            return f"first_block: must be below the {num_blocks} blocks wanted, not {want.first_block}"
-        if len(want.token_ids) < num_tokens:
-            return f"token_ids: {len(want.token_ids)} tokens do not fill {num_blocks} blocks of {layout.block_tokens}"
-        if max(want.token_ids) >= limits.vocab_size:
-            return f"token_ids: must be below {limits.vocab_size}, not {max(want.token_ids)}"
         if want.adapter and want.adapter not in limits.adapters:
             return f"adapter: this worker has no adapter {want.adapter.hex()}"
         if want.items and not limits.reads_media:
             return "items: this worker's engine reads no media"
-        if fault := items_fault(want.items, len(want.token_ids)):
-            return f"items: {fault}"
-        if not belongs(want.keys, want.root, want.token_ids, layout.block_tokens, want.items):
-            return "keys: do not begin with the key of the first block"
+        if fault := want_fault(want, layout.block_tokens, limits.vocab_size):
+            return fault
         if layout.blocks_for(num_tokens) > self._cached.pool.num_blocks:
             return f"{num_blocks} blocks in a pool of {self._cached.pool.num_blocks}"
         if want.may_compute and self.is_draining:

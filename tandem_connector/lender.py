@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 from cluster.logs import of
 from kvcache.block_range import BlockRange
-from kvcache.items import items_fault
-from kvcache.sequence_blocks import belongs
 from loans.lender import (
     Action,
     Announce,
@@ -32,6 +30,7 @@ from loans.lender import (
     Start,
     Unhold,
 )
+from loans.lender_manager import want_fault
 from loans.messages import Blocks, Started, Want
 from loans.network import LoanGiven
 from tandem_connector.kv import ConnectorKv
@@ -109,7 +108,7 @@ class WatchingLender:
 
     def open(self, channel: LoanGiven, want: Want) -> None:
         """Take a loan, or refuse it."""
-        if refusal := self._refusal(want):
+        if refusal := want_fault(want, self._kv.layout.block_tokens, self._vocab_size):
             channel.refuse(refusal)
             return
         end = len(want.keys) if want.may_compute else max(self._kv.num_cached(want.keys), want.first_block)
@@ -192,21 +191,6 @@ class WatchingLender:
     def _block_of(self, name: bytes) -> int | None:
         found = self._pool.match([name])
         return found[0] if found else None
-
-    def _refusal(self, want: Want) -> str:
-        """Return why a loan cannot be given; empty where it can."""
-        width, num_blocks = self._kv.layout.block_tokens, len(want.keys)
-        if not want.first_block < num_blocks:
-            return f"first_block: must be below the {num_blocks} blocks wanted, not {want.first_block}"
-        if len(want.token_ids) < num_blocks * width:
-            return f"token_ids: {len(want.token_ids)} tokens do not fill {num_blocks} blocks of {width}"
-        if max(want.token_ids) >= self._vocab_size:
-            return f"token_ids: must be below {self._vocab_size}, not {max(want.token_ids)}"
-        if fault := items_fault(want.items, len(want.token_ids)):
-            return f"items: {fault}"
-        if not belongs(want.keys, want.root, want.token_ids, width, want.items):
-            return "keys: do not begin with the key of the first block"
-        return ""
 
     def _perform(self, loan: GivenLoan, actions: Sequence[Action]) -> None:
         for action in actions:
