@@ -15,7 +15,6 @@ from loans.messages import Lent, Peer, Started, Want
 from loans.network import LoanNetwork, LoanTaken
 from tandem_connector.references import Reference
 from tandem_connector.servers import Servers
-from tandem_connector.settings import server_url
 
 LOOK_UP_S = 5.0
 """Seconds between two look-ups of configured names."""

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
 from cluster.config import Config
 from cluster.errors import StartError
 from cluster.network.tls import MemberIdentity, member_of
+from cluster.network.urls import server_url
 from cluster.settings import TlsSettings
 
 EXTRA = "kv_connector_extra_config"
@@ -103,17 +103,6 @@ class ConnectorSettings(Config, TlsSettings):
         if not self.is_guarded and self.loan_host and not is_loopback(f"{self.loan_host}:0"):
             reason = f"{self.loan_host} is not loopback, so anybody who reaches it could read KV: set tls_cert, tls_key"
             raise StartError(f"{EXTRA}.loan_host", f"{reason} and tls_ca, or secret_file")
-
-
-def server_url(server: str) -> str:
-    """Return the URL of a server that is named by `host:port` or a URL. Raises ValueError."""
-    url = server if "://" in server else f"http://{server}"
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
-        raise ValueError(f"{server!r} is not host:port or a URL http(s)://host:port")
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{parts.scheme}://{host}:{port}"
 
 
 def _read(path: Path | None, key: str) -> bytes:

@@ -6,7 +6,7 @@ All servers are started, and those of other sides are stopped while one is measu
 import asyncio
 import json
 import statistics
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +24,16 @@ from bench.vllm.pair import NIXL, TANDEM, VllmPair
 LENGTHS, ROUNDS = (512, 4096), 7
 STREAMS, STREAM_OUTPUT, BESIDE = 8, 160, 1024
 CONTEXT = 8192
+
+
+def of_small(generate: Generate) -> Generate:
+    """Return `generate` with token ids that the small model has."""
+    first, last = 100, SMALL_LLAMA["vocab_size"]
+
+    def small(token_ids: Sequence[int], max_tokens: int) -> AsyncIterator[float]:
+        return generate([first + token_id % (last - first) for token_id in token_ids], max_tokens)
+
+    return small
 
 
 async def ttft_of(generate: Generate, length: int, seed: int) -> float:
@@ -79,9 +89,9 @@ async def compare_connectors(cores: Sequence[int], scratch: Path, console: Conso
         )
         nixl.resume()
         sides: dict[str, tuple[Generate, Pausable]] = {
-            "nixl": (nixl.generate, nixl),
-            "tandem": (tandem.generate, tandem),
-            "alone": (tandem.generate_directly, tandem),
+            "nixl": (of_small(nixl.generate), nixl),
+            "tandem": (of_small(tandem.generate), tandem),
+            "alone": (of_small(tandem.generate_directly), tandem),
         }
         for length in LENGTHS:
 
@@ -122,8 +132,8 @@ async def compare_idle(cores: Sequence[int], scratch: Path, console: Console) ->
         having = await stack.enter_async_context(server)
         without.resume()
         sides: dict[str, tuple[Generate, Pausable]] = {
-            "without": (without.generate, without),
-            "with": (having.generate, having),
+            "without": (of_small(without.generate), without),
+            "with": (of_small(having.generate), having),
         }
 
         async def ttft(generate: Generate, seed: int) -> float:

@@ -136,7 +136,7 @@ class VllmPair:
         common: dict[str, Any] = {"model": "m", "prompt": list(token_ids), "temperature": 0, "ignore_eos": True}
         first = common | {"max_tokens": 1, "kv_transfer_params": ASK_PREFILL}
         async with self._session.post(f"{self.servers['prefill'].url}/v1/completions", json=first) as answer:
-            answer.raise_for_status()
+            await _check(answer)
             transfer = (await answer.json())["kv_transfer_params"]
         then = common | {"max_tokens": max_tokens, "stream": True, "kv_transfer_params": transfer}
         async for moment in self._streamed(then):
@@ -150,7 +150,7 @@ class VllmPair:
 
     async def _streamed(self, then: Mapping[str, Any]) -> AsyncIterator[float]:
         async with self._session.post(f"{self.servers['decode'].url}/v1/completions", json=then) as answer:
-            answer.raise_for_status()
+            await _check(answer)
             async for line in answer.content:
                 if line.startswith(b"data: {"):
                     message = json.loads(line[6:])
@@ -158,6 +158,11 @@ class VllmPair:
                         raise aiohttp.ClientPayloadError(str(message["error"]))
                     if message["choices"]:
                         yield time.monotonic()
+
+
+async def _check(answer: aiohttp.ClientResponse) -> None:
+    if not answer.ok:
+        raise aiohttp.ClientPayloadError(f"{answer.url} answered {answer.status}: {await answer.text()}")
 
 
 def offer_nixl(environment: Path, scratch: Path) -> Path:

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from cluster.errors import StartError
+from cluster.network.urls import server_url
 from loans.messages import Peer
 from tandem_connector.references import read_reference, write_reference
-from tandem_connector.settings import ConnectorSettings, server_url
+from tandem_connector.settings import ConnectorSettings
 
 INCARNATION = bytes(range(16))
 
