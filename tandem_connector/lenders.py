@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from cluster.network.urls import server_url
 from kvcache.block_keys import BlockKey
 from loans.messages import Lent, Peer, Started, Want
 from loans.network import LoanNetwork, LoanTaken
