@@ -39,6 +39,8 @@ class KvAccount:
     """Number of times the request was preempted and its tokens computed again."""
     recomputed_tokens: int = 0
     """Tokens computed again because they were no longer cached after a preemption; `computed_tokens` excludes them."""
+    is_predicted: bool = False
+    """Whether the counts are the router's prediction, because a stock server tells none."""
     times: dict[str, float] = field(default_factory=dict)
 
     def store_failed(self, is_local: bool, reason: str) -> None:

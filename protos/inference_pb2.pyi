@@ -1404,6 +1404,7 @@ class KvReceipt(_message.Message):
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     STORED_BLOCKS_FIELD_NUMBER: _builtins.int
     PINS_GAVE_WAY_FIELD_NUMBER: _builtins.int
+    PREDICTED_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     reused_blocks: _builtins.int
     """Blocks found in the decode worker's own cache."""
@@ -1449,6 +1450,8 @@ class KvReceipt(_message.Message):
     """Blocks of a warmed prompt that the shared store has, or is being given."""
     pins_gave_way: _builtins.int
     """Blocks of the prompt that an earlier request pinned, and whose pins gave way to other requests before their time."""
+    predicted: _builtins.bool
+    """Whether the counts are the router's prediction: a stock server tells none of them in a stream."""
     @_builtins.property
     def ucx_transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Lanes of the reads from this lender, by UCX's own names, such as "rc_mlx5/mlx5_0:1"; "posix/memory" and
@@ -1482,10 +1485,11 @@ class KvReceipt(_message.Message):
         pinned_blocks: _builtins.int = ...,
         stored_blocks: _builtins.int = ...,
         pins_gave_way: _builtins.int = ...,
+        predicted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "computed_blocks", b"computed_blocks", "computed_tokens", b"computed_tokens", "hedged_blocks", b"hedged_blocks", "lender_cached_blocks", b"lender_cached_blocks", "lender_computed_blocks", b"lender_computed_blocks", "lender_fetched_blocks", b"lender_fetched_blocks", "loan_failure", b"loan_failure", "mismatched_blocks", b"mismatched_blocks", "moved_blocks", b"moved_blocks", "moved_bytes", b"moved_bytes", "pinned_blocks", b"pinned_blocks", "pins_gave_way", b"pins_gave_way", "preemptions", b"preemptions", "recomputed_tokens", b"recomputed_tokens", "restore_failure", b"restore_failure", "restored_blocks", b"restored_blocks", "reused_blocks", b"reused_blocks", "store_blocks", b"store_blocks", "store_failure", b"store_failure", "stored_blocks", b"stored_blocks", "transport", b"transport", "ucx_transports", b"ucx_transports", "verified_blocks", b"verified_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "computed_blocks", b"computed_blocks", "computed_tokens", b"computed_tokens", "hedged_blocks", b"hedged_blocks", "lender_cached_blocks", b"lender_cached_blocks", "lender_computed_blocks", b"lender_computed_blocks", "lender_fetched_blocks", b"lender_fetched_blocks", "loan_failure", b"loan_failure", "mismatched_blocks", b"mismatched_blocks", "moved_blocks", b"moved_blocks", "moved_bytes", b"moved_bytes", "pinned_blocks", b"pinned_blocks", "pins_gave_way", b"pins_gave_way", "predicted", b"predicted", "preemptions", b"preemptions", "recomputed_tokens", b"recomputed_tokens", "restore_failure", b"restore_failure", "restored_blocks", b"restored_blocks", "reused_blocks", b"reused_blocks", "store_blocks", b"store_blocks", "store_failure", b"store_failure", "stored_blocks", b"stored_blocks", "transport", b"transport", "ucx_transports", b"ucx_transports", "verified_blocks", b"verified_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2438,6 +2442,7 @@ class WorkerStatus(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     GROUP_RANK_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    SERVER_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -2482,6 +2487,8 @@ class WorkerStatus(_message.Message):
     group_rank: _builtins.int
     revision: _builtins.str
     """Revision of the model: of its weights, config and tokenizer, in hexadecimal digits."""
+    server: _builtins.str
+    """What a stock server can do, in words; empty for a worker of Tandem."""
     @_builtins.property
     def failing_lenders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Lenders for which the circuit breaker is open: the worker's loans from them failed."""
@@ -2515,10 +2522,11 @@ class WorkerStatus(_message.Message):
         group: _builtins.str = ...,
         group_rank: _builtins.int = ...,
         revision: _builtins.str = ...,
+        server: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked_blocks", b"asked_blocks", "available_blocks", b"available_blocks", "block_tokens", b"block_tokens", "cached_blocks", b"cached_blocks", "decode_prefill_tokens_per_s", b"decode_prefill_tokens_per_s", "decoding", b"decoding", "draining", b"draining", "failing", b"failing", "failing_lenders", b"failing_lenders", "group", b"group", "group_rank", b"group_rank", "has_reported", b"has_reported", "hit_blocks", b"hit_blocks", "loans", b"loans", "num_blocks", b"num_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "revision", b"revision", "role", b"role", "running", b"running", "start_seconds", b"start_seconds", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked_blocks", b"asked_blocks", "available_blocks", b"available_blocks", "block_tokens", b"block_tokens", "cached_blocks", b"cached_blocks", "decode_prefill_tokens_per_s", b"decode_prefill_tokens_per_s", "decoding", b"decoding", "draining", b"draining", "failing", b"failing", "failing_lenders", b"failing_lenders", "group", b"group", "group_rank", b"group_rank", "has_reported", b"has_reported", "hit_blocks", b"hit_blocks", "loans", b"loans", "num_blocks", b"num_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "revision", b"revision", "role", b"role", "running", b"running", "server", b"server", "start_seconds", b"start_seconds", "transport", b"transport", "weights_source", b"weights_source", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,6 +40,7 @@ from router.request_path.request_handler import RequestHandler
 from router.request_path.warming import Warming
 from router.security.api_keys import ApiKeys
 from router.security.guard import KeyInterceptor
+from router.stock.start import open_fleet, with_model
 from router.usage.ledger import FileLedger, MemoryLedger, UsageLedger
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ async def start_router(config: RouterConfig) -> Router:
     public, member = config.frontends()
     keys = ApiKeys(config.api_keys, config.api_keys_file)
     further_terms()  # raises for one that cannot be loaded
+    config = await with_model(config)
     files = read_models(config, await fetch_models(config))
     async with AsyncExitStack() as parts:
         metrics, registry = MetricsServer(config.host, config), new_registry()
@@ -153,8 +155,11 @@ async def start_router(config: RouterConfig) -> Router:
             config.id(),
             incarnation,
             config.worker_silence_s,
-            lambda model: router_metrics.workers_lost.labels(model).inc(),
+            lost := lambda model: router_metrics.workers_lost.labels(model).inc(),
         )
+        if config.fleet is not None:
+            fleet = open_fleet(config.fleet, models, config.worker_silence_s, lost)
+            parts.push_async_callback(fleet.close)
         internal = server if config.internal_port is None else Server(member.credentials if member else None)
         pb_grpc.add_MembershipServicer_to_server(membership, internal.grpc)
         servers = [server] if internal is server else [server, internal]

@@ -36,6 +36,15 @@ def of_small(generate: Generate) -> Generate:
     return small
 
 
+def of_other_prompts(generate: Generate) -> Generate:
+    """Return `generate` with prompts of its own: those of another side of the same servers are cached there."""
+
+    def other(token_ids: Sequence[int], max_tokens: int) -> AsyncIterator[float]:
+        return generate([token_id + 1 for token_id in token_ids], max_tokens)
+
+    return other
+
+
 async def ttft_of(generate: Generate, length: int, seed: int) -> float:
     """Return the time to first token of one prompt, in milliseconds."""
     return 1e3 * (await request(generate, length, 2, seed)).ttft
@@ -91,7 +100,7 @@ async def compare_connectors(cores: Sequence[int], scratch: Path, console: Conso
         sides: dict[str, tuple[Generate, Pausable]] = {
             "nixl": (of_small(nixl.generate), nixl),
             "tandem": (of_small(tandem.generate), tandem),
-            "alone": (of_small(tandem.generate_directly), tandem),
+            "alone": (of_other_prompts(of_small(tandem.generate_directly)), tandem),
         }
         for length in LENGTHS:
 

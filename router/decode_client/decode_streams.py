@@ -1,14 +1,32 @@
 """Connections to all workers, each opened when its worker has joined."""
 
 import functools
+from collections.abc import AsyncGenerator
 from contextlib import ExitStack
+from typing import Protocol
 
-from cluster.errors import InvalidRequest, Unavailable
+from cluster.errors import InvalidRequest, ServiceError, Unavailable
 from cluster.network.tls import MemberIdentity
+from protos import decode_pb2 as pb
 from router.decode_client.decode_stream import CONNECT_S, DecodeStream
 from router.decode_client.inbox import Inbox
 from router.placement.fleet.fleet import Fleet
 from router.placement.fleet.worker_records import WorkerRecord
+
+
+class WorkerLink(Protocol):
+    """Way of requests to one worker: DecodeStream has the meaning of its members."""
+
+    failure: ServiceError | None
+
+    @property
+    def connected(self) -> bool: ...
+    @property
+    def broken(self) -> bool: ...
+    @property
+    def idle(self) -> bool: ...
+    def generate(self, request: pb.DecodeRequest, timeout_s: float) -> AsyncGenerator[bytes]: ...
+    def break_off(self, failure: ServiceError) -> None: ...
 
 
 class DecodeStreams:
@@ -17,17 +35,21 @@ class DecodeStreams:
     def __init__(self, fleet: Fleet, trust: MemberIdentity | None = None) -> None:
         self._fleet = fleet
         self._trust = trust
-        self._links: dict[WorkerRecord, DecodeStream] = {}
+        self._links: dict[WorkerRecord, WorkerLink] = {}
 
-    def to(self, worker: WorkerRecord) -> DecodeStream:
+    def to(self, worker: WorkerRecord) -> "WorkerLink":
         """Return an unbroken connection to `worker`.
 
         It breaks when the worker falls silent.
         """
         link = self._links.get(worker)
-        if link is None or link.broken:
+        if link is None or (link.broken and worker.hello.stream_address):
             link = self._opened(worker, None)
         return link
+
+    def add(self, worker: WorkerRecord, link: "WorkerLink") -> None:
+        """Add the connection of a worker that has no stream_port: of a stock server."""
+        self._links[worker] = link
 
     def open(self, worker: WorkerRecord, inbox: Inbox) -> None:
         """Connect to a worker that has just joined; its events go into `inbox`, which ends with the connection."""

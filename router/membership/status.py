@@ -12,6 +12,7 @@ from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
 from router.placement.fleet.fleet import Fleet
 from router.placement.fleet.worker_records import WorkerRecord
+from router.placement.fleet.worker_views import running_of
 
 MAX_LINKS = 1024
 
@@ -72,10 +73,11 @@ def _worker(fleet: Fleet, worker: WorkerRecord) -> pb.WorkerStatus:
         group=hello.group,
         group_rank=hello.group_rank,
         revision=hello.revision.hex(),
+        server=worker.server,
     )
     if load is not None:
         status.has_reported = True
-        status.running, status.decoding = load.running, load.decoding
+        status.running, status.decoding = running_of(worker), load.decoding
         status.loans, status.queued_loans = load.loans, load.queued_loans
         status.queued_prefill_tokens = load.queued_prefill_tokens
         status.available_blocks = load.available_blocks

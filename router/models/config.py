@@ -1,6 +1,7 @@
 """Settings of the served models, and of the choice for a request that names `auto`."""
 
-from typing import Annotated, Self
+from pathlib import Path
+from typing import Annotated, Any, Self
 
 from pydantic import (
     Field,
@@ -13,9 +14,10 @@ from pydantic import (
     model_validator,
 )
 
-from cluster.config import Config
+from cluster.config import Config, read_file
 from engine.model.hub import ModelPath
 from router.models.output.output_format import AUTO as AUTO_FORMAT
+from router.stock.config import FleetConfig
 
 AUTO = "auto"
 """Model name of requests that leave the choice to the router."""
@@ -111,6 +113,8 @@ class ModelRule(Config):
 class ModelsConfig(Config):
     """Settings of models in a router."""
 
+    fleet: FleetConfig | None = None
+    """Stock servers to serve by, `vllm serve` for the most part: a mapping, or the path of a YAML file with it."""
     models: tuple[ModelEntry, ...] = ()
     """Served models, each with its own name. Of two equally cheap ones `auto` takes the first."""
     model: ModelPath | None = Field(default=None, validate_default=True)
@@ -131,10 +135,20 @@ class ModelsConfig(Config):
     @classmethod
     def _one_way(cls, model: ModelPath | None, info: ValidationInfo) -> ModelPath | None:
         """Check that `model` and `models` are not both set; an error within `models` is reported there."""
-        if "models" in info.data and (model is None) == (not info.data["models"]):
+        fleet, models = info.data.get("fleet"), info.data.get("models")
+        if fleet is not None and not models:
+            return model or fleet.model
+        if models is not None and (model is None) == (not models):
             raise ValueError("set either model, for one, or models, for several")
         return model
 
+    @field_validator("fleet", mode="before")
+    @classmethod
+    def _read_fleet(cls, fleet: Any) -> Any:
+        return read_file(Path(fleet)) if isinstance(fleet, str | Path) else fleet
+
     @property
     def entries(self) -> tuple[ModelEntry, ...]:
-        return self.models if self.model is None else (ModelEntry(path=self.model),)
+        if self.model is None:
+            return self.models
+        return (ModelEntry(path=self.model, name=self.fleet.name if self.fleet is not None else ""),)

@@ -11,7 +11,7 @@ from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals
 from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
-from router.decode_client.decode_stream import DecodeStream
+from router.decode_client.decode_streams import WorkerLink
 from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
 from router.placement.fleet.worker_records import ActivePlacement, WorkerRecord
@@ -109,7 +109,7 @@ class RequestHandler:
                     log.debug(
                         "attempt %d at %s, lender %s", attempts.number, decision.decode_id, decision.lender_id or "none"
                     )
-                    link: DecodeStream | None = None
+                    link: WorkerLink | None = None
                     try:
                         internal = decode_request(
                             prepared, emitted, placed, decision, attempts.number, placed_at, time.monotonic()

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cluster.config import Config
 from cluster.network.urls import server_url
@@ -55,8 +55,6 @@ class ServerEntry(Config):
     server caches what it was sent."""
     kv_replay_port: int | None = Field(default=5558, ge=1, le=65535)
     """Port of the `replay_endpoint` of KV events, from which lost events are asked again."""
-    max_running: PositiveInt | None = None
-    """Largest number of requests that this router has running on each server. Default: as many as blocks allow."""
 
     @field_validator("url")
     @classmethod

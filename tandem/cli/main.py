@@ -10,6 +10,7 @@ from tandem import __version__
 from tandem.cli.client import client_commands
 from tandem.cli.cluster import cluster_commands
 from tandem.cli.common import console
+from tandem.cli.fleet import fleet_commands
 from tandem.cli.sizing import sizing_commands
 
 FAILED, WRONG_USAGE = 1, 2
@@ -20,7 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for group in (cluster_commands, client_commands, sizing_commands):
+for group in (cluster_commands, fleet_commands, client_commands, sizing_commands):
     app.add_typer(group.app)
 
 

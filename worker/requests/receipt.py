@@ -65,6 +65,7 @@ def _kv(account: KvAccount, block_tokens: int) -> pb.KvReceipt:
         pinned_blocks=account.pinned_blocks,
         pins_gave_way=account.pins_gave_way,
         stored_blocks=account.stored_blocks,
+        predicted=account.is_predicted,
     )
 
 

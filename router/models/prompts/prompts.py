@@ -117,6 +117,10 @@ class PromptEncoder:
         return self._template.begun_answer(request, self.output_format.reasoning_marks[0], ClientTexts(self._control))
 
     @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._tokenizer
+
+    @property
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
 

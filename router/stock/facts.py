@@ -1,0 +1,121 @@
+"""What one stock server can do, asked when it is met."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from cluster.errors import Unavailable
+from router.stock.metrics_page import cache_facts, load_of
+from router.stock.server_api import COMPLETIONS, ServerApi
+
+ASK_S = 10.0
+"""Seconds for each answer. The token that is asked for waits behind the requests of a busy server."""
+GENERATE = "/inference/v1/generate"
+PROBE_TOKEN = 1
+"""Token of the probe's prompt; every vocabulary has it."""
+
+
+class _Model(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """Abilities of a server, and the model that it serves."""
+
+    model: str
+    """Name under which it serves its model."""
+    root: str
+    """Directory or repository that it names as the model; its name where it tells none."""
+    adapters: tuple[tuple[str, str], ...]
+    """Names and roots of its LoRA adapters."""
+    max_context_tokens: int
+    """Largest number of tokens of prompt and output; 0: it does not tell."""
+    version: str
+    """Version of vLLM; empty for another server."""
+    block_tokens: int
+    """Tokens of a KV block; 0: it does not tell."""
+    num_blocks: int
+    returns_token_ids: bool
+    """Whether its answers have token ids. Without them it serves text, and no stream can go on elsewhere."""
+    lends: bool
+    """Whether it has TandemConnector."""
+    generates_tokens: bool
+    """Whether it serves `/inference/v1/generate`."""
+
+    def summary(self) -> str:
+        """Return a line for people."""
+        what = f"vLLM {self.version}" if self.version else "OpenAI-compatible"
+        able = [
+            "token ids" if self.returns_token_ids else "text only",
+            f"blocks of {self.block_tokens}" if self.block_tokens else "",
+            "lends (TandemConnector)" if self.lends else "",
+            GENERATE if self.generates_tokens else "",
+        ]
+        return f"{what}: {', '.join(each for each in able if each)}"
+
+
+async def ask(api: ServerApi) -> ServerFacts:
+    """Ask a server. Raises Unavailable while it cannot answer, and for answers that are none of OpenAI's API."""
+    status, text = await api.get("/v1/models", ASK_S)
+    if status != 200:
+        raise Unavailable(f"server {api.name} answers /v1/models with {status}: {text[:200]}")
+    try:
+        models = msgspec.json.decode(text, type=_Models).data
+    except msgspec.MsgspecError as error:
+        raise Unavailable(f"server {api.name}: /v1/models is none of OpenAI's API: {error}") from None
+    bases = [model for model in models if not model.parent]
+    if not bases:
+        raise Unavailable(f"server {api.name} names no model at /v1/models")
+    base = bases[0]
+    version = await _version(api)
+    _, page = await api.get("/metrics", ASK_S)
+    cache, load = cache_facts(page), load_of(page)
+    # An empty request is refused in a way that tells whether the path is served: 403 without --enable-scale-out.
+    generate, _ = await api.post(GENERATE, {}, ASK_S)
+    return ServerFacts(
+        model=base.id,
+        root=base.root or base.id,
+        adapters=tuple((each.id, each.root or each.id) for each in models if each.parent),
+        max_context_tokens=base.max_model_len or 0,
+        version=version,
+        block_tokens=cache.block_tokens if cache is not None else 0,
+        num_blocks=cache.num_blocks if cache is not None else 0,
+        returns_token_ids=await _returns_token_ids(api, base.id),
+        lends=load is not None and load.lends,
+        generates_tokens=generate in (400, 422),
+    )
+
+
+async def _version(api: ServerApi) -> str:
+    status, text = await api.get("/version", ASK_S)
+    if status != 200:
+        return ""
+    try:
+        answer: Any = msgspec.json.decode(text)
+    except msgspec.MsgspecError:
+        return ""
+    return str(answer.get("version", "")) if isinstance(answer, dict) else ""
+
+
+async def _returns_token_ids(api: ServerApi, model: str) -> bool:
+    """Have one token generated from one token."""
+    body = {"model": model, "prompt": [PROBE_TOKEN], "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+    status, text = await api.post(COMPLETIONS, body, ASK_S)
+    if status != 200:
+        if status >= 500 or status in (401, 403, 404):
+            raise Unavailable(f"server {api.name} answers {COMPLETIONS} with {status}: {text[:200]}")
+        return False  # it takes no token ids as a prompt
+    try:
+        (choice,) = msgspec.json.decode(text)["choices"]
+        return isinstance(choice.get("token_ids"), list)
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError, AttributeError):
+        return False

@@ -1,0 +1,196 @@
+"""KV events of stock vLLM servers, as changes of the router's own index.
+
+Pure. vLLM names a block by a hash of its own; the router names it by the tokens of its chain (kvcache/block_keys.py).
+An event of a stored block has its tokens and the name of its parent, so that each name is found from the one before.
+
+    batch n ──n + 1──▶ applied
+            ──later──▶ gap: batches are missing ──replayed──▶ applied in order
+                                                └─not to be had──▶ all held blocks are forgotten; their names stay known
+            ──0, or earlier──▶ the server restarted: held blocks and names are forgotten
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from kvcache.block_keys import BlockKey, block_keys
+from protos import membership_pb2 as pb
+
+FULL_ATTENTION = "full_attention"
+Hash = bytes | int
+RootOf = Callable[[str, str], BlockKey | None]
+"""Parent of the first block of a chain, by cache salt and name of the LoRA adapter; None for an unknown adapter."""
+
+
+class KvEventBatch(msgspec.Struct, array_like=True):
+    """Batch of events, as vLLM packs it."""
+
+    ts: float
+    events: list[dict[str, Any] | list[Any]]
+    data_parallel_rank: int | None = None
+
+
+_decoder = msgspec.msgpack.Decoder(KvEventBatch)
+
+
+def read_batch(payload: bytes) -> KvEventBatch:
+    """Parse a batch. Raises msgspec.MsgspecError."""
+    return _decoder.decode(payload)
+
+
+class NamedBlocks:
+    """Blocks that one server holds, by vLLM's hashes and by the router's keys."""
+
+    def __init__(self, root_of: RootOf, block_tokens: int, max_names: int) -> None:
+        """Create it; `max_names` bounds the hashes that are remembered, held blocks included."""
+        self._root_of = root_of
+        self._block_tokens = block_tokens
+        self._max_names = max_names
+        self._key_of: dict[Hash, BlockKey] = {}
+        """Keys of all blocks of which the chain is known, held or not."""
+        self._held: set[Hash] = set()
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def forget_held(self) -> None:
+        """Forget which blocks are held; a block that is stored later may still follow one of them."""
+        self._held.clear()
+
+    def restarted(self) -> None:
+        """Forget all: another process begins with an empty cache."""
+        self._held.clear()
+        self._key_of.clear()
+
+    def apply(self, batch: KvEventBatch) -> list[pb.CacheEvent] | None:
+        """Return a batch's changes of the index; None: the cache was cleared, and what follows is in `snapshot`."""
+        changes: list[pb.CacheEvent] = []
+        was_cleared = False
+        for event in batch.events:
+            fields = event if isinstance(event, dict) else {"type": event[0]}
+            kind = fields.get("type")
+            if kind == "BlockStored":
+                changes += self._stored(fields)
+            elif kind == "BlockRemoved":
+                changes += self._removed(fields)
+            elif kind == "AllBlocksCleared":
+                was_cleared = True
+                self._held.clear()
+                changes.clear()
+        return None if was_cleared else changes
+
+    def snapshot(self) -> list[pb.CacheEvent]:
+        """Return all held blocks as one change."""
+        joined = b"".join({self._key_of[each] for each in self._held})
+        return [pb.CacheEvent(stored=joined)] if joined else []
+
+    def _stored(self, event: dict[str, Any]) -> Iterable[pb.CacheEvent]:
+        # Of a model with several KV groups, blocks of full attention say how far a prompt is cached.
+        if event.get("kv_cache_spec_kind") not in (None, FULL_ATTENTION) or event.get("medium") not in (None, "GPU"):
+            return ()
+        hashes: Sequence[Hash] = event["block_hashes"]
+        tokens: Sequence[int] = event["token_ids"]
+        width = event["block_size"]
+        if width != self._block_tokens or len(tokens) != width * len(hashes):
+            return ()
+        parent = self._parent_of(event)
+        if parent is None or not _is_text(event):
+            return ()
+        keys = block_keys(parent, tokens, width)
+        fresh = []
+        for name, key in zip(hashes, keys, strict=True):
+            self._key_of.pop(name, None)  # the newest last: the oldest names are dropped first
+            self._key_of[name] = key
+            if name not in self._held:
+                self._held.add(name)
+                fresh.append(key)
+        self._bound_names()
+        return (pb.CacheEvent(parent=parent, stored=b"".join(fresh)),) if fresh else ()
+
+    def _parent_of(self, event: dict[str, Any]) -> BlockKey | None:
+        if (parent := event.get("parent_block_hash")) is not None:
+            return self._key_of.get(parent)
+        adapter = event.get("lora_name") or ""
+        first = (event.get("extra_keys") or [None])[0] or ()
+        salts = [each for each in first if isinstance(each, str) and each != adapter]
+        return self._root_of(salts[0] if salts else "", adapter)
+
+    def _removed(self, event: dict[str, Any]) -> Iterable[pb.CacheEvent]:
+        if event.get("medium") not in (None, "GPU"):
+            return ()
+        gone = [name for name in event["block_hashes"] if name in self._held]
+        self._held.difference_update(gone)
+        joined = b"".join(self._key_of[name] for name in gone)
+        return (pb.CacheEvent(removed=joined),) if joined else ()
+
+    def _bound_names(self) -> None:
+        """Drop the oldest names of blocks that are not held."""
+        if len(self._key_of) <= self._max_names:
+            return
+        for name in [name for name in self._key_of if name not in self._held]:
+            del self._key_of[name]
+            if len(self._key_of) <= self._max_names // 2:
+                return
+
+
+def _is_text(event: dict[str, Any]) -> bool:
+    """Return whether no block of the event holds pictures or the like, which have other names here."""
+    extra = event.get("extra_keys") or ()
+    return not any(isinstance(each, list | tuple) for keys in extra if keys for each in keys)
+
+
+class AssumedBlocks:
+    """Blocks that a server without KV events is assumed to hold: the most recent that requests left there."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._keys: dict[BlockKey, None] = {}
+
+    def used(self, keys: Sequence[BlockKey]) -> list[pb.CacheEvent]:
+        """Return the changes after a request with these blocks ran there."""
+        fresh = [key for key in keys if key not in self._keys]
+        for key in reversed(keys):  # a block is dropped before those that it continues
+            self._keys.pop(key, None)
+            self._keys[key] = None
+        gone = []
+        while len(self._keys) > self._num_blocks:
+            oldest = next(iter(self._keys))
+            del self._keys[oldest]
+            gone.append(oldest)
+        changes = []
+        if kept := [key for key in fresh if key in self._keys]:
+            changes.append(pb.CacheEvent(stored=b"".join(kept)))
+        if dropped := [key for key in gone if key not in fresh]:
+            changes.append(pb.CacheEvent(removed=b"".join(dropped)))
+        return changes
+
+    def restarted(self) -> None:
+        """Forget all."""
+        self._keys.clear()
+
+
+class BatchOrder:
+    """Order of one server's batches, by their numbers."""
+
+    def __init__(self) -> None:
+        self.next: int | None = None
+        """Number of the batch that follows those applied; None before the first."""
+        self._last_live = -1
+        """Number of the last batch that was published to this subscriber, applied or not."""
+
+    def judge(self, number: int) -> Literal["next", "known", "gap", "restart"]:
+        """Judge a published batch. Of one publisher they ascend, so an earlier number is of a new process."""
+        restarted = number <= self._last_live
+        self._last_live = number
+        if restarted:
+            return "restart"
+        if self.next is None:
+            return "next" if number == 0 else "gap"
+        if number < self.next:
+            return "known"  # it was replayed already
+        return "next" if number == self.next else "gap"
+
+    def applied(self, number: int) -> None:
+        self.next = number + 1

@@ -1,0 +1,291 @@
+"""Requests of a router at one stock server: the part of a decode worker's front that a stock server lacks.
+
+A request becomes one HTTP request, whose tokens become the client's messages here (worker/requests), so
+that text, stop strings and receipts are those of Tandem's own workers.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any
+
+import aiohttp
+from tokenizers import Tokenizer
+
+from cluster.errors import DeadlineExceeded, ServiceError, Unavailable
+from cluster.process.loop_watch import loop_time
+from engine.messages.from_engine import Filled, PromptScored, Token
+from kvcache.block_keys import BlockKey, split_keys
+from loans.account import KvAccount
+from protos import decode_pb2 as pb
+from router.stock.completions import Call, Chunk, calls_of, prompt_scores, read_chunk, tokens_of
+from router.stock.server_api import EventReader, ServerApi
+from worker.requests.output_stream import OutputStream
+
+DONE = b"[DONE]"
+Left = Callable[[Sequence[BlockKey]], object]
+Message = Token | PromptScored | Filled
+
+
+class StockLink:
+    """Requests at one server, from its joining until it leaves; in the place of a DecodeStream."""
+
+    connected = True
+
+    def __init__(
+        self,
+        api: ServerApi,
+        worker_id: str,
+        model: str,
+        adapters: dict[bytes, str],
+        tokenizer: Tokenizer | None,
+        block_tokens: int,
+        approximately: bool,
+        on_first_token: Left,
+    ) -> None:
+        """Create it; `adapters` are the server's names of LoRA adapters by fingerprint.
+
+        `on_first_token` gets the keys of a prompt's blocks, which the server has computed then.
+        """
+        self._api = api
+        self._worker_id = worker_id
+        self._model = model
+        self._adapters = adapters
+        self._tokenizer = tokenizer
+        self._block_tokens = block_tokens
+        self._approximately = approximately
+        self._on_first_token = on_first_token
+        self._running: set[_Attempt] = set()
+        self.failure: ServiceError | None = None
+        """Reason why it takes no more requests."""
+        self.heard_at = loop_time()
+        """Time of the last token of any request, or of the start of the first after none."""
+        self.failed = asyncio.Event()
+        """Signal that a request failed below HTTP: the server may be gone."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether it takes no more requests."""
+        return self.failure is not None
+
+    @property
+    def idle(self) -> bool:
+        return not self._running
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def break_off(self, failure: ServiceError) -> None:
+        """Fail all requests with this error, and take no more."""
+        if self.failure is None:
+            self.failure = failure
+            for attempt in tuple(self._running):
+                attempt.cut()
+
+    async def generate(self, request: pb.DecodeRequest, timeout_s: float) -> AsyncGenerator[bytes]:
+        """Yield serialised GenerateResponses.
+
+        Raises the ServiceError that ended the request; closing early cancels it.
+        """
+        if self.failure is not None:
+            raise self.failure
+        prompt = list(request.prompt_token_ids)
+        model = self._adapters[request.adapter] if request.adapter else self._model
+        lender = request.lender.worker.loan_address if request.HasField("lender") else ""
+        calls = calls_of(request, model, prompt, lender, self._approximately)
+        output = OutputStream(request, self._tokenizer, self._worker_id, self._block_tokens)
+        attempt = _Attempt(self._api, request, prompt, timeout_s)
+        if not self._running:
+            self.heard_at = loop_time()
+        self._running.add(attempt)
+        account: KvAccount | None = None
+        try:
+            while (message := output.take()) is not None:  # text that an earlier attempt held back
+                yield message.SerializeToString()
+            async for news in attempt.messages(calls):
+                self.heard_at = loop_time()
+                if account is None:
+                    account = account_of(request, self._block_tokens, attempt.sent_at, time.monotonic())
+                    news = _with_account(news, account, request)
+                    self._on_first_token(split_keys(request.block_keys))
+                if attempt.cached_tokens is not None:
+                    num_tokens = len(prompt) + len(request.emitted_token_ids)
+                    tell_cached(account, attempt.cached_tokens, num_tokens, self._block_tokens)
+                for each in news:
+                    output.absorb(each)
+                while (message := output.take()) is not None:
+                    yield message.SerializeToString()
+                output.take_stopped()  # closing the connection is all that stops a choice, once no other goes on
+                if output.finished:
+                    return
+            raise Unavailable(f"server {self._api.name} ended the answer before the request was done")
+        except Unavailable as error:
+            self.failed.set()
+            raise self.failure or error from None
+        finally:
+            self._running.discard(attempt)
+            attempt.cut()
+
+
+def _with_account(news: list[Message], account: KvAccount, request: pb.DecodeRequest) -> list[Message]:
+    """Return the first messages with the account; of a request without output, its end."""
+    if request.HasField("warm"):
+        return [Filled(request.request_id, account)]
+    at = next((at for at, each in enumerate(news) if isinstance(each, Token)), None)
+    if at is not None:
+        token = news[at]
+        assert isinstance(token, Token)
+        news[at] = token._replace(account=account)
+    return news
+
+
+class _Attempt:
+    """HTTP requests of one attempt at a request."""
+
+    def __init__(self, api: ServerApi, request: pb.DecodeRequest, prompt: Sequence[int], timeout_s: float) -> None:
+        self._api = api
+        self._where = f"server {api.name}"
+        self._request = request
+        self._prompt = prompt
+        self._deadline = asyncio.get_running_loop().time() + timeout_s
+        self._answers: list[aiohttp.ClientResponse] = []
+        self._tasks: set[asyncio.Future[Any]] = set()
+        self._is_cut = False
+        self.sent_at = time.monotonic()
+        self.cached_tokens: int | None = None
+        """Prompt tokens that the server had cached, once it told."""
+
+    def cut(self) -> None:
+        """Close all connections, which ends the request at the server."""
+        self._is_cut = True
+        for answer in self._answers:
+            answer.close()
+        for task in self._tasks:
+            task.cancel()
+
+    async def messages(self, calls: Sequence[Call]) -> AsyncIterator[list[Message]]:
+        """Yield what comes of all calls. Raises ServiceError."""
+        if len(calls) == 1:
+            async for messages in self._messages_of(calls[0]):
+                yield messages
+            return
+        queue: asyncio.Queue[list[Message] | ServiceError | None] = asyncio.Queue()
+
+        async def follow(call: Call) -> None:
+            try:
+                async for messages in self._messages_of(call):
+                    queue.put_nowait(messages)
+                queue.put_nowait(None)
+            except ServiceError as error:
+                queue.put_nowait(error)
+
+        self._tasks.update(asyncio.ensure_future(follow(call)) for call in calls)
+        num_open = len(calls)
+        while num_open:
+            match await queue.get():
+                case None:
+                    num_open -= 1
+                case ServiceError() as error:
+                    raise error
+                case messages:
+                    yield messages
+
+    async def _messages_of(self, call: Call) -> AsyncIterator[list[Message]]:
+        """Yield the messages of one call; its last tokens wait for the usage that follows them."""
+        answer = await self._opened(call)
+        num_open = call.body.get("n", 1)
+        last: list[Message] = []
+        async for chunk in self._chunks(answer, call):
+            messages: list[Message] = []
+            if (scores := prompt_scores(chunk, self._request, self._prompt)) is not None:
+                messages.append(scores)
+            for token in tokens_of(call, chunk, self._request, self._where):
+                messages.append(token)
+                num_open -= token.finish is not None
+            if chunk.cached_tokens is not None:
+                self.cached_tokens = chunk.cached_tokens
+            if num_open and messages:
+                yield messages
+            else:
+                last += messages
+        if last:
+            yield last
+
+    async def _opened(self, call: Call) -> aiohttp.ClientResponse:
+        opening = asyncio.ensure_future(self._api.complete(call, self._request.request_id))
+        self._tasks.add(opening)
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                answer = await opening
+        except TimeoutError:
+            raise DeadlineExceeded(_TOO_LATE) from None
+        except asyncio.CancelledError:
+            if self._is_cut:  # by break_off, which has the reason
+                raise Unavailable(f"{self._where} was left") from None
+            raise
+        finally:
+            self._tasks.discard(opening)
+        self._answers.append(answer)
+        return answer
+
+    async def _chunks(self, answer: aiohttp.ClientResponse, call: Call) -> AsyncIterator[Chunk]:
+        if not call.streams:
+            yield read_chunk(await self._read(answer.read), self._where)
+            return
+        events = EventReader()
+        while data := await self._read(answer.content.readany):
+            for event in events.feed(data):
+                if event != DONE:
+                    yield read_chunk(event, self._where)
+
+    async def _read(self, read: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                return await read()
+        except TimeoutError:
+            raise DeadlineExceeded(_TOO_LATE) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._api.unavailable(error) from None
+
+
+def account_of(request: pb.DecodeRequest, block_tokens: int, sent_at: float, first_token_at: float) -> KvAccount:
+    """Return the account of a request before its server tells anything: what placement predicted.
+
+    A lender's blocks are told by no stream. Times are seconds of the monotonic clock.
+    """
+    num_tokens = len(request.prompt_token_ids) + len(request.emitted_token_ids)
+    usable = (num_tokens - 1) // block_tokens if block_tokens else 0
+    hits = min(usable, request.placement.predicted_hit_blocks)
+    times = {"admitted": sent_at, "first_token": first_token_at}
+    if not request.HasField("lender"):
+        computed = num_tokens - hits * block_tokens
+        times["compute_started"] = sent_at
+        return KvAccount(
+            reused_blocks=hits,
+            computed_blocks=usable - hits,
+            computed_tokens=computed,
+            times=times,
+            is_predicted=True,
+        )
+    computed = usable - hits if request.lender.may_compute else 0
+    times |= {"loan_opened": sent_at, "loan_started": sent_at, "last_blocks_ready": first_token_at}
+    return KvAccount(
+        moved_blocks=hits + computed,
+        lender_cached_blocks=hits,
+        lender_computed_blocks=computed,
+        times=times,
+        is_predicted=True,
+    )
+
+
+def tell_cached(account: KvAccount, num_cached: int, num_tokens: int, block_tokens: int) -> None:
+    """Correct an account without a lender by what the server told."""
+    if not account.moved_blocks and block_tokens:
+        account.reused_blocks = num_cached // block_tokens
+        account.computed_tokens = num_tokens - num_cached
+        account.computed_blocks = (num_tokens - 1) // block_tokens - account.reused_blocks
+        account.is_predicted = False
+
+
+_TOO_LATE = "the deadline passed before the request was done"
