@@ -40,7 +40,6 @@ from router.request_path.request_handler import RequestHandler
 from router.request_path.warming import Warming
 from router.security.api_keys import ApiKeys
 from router.security.guard import KeyInterceptor
-from router.stock.start import open_fleet, with_model
 from router.usage.ledger import FileLedger, MemoryLedger, UsageLedger
 
 if TYPE_CHECKING:
@@ -120,7 +119,13 @@ async def start_router(config: RouterConfig) -> Router:
     public, member = config.frontends()
     keys = ApiKeys(config.api_keys, config.api_keys_file)
     further_terms()  # raises for one that cannot be loaded
-    config = await with_model(config)
+    if config.fleet is not None:
+        from router.stock.start import (  # imported late, because an unused import costs start time
+            open_fleet,
+            with_model,
+        )
+
+        config = await with_model(config)
     files = read_models(config, await fetch_models(config))
     async with AsyncExitStack() as parts:
         metrics, registry = MetricsServer(config.host, config), new_registry()

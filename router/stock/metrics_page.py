@@ -15,8 +15,6 @@ PROGRESS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:it
 RUNNING, WAITING, USE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
 READ = "|".join((RUNNING, WAITING, USE, CONNECTOR, *PROGRESS))
 SAMPLE = re.compile(rf"^({READ})(?:\{{[^}}]*\}})? (\S+)", re.MULTILINE)
-    rf"^({'|'.join((RUNNING, WAITING, USE, CONNECTOR, *PROGRESS))})(?:\{{[^}}]*\}})? (\S+)", re.MULTILINE
-)
 
 
 @dataclass(frozen=True, slots=True)
