@@ -32,34 +32,37 @@ class EventFeed:
         publisher: str,
         replay: str | None,
         blocks: NamedBlocks,
+        on_come: Callable[[], object],
         on_change: OnChange,
     ) -> None:
-        """Create it; `publisher` and `replay` are ZMQ endpoints, `name` is the server's in logs."""
+        """Create it; `publisher` and `replay` are ZMQ endpoints, `name` is the server's in logs.
+
+        `on_come` is called before the first change: from then on events can be relied on.
+        """
         self._context = context
         self._name = name
         self._publisher, self._replay = publisher, replay
         self._blocks = blocks
+        self._on_come: Callable[[], object] | None = on_come
         self._on_change = on_change
         self._order = BatchOrder()
         self.num_gaps = 0
 
-    async def run(self, on_subscribed: Callable[[], object]) -> None:
-        """Follow the server until it is cancelled; `on_subscribed` is called when events can be relied on."""
+    async def run(self) -> None:
+        """Follow the server until it is cancelled."""
         with self._context.socket(zmq.SUB) as socket:
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.connect(self._publisher)
-            if await self._replayed(0):
-                on_subscribed()
+            await self._replayed(0)
             while True:
-                frames = await socket.recv_multipart()
-                on_subscribed()
-                await self._published(frames)
+                await self._published(await socket.recv_multipart())
 
     async def _published(self, frames: Sequence[bytes]) -> None:
         if len(frames) != 3:
             log.warning("server %s publishes a KV event of %d frames instead of 3", self._name, len(frames))
             return
+        self._come()
         number = int.from_bytes(frames[1], "big")
         verdict = self._order.judge(number)
         if verdict == "known":
@@ -80,6 +83,11 @@ class EventFeed:
             self._forget()
             self._apply(number, frames[2])
 
+    def _come(self) -> None:
+        if self._on_come is not None:
+            on_come, self._on_come = self._on_come, None
+            on_come()
+
     def _forget(self) -> None:
         self._blocks.forget_held()
         self._on_change((), True)
@@ -98,6 +106,7 @@ class EventFeed:
                 while True:
                     async with asyncio.timeout(REPLAY_S):
                         _, _, encoded, payload = await socket.recv_multipart()
+                    self._come()
                     if encoded == END:
                         return True
                     number = int.from_bytes(encoded, "big")

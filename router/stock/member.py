@@ -129,7 +129,7 @@ class Member:
     async def _watch(self, joined: "_Joined") -> None:
         """Watch a joined server until it is gone, or has left."""
         feed = joined.feed()
-        following = None if feed is None else asyncio.ensure_future(feed.run(joined.events_come))
+        following = None if feed is None else asyncio.ensure_future(feed.run())
         try:
             while True:
                 self._wake.clear()
@@ -206,9 +206,9 @@ class _Joined:
         blocks = NamedBlocks(root_of, hello.block_tokens, NAMES_PER_BLOCK * hello.num_blocks)
         replay = None if entry.kv_replay_port is None else f"tcp://{host}:{entry.kv_replay_port}"
         publisher = f"tcp://{host}:{entry.kv_events_port}"
-        return EventFeed(self._around.zmq, self._api.name, publisher, replay, blocks, self._change)
+        return EventFeed(self._around.zmq, self._api.name, publisher, replay, blocks, self._events_come, self._change)
 
-    def events_come(self) -> None:
+    def _events_come(self) -> None:
         """Trust the server's events from now on instead of assuming what it caches."""
         if self._assumed is not None:
             self._assumed = None
