@@ -120,6 +120,8 @@ class ServerApi:
 
     def unavailable(self, error: Exception) -> Unavailable:
         """Return the error of a call that failed below HTTP."""
+        if isinstance(error, aiohttp.ClientConnectorError) and error.strerror:
+            return Unavailable(f"server {self.name} takes no connection: {error.strerror}")
         return Unavailable(f"server {self.name}: {str(error) or type(error).__name__}")
 
 
