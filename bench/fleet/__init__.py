@@ -1,0 +1,1 @@
+"""`make bench-fleet`: the router over stock `vllm serve` servers, whose executor computes nothing."""
