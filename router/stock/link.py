@@ -7,6 +7,7 @@ that text, stop strings and receipts are those of Tandem's own workers.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import aiohttp
@@ -18,12 +19,15 @@ from engine.messages.from_engine import Filled, PromptScored, Token
 from kvcache.block_keys import BlockKey, split_keys
 from loans.account import KvAccount
 from protos import decode_pb2 as pb
+from protos import inference_pb2 as public_pb
 from router.stock.completions import Call, Chunk, calls_of, prompt_scores, read_chunk, tokens_of
+from router.stock.facts import ServerFacts
+from router.stock.plain import PlainOutput, plain_call
 from router.stock.server_api import EventReader, ServerApi
 from worker.requests.output_stream import OutputStream
 
 DONE = b"[DONE]"
-Left = Callable[[Sequence[BlockKey]], object]
+OnBlocks = Callable[[Sequence[BlockKey]], object]
 Message = Token | PromptScored | Filled
 
 
@@ -36,25 +40,27 @@ class StockLink:
         self,
         api: ServerApi,
         worker_id: str,
-        model: str,
+        facts: ServerFacts,
         adapters: dict[bytes, str],
         tokenizer: Tokenizer | None,
         block_tokens: int,
         approximately: bool,
-        on_first_token: Left,
+        on_sent: OnBlocks,
+        on_ended: OnBlocks,
     ) -> None:
         """Create it; `adapters` are the server's names of LoRA adapters by fingerprint.
 
-        `on_first_token` gets the keys of a prompt's blocks, which the server has computed then.
+        `on_sent` and `on_ended` get the keys of the blocks of a request's prompt, once each.
         """
         self._api = api
         self._worker_id = worker_id
-        self._model = model
+        self._facts = facts
         self._adapters = adapters
         self._tokenizer = tokenizer
         self._block_tokens = block_tokens
         self._approximately = approximately
-        self._on_first_token = on_first_token
+        self._on_sent = on_sent
+        self._on_ended = on_ended
         self._running: set[_Attempt] = set()
         self.failure: ServiceError | None = None
         """Reason why it takes no more requests."""
@@ -76,6 +82,11 @@ class StockLink:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_decoding(self) -> int:
+        """Number of requests past their prompt."""
+        return sum(attempt.decodes for attempt in self._running)
+
     def break_off(self, failure: ServiceError) -> None:
         """Fail all requests with this error, and take no more."""
         if self.failure is None:
@@ -91,41 +102,67 @@ class StockLink:
         if self.failure is not None:
             raise self.failure
         prompt = list(request.prompt_token_ids)
-        model = self._adapters[request.adapter] if request.adapter else self._model
+        model = self._adapters[request.adapter] if request.adapter else self._facts.model
         lender = request.lender.worker.loan_address if request.HasField("lender") else ""
-        calls = calls_of(request, model, prompt, lender, self._approximately)
-        output = OutputStream(request, self._tokenizer, self._worker_id, self._block_tokens)
+        if self._facts.returns_token_ids:
+            calls = calls_of(request, model, prompt, lender, self._approximately)
+        else:
+            calls = [plain_call(request, model, prompt, self._tokenizer, self._facts.takes_token_ids)]
         attempt = _Attempt(self._api, request, prompt, timeout_s)
         if not self._running:
             self.heard_at = loop_time()
         self._running.add(attempt)
-        account: KvAccount | None = None
+        keys = split_keys(request.block_keys)
+        self._on_sent(keys)
+        responses = self._responses if self._facts.returns_token_ids else self._plain_responses
         try:
-            while (message := output.take()) is not None:  # text that an earlier attempt held back
-                yield message.SerializeToString()
-            async for news in attempt.messages(calls):
-                self.heard_at = loop_time()
-                if account is None:
-                    account = account_of(request, self._block_tokens, attempt.sent_at, time.monotonic())
-                    news = _with_account(news, account, request)
-                    self._on_first_token(split_keys(request.block_keys))
-                if attempt.cached_tokens is not None:
-                    num_tokens = len(prompt) + len(request.emitted_token_ids)
-                    tell_cached(account, attempt.cached_tokens, num_tokens, self._block_tokens)
-                for each in news:
-                    output.absorb(each)
-                while (message := output.take()) is not None:
-                    yield message.SerializeToString()
-                output.take_stopped()  # closing the connection is all that stops a choice, once no other goes on
-                if output.finished:
-                    return
-            raise Unavailable(f"server {self._api.name} ended the answer before the request was done")
+            async with aclosing(responses(request, prompt, attempt, calls)) as stream:
+                async for response in stream:
+                    self.heard_at = loop_time()
+                    attempt.decodes = True
+                    yield response.SerializeToString()
         except Unavailable as error:
             self.failed.set()
             raise self.failure or error from None
         finally:
             self._running.discard(attempt)
             attempt.cut()
+            self._on_ended(keys)
+
+    async def _responses(
+        self, request: pb.DecodeRequest, prompt: Sequence[int], attempt: "_Attempt", calls: Sequence[Call]
+    ) -> AsyncGenerator[public_pb.GenerateResponse]:
+        """Yield the client's messages. Raises ServiceError."""
+        output = OutputStream(request, self._tokenizer, self._worker_id, self._block_tokens)
+        while (response := output.take()) is not None:  # text that an earlier attempt held back
+            yield response
+        account: KvAccount | None = None
+        async for news in attempt.messages(calls):
+            if account is None:
+                account = account_of(request, self._block_tokens, attempt.sent_at, time.monotonic())
+                news = _with_account(news, account, request)
+            if attempt.cached_tokens is not None:
+                num_tokens = len(prompt) + len(request.emitted_token_ids)
+                tell_cached(account, attempt.cached_tokens, num_tokens, self._block_tokens)
+            for each in news:
+                output.absorb(each)
+            while (response := output.take()) is not None:
+                yield response
+            output.take_stopped()  # closing the connection is all that stops a choice, once no other goes on
+            if output.finished:
+                return
+        raise Unavailable(f"server {self._api.name} ended the answer before the request was done")
+
+    async def _plain_responses(
+        self, request: pb.DecodeRequest, prompt: Sequence[int], attempt: "_Attempt", calls: Sequence[Call]
+    ) -> AsyncGenerator[public_pb.GenerateResponse]:
+        """Yield the client's messages of an answer without token ids. Raises ServiceError."""
+        output = PlainOutput(request, self._worker_id, f"server {self._api.name}")
+        async for chunk in attempt.chunks(calls[0]):
+            for response in output.absorb(chunk):
+                yield response
+        for response in output.ended():
+            yield response
 
 
 def _with_account(news: list[Message], account: KvAccount, request: pb.DecodeRequest) -> list[Message]:
@@ -152,6 +189,8 @@ class _Attempt:
         self._answers: list[aiohttp.ClientResponse] = []
         self._tasks: set[asyncio.Future[Any]] = set()
         self._is_cut = False
+        self.decodes = False
+        """Whether its first token has come."""
         self.sent_at = time.monotonic()
         self.cached_tokens: int | None = None
         """Prompt tokens that the server had cached, once it told."""
@@ -193,10 +232,9 @@ class _Attempt:
 
     async def _messages_of(self, call: Call) -> AsyncIterator[list[Message]]:
         """Yield the messages of one call; its last tokens wait for the usage that follows them."""
-        answer = await self._opened(call)
         num_open = call.body.get("n", 1)
         last: list[Message] = []
-        async for chunk in self._chunks(answer, call):
+        async for chunk in self.chunks(call):
             messages: list[Message] = []
             if (scores := prompt_scores(chunk, self._request, self._prompt)) is not None:
                 messages.append(scores)
@@ -229,7 +267,9 @@ class _Attempt:
         self._answers.append(answer)
         return answer
 
-    async def _chunks(self, answer: aiohttp.ClientResponse, call: Call) -> AsyncIterator[Chunk]:
+    async def chunks(self, call: Call) -> AsyncIterator[Chunk]:
+        """Yield the chunks of one call. Raises ServiceError."""
+        answer = await self._opened(call)
         if not call.streams:
             yield read_chunk(await self._read(answer.read), self._where)
             return

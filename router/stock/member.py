@@ -121,8 +121,6 @@ class Member:
 
     def _join(self, facts: ServerFacts) -> "_Joined":
         model = model_of(facts, self._around.models, self._api.name)
-        if not facts.returns_token_ids:
-            raise Unavailable(f"server {self._api.name} returns no token ids")
         hello = hello_of(facts, self._server, model, self._api.name)
         return _Joined(facts, hello, self._server, model, self._api, self._around)
 
@@ -167,7 +165,9 @@ class _Joined:
         self._model = model
         self._api = api
         self._around = around
-        self._assumed: AssumedBlocks | None = AssumedBlocks(hello.num_blocks)
+        self._blocks: AssumedBlocks | NamedBlocks = AssumedBlocks(hello.num_blocks)
+        self._running: dict[int, Sequence[BlockKey]] = {}
+        """Blocks of the requests there, by the identity of their list."""
         self._sequence = 0
         self._step = 0
         self._progress, self._progressed_at = -1.0, loop_time()
@@ -176,12 +176,13 @@ class _Joined:
         self.link = StockLink(
             api,
             hello.worker_id,
-            facts.model,
+            facts,
             {adapter.fingerprint: adapter.name for adapter in hello.adapters},
             model.encoder.tokenizer,
             hello.block_tokens,
             around.config.continue_approximately,
-            self._left_there,
+            self._sent,
+            self._ended,
         )
         model.links.add(self.worker, self.link)
         self._change((), True)
@@ -203,23 +204,32 @@ class _Joined:
                 return None
             return root_key(hello.model_fingerprint, salt, adapters.get(adapter, b""))
 
-        blocks = NamedBlocks(root_of, hello.block_tokens, NAMES_PER_BLOCK * hello.num_blocks)
+        named = NamedBlocks(root_of, hello.block_tokens, NAMES_PER_BLOCK * hello.num_blocks)
+
+        def come() -> None:
+            """Trust the server's events from now on, instead of assuming what it caches."""
+            for keys in self._running.values():
+                named.sent(keys)
+            self._blocks = named
+            self._change(named.snapshot(), True)
+
         replay = None if entry.kv_replay_port is None else f"tcp://{host}:{entry.kv_replay_port}"
         publisher = f"tcp://{host}:{entry.kv_events_port}"
-        return EventFeed(self._around.zmq, self._api.name, publisher, replay, blocks, self._events_come, self._change)
+        return EventFeed(self._around.zmq, self._api.name, publisher, replay, named, come, self._change)
 
-    def _events_come(self) -> None:
-        """Trust the server's events from now on instead of assuming what it caches."""
-        if self._assumed is not None:
-            self._assumed = None
-            self._change((), True)
+    def _sent(self, keys: Sequence[BlockKey]) -> None:
+        """Process that a request with these blocks was sent there."""
+        self._running[id(keys)] = keys
+        self._change(self._blocks.sent(keys), False)
 
-    def _left_there(self, keys: Sequence[BlockKey]) -> None:
-        """Assume that the blocks of a prompt are cached there, where no events tell."""
-        if self._assumed is not None and keys:
-            self._change(self._assumed.used(keys), False)
+    def _ended(self, keys: Sequence[BlockKey]) -> None:
+        """Process the end of such a request."""
+        del self._running[id(keys)]
+        self._change(self._blocks.ended(keys), False)
 
     def _change(self, events: Sequence[pb.CacheEvent], replaces: bool) -> None:
+        if not (events or replaces):
+            return
         if replaces:
             self._sequence = 0
         self._model.fleet.cache_changed(
@@ -227,8 +237,6 @@ class _Joined:
         )
         if not replaces:
             self._sequence += len(events)
-        if events:
-            self._model.dispatcher.kick()
 
     # ------------------------------------------------------------------ load
 
@@ -257,7 +265,7 @@ class _Joined:
             pb.LoadReport(
                 step=self._step,
                 running=others,
-                decoding=others - waiting,
+                decoding=others - waiting + self.link.num_decoding,
                 available_blocks=max(0, hello.num_blocks - used_by_others),
                 num_blocks=hello.num_blocks,
                 draining=draining,
