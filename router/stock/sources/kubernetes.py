@@ -1,6 +1,7 @@
 """Source of servers: EndpointSlices or pods of Kubernetes, listed once and watched from there."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from router.stock.config import PodsEntry, ServerEntry, ServiceEntry
 from router.stock.sources.mirror import Expired, Mirror, R, Status
 from router.stock.sources.resources import EndpointSlice, Pod, addresses_of, endpoints_of
 from router.stock.sources.servers import Server, SourceFailed, Trouble, servers_at
+
+log = logging.getLogger(__name__)
 
 WATCH_S = 60
 """Seconds after which the server ends a watch, and the next one brings the token as it is then."""
@@ -101,10 +104,13 @@ async def _asked(
 
 
 async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yield the lines of an answer; one that is cut off is dropped."""
+    """Yield the lines of a watch until it ends or breaks, which are the same: the next call tells what is wrong."""
     rest = b""
-    async for data in answer.content.iter_any():
-        *whole, rest = (rest + data).split(b"\n")
-        for line in whole:
-            if line.strip():
-                yield line
+    try:
+        async for data in answer.content.iter_any():
+            *whole, rest = (rest + data).split(b"\n")
+            for line in whole:
+                if line.strip():
+                    yield line
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        log.debug("a watch broke: %s", error)

@@ -1,7 +1,7 @@
 """Listings of all sources of a fleet together."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 
 from cluster.network.kubernetes import ApiServer
 from router.stock.config import FleetConfig, ServiceEntry
@@ -11,7 +11,7 @@ from router.stock.sources.server_files import read_again
 from router.stock.sources.servers import Server
 
 
-async def listings(config: FleetConfig) -> AsyncIterator[tuple[Server, ...]]:
+async def listings(config: FleetConfig) -> AsyncGenerator[tuple[Server, ...], None]:
     """Yield all servers that the sources list, as soon as there is one and after each change.
 
     A source that fails for a while keeps what it listed last. Raises StartError where Kubernetes is to be asked and the
