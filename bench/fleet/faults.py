@@ -26,7 +26,7 @@ SILENCE_S, STOPPED_S, FILE_S = 2.0, 4.0, 2.0
 OPTIONS: Sequence[dict[str, Any]] = (
     {},
     {"temperature": 0.7},
-    {"logprobs": 0},
+    {"top_p": 0.5, "top_k": 20},
     {"min_tokens": 60, "stop": ["never said"]},
     {"repetition_penalty": 1.2, "logit_bias": {"5": -1}},
 )

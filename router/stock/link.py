@@ -27,6 +27,10 @@ from router.stock.server_api import EventReader, ServerApi
 from worker.requests.output_stream import OutputStream
 
 DONE = b"[DONE]"
+OUTPUT_TOKENS = 256
+"""Output tokens that are expected where nothing is known. vLLM reserves none: they are counted for placement only."""
+MOST_DONE = 0.9
+"""Largest share of a prompt that counts as computed before its first token."""
 OnBlocks = Callable[[Sequence[BlockKey]], object]
 Message = Token | PromptScored | Filled
 
@@ -61,7 +65,14 @@ class StockLink:
         self._approximately = approximately
         self._on_sent = on_sent
         self._on_ended = on_ended
-        self._running: set[_Attempt] = set()
+        self._running: dict[_Attempt, None] = {}
+        """Attempts there, in order of their sending."""
+        self._computed_at = 0.0
+        """Time of the last first token, by the monotonic clock."""
+        self.last_sequence = 0
+        """Number of the last placement that was sent there."""
+        self.on_change: Callable[[], object] = lambda: None
+        """Function called when a request was sent, got its first token or ended."""
         self.failure: ServiceError | None = None
         """Reason why it takes no more requests."""
         self.heard_at = loop_time()
@@ -87,6 +98,23 @@ class StockLink:
         """Number of requests past their prompt."""
         return sum(attempt.decodes for attempt in self._running)
 
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that its requests are expected to take."""
+        return sum(attempt.num_blocks for attempt in self._running)
+
+    def queued_tokens(self, tokens_per_s: float) -> int:
+        """Return the prompt tokens that the server has yet to compute, at this speed.
+
+        It computes prompts in the order of their arrival, and the oldest one since the last first token.
+        """
+        waiting = [attempt for attempt in self._running if not attempt.decodes]
+        if not waiting:
+            return 0
+        since_s = time.monotonic() - max(self._computed_at, waiting[0].sent_at)
+        done = min(MOST_DONE * waiting[0].num_own_tokens, since_s * tokens_per_s)
+        return round(sum(attempt.num_own_tokens for attempt in waiting) - done)
+
     def break_off(self, failure: ServiceError) -> None:
         """Fail all requests with this error, and take no more."""
         if self.failure is None:
@@ -108,26 +136,31 @@ class StockLink:
             calls = calls_of(request, model, prompt, lender, self._approximately)
         else:
             calls = [plain_call(request, model, prompt, self._tokenizer, self._facts.takes_token_ids)]
-        attempt = _Attempt(self._api, request, prompt, timeout_s)
+        attempt = _Attempt(self._api, request, prompt, timeout_s, self._block_tokens)
         if not self._running:
             self.heard_at = loop_time()
-        self._running.add(attempt)
+        self._running[attempt] = None
+        self.last_sequence = max(self.last_sequence, request.placement_sequence)
         keys = split_keys(request.block_keys)
         self._on_sent(keys)
+        self.on_change()
         responses = self._responses if self._facts.returns_token_ids else self._plain_responses
         try:
             async with aclosing(responses(request, prompt, attempt, calls)) as stream:
                 async for response in stream:
                     self.heard_at = loop_time()
-                    attempt.decodes = True
+                    if not attempt.decodes:
+                        attempt.decodes, self._computed_at = True, time.monotonic()
+                        self.on_change()
                     yield response.SerializeToString()
         except Unavailable as error:
             self.failed.set()
             raise self.failure or error from None
         finally:
-            self._running.discard(attempt)
+            del self._running[attempt]
             attempt.cut()
             self._on_ended(keys)
+            self.on_change()
 
     async def _responses(
         self, request: pb.DecodeRequest, prompt: Sequence[int], attempt: "_Attempt", calls: Sequence[Call]
@@ -180,7 +213,9 @@ def _with_account(news: list[Message], account: KvAccount, request: pb.DecodeReq
 class _Attempt:
     """HTTP requests of one attempt at a request."""
 
-    def __init__(self, api: ServerApi, request: pb.DecodeRequest, prompt: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self, api: ServerApi, request: pb.DecodeRequest, prompt: Sequence[int], timeout_s: float, block_tokens: int
+    ) -> None:
         self._api = api
         self._where = f"server {api.name}"
         self._request = request
@@ -189,6 +224,12 @@ class _Attempt:
         self._answers: list[aiohttp.ClientResponse] = []
         self._tasks: set[asyncio.Future[Any]] = set()
         self._is_cut = False
+        num_tokens = len(prompt) + len(request.emitted_token_ids)
+        hits = 0 if request.HasField("lender") else request.placement.predicted_hit_blocks
+        self.num_own_tokens = max(1, num_tokens - hits * block_tokens)
+        """Prompt tokens that the server is expected to compute."""
+        self.num_blocks = -(-(num_tokens + (request.reserve_output_tokens or OUTPUT_TOKENS)) // block_tokens)
+        """Blocks that the request is expected to take."""
         self.decodes = False
         """Whether its first token has come."""
         self.sent_at = time.monotonic()

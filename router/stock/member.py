@@ -27,7 +27,7 @@ from router.stock.config import FleetConfig
 from router.stock.event_feed import EventFeed
 from router.stock.facts import ServerFacts, ask
 from router.stock.kv_events import AssumedBlocks, NamedBlocks
-from router.stock.link import StockLink
+from router.stock.link import OUTPUT_TOKENS, StockLink
 from router.stock.metrics_page import Load, load_of
 from router.stock.server_api import ServerAccess, ServerApi
 from router.stock.sources.servers import Server
@@ -40,8 +40,8 @@ AWAY_S = 0.5, 5.0
 """Shortest and longest pause in seconds before a server that is away is asked again."""
 NAMES_PER_BLOCK = 4
 """Names of blocks that are remembered for each block of a cache."""
-RESERVED_OUTPUT_TOKENS = 256
-"""Output tokens for which a request counts blocks, as on Tandem's own workers; vLLM itself reserves none."""
+PROGRESS_S = 0.1
+"""Seconds between two estimates of what a server has computed, while prompts wait there."""
 LOANS = 1
 """Version of loans of servers with TandemConnector."""
 PLAIN_BLOCK_TOKENS, PLAIN_BLOCKS = 16, 1 << 20
@@ -170,6 +170,9 @@ class _Joined:
         """Blocks of the requests there, by the identity of their list."""
         self._sequence = 0
         self._step = 0
+        self._others = self._others_blocks = 0
+        """Requests of other clients, and blocks that these hold."""
+        self._draining = False
         self._progress, self._progressed_at = -1.0, loop_time()
         self.worker = model.fleet.joined(hello)
         self.worker.server = facts.summary()
@@ -184,6 +187,8 @@ class _Joined:
             self._sent,
             self._ended,
         )
+        self._timer = asyncio.get_running_loop().call_later(0, lambda: None)
+        self.link.on_change = self._report
         model.links.add(self.worker, self.link)
         self._change((), True)
         log.info("%s joined for %s: %s", hello.worker_id, model.name, facts.summary())
@@ -253,27 +258,40 @@ class _Joined:
         if load is not None and self._stands_still(load):
             still = f"server {self._api.name} computes nothing for {self._around.silence_s:g} s"
             return self._lost(Unavailable(still))
-        own = max(own_before, self.link.num_running)
-        self._step += 1
-        hello = self.worker.hello
-        others = 0 if load is None else max(0, load.running + load.waiting - own)
-        used = 0 if load is None else round(load.cache_use * hello.num_blocks)
-        used_by_others = max(0, used - self.worker.unreported_decodes.blocks)
-        waiting = 0 if load is None else min(others, load.waiting)
-        self._model.fleet.reported(
-            self.worker,
-            pb.LoadReport(
-                step=self._step,
-                running=others,
-                decoding=others - waiting + self.link.num_decoding,
-                available_blocks=max(0, hello.num_blocks - used_by_others),
-                num_blocks=hello.num_blocks,
-                draining=draining,
-            ),
-        )
+        if load is not None:
+            own = max(own_before, self.link.num_running)
+            used = round(load.cache_use * self.worker.hello.num_blocks)
+            self._others = max(0, load.running + load.waiting - own)
+            self._others_blocks = max(0, used - self.link.num_blocks)
+        self._draining = draining
+        self._report()
         self._model.on_worker_report()
         self._model.dispatcher.kick()
         return True
+
+    def _report(self) -> None:
+        """Report what this router has there, at once, and what others have, as it was last told."""
+        self._timer.cancel()
+        fleet, link = self._model.fleet, self.link
+        row = fleet.snapshot.row_of.get(self.worker.worker_id)
+        tokens_per_s = 0.0 if row is None else float(fleet.rates.decode_prefill_tokens_per_s[row])
+        num_blocks = self.worker.hello.num_blocks
+        self._step += 1
+        fleet.reported(
+            self.worker,
+            pb.LoadReport(
+                step=self._step,
+                running=self._others + link.num_running,
+                decoding=self._others + link.num_decoding,
+                queued_prefill_tokens=link.queued_tokens(tokens_per_s),
+                available_blocks=max(0, num_blocks - self._others_blocks - link.num_blocks),
+                num_blocks=num_blocks,
+                placements_seen={fleet.mark: link.last_sequence},
+                draining=self._draining,
+            ),
+        )
+        if link.num_running > link.num_decoding:
+            self._timer = asyncio.get_running_loop().call_later(PROGRESS_S, self._report)
 
     def _stands_still(self, load: Load) -> bool:
         """Return whether the engine has requests of this router, and did no step for the time of silence."""
@@ -293,6 +311,8 @@ class _Joined:
     def left(self) -> None:
         """Remove the server from placement, and end what runs there."""
         log.info("%s left", self.worker.worker_id)
+        self._timer.cancel()
+        self.link.on_change = lambda: None
         self._model.fleet.left(self.worker)
         self.link.break_off(Unavailable(f"worker {self.worker.worker_id} left"))
         self._model.links.let_go()
@@ -328,7 +348,7 @@ def hello_of(facts: ServerFacts, server: Server, model: ModelRuntime, name: str)
         max_context_tokens=facts.max_context_tokens or model.model_dir.max_context_tokens,
         transport="TandemConnector" if facts.lends else "",
         lends=facts.lends,
-        reserve_output_tokens=RESERVED_OUTPUT_TOKENS,
+        reserve_output_tokens=OUTPUT_TOKENS,
         protocol=PROTOCOL,
         revision=blake2b(identity, digest_size=REVISION_BYTES).digest(),
         loan_address=server.url,
