@@ -1,4 +1,4 @@
-"""Stock servers in the chart: a router in front of them, its rights at Kubernetes, and endpoint pickers for a Gateway."""
+"""Stock servers in the chart: a router in front of them, its rights at Kubernetes, endpoint pickers for a Gateway."""
 
 from typing import Any
 
@@ -189,7 +189,7 @@ POOL = {"matchLabels": {"app": "vllm"}}
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        (fleet(), "models: none are served, and router.fleet has no servers"),
+        (fleet(), "router.fleet.servers: names no server"),
         ({"router": {"fleet": {"name": "a"}}}, "router.fleet.servers: names no server"),
         ({"router": {"fleetKeySecret": "a"}}, "router.fleet.servers: names no server"),
         ({"router": {"fleet": {"servers": [URL]}}}, "models: storyteller has no tokenizer"),

@@ -84,8 +84,8 @@ INFERENCE_POOL: dict[str, Any] = {
         },
     },
 }
-"""Schema of an InferencePool's `spec`: inference.networking.k8s.io/v1 of the Gateway API Inference Extension 1.6.0, which
-requires no endpointPickerRef."""
+"""Schema of an InferencePool's `spec`: inference.networking.k8s.io/v1 of the Gateway API Inference Extension 1.6.0, as
+far as the chart uses it."""
 HTTP_ROUTE: dict[str, Any] = {
     "additionalProperties": False,
     "properties": {
@@ -123,7 +123,8 @@ HTTP_ROUTE: dict[str, Any] = {
         },
     },
 }
-"""Schema of an HTTPRoute's `spec`: gateway.networking.k8s.io/v1 of the Gateway API 1.6.1, as far as the chart uses it."""
+"""Schema of an HTTPRoute's `spec`: gateway.networking.k8s.io/v1 of the Gateway API 1.6.1, as far as the chart uses
+it."""
 OF_OTHERS = {"LeaderWorkerSet": LEADER_WORKER_SET, "InferencePool": INFERENCE_POOL, "HTTPRoute": HTTP_ROUTE}
 utils.schema_contents = functools.cache(utils.schema_contents)  # it reads megabytes for each manifest
 EXAMPLES = sorted((ROOT / "helm" / "examples").glob("*.yaml"))

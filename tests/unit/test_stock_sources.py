@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -177,13 +178,13 @@ class Served:
     """A file of servers, written at times of its own."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._now = path, 1
+        self.path, self.now = path, 1
         self.file = ServerFile(ENTRY, path)
 
     def write(self, text: str) -> None:
-        self._now += 1
+        self.now += 1
         self.path.write_text(text)
-        os.utime(self.path, ns=(self._now, self._now))
+        os.utime(self.path, ns=(self.now, self.now))
 
     def look(self) -> list[str]:
         return [server.url for server in self.file.look()]
@@ -215,6 +216,60 @@ def test_a_file_is_read_when_it_stands_still(tmp_path: Path) -> None:
     served.look()
     with pytest.raises(SourceFailed, match="is not UTF-8"):
         served.look()
+
+
+class FileWithWriters(RuleBasedStateMachine):
+    """A file that is written, broken and removed between looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = TemporaryDirectory()
+        self.served = Served(Path(self.folder.name) / "servers")
+        self.contents: list[str | None] = []
+        """At each look; None without a file."""
+        self.listed: list[str] | None = None
+        """By the last content that stood still, or by the first one that could be read."""
+        self.now: str | None = None
+
+    def teardown(self) -> None:
+        self.folder.cleanup()
+
+    @rule(text=st.sampled_from(("a:1\n", "a:1\nb:2\n", "b:2\nc:", "[]", "", "- url:")))
+    def write(self, text: str) -> None:
+        self.now = f"{text}# {len(self.contents)}.{self.served.now}"  # no two are equal
+        self.served.write(self.now)
+
+    @precondition(lambda self: self.now is not None)
+    @rule()
+    def remove(self) -> None:
+        self.now = None
+        self.served.path.unlink()
+
+    @rule()
+    def look(self) -> None:
+        seen = [content for content in (*self.contents, self.now) if content is not None]
+        self.contents.append(self.now)
+        may_be_read = self.listed is None or seen[-2:-1] == [self.now]
+        try:
+            found = self.served.look()
+        except SourceFailed:
+            assert self.now is None or (may_be_read and urls_in(self.now) is None)
+            return
+        assert self.now is not None
+        if may_be_read:
+            self.listed = urls_in(self.now)
+        assert found == self.listed
+
+
+def urls_in(text: str) -> list[str] | None:
+    """Return the URLs of a file's text; None for one that is wrong."""
+    try:
+        return [server.url for server in servers_in(text, ENTRY)]
+    except SourceFailed:
+        return None
+
+
+TestFileWithWriters = FileWithWriters.TestCase
 
 
 def test_one_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
