@@ -17,7 +17,7 @@ from cluster.errors import StartError
 from cluster.network.kubernetes import ApiServer, ApiServerSettings
 from router.stock.config import FleetConfig, ServerEntry
 from router.stock.sources.listings import listings, merged
-from router.stock.sources.mirror import Expired, Mirror
+from router.stock.sources.mirror import Expired, Lines, Mirror
 from router.stock.sources.names import look_up
 from router.stock.sources.resources import EndpointSlice, Pod, addresses_of, endpoints_of
 from router.stock.sources.server_files import ServerFile, servers_in
@@ -417,6 +417,11 @@ class WatchedPods(RuleBasedStateMachine):
         self.record("DELETED", name, *self.there.pop(name))
 
     @rule()
+    def something_else_happens(self) -> None:
+        """The version grows by what the query does not select."""
+        self.version += 1
+
+    @rule()
     def forget(self) -> None:
         """The server forgets what has happened."""
         self.oldest, self.events = self.version, []
@@ -440,6 +445,7 @@ class WatchedPods(RuleBasedStateMachine):
         if with_bookmark and len(coming) <= most:
             mark = {"kind": "Pod", "metadata": {"resourceVersion": str(self.version)}}
             self.mirror.happened(json.dumps({"type": "BOOKMARK", "object": mark}).encode())
+            assert self.mirror.version == str(self.version)
 
     @invariant()
     def it_is_what_there_is(self) -> None:
@@ -448,6 +454,16 @@ class WatchedPods(RuleBasedStateMachine):
             assert addresses_of(self.mirror.held.values()) == {
                 ip: all(leaving for other, leaving in ready if other == ip) for ip, _ in ready
             }
+
+
+@given(st.lists(st.sampled_from((b"{}", b"", b"[1]", b'{"a": "b"}')), max_size=5), st.data())
+def test_lines_are_whole_however_they_arrive(lines: list[bytes], data: st.DataObject) -> None:
+    text, reader, found = b"".join(line + b"\n" for line in lines) + b"cut of", Lines(), []
+    while text:
+        size = data.draw(st.integers(1, len(text)))
+        found += reader.feed(text[:size])
+        text = text[size:]
+    assert found == [line for line in lines if line]
 
 
 TestWatchedPods = WatchedPods.TestCase
