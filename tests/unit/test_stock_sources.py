@@ -75,14 +75,14 @@ def test_urls_have_one_form(said: str, url: str) -> None:
         ("http://api:6443", "fleet.servers.1.service.namespace"),
     ],
 )
-async def test_kubernetes_must_be_reachable_by_the_settings(
+def test_kubernetes_must_be_reachable_by_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str, field: str
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     kubernetes = {"api_server": server, "account_dir": str(tmp_path)}
     servers = [{"url": "a:1"}, {"service": {"name": "vllm", "port": 8000}}]
     with pytest.raises(StartError) as refused:
-        await anext(listings(FleetConfig.parse({"servers": servers, "kubernetes": kubernetes})))
+        listings(FleetConfig.parse({"servers": servers, "kubernetes": kubernetes}))
     assert refused.value.field == field
 
 
