@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.config import parse_overrides
 from router.config import RouterConfig
 from router.stock.config import FleetConfig
 from support.chart import (
@@ -130,12 +131,23 @@ def test_pickers_are_asked_by_the_pool_that_the_route_leads_to() -> None:
     pod = dict(pod_specs(manifests))["x-epp"]
     (container,) = pod["containers"]
     assert container["command"] == ["tandem", "epp"]
-    assert container["args"] == ["--fleet", "/etc/tandem/fleet.yaml", "--host", "0.0.0.0", "--port", "9002"]
-    assert {container[f"{probe}Probe"]["grpc"]["port"] for probe in ("startup", "readiness", "liveness")} == {9002}
+    options, settings = container["args"][:3], settings_of(container)
+    assert options == ["--fleet=/etc/tandem/fleet.yaml", "--host=0.0.0.0", "--port=9002"]
+    router = config_of(manifests, "x-router", "router")
+    shared = ("port", "internal_port", "health_port", "metrics_port", "drain_s", "max_connection_s")
+    assert settings == {key: router[key] for key in shared}
+    assert container["readinessProbe"] == {
+        "grpc": {"port": 50059, "service": "readiness"},
+        "periodSeconds": 2,
+        "timeoutSeconds": 2,
+        "failureThreshold": 2,
+    }
+    assert pod["terminationGracePeriodSeconds"] == 25 + settings["drain_s"] + 15
     assert pod["serviceAccountName"] == "x-fleet"
     config = FleetConfig.parse(config_of(manifests, "x-epp", "fleet"))
     assert config == RouterConfig.parse(config_of(manifests, "x-router", "router")).fleet
-    (port,) = named(manifests, "Service", "x-epp")["spec"]["ports"]
+    port, metrics = named(manifests, "Service", "x-epp")["spec"]["ports"]
+    assert metrics["targetPort"] == "metrics"
     pool = named(manifests, "InferencePool", "x")["spec"]
     assert pool["endpointPickerRef"] == {"name": "x-epp", "port": {"number": port["port"]}, "failureMode": "FailOpen"}
     assert pool["selector"] == {"matchLabels": {"app": "vllm"}}
@@ -145,7 +157,32 @@ def test_pickers_are_asked_by_the_pool_that_the_route_leads_to() -> None:
     assert backend == {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "x"}
     assert route["parentRefs"] == [{"name": "inference"}]
     policy = named(manifests, "NetworkPolicy", "x-epp")["spec"]
-    assert policy["ingress"] == [{"ports": [{"port": 9002, "protocol": "TCP"}]}], "from everywhere"
+    assert policy["ingress"][0] == {"ports": [{"port": 9002, "protocol": "TCP"}]}, "from everywhere"
+
+
+def settings_of(container: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings in a picker's arguments, read as it reads them."""
+    return parse_overrides([part.removeprefix("--set=") for part in container["args"] if part.startswith("--set=")])
+
+
+def test_pickers_have_the_settings_and_the_keys_of_routers() -> None:
+    tenants = {"a": {"max_priority": 5}, "b-c": {"weight": 2.5}}
+    router = {"fleet": {"servers": [URL]}, "config": {"tenants": tenants, "log_level": "info", "max_queued": 7}}
+    keys = {"apiKeys": {"secret": "keys"}, "router": router | {"preStopSeconds": 0}}
+    manifests = render(picked(URL, failureMode="FailClose") | keys, release="x")
+    check_rules(manifests)
+    pod = dict(pod_specs(manifests))["x-epp"]
+    (container,) = pod["containers"]
+    settings = settings_of(container)
+    fleet = yaml.safe_load(named(manifests, "ConfigMap", "x-epp")["data"]["fleet.yaml"])
+    config = RouterConfig.parse(settings | {"fleet": fleet})
+    of_router = RouterConfig.parse(config_of(manifests, "x-router", "router"))
+    assert (config.tenants, config.max_queued) == (of_router.tenants, 7)
+    assert config.api_keys_file == of_router.api_keys_file
+    assert {"name": "keys", "mountPath": "/etc/tandem-keys", "readOnly": True} in container["volumeMounts"]
+    assert {"name": "keys", "secret": {"secretName": "keys", "defaultMode": 0o440}} in pod["volumes"]
+    assert "max_connection_s" not in settings
+    assert "lifecycle" not in container
 
 
 def test_what_pickers_pools_and_routes_are_is_a_value() -> None:
@@ -204,6 +241,7 @@ POOL = {"matchLabels": {"app": "vllm"}}
         ({"epp": {"pool": POOL}}, "epp.enabled: is needed by epp.pool"),
         (picked(URL, route={"parentRefs": [{"name": "g"}]}), "epp.route.parentRefs: a route leads to the pool"),
         (picked(URL, failureMode="open"), "/epp/failureMode"),
+        (picked(URL) | {"apiKeys": {"secret": "keys"}}, "epp.failureMode: FailOpen lets requests without a key pass"),
         (picked(URL, pool=POOL | {"targetPorts": []}), "/epp/pool/targetPorts"),
         (picked(URL, pool={"matchLabels": {"app": "a b"}}), "/epp/pool/matchLabels/app"),
     ],
