@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,24 @@ async def test_names_are_resolved_by_the_system_and_again(
         addresses.append("10.0.0.3")
         await followed.lists("127.0.0.1:8000", "10.0.0.3:9000")
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+
+
+async def test_a_look_that_hangs_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, may_end = threading.Event(), threading.Event()
+
+    def getaddrinfo(*_: object, **__: object) -> Any:
+        entered.set()
+        may_end.wait()
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    async with Followed({"dns": "vllm.test:9000"}, {"url": "z:1"}) as followed:
+        await followed.lists("z:1")
+        await asyncio.to_thread(entered.wait)
+    (thread,) = [each for each in threading.enumerate() if each.name == "stock-servers"]
+    assert thread.daemon
+    may_end.set()
+    await asyncio.to_thread(thread.join)
 
 
 async def test_a_service_and_pods_are_watched(api: WatchApi) -> None:

@@ -156,8 +156,7 @@ class WatchApi:
                     inside = resource["metadata"]["namespace"]
                     if number > version and (of, inside) == (plural, namespace) and _selects(selector, resource):
                         line = json.dumps({"type": kind, "object": resource}).encode() + b"\n"
-                        await answer.write(line[:7])
-                        await answer.write(line[7:])
+                        await answer.write(line)
                     version = max(version, number)
                 if is_new and self.bookmark:
                     mark = {"kind": "Pod", "metadata": {"resourceVersion": str(version)}}

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from cluster.errors import StartError
 from cluster.network.kubernetes import ApiServer, ApiServerSettings
 from router.stock.config import FleetConfig, ServerEntry
 from router.stock.sources.listings import listings, merged
-from router.stock.sources.mirror import Expired, Mirror
+from router.stock.sources.mirror import Expired, Lines, Mirror
 from router.stock.sources.names import look_up
 from router.stock.sources.resources import EndpointSlice, Pod, addresses_of, endpoints_of
 from router.stock.sources.server_files import ServerFile, servers_in
@@ -74,14 +75,14 @@ def test_urls_have_one_form(said: str, url: str) -> None:
         ("http://api:6443", "fleet.servers.1.service.namespace"),
     ],
 )
-async def test_kubernetes_must_be_reachable_by_the_settings(
+def test_kubernetes_must_be_reachable_by_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str, field: str
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     kubernetes = {"api_server": server, "account_dir": str(tmp_path)}
     servers = [{"url": "a:1"}, {"service": {"name": "vllm", "port": 8000}}]
     with pytest.raises(StartError) as refused:
-        await anext(listings(FleetConfig.parse({"servers": servers, "kubernetes": kubernetes})))
+        listings(FleetConfig.parse({"servers": servers, "kubernetes": kubernetes}))
     assert refused.value.field == field
 
 
@@ -177,13 +178,13 @@ class Served:
     """A file of servers, written at times of its own."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._now = path, 1
+        self.path, self.now = path, 1
         self.file = ServerFile(ENTRY, path)
 
     def write(self, text: str) -> None:
-        self._now += 1
+        self.now += 1
         self.path.write_text(text)
-        os.utime(self.path, ns=(self._now, self._now))
+        os.utime(self.path, ns=(self.now, self.now))
 
     def look(self) -> list[str]:
         return [server.url for server in self.file.look()]
@@ -215,6 +216,60 @@ def test_a_file_is_read_when_it_stands_still(tmp_path: Path) -> None:
     served.look()
     with pytest.raises(SourceFailed, match="is not UTF-8"):
         served.look()
+
+
+class FileWithWriters(RuleBasedStateMachine):
+    """A file that is written, broken and removed between looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = TemporaryDirectory()
+        self.served = Served(Path(self.folder.name) / "servers")
+        self.contents: list[str | None] = []
+        """At each look; None without a file."""
+        self.listed: list[str] | None = None
+        """By the last content that stood still, or by the first one that could be read."""
+        self.now: str | None = None
+
+    def teardown(self) -> None:
+        self.folder.cleanup()
+
+    @rule(text=st.sampled_from(("a:1\n", "a:1\nb:2\n", "b:2\nc:", "[]", "", "- url:")))
+    def write(self, text: str) -> None:
+        self.now = f"{text}# {len(self.contents)}.{self.served.now}"  # no two are equal
+        self.served.write(self.now)
+
+    @precondition(lambda self: self.now is not None)
+    @rule()
+    def remove(self) -> None:
+        self.now = None
+        self.served.path.unlink()
+
+    @rule()
+    def look(self) -> None:
+        seen = [content for content in (*self.contents, self.now) if content is not None]
+        self.contents.append(self.now)
+        may_be_read = self.listed is None or seen[-2:-1] == [self.now]
+        try:
+            found = self.served.look()
+        except SourceFailed:
+            assert self.now is None or (may_be_read and urls_in(self.now) is None)
+            return
+        assert self.now is not None
+        if may_be_read:
+            self.listed = urls_in(self.now)
+        assert found == self.listed
+
+
+def urls_in(text: str) -> list[str] | None:
+    """Return the URLs of a file's text; None for one that is wrong."""
+    try:
+        return [server.url for server in servers_in(text, ENTRY)]
+    except SourceFailed:
+        return None
+
+
+TestFileWithWriters = FileWithWriters.TestCase
 
 
 def test_one_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -362,6 +417,11 @@ class WatchedPods(RuleBasedStateMachine):
         self.record("DELETED", name, *self.there.pop(name))
 
     @rule()
+    def something_else_happens(self) -> None:
+        """The version grows by what the query does not select."""
+        self.version += 1
+
+    @rule()
     def forget(self) -> None:
         """The server forgets what has happened."""
         self.oldest, self.events = self.version, []
@@ -385,6 +445,7 @@ class WatchedPods(RuleBasedStateMachine):
         if with_bookmark and len(coming) <= most:
             mark = {"kind": "Pod", "metadata": {"resourceVersion": str(self.version)}}
             self.mirror.happened(json.dumps({"type": "BOOKMARK", "object": mark}).encode())
+            assert self.mirror.version == str(self.version)
 
     @invariant()
     def it_is_what_there_is(self) -> None:
@@ -393,6 +454,16 @@ class WatchedPods(RuleBasedStateMachine):
             assert addresses_of(self.mirror.held.values()) == {
                 ip: all(leaving for other, leaving in ready if other == ip) for ip, _ in ready
             }
+
+
+@given(st.lists(st.sampled_from((b"{}", b"", b"[1]", b'{"a": "b"}')), max_size=5), st.data())
+def test_lines_are_whole_however_they_arrive(lines: list[bytes], data: st.DataObject) -> None:
+    text, reader, found = b"".join(line + b"\n" for line in lines) + b"cut of", Lines(), []
+    while text:
+        size = data.draw(st.integers(1, len(text)))
+        found += reader.feed(text[:size])
+        text = text[size:]
+    assert found == [line for line in lines if line]
 
 
 TestWatchedPods = WatchedPods.TestCase

@@ -12,7 +12,7 @@ import msgspec
 
 from cluster.network.kubernetes import ApiServer
 from router.stock.config import PodsEntry, ServerEntry, ServiceEntry
-from router.stock.sources.mirror import Expired, Mirror, R, Status
+from router.stock.sources.mirror import Expired, Lines, Mirror, R, Status
 from router.stock.sources.resources import EndpointSlice, Pod, addresses_of, endpoints_of
 from router.stock.sources.servers import Server, SourceFailed, Trouble, servers_at
 
@@ -105,12 +105,10 @@ async def _asked(
 
 async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Yield the lines of a watch until it ends or breaks, which are the same: the next call tells what is wrong."""
-    rest = b""
+    lines = Lines()
     try:
         async for data in answer.content.iter_any():
-            *whole, rest = (rest + data).split(b"\n")
-            for line in whole:
-                if line.strip():
-                    yield line
+            for line in lines.feed(data):
+                yield line
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         log.debug("a watch broke: %s", error)

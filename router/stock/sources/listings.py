@@ -1,7 +1,7 @@
 """Listings of all sources of a fleet together."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 
 from cluster.network.kubernetes import ApiServer
 from router.stock.config import FleetConfig, ServiceEntry
@@ -11,16 +11,23 @@ from router.stock.sources.server_files import read_again
 from router.stock.sources.servers import Server
 
 
-async def listings(config: FleetConfig) -> AsyncGenerator[tuple[Server, ...], None]:
-    """Yield all servers that the sources list, as soon as there is one and after each change.
+def listings(config: FleetConfig) -> AsyncGenerator[tuple[Server, ...], None]:
+    """Return all servers that the sources list, as soon as there is one and after each change.
 
-    A source that fails for a while keeps what it listed last. Raises StartError where Kubernetes is to be asked and the
-    account there cannot be read.
+    A source that fails for a while keeps what it listed last. Raises StartError at once where Kubernetes is to be asked
+    and the account there cannot be read.
     """
     latest: list[tuple[Server, ...]] = [
         (Server(entry.url, entry, entry.role),) if entry.url else () for entry in config.servers
     ]
     sources = {number: _source(number, config) for number, entry in enumerate(config.servers) if not entry.url}
+    return _changes(latest, sources)
+
+
+async def _changes(
+    latest: list[tuple[Server, ...]], sources: Mapping[int, AsyncIterator[tuple[Server, ...]]]
+) -> AsyncGenerator[tuple[Server, ...], None]:
+    """Yield the merged lists, of which those of `sources` change."""
     changed = asyncio.Event()
     changed.set()
 

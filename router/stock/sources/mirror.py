@@ -33,6 +33,18 @@ class Status(msgspec.Struct):
     message: str = ""
 
 
+class Lines:
+    """Lines of a stream that arrives in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the lines that are whole now, without empty ones."""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        return [line for line in whole if line.strip()]
+
+
 class Mirror(Generic[R]):
     """Resources of one kind by name, as of `version`."""
 

@@ -54,7 +54,7 @@ class ServerFile:
             found = os.stat(self._path)
             now = found.st_ino, found.st_mtime_ns, found.st_size
             before, self._seen = self._seen, now
-            if now != self._read and before in (None, now):  # else its writer may be in the middle
+            if now != self._read and (self._read is None or before == now):  # else its writer may be in the middle
                 self._servers = servers_in(self._path.read_text(), self._entry)
                 self._read = now
         except OSError as error:

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from router.stock.config import ServerEntry
@@ -54,13 +56,28 @@ async def polled(
     trouble = Trouble(source)
     while True:
         try:
-            servers = await asyncio.to_thread(look)
+            servers = await _beside(look)
         except SourceFailed as error:
             trouble.has(str(error))
         else:
             trouble.is_over()
             yield servers
         await asyncio.sleep(every_s)
+
+
+async def _beside(look: Callable[[], tuple[Server, ...]]) -> tuple[Server, ...]:
+    """Run `look` on a thread of its own, for whose end a process that stops does not wait: resolvers may hang."""
+    found: Future[tuple[Server, ...]] = Future()
+    found.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            found.set_result(look())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="stock-servers", daemon=True).start()
+    return await asyncio.wrap_future(found)
 
 
 def servers_at(entry: ServerEntry, scheme: str, addresses: Mapping[str, bool], port: int | None) -> tuple[Server, ...]:
