@@ -73,6 +73,7 @@ class EventFeed:
         first = self._order.next or 0
         if verdict == "restart":
             self._blocks.restarted()
+            self._order.next = None
             self._on_change(self._blocks.snapshot(), True)
             first = 0
         else:
