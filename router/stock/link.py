@@ -55,7 +55,7 @@ class StockLink:
         self._block_tokens = block_tokens
         self._approximately = approximately
         self._on_first_token = on_first_token
-        self._running: set[_Attempt] = set()
+        self._running: set[_Attempt | GatewayRequest] = set()
         self.failure: ServiceError | None = None
         """Reason why it takes no more requests."""
         self.heard_at = loop_time()
@@ -82,6 +82,14 @@ class StockLink:
             self.failure = failure
             for attempt in tuple(self._running):
                 attempt.cut()
+
+    def follow(self, keys: Sequence[BlockKey]) -> "GatewayRequest":
+        """Count a request that a gateway sends to the server, until it `end`s; `keys` are those of its prompt."""
+        request = GatewayRequest(self, keys)
+        if not self._running:
+            self.heard_at = loop_time()
+        self._running.add(request)
+        return request
 
     async def generate(self, request: pb.DecodeRequest, timeout_s: float) -> AsyncGenerator[bytes]:
         """Yield serialised GenerateResponses.
@@ -126,6 +134,31 @@ class StockLink:
         finally:
             self._running.discard(attempt)
             attempt.cut()
+
+
+class GatewayRequest:
+    """Request that a gateway sends to the server, and whose answer it shows to the router."""
+
+    def __init__(self, link: StockLink, keys: Sequence[BlockKey]) -> None:
+        self._link = link
+        self._keys: Sequence[BlockKey] | None = keys
+
+    def heard(self) -> None:
+        """Process a part of the answer, which is there only after the prompt was computed."""
+        self._link.heard_at = loop_time()
+        if self._keys is not None:
+            self._link._on_first_token(self._keys)
+            self._keys = None
+
+    def failed(self) -> None:
+        """Have the server looked at."""
+        self._link.failed.set()
+
+    def end(self) -> None:
+        self._link._running.discard(self)
+
+    def cut(self) -> None:
+        """Do nothing: its connection is the gateway's."""
 
 
 def _with_account(news: list[Message], account: KvAccount, request: pb.DecodeRequest) -> list[Message]:
