@@ -6,7 +6,8 @@ names the endpoint, depends on how the gateway sends the request's body:
     FULL_DUPLEX_STREAMED   from the whole body: no answer before its end, then headers, body in pieces, trailers
     BUFFERED(_PARTIAL)     from the body: the headers are answered at once, the answer to the body names the endpoint
     STREAMED               from the whole body, as above, if the gateway sends it without waiting for an answer to the
-                           headers; otherwise by load, in the answer to the headers
+                           headers, and the client tells its length: trailers come after answers here, so that they do
+                           not end a body; otherwise by load, in the answer to the headers
     NONE, no body          by load, in the answer to the headers
 
 A gateway that tells no mode sends FULL_DUPLEX_STREAMED, as InferencePool's protocol asks for.
@@ -138,6 +139,8 @@ class HttpExchange:
         self._is_first = True
         self._waits_for_body = False
         """Whether the headers are answered only after the body."""
+        self._length: int | None = None
+        """Bytes of the body that is waited for, where the end of the request may not be told."""
         self._headers: Mapping[str, str] = {}
         self._subset: frozenset[str] | None = None
         self._owed = _Owed()
@@ -202,8 +205,11 @@ class HttpExchange:
                     f"protocol_config.{direction.name}_body_mode", f"must be one of {known}, not {direction.mode}"
                 )
         mode = self._request.mode
-        at_once = bool(told.send_body_without_waiting_for_header_response)
-        self._waits_for_body = mode == FULL_DUPLEX or (mode == STREAMED and at_once)
+        self._waits_for_body = mode == FULL_DUPLEX
+        if mode == STREAMED and told.send_body_without_waiting_for_header_response:
+            length = _headers_of(message.request_headers).get("content-length", "")
+            if length.isdigit() and 0 < int(length[:20]) <= self._max_body_bytes:
+                self._length, self._waits_for_body = int(length), True
 
     def _request_headers(self, message: Any) -> list[Action]:
         has_body = not message.request_headers.end_of_stream
@@ -227,7 +233,8 @@ class HttpExchange:
             return []
         if self._owed.num_bytes > self._max_body_bytes:
             return [self._want(None)]
-        if self._request.over or self._request.mode in WHOLE:
+        is_whole = self._length is not None and self._owed.num_bytes >= self._length
+        if self._request.over or is_whole or self._request.mode in WHOLE:
             return [self._want(b"".join(each.body for each in self._owed.bodies))]
         return []
 
