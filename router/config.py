@@ -43,6 +43,8 @@ class RouterConfig(
     epp_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the endpoint picker for gateways (Envoy's external processing), on `host` too; 0 lets the system choose.
     Needs `fleet`. Unset: none."""
+    epp_tls: bool = False
+    """Whether `epp_port` speaks TLS, with the certificate for clients. Gateways of InferencePool expect clear text."""
     epp_fallbacks: int = Field(default=0, ge=0, le=8)
     """Further endpoints that the endpoint picker names after the best one, for gateways that retry at these."""
     http_port_shared: bool = False

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from cluster.discovery.discovery import Discovery, RouterEntry
 from cluster.discovery.open_discovery import open_discovery
 from cluster.errors import StartError, TandemError
+from cluster.install import needing
 from cluster.metrics import MetricsServer, new_registry
 from cluster.network.rpc import Server
 from cluster.network.tls import Credentials, MemberIdentity
@@ -117,7 +118,8 @@ async def start_router(config: RouterConfig) -> Router:
         # Imported only where it is needed, and before the loop is watched: FastAPI stops the loop for a second.
         from router.frontend.http_frontend import open_http
     if config.epp_port is not None:
-        from router.frontend.envoy.start import open_picker
+        with needing("epp_port"):
+            from router.frontend.envoy.start import open_picker
     public, member = config.frontends()
     keys = ApiKeys(config.api_keys, config.api_keys_file)
     further_terms()  # raises for one that cannot be loaded

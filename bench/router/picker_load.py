@@ -1,4 +1,4 @@
-"""Requests of a gateway to an endpoint picker: 200 a second, arriving at random, as FULL_DUPLEX_STREAMED brings them."""
+"""Time of an endpoint picker's decisions: 200 requests a second, arriving at random, in the mode of InferencePool."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,7 @@
 """An endpoint picker behind its gRPC port, over stock servers that have joined and are never called.
 
-`python -m bench.router.picker_site WORDS` serves one with 64 servers and prints its address. It reads how many requests were
-to warm it up, and prints how long the others waited from the end of their bodies to the answer.
+`python -m bench.router.picker_site WORDS` serves one with 64 servers and prints its address. It reads how many requests
+were to warm it up, and prints how long the others waited from the end of their bodies to the answer.
 """
 
 import asyncio
@@ -129,7 +129,7 @@ TAKEN: list[float] = []
 class TimedService(EndpointPickerService):
     """The service, with times from a body's end to its answer."""
 
-    async def Process(self, messages: Any, context: Any) -> None:
+    async def Process(self, messages: Any, context: Any) -> None:  # noqa: N802 # the protocol's name
         await super().Process(messages, _Timed(context))
 
 

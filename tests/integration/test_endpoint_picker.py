@@ -11,6 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.router.picker_site import PickerSite, picker_site
 from cluster.network.rpc import channel
 from kvcache.block_keys import block_keys, root_key
 from protos import membership_pb2
@@ -18,7 +19,7 @@ from router.config import RouterConfig
 from router.frontend.envoy.service import NAME
 from router.runtime import start_router
 from support.gateway import BUFFERED, DUPLEX, NONE, PARTIAL, STREAMED, WHOLE, Gateway, Sent, split
-from support.picker_site import PickerSite, body_of, drive, picker_site
+from support.picker_site import ask, body_of, calling, drive, num_counted
 from support.processes import until
 from support.served_models import write_word_tokenizer
 from support.sim_directories import write_sim_model
@@ -44,7 +45,7 @@ def request_of(
 
 def keys_of(site: PickerSite, text: str) -> list[bytes]:
     numbers = [int(word.removeprefix("word")) for word in text.split()]
-    return block_keys(root_key(b"weights", "", b""), numbers, 16, ())
+    return block_keys(root_key(site.model.fleet.workers[0].hello.model_fingerprint, "", b""), numbers, 16, ())
 
 
 def holds(site: PickerSite, worker: Any, text: str) -> None:
@@ -56,7 +57,11 @@ async def is_over(site: PickerSite) -> None:
     """Wait until nothing is counted any more."""
 
     async def nothing_runs() -> bool:
-        return (site.num_running, site.num_counted, site.model.dispatcher.num_waiting) == (0, 0, 0)
+        return (site.model.dispatcher.admission.num_running, num_counted(site), site.model.dispatcher.num_waiting) == (
+            0,
+            0,
+            0,
+        )
 
     await until(nothing_runs, "the exchange is over for the router, too")
 
@@ -69,12 +74,12 @@ async def test_a_prompt_goes_to_the_server_that_holds_its_blocks(folder: Path, m
         site.join(C)
         body = body_of(prompt=WORDS, max_tokens=8)
         gateway = request_of(body, (mode, DUPLEX))
-        async with site.call() as call:
+        async with calling(site.address) as call:
             await drive(call, gateway)
             gateway.check_forwarded(B, body)
             (placed,) = site.model.dispatcher.admission._running
             assert not placed.started
-            assert site.num_counted == 1
+            assert num_counted(site) == 1
             await drive(call, gateway, responds=True)
         assert gateway.response.went_on == ANSWER.body
         await is_over(site)
@@ -87,16 +92,16 @@ async def test_a_prompt_goes_to_the_server_that_holds_its_blocks(folder: Path, m
 async def test_a_lender_is_named_in_the_body(folder: Path, mode: int) -> None:
     async with picker_site(folder, decode_prefill_tokens_per_s=10.0) as site:
         site.join(A)
-        site.join(B, decodes=False)
+        site.join(B, role="prefill")
         body = body_of(prompt=WORDS, max_tokens=8, kv_transfer_params=None) + b"\n"
-        gateway = await site.ask(request_of(body, (mode, DUPLEX), at_once=True))
+        gateway = await ask(site.address, request_of(body, (mode, DUPLEX), at_once=True))
         assert gateway.endpoints == [A]
         forwarded = gateway.request.went_on
         assert json.loads(forwarded) == json.loads(body) | {"kv_transfer_params": {"lender": f"http://{B}"}}
         assert forwarded.startswith(body.rstrip()[:-1])
         gateway.check_forwarded(A, forwarded)
         own = body_of(prompt=WORDS, max_tokens=8, kv_transfer_params={"do_remote_decode": True})
-        gateway = await site.ask(request_of(own, (mode, DUPLEX), at_once=True))
+        gateway = await ask(site.address, request_of(own, (mode, DUPLEX), at_once=True))
         gateway.check_forwarded(A, own)
 
 
@@ -121,7 +126,7 @@ async def test_what_cannot_be_read_goes_where_least_runs(folder: Path, body: byt
         holds(site, site.join(A, running=5, decoding=5), WORDS)
         site.join(B, running=1, decoding=1)
         site.join(C, running=9, decoding=9)
-        gateway = await site.ask(request_of(body, headers=headers))
+        gateway = await ask(site.address, request_of(body, headers=headers))
         gateway.check_forwarded(B, body or b"")
         await is_over(site)
 
@@ -131,7 +136,7 @@ async def test_a_mode_that_hides_the_body_is_picked_for_by_load(folder: Path, mo
     async with picker_site(folder) as site:
         holds(site, site.join(A, running=5, decoding=5), WORDS)
         site.join(B, running=1, decoding=1)
-        gateway = await site.ask(request_of(body_of(prompt=WORDS), (mode, NONE)))
+        gateway = await ask(site.address, request_of(body_of(prompt=WORDS), (mode, NONE)))
         gateway.check_forwarded(B, body_of(prompt=WORDS))
         await is_over(site)
 
@@ -145,11 +150,11 @@ async def test_only_endpoints_of_the_subset_are_picked(folder: Path) -> None:
         holds(site, site.join(A), WORDS)
         site.join(B, running=5)
         site.join(C, running=2)
-        assert (await site.ask(request_of(body_of(prompt=WORDS)))).endpoints == [A]
-        assert (await site.ask(within(B, "10.9.9.9:8000"))).endpoints == [B]
-        assert (await site.ask(within(B, C))).endpoints == [C]
+        assert (await ask(site.address, request_of(body_of(prompt=WORDS)))).endpoints == [A]
+        assert (await ask(site.address, within(B, "10.9.9.9:8000"))).endpoints == [B]
+        assert (await ask(site.address, within(B, C))).endpoints == [C]
         for nobody in (within(), within("10.9.9.9:8000")):
-            gateway = await site.ask(nobody)
+            gateway = await ask(site.address, nobody)
             assert gateway.immediate.status.code == 503
             assert b"endpoints that the gateway allows is ready" in gateway.immediate.body
         await is_over(site)
@@ -160,7 +165,7 @@ async def test_fallbacks_are_the_next_best_and_no_lender(folder: Path) -> None:
         holds(site, site.join(A), WORDS)
         site.join(B, running=3)
         site.join(C, running=1)
-        gateway = await site.ask(request_of(body_of(prompt="word1 word2")))
+        gateway = await ask(site.address, request_of(body_of(prompt="word1 word2")))
         (listed,) = gateway.endpoints
         assert sorted(listed.split(",")) == [A, B, C]
         gateway.check_forwarded(listed, gateway.request.given.body)
@@ -171,7 +176,7 @@ async def test_the_lowest_priority_is_shed_first(folder: Path) -> None:
     async with picker_site(folder, max_queued=1) as site:
         site.join(A, num_blocks=8)
         large = {"prompt": WORDS, "max_tokens": 20}
-        async with site.call() as first, site.call() as second, site.call() as third:
+        async with calling(site.address) as first, calling(site.address) as second, calling(site.address) as third:
             running = request_of(body_of(**large))
             await drive(first, running)
             low, high = request_of(body_of(**large, priority=1)), request_of(body_of(**large, priority=-1))
@@ -202,12 +207,12 @@ async def test_a_server_that_fails_is_left_alone(folder: Path) -> None:
         holds(site, worker, WORDS)
         site.join(B)
         body = body_of(prompt=WORDS)
-        assert (await site.ask(request_of(body, status=503))).endpoints == [A]
+        assert (await ask(site.address, request_of(body, status=503))).endpoints == [A]
         await is_over(site)
         assert worker.failing
         link: Any = site.model.links.to(worker)
         assert link.failed.is_set()
-        assert (await site.ask(request_of(body))).endpoints == [B]
+        assert (await ask(site.address, request_of(body))).endpoints == [B]
 
 
 async def test_a_request_that_another_endpoint_served_counts_as_failed(folder: Path) -> None:
@@ -216,7 +221,7 @@ async def test_a_request_that_another_endpoint_served_counts_as_failed(folder: P
         holds(site, worker, WORDS)
         site.join(B)
         served = {"envoy.lb": {"x-gateway-destination-endpoint-served": B}}
-        assert (await site.ask(request_of(body_of(prompt=WORDS), metadata=served))).endpoints == [f"{A},{B}"]
+        assert (await ask(site.address, request_of(body_of(prompt=WORDS), metadata=served))).endpoints == [f"{A},{B}"]
         await is_over(site)
         assert worker.failing
 
@@ -226,7 +231,7 @@ async def test_a_gateway_that_dies_leaves_nothing_behind(folder: Path, when: str
     async with picker_site(folder) as site:
         site.join(A, num_blocks=8, available_blocks=0 if when == "queue" else 8)
         gateway = request_of(body_of(prompt=WORDS, max_tokens=20))
-        async with site.call() as call:
+        async with calling(site.address) as call:
             if when == "body":
                 await call.write(gateway.next(gateway.request))
                 await call.write(gateway.next(gateway.request))
@@ -240,18 +245,18 @@ async def test_a_gateway_that_dies_leaves_nothing_behind(folder: Path, when: str
                 waiting.cancel()
             else:
                 await drive(call, gateway)
-                assert site.num_running == 1
+                assert site.model.dispatcher.admission.num_running == 1
             if when == "answering":
                 await drive(call, gateway, responds=True, limit=lambda: bool(gateway.response.went_on))
         await is_over(site)
         site.model.fleet.reported(
             site.model.fleet.workers[0], membership_pb2.LoadReport(step=2, available_blocks=8, num_blocks=8)
         )
-        assert (await site.ask(request_of(body_of(prompt=WORDS, max_tokens=20)))).endpoints == [A]
+        assert (await ask(site.address, request_of(body_of(prompt=WORDS, max_tokens=20)))).endpoints == [A]
 
 
 async def test_a_gateway_that_ends_its_call_leaves_the_queue(folder: Path) -> None:
-    async with picker_site(folder) as site, site.call() as call:
+    async with picker_site(folder) as site, calling(site.address) as call:
         site.join(A, num_blocks=8, available_blocks=0)
         gateway = request_of(body_of(prompt=WORDS, max_tokens=20))
         while (message := gateway.next(gateway.request)) is not None:
@@ -270,7 +275,7 @@ async def test_a_gateway_that_ends_its_call_leaves_the_queue(folder: Path) -> No
 
 
 async def test_a_filter_may_answer_while_the_request_waits(folder: Path) -> None:
-    async with picker_site(folder) as site, site.call() as call:
+    async with picker_site(folder) as site, calling(site.address) as call:
         site.join(A, num_blocks=8, available_blocks=0)
         gateway = request_of(body_of(prompt=WORDS, max_tokens=20))
         while (message := gateway.next(gateway.request)) is not None:
@@ -280,7 +285,7 @@ async def test_a_filter_may_answer_while_the_request_waits(folder: Path) -> None
 
 
 async def test_an_order_that_is_wrong_ends_the_call(folder: Path) -> None:
-    async with picker_site(folder) as site, site.call() as call:
+    async with picker_site(folder) as site, calling(site.address) as call:
         gateway = request_of(body_of(prompt=WORDS))
         await call.write(message := gateway.next(gateway.request))
         await call.write(message)
@@ -290,7 +295,7 @@ async def test_an_order_that_is_wrong_ends_the_call(folder: Path) -> None:
 
 
 async def test_a_picker_that_stops_lets_answers_go_on(folder: Path) -> None:
-    async with picker_site(folder) as site, site.call() as answering, site.call() as waiting:
+    async with picker_site(folder) as site, calling(site.address) as answering, calling(site.address) as waiting:
         site.join(A, num_blocks=8)
         await drive(answering, request_of(body_of(prompt=WORDS, max_tokens=20)))
         late = request_of(body_of(prompt=WORDS, max_tokens=20))
@@ -302,7 +307,7 @@ async def test_a_picker_that_stops_lets_answers_go_on(folder: Path) -> None:
 
         await until(one_waits, "the second waits")
         site.drain.begin()
-        async with site.call() as new:
+        async with calling(site.address) as new:
             assert await new.code() == grpc.StatusCode.UNAVAILABLE
         site.drain.end_all()
         assert await answering.code() == grpc.StatusCode.OK
@@ -321,7 +326,7 @@ async def test_every_mode_split_and_end_over_grpc(folder: Path) -> None:
                 answer = Sent(split(seeds.randbytes(90), [seeds.randrange(90) for _ in range(seeds.randrange(3))]))
                 given.trailers = answer.trailers = mode in (*WHOLE, DUPLEX) and seeds.random() < 0.5
                 at_once = seeds.random() < 0.5
-                gateway = await site.ask(Gateway(given, answer, (mode, response_mode), at_once=at_once))
+                gateway = await ask(site.address, Gateway(given, answer, (mode, response_mode), at_once=at_once))
                 gateway.check_forwarded(A, body)
                 await is_over(site)
 
@@ -344,7 +349,7 @@ async def test_health_tells_by_the_service_and_by_the_servers(folder: Path) -> N
             return await status("readiness") == serving
 
         await until(is_unready, "it is not ready without servers")
-        gateway = await site.ask(request_of(body_of(prompt=WORDS)))
+        gateway = await ask(site.address, request_of(body_of(prompt=WORDS)))
         assert gateway.immediate.status.code == 503
         site.join(A)
         await until(is_ready, "it is ready")
@@ -355,9 +360,9 @@ async def test_keys_of_clients_are_checked(folder: Path) -> None:
     keys = [{"name": "k", "sha256": sha256}]
     async with picker_site(folder, api_keys=keys, internal_port=0) as site:
         site.join(A)
-        assert (await site.ask(request_of(body_of(prompt=WORDS)))).immediate.status.code == 401
+        assert (await ask(site.address, request_of(body_of(prompt=WORDS)))).immediate.status.code == 401
         with_key = request_of(body_of(prompt=WORDS), headers={"authorization": "Bearer foo"})
-        assert (await site.ask(with_key)).endpoints == [A]
+        assert (await ask(site.address, with_key)).endpoints == [A]
 
 
 async def test_a_router_serves_its_picker(folder: Path) -> None:

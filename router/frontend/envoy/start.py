@@ -13,15 +13,11 @@ from cluster.process.drain import Drain
 from router.admission.arrivals import Arrivals
 from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
+from router.frontend.envoy.picker import Picker
+from router.frontend.envoy.service import NAME, EndpointPickerService
 from router.models.model_runtimes import ModelRuntimes
 from router.request_path.observation import Observer
 from router.security.api_keys import ApiKeys
-
-try:
-    from router.frontend.envoy.picker import Picker
-    from router.frontend.envoy.service import NAME, EndpointPickerService
-except ModuleNotFoundError as error:
-    raise StartError("epp_port", f"{error}: pip install 'tandem-serving[gateway]'") from None
 
 GRACE_S = 0.5
 """Seconds for calls in flight when the server stops."""
@@ -52,8 +48,11 @@ async def open_picker(
     Raises StartError.
     """
     max_body_bytes = config.max_body_mib << 20
-    # A gateway without a key: clients' keys are in the headers of their requests.
-    server = Server(credentials, (), config.max_connection_s, MAX_MESSAGE_BYTES + max_body_bytes, is_public=True)
+    if config.epp_tls and credentials is None:
+        raise StartError("epp_tls", "needs tls_cert and tls_key, or tls_public_cert and tls_public_key")
+    trust = credentials if config.epp_tls else None
+    # Without a check of the gateway's own key: clients' keys are in the headers of their requests.
+    server = Server(trust, (), config.max_connection_s, MAX_MESSAGE_BYTES + max_body_bytes, is_public=True)
     picker = Picker(config, models, tenant_limits, arrivals, observer, keys)
     EndpointPickerService(picker, requests, max_body_bytes).add_to(server.grpc)
     parts.push_async_callback(server.stop, GRACE_S)
