@@ -21,6 +21,7 @@ from planner.runtime import PlannerConfig
 from preprocessor.config import PreprocessorConfig
 from router.config import RouterConfig
 from router.models.config import ModelEntry
+from router.stock.config import FleetConfig
 
 CHART = Path(__file__).parent / "tandem"
 PATH = CHART / "values.schema.json"
@@ -65,6 +66,8 @@ def definitions() -> dict[str, Any]:
     for key in ("path", "name"):  # `source` and `name` beside it replace these
         del serving["properties"][key]
     serving.pop("required")
+    fleet = of_settings(FleetConfig, set_by("fleet.yaml"))
+    fleet.pop("required")  # by default the chart has no fleet
     return {
         "routerConfig": of_settings(RouterConfig, set_by("router.yaml")),
         "workerConfig": of_settings(WorkerConfig, set_by("workers.yaml")),
@@ -72,6 +75,7 @@ def definitions() -> dict[str, Any]:
         "encoderConfig": of_settings(EncoderConfig, set_by("encoder.yaml")),
         "plannerConfig": of_settings(PlannerConfig, set_by("planner.yaml")),
         "serving": serving,
+        "fleet": fleet,
     }
 
 

@@ -1,5 +1,6 @@
 """Assembly and life of a router process."""
 
+import asyncio
 import logging
 import secrets
 import sys
@@ -46,6 +47,7 @@ from router.usage.ledger import FileLedger, MemoryLedger, UsageLedger
 if TYPE_CHECKING:
     from router.admission.limits.redis_quota import RedisLedger
     from router.frontend.http.server.server import OpenAiServer
+    from router.stock.fleet import StockFleet
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +74,10 @@ class Router(SignalledRole):
         requests: Drain,
         discovery: Discovery,
         parts: AsyncExitStack,
+        fleet: "StockFleet | None" = None,
     ) -> None:
         """Create the router; `parts` holds what `stop` closes."""
+        self._fleet = fleet
         self.addresses = addresses
         self._config = config
         self._servers = servers
@@ -88,10 +92,17 @@ class Router(SignalledRole):
         return self.addresses.grpc
 
     async def failed(self) -> TandemError:
-        """Return the error when the HTTP server failed; a router has no other part that fails by itself."""
-        if self._http is not None:
-            return await self._http.failed()
-        return await super().failed()
+        """Return the error when the HTTP server failed, or the sources of stock servers did."""
+        parts = [part for part in (self._http, self._fleet) if part is not None]
+        if not parts:
+            return await super().failed()
+        waits = [asyncio.ensure_future(part.failed()) for part in parts]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def drain(self) -> None:
         """Refuse new requests, finish streams for `drain_s`, and end the rest with an error that says so."""
@@ -166,6 +177,7 @@ async def start_router(config: RouterConfig) -> Router:
             config.worker_silence_s,
             lost := lambda model: router_metrics.workers_lost.labels(model).inc(),
         )
+        fleet = None
         if config.fleet is not None:
             fleet = open_fleet(config.fleet, models, config.worker_silence_s, lost)
             parts.push_async_callback(fleet.close)
@@ -216,7 +228,7 @@ async def start_router(config: RouterConfig) -> Router:
         "" if internal is server else f"{config.host}:{internal_port}",
         picker=picker.address if picker is not None else "",
     )
-    return Router(config, addresses, servers, http, requests, discovery, held)
+    return Router(config, addresses, servers, http, requests, discovery, held, fleet)
 
 
 def serve_models(

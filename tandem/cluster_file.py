@@ -3,6 +3,7 @@
 models:
   - {path: models/small, input_price: 0.1, output_price: 0.3, quality: 0.4}
   - {path: models/large, input_price: 1.0, output_price: 3.0, quality: 0.9, prefill: 2, worker: {kv_memory_mib: 768}}
+fleet: fleet.yaml
 router: {default_model: auto, model_rules: [{max_prompt_tokens: 200, models: [small]}]}
 worker: {kv_memory_mib: 512}
 preprocessor: {}
@@ -32,7 +33,7 @@ from router.models.model_files import fetch_models, read_models
 from tandem.media_roles import plan_media
 from tandem.topology import ClusterModel, FindsCores, Topology, plan_models, plan_topology
 
-KEYS = ("models", "router", "worker", "preprocessor", "encoder", "ray", "planner")
+KEYS = ("models", "fleet", "router", "worker", "preprocessor", "encoder", "ray", "planner")
 OPTIONAL = ("preprocessor", "encoder")
 """Keys of roles that start only where the file has them."""
 HTTP_PORT = 8000
@@ -64,11 +65,13 @@ def read_settings(file: Path | None) -> Settings:
         if key == "models":
             if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
                 raise StartError(key, "must be a list of mappings, one at least")
-        elif not isinstance(value, dict):
+        elif not isinstance(value, dict) and key != "fleet":
             raise StartError(key, "must be a mapping")
     mappings: dict[str, Any] = {
-        key: values.get(key, None if key in OPTIONAL else {}) for key in KEYS if key != "models"
+        key: values.get(key, None if key in OPTIONAL else {}) for key in KEYS if key not in ("models", "fleet")
     }
+    if "fleet" in values:  # stock servers beside the workers
+        mappings["router"] = {"fleet": values["fleet"]} | mappings["router"]
     return Settings(models=values.get("models", []), **mappings)
 
 

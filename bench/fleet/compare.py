@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import statistics
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -107,6 +108,9 @@ async def one_round(site: Site, servers: Sequence[StockServer], arrivals: Sequen
     queries, hits = (
         sum(new[name] - old[name] for new, old in zip(after, before, strict=True)) for name in ("queries", "hits")
     )
+    for answer in answers:
+        if answer.failure:
+            print(answer.failure, file=sys.stderr)
     whole = [answer.ttft_s for answer in answers if not answer.failure]
     return {
         "mean_ttft_ms": 1e3 * statistics.fmean(whole),

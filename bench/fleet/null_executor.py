@@ -12,16 +12,10 @@ from typing import Any
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
+from bench.fleet.tokens import FIRST, NUM, mixed
+
 STEP_S = float(os.environ.get("NULL_STEP_MS", "5")) / 1e3
 PREFILL_S = float(os.environ.get("NULL_PREFILL_US", "0")) / 1e6
-FIRST, NUM = 100, 2000
-"""Tokens that are sampled: so many from this one on."""
-MODULUS = (1 << 61) - 1
-
-
-def mixed(state: int, token_id: int) -> int:
-    """Return the state of a chain of tokens with one more."""
-    return (state * 1_000_003 + token_id + 1) % MODULUS
 
 
 class _Request:

@@ -11,7 +11,8 @@ from bench.compare.http_wire import HttpClient
 from bench.fleet.servers import BLOCK, CONTEXT, TINY
 
 SCALE = 512 // BLOCK
-MAX_PROMPT = CONTEXT - 512
+MAX_OUTPUT = 256
+MAX_PROMPT = CONTEXT - MAX_OUTPUT - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,5 +44,7 @@ def conversations(trace: Path, rate: float, seconds: float, part: int) -> Sequen
         prompt = [word for block in row["hash_ids"] for word in words(block)]
         num_tokens = min(MAX_PROMPT, max(BLOCK, row["input_length"] // SCALE))
         at = seconds * (row["timestamp"] - first) / max(1, last - first)
-        arrivals.append(Arrival(at, " ".join(prompt[:num_tokens]), max(2, row["output_length"] // SCALE)))
+        arrivals.append(
+            Arrival(at, " ".join(prompt[:num_tokens]), min(MAX_OUTPUT, max(2, row["output_length"] // SCALE)))
+        )
     return arrivals

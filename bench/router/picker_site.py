@@ -10,7 +10,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,23 +62,27 @@ class PickerSite:
         self.model = model
         self.drain = drain
         self.address = address
-        self.left: list[tuple[str, Sequence[BlockKey]]] = []
-        """Servers, and the prompts' blocks that the router assumes there."""
+        self.sent: list[tuple[str, Sequence[BlockKey]]] = []
+        """Servers, and the blocks of the prompts that were sent there."""
 
     def join(self, name: str, role: Role = "both", num_blocks: int = NUM_BLOCKS, **load: Any) -> WorkerRecord:
         """Let a server with TandemConnector join at `name`, its host and port."""
         model_name = self.model.name
-        facts = ServerFacts(model_name, model_name, (), 0, "0.32.0", BLOCK_TOKENS, num_blocks, True, True, False)
+        able = {"takes_token_ids": True, "returns_token_ids": True, "lends": True, "generates_tokens": False}
+        facts = ServerFacts(model_name, model_name, (), 0, "0.32.0", BLOCK_TOKENS, num_blocks, **able)
         server = Server(f"http://{name}", ServerEntry(url=f"http://{name}"), role)
         worker = self.model.fleet.joined(hello_of(facts, server, self.model, name))
         api = ServerApi(server.url, ServerAccess(None, {}))  # type: ignore[arg-type] # it is never called
-        left = lambda keys: self.left.append((name, keys))  # noqa: E731
-        self.model.links.add(worker, StockLink(api, name, model_name, {}, None, BLOCK_TOKENS, False, left))
+        link = StockLink(api, name, facts, {}, None, BLOCK_TOKENS, False, self._sent(name), lambda keys: None)
+        self.model.links.add(worker, link)
         self.model.fleet.cache_changed(worker, EMPTY)
         report = {"available_blocks": num_blocks, "num_blocks": num_blocks} | load
         self.model.fleet.reported(worker, pb.LoadReport(**report))
         self.model.on_worker_report()
         return worker
+
+    def _sent(self, name: str) -> Callable[[Sequence[BlockKey]], object]:
+        return lambda keys: self.sent.append((name, keys))
 
 
 @contextlib.asynccontextmanager

@@ -7,29 +7,24 @@ Kubernetes chooses which pod ends, and sends it SIGTERM, so it drains (docs/kube
 import asyncio
 import http.client
 import json
-import os
-import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from cluster.config import Config
 from cluster.errors import StartError
+from cluster.network.kubernetes import ApiServer, ApiServerSettings
 from cluster.roles import ROLES, Role
 from planner.executors.executor import Executor, ExecutorFailed
 
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TIMEOUT_S = 10.0
 MOST_BYTES = 1 << 20
 """Largest accepted answer, in bytes."""
 LONGEST_REASON = 300
 
 
-class KubernetesConfig(Config):
+class KubernetesConfig(ApiServerSettings):
     """Location of the pools."""
 
     prefill: str = ""
@@ -40,20 +35,9 @@ class KubernetesConfig(Config):
     """Kind of the pools."""
     namespace: str = ""
     """Namespace. Default: the planner's own."""
-    api_server: str = ""
-    """API server as https://host:port. Default: that of the planner's own cluster."""
     read_only: bool = False
     """Whether sizes are read and never changed, because something else scales the pools by the planner's metrics. The
     account then needs `get` only."""
-    account_dir: Path = ACCOUNT
-    """Directory with `token`, `ca.crt` and `namespace`, as Kubernetes mounts it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Server:
-    host: str
-    port: int
-    tls: ssl.SSLContext | None
 
 
 class KubernetesExecutor(Executor):
@@ -68,9 +52,8 @@ class KubernetesExecutor(Executor):
         if not self._names:
             raise StartError("kubernetes.decode", "is missing: name the decode pool, the prefill pool or both")
         self._read_only = config.read_only
-        self._token_file = config.account_dir / "token"
-        self._server = _server(config)
-        namespace = config.namespace or _read(config.account_dir / "namespace", "kubernetes.namespace")
+        self._server = ApiServer.of(config, "kubernetes")
+        namespace = config.namespace or self._server.namespace("kubernetes.namespace")
         self._path = f"/apis/apps/v1/namespaces/{namespace}/{config.kind}"
 
     async def sizes(self) -> Mapping[Role, int]:
@@ -90,14 +73,11 @@ class KubernetesExecutor(Executor):
         return replicas
 
     def _ask(self, method: str, name: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        """Send one request, on a thread.
-
-        The token is read each time, because Kubernetes renews it.
-        """
+        """Send one request, on a thread."""
         headers = {"Accept": "application/json", "Content-Type": "application/merge-patch+json"}
         connection = self._connect()
         try:
-            headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
+            headers["Authorization"] = f"Bearer {self._server.token()}"
             content = None if body is None else json.dumps(body)
             connection.request(method, f"{self._path}/{name}/scale", content, headers)
             answer = connection.getresponse()
@@ -117,46 +97,8 @@ class KubernetesExecutor(Executor):
         return reply
 
     def _connect(self) -> http.client.HTTPConnection:
-        server = self._server
-        if server.tls is None:
-            return http.client.HTTPConnection(server.host, server.port, timeout=TIMEOUT_S)
-        return http.client.HTTPSConnection(server.host, server.port, timeout=TIMEOUT_S, context=server.tls)
-
-
-def _server(config: KubernetesConfig) -> _Server:
-    """Return the API server's address.
-
-    Raises StartError.
-    """
-    url = config.api_server
-    if not url:
-        host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
-        if not host:
-            raise StartError("kubernetes.api_server", "is needed outside a Kubernetes cluster")
-        url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-    parts = urlsplit(url)
-    try:
-        host, port_number = parts.hostname or "", parts.port
-    except ValueError as error:
-        raise StartError("kubernetes.api_server", f"{url!r}: {error}") from None
-    if parts.scheme not in ("http", "https") or not host:
-        raise StartError("kubernetes.api_server", f"{url!r} is not an http:// or https:// URL")
-    if parts.scheme == "http":
-        return _Server(host, port_number or 80, None)
-    ca = config.account_dir / "ca.crt"
-    try:
-        tls = ssl.create_default_context(cafile=str(ca))
-    except (OSError, ssl.SSLError) as error:
-        raise StartError("kubernetes.account_dir", f"cannot read {ca}: {error}") from None
-    return _Server(host, port_number or 443, tls)
-
-
-def _read(path: Path, setting: str) -> str:
-    """Read a file.
-
-    Raises StartError naming `setting`.
-    """
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise StartError(setting, f"cannot read {path}: {error.strerror}") from None
+        server, tls = urlsplit(self._server.url), self._server.tls
+        host = server.hostname or ""
+        if tls is None:
+            return http.client.HTTPConnection(host, server.port, timeout=TIMEOUT_S)
+        return http.client.HTTPSConnection(host, server.port, timeout=TIMEOUT_S, context=tls)

@@ -97,7 +97,7 @@ def _links(fleet: Fleet) -> list[pb.LinkStatus]:
         if borrower_id not in decodes:
             continue
         for lender, lender_id in enumerate(ids):
-            if lender != borrower and len(links) < MAX_LINKS:
+            if fleet.snapshot.compatible[borrower, lender] and len(links) < MAX_LINKS:
                 overhead_ms = float(rates.loan_overhead_s[borrower, lender]) * 1e3
                 bytes_per_s = float(rates.kv_bytes_per_s[borrower, lender])
                 link = pb.LinkStatus(

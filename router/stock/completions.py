@@ -153,6 +153,8 @@ class _TokenDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
     prompt_tokens_details: _TokenDetails | None = None
 
 

@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from cluster.config import Config
+from cluster.network.kubernetes import ApiServerSettings
 from cluster.network.urls import server_url
 from engine.model.hub import ModelPath
 
@@ -41,7 +42,8 @@ class ServerEntry(Config):
     url: str = ""
     """Address of one server, such as http://10.0.0.5:8000."""
     dns: str = ""
-    """Host name and port; every address of the name is a server. With https:// before it the servers speak TLS."""
+    """Host name and port; every address of the name is a server: the IPv4 addresses, or the IPv6 ones where it has no
+    others. With https:// before it the servers speak TLS."""
     file: Path | None = None
     """File with a URL a line, or a YAML list of `{url, role}`, which is read again when it changes."""
     service: ServiceEntry | None = None
@@ -49,7 +51,7 @@ class ServerEntry(Config):
     role: Role = "both"
     """decode: serves requests. prefill: only lends blocks, which needs TandemConnector. both: serves and lends."""
     https: bool = False
-    """Whether servers of `service` and `pods` speak TLS."""
+    """Whether servers of `service` and `pods` speak TLS. Their certificates must have their IP addresses."""
     kv_events_port: int | None = Field(default=5557, ge=1, le=65535)
     """Port at which each server publishes KV events (vLLM's `--kv-events-config`). Unset: the router assumes that a
     server caches what it was sent."""
@@ -89,6 +91,8 @@ class FleetConfig(Config):
     """File with the servers' API key."""
     ca_file: Path | None = None
     """Authorities of the certificates of servers at https:// URLs; unset: those of the system."""
+    kubernetes: ApiServerSettings = ApiServerSettings()
+    """API server that `service` and `pods` ask."""
     continue_approximately: bool = False
     """Whether a stream whose server died goes on where another server cannot continue it exactly: under a grammar, with
     penalties, with a seed. Otherwise it ends with ABORTED."""

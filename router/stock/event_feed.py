@@ -73,7 +73,7 @@ class EventFeed:
         first = self._order.next or 0
         if verdict == "restart":
             self._blocks.restarted()
-            self._on_change((), True)
+            self._on_change(self._blocks.snapshot(), True)
             first = 0
         else:
             self.num_gaps += 1
@@ -90,7 +90,7 @@ class EventFeed:
 
     def _forget(self) -> None:
         self._blocks.forget_held()
-        self._on_change((), True)
+        self._on_change(self._blocks.snapshot(), True)
 
     async def _replayed(self, first: int) -> bool:
         """Ask for all batches from `first` on and apply them; return whether the server answered."""
@@ -114,7 +114,7 @@ class EventFeed:
                         self._forget()  # its buffer begins later
                     self._apply(number, payload)
                     expected = number + 1
-            except (TimeoutError, ValueError):
+            except TimeoutError:
                 return False
 
     def _apply(self, number: int, payload: bytes) -> None:

@@ -44,6 +44,8 @@ class ServerFacts:
     block_tokens: int
     """Tokens of a KV block; 0: it does not tell."""
     num_blocks: int
+    takes_token_ids: bool
+    """Whether a prompt may be token ids."""
     returns_token_ids: bool
     """Whether its answers have token ids. Without them it serves text, and no stream can go on elsewhere."""
     lends: bool
@@ -77,6 +79,7 @@ async def ask(api: ServerApi) -> ServerFacts:
         raise Unavailable(f"server {api.name} names no model at /v1/models")
     base = bases[0]
     version = await _version(api)
+    takes_token_ids, returns_token_ids = await _token_ids(api, base.id)
     _, page = await api.get("/metrics", ASK_S)
     cache, load = cache_facts(page), load_of(page)
     # An empty request is refused in a way that tells whether the path is served: 403 without --enable-scale-out.
@@ -89,7 +92,8 @@ async def ask(api: ServerApi) -> ServerFacts:
         version=version,
         block_tokens=cache.block_tokens if cache is not None else 0,
         num_blocks=cache.num_blocks if cache is not None else 0,
-        returns_token_ids=await _returns_token_ids(api, base.id),
+        takes_token_ids=takes_token_ids,
+        returns_token_ids=returns_token_ids,
         lends=load is not None and load.lends,
         generates_tokens=generate in (400, 422),
     )
@@ -106,16 +110,16 @@ async def _version(api: ServerApi) -> str:
     return str(answer.get("version", "")) if isinstance(answer, dict) else ""
 
 
-async def _returns_token_ids(api: ServerApi, model: str) -> bool:
-    """Have one token generated from one token."""
+async def _token_ids(api: ServerApi, model: str) -> tuple[bool, bool]:
+    """Have one token generated from one token; return whether such a prompt is taken, and token ids come back."""
     body = {"model": model, "prompt": [PROBE_TOKEN], "max_tokens": 1, "temperature": 0, "return_token_ids": True}
     status, text = await api.post(COMPLETIONS, body, ASK_S)
     if status != 200:
         if status >= 500 or status in (401, 403, 404):
             raise Unavailable(f"server {api.name} answers {COMPLETIONS} with {status}: {text[:200]}")
-        return False  # it takes no token ids as a prompt
+        return False, False
     try:
         (choice,) = msgspec.json.decode(text)["choices"]
-        return isinstance(choice.get("token_ids"), list)
+        return True, isinstance(choice.get("token_ids"), list)
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError, AttributeError):
-        return False
+        return True, False

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 
+from cluster.errors import TandemError
 from router.stock.config import FleetConfig
 from router.stock.member import Member, Surroundings
 from router.stock.sources.listings import listings
@@ -36,10 +37,14 @@ class StockFleet:
         await self._around.access.close()
         self._around.zmq.destroy(linger=0)
 
-    async def failed(self) -> None:
-        """Wait for ever, or raise what ended the following of sources."""
+    async def failed(self) -> TandemError:
+        """Return the error that ended the following of sources; without one this waits for ever."""
         assert self._following is not None
-        await asyncio.shield(self._following)
+        try:
+            await asyncio.shield(self._following)
+        except TandemError as error:
+            return error
+        raise AssertionError("sources do not end")
 
     async def _follow(self) -> None:
         async for servers in listings(self._config):

@@ -50,6 +50,9 @@ class NamedBlocks:
         self._key_of: dict[Hash, BlockKey] = {}
         """Keys of all blocks of which the chain is known, held or not."""
         self._held: set[Hash] = set()
+        self._held_keys: set[BlockKey] = set()
+        self._expected: dict[BlockKey, int] = {}
+        """Number of requests there whose prompt has the block: the first of them leaves it, and others find it."""
 
     @property
     def num_held(self) -> int:
@@ -58,11 +61,29 @@ class NamedBlocks:
     def forget_held(self) -> None:
         """Forget which blocks are held; a block that is stored later may still follow one of them."""
         self._held.clear()
+        self._held_keys.clear()
 
     def restarted(self) -> None:
         """Forget all: another process begins with an empty cache."""
-        self._held.clear()
+        self.forget_held()
         self._key_of.clear()
+
+    def sent(self, keys: Sequence[BlockKey]) -> list[pb.CacheEvent]:
+        """Return the changes of a request with these blocks; vLLM shares them from the step that computes them on."""
+        fresh = [key for key in keys if key not in self._held_keys and key not in self._expected]
+        for key in keys:
+            self._expected[key] = self._expected.get(key, 0) + 1
+        return [pb.CacheEvent(stored=b"".join(fresh))] if fresh else []
+
+    def ended(self, keys: Sequence[BlockKey]) -> list[pb.CacheEvent]:
+        """Return the changes of the end of such a request: what the server did not tell of is not there."""
+        gone = []
+        for key in keys:
+            if (left := self._expected.pop(key) - 1) > 0:
+                self._expected[key] = left
+            elif key not in self._held_keys:
+                gone.append(key)
+        return [pb.CacheEvent(removed=b"".join(gone))] if gone else []
 
     def apply(self, batch: KvEventBatch) -> list[pb.CacheEvent] | None:
         """Return a batch's changes of the index; None: the cache was cleared, and what follows is in `snapshot`."""
@@ -77,13 +98,13 @@ class NamedBlocks:
                 changes += self._removed(fields)
             elif kind == "AllBlocksCleared":
                 was_cleared = True
-                self._held.clear()
+                self.forget_held()
                 changes.clear()
         return None if was_cleared else changes
 
     def snapshot(self) -> list[pb.CacheEvent]:
-        """Return all held blocks as one change."""
-        joined = b"".join({self._key_of[each] for each in self._held})
+        """Return all blocks that are held or expected as one change."""
+        joined = b"".join(self._held_keys | self._expected.keys())
         return [pb.CacheEvent(stored=joined)] if joined else []
 
     def _stored(self, event: dict[str, Any]) -> Iterable[pb.CacheEvent]:
@@ -105,7 +126,9 @@ class NamedBlocks:
             self._key_of[name] = key
             if name not in self._held:
                 self._held.add(name)
-                fresh.append(key)
+                if key not in self._held_keys and key not in self._expected:
+                    fresh.append(key)
+                self._held_keys.add(key)
         self._bound_names()
         return (pb.CacheEvent(parent=parent, stored=b"".join(fresh)),) if fresh else ()
 
@@ -122,7 +145,9 @@ class NamedBlocks:
             return ()
         gone = [name for name in event["block_hashes"] if name in self._held]
         self._held.difference_update(gone)
-        joined = b"".join(self._key_of[name] for name in gone)
+        keys = {self._key_of[name] for name in gone}
+        self._held_keys -= keys
+        joined = b"".join(keys - self._expected.keys())
         return (pb.CacheEvent(removed=joined),) if joined else ()
 
     def _bound_names(self) -> None:
@@ -142,14 +167,14 @@ def _is_text(event: dict[str, Any]) -> bool:
 
 
 class AssumedBlocks:
-    """Blocks that a server without KV events is assumed to hold: the most recent that requests left there."""
+    """Blocks that a server without KV events is assumed to hold: those of the most recent requests there."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._keys: dict[BlockKey, None] = {}
 
-    def used(self, keys: Sequence[BlockKey]) -> list[pb.CacheEvent]:
-        """Return the changes after a request with these blocks ran there."""
+    def sent(self, keys: Sequence[BlockKey]) -> list[pb.CacheEvent]:
+        """Return the changes of a request with these blocks."""
         fresh = [key for key in keys if key not in self._keys]
         for key in reversed(keys):  # a block is dropped before those that it continues
             self._keys.pop(key, None)
@@ -166,9 +191,9 @@ class AssumedBlocks:
             changes.append(pb.CacheEvent(removed=b"".join(dropped)))
         return changes
 
-    def restarted(self) -> None:
-        """Forget all."""
-        self._keys.clear()
+    def ended(self, keys: Sequence[BlockKey]) -> list[pb.CacheEvent]:
+        """Return no change: what a request computed stays."""
+        return []
 
 
 class BatchOrder:

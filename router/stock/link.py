@@ -7,6 +7,7 @@ that text, stop strings and receipts are those of Tandem's own workers.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import aiohttp
@@ -18,12 +19,19 @@ from engine.messages.from_engine import Filled, PromptScored, Token
 from kvcache.block_keys import BlockKey, split_keys
 from loans.account import KvAccount
 from protos import decode_pb2 as pb
+from protos import inference_pb2 as public_pb
 from router.stock.completions import Call, Chunk, calls_of, prompt_scores, read_chunk, tokens_of
+from router.stock.facts import ServerFacts
+from router.stock.plain import PlainOutput, plain_call
 from router.stock.server_api import EventReader, ServerApi
 from worker.requests.output_stream import OutputStream
 
 DONE = b"[DONE]"
-Left = Callable[[Sequence[BlockKey]], object]
+OUTPUT_TOKENS = 256
+"""Output tokens that are expected where nothing is known. vLLM reserves none: they are counted for placement only."""
+MOST_DONE = 0.9
+"""Largest share of a prompt that counts as computed before its first token."""
+OnBlocks = Callable[[Sequence[BlockKey]], object]
 Message = Token | PromptScored | Filled
 
 
@@ -36,26 +44,35 @@ class StockLink:
         self,
         api: ServerApi,
         worker_id: str,
-        model: str,
+        facts: ServerFacts,
         adapters: dict[bytes, str],
         tokenizer: Tokenizer | None,
         block_tokens: int,
         approximately: bool,
-        on_first_token: Left,
+        on_sent: OnBlocks,
+        on_ended: OnBlocks,
     ) -> None:
         """Create it; `adapters` are the server's names of LoRA adapters by fingerprint.
 
-        `on_first_token` gets the keys of a prompt's blocks, which the server has computed then.
+        `on_sent` and `on_ended` get the keys of the blocks of a request's prompt, once each.
         """
         self._api = api
         self._worker_id = worker_id
-        self._model = model
+        self._facts = facts
         self._adapters = adapters
         self._tokenizer = tokenizer
         self._block_tokens = block_tokens
         self._approximately = approximately
-        self._on_first_token = on_first_token
-        self._running: set[_Attempt | GatewayRequest] = set()
+        self._on_sent = on_sent
+        self._on_ended = on_ended
+        self._running: dict[_Attempt | GatewayRequest, None] = {}
+        """Attempts there, in order of their sending."""
+        self._computed_at = 0.0
+        """Time of the last first token, by the monotonic clock."""
+        self.last_sequence = 0
+        """Number of the last placement that was sent there."""
+        self.on_change: Callable[[], object] = lambda: None
+        """Function called when a request was sent, got its first token or ended."""
         self.failure: ServiceError | None = None
         """Reason why it takes no more requests."""
         self.heard_at = loop_time()
@@ -76,20 +93,34 @@ class StockLink:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_decoding(self) -> int:
+        """Number of requests past their prompt."""
+        return sum(attempt.decodes for attempt in self._running)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that its requests are expected to take."""
+        return sum(attempt.num_blocks for attempt in self._running)
+
+    def queued_tokens(self, tokens_per_s: float) -> int:
+        """Return the prompt tokens that the server has yet to compute, at this speed.
+
+        It computes prompts in the order of their arrival, and the oldest one since the last first token.
+        """
+        waiting = [attempt for attempt in self._running if not attempt.decodes]
+        if not waiting:
+            return 0
+        since_s = time.monotonic() - max(self._computed_at, waiting[0].sent_at)
+        done = min(MOST_DONE * waiting[0].num_own_tokens, since_s * tokens_per_s)
+        return round(sum(attempt.num_own_tokens for attempt in waiting) - done)
+
     def break_off(self, failure: ServiceError) -> None:
         """Fail all requests with this error, and take no more."""
         if self.failure is None:
             self.failure = failure
             for attempt in tuple(self._running):
                 attempt.cut()
-
-    def follow(self, keys: Sequence[BlockKey]) -> "GatewayRequest":
-        """Count a request that a gateway sends to the server, until it `end`s; `keys` are those of its prompt."""
-        request = GatewayRequest(self, keys)
-        if not self._running:
-            self.heard_at = loop_time()
-        self._running.add(request)
-        return request
 
     async def generate(self, request: pb.DecodeRequest, timeout_s: float) -> AsyncGenerator[bytes]:
         """Yield serialised GenerateResponses.
@@ -99,63 +130,114 @@ class StockLink:
         if self.failure is not None:
             raise self.failure
         prompt = list(request.prompt_token_ids)
-        model = self._adapters[request.adapter] if request.adapter else self._model
+        model = self._adapters[request.adapter] if request.adapter else self._facts.model
         lender = request.lender.worker.loan_address if request.HasField("lender") else ""
-        calls = calls_of(request, model, prompt, lender, self._approximately)
-        output = OutputStream(request, self._tokenizer, self._worker_id, self._block_tokens)
-        attempt = _Attempt(self._api, request, prompt, timeout_s)
-        if not self._running:
-            self.heard_at = loop_time()
-        self._running.add(attempt)
-        account: KvAccount | None = None
+        if self._facts.returns_token_ids:
+            calls = calls_of(request, model, prompt, lender, self._approximately)
+        else:
+            calls = [plain_call(request, model, prompt, self._tokenizer, self._facts.takes_token_ids)]
+        attempt = _Attempt(self._api, request, prompt, timeout_s, self._block_tokens)
+        keys = split_keys(request.block_keys)
+        self._begins(attempt, request.placement_sequence, keys)
+        responses = self._responses if self._facts.returns_token_ids else self._plain_responses
         try:
-            while (message := output.take()) is not None:  # text that an earlier attempt held back
-                yield message.SerializeToString()
-            async for news in attempt.messages(calls):
-                self.heard_at = loop_time()
-                if account is None:
-                    account = account_of(request, self._block_tokens, attempt.sent_at, time.monotonic())
-                    news = _with_account(news, account, request)
-                    self._on_first_token(split_keys(request.block_keys))
-                if attempt.cached_tokens is not None:
-                    num_tokens = len(prompt) + len(request.emitted_token_ids)
-                    tell_cached(account, attempt.cached_tokens, num_tokens, self._block_tokens)
-                for each in news:
-                    output.absorb(each)
-                while (message := output.take()) is not None:
-                    yield message.SerializeToString()
-                output.take_stopped()  # closing the connection is all that stops a choice, once no other goes on
-                if output.finished:
-                    return
-            raise Unavailable(f"server {self._api.name} ended the answer before the request was done")
+            async with aclosing(responses(request, prompt, attempt, calls)) as stream:
+                async for response in stream:
+                    self._heard(attempt)
+                    yield response.SerializeToString()
         except Unavailable as error:
             self.failed.set()
             raise self.failure or error from None
         finally:
-            self._running.discard(attempt)
             attempt.cut()
+            self._ends(attempt, keys)
+
+    def follow(self, sequence: int, num_own_tokens: int, num_blocks: int, keys: Sequence[BlockKey]) -> "GatewayRequest":
+        """Count a request that a gateway sends to the server, until it `end`s.
+
+        `sequence` is the number of its placement; the others are those of an attempt.
+        """
+        request = GatewayRequest(self, num_own_tokens, num_blocks, keys)
+        self._begins(request, sequence, request.keys)
+        return request
+
+    def _begins(self, attempt: "_Attempt | GatewayRequest", sequence: int, keys: Sequence[BlockKey]) -> None:
+        if not self._running:
+            self.heard_at = loop_time()
+        self._running[attempt] = None
+        self.last_sequence = max(self.last_sequence, sequence)
+        self._on_sent(keys)
+        self.on_change()
+
+    def _heard(self, attempt: "_Attempt | GatewayRequest") -> None:
+        self.heard_at = loop_time()
+        if not attempt.decodes:
+            attempt.decodes, self._computed_at = True, time.monotonic()
+            self.on_change()
+
+    def _ends(self, attempt: "_Attempt | GatewayRequest", keys: Sequence[BlockKey]) -> None:
+        del self._running[attempt]
+        self._on_ended(keys)
+        self.on_change()
+
+    async def _responses(
+        self, request: pb.DecodeRequest, prompt: Sequence[int], attempt: "_Attempt", calls: Sequence[Call]
+    ) -> AsyncGenerator[public_pb.GenerateResponse]:
+        """Yield the client's messages. Raises ServiceError."""
+        output = OutputStream(request, self._tokenizer, self._worker_id, self._block_tokens)
+        while (response := output.take()) is not None:  # text that an earlier attempt held back
+            yield response
+        account: KvAccount | None = None
+        async for news in attempt.messages(calls):
+            if account is None:
+                account = account_of(request, self._block_tokens, attempt.sent_at, time.monotonic())
+                news = _with_account(news, account, request)
+            if attempt.cached_tokens is not None:
+                num_tokens = len(prompt) + len(request.emitted_token_ids)
+                tell_cached(account, attempt.cached_tokens, num_tokens, self._block_tokens)
+            for each in news:
+                output.absorb(each)
+            while (response := output.take()) is not None:
+                yield response
+            output.take_stopped()  # closing the connection is all that stops a choice, once no other goes on
+            if output.finished:
+                return
+        raise Unavailable(f"server {self._api.name} ended the answer before the request was done")
+
+    async def _plain_responses(
+        self, request: pb.DecodeRequest, prompt: Sequence[int], attempt: "_Attempt", calls: Sequence[Call]
+    ) -> AsyncGenerator[public_pb.GenerateResponse]:
+        """Yield the client's messages of an answer without token ids. Raises ServiceError."""
+        output = PlainOutput(request, self._worker_id, f"server {self._api.name}")
+        async for chunk in attempt.chunks(calls[0]):
+            for response in output.absorb(chunk):
+                yield response
+        for response in output.ended():
+            yield response
 
 
 class GatewayRequest:
     """Request that a gateway sends to the server, and whose answer it shows to the router."""
 
-    def __init__(self, link: StockLink, keys: Sequence[BlockKey]) -> None:
+    def __init__(self, link: StockLink, num_own_tokens: int, num_blocks: int, keys: Sequence[BlockKey]) -> None:
         self._link = link
-        self._keys: Sequence[BlockKey] | None = keys
+        self.num_own_tokens = num_own_tokens
+        self.num_blocks = num_blocks
+        self.keys = list(keys)
+        """Keys of its prompt's blocks, in a list of its own: requests are told apart by it."""
+        self.decodes = False
+        self.sent_at = time.monotonic()
 
     def heard(self) -> None:
-        """Process a part of the answer, which is there only after the prompt was computed."""
-        self._link.heard_at = loop_time()
-        if self._keys is not None:
-            self._link._on_first_token(self._keys)
-            self._keys = None
+        """Process a part of the answer."""
+        self._link._heard(self)
 
     def failed(self) -> None:
         """Have the server looked at."""
         self._link.failed.set()
 
     def end(self) -> None:
-        self._link._running.discard(self)
+        self._link._ends(self, self.keys)
 
     def cut(self) -> None:
         """Do nothing: its connection is the gateway's."""
@@ -176,7 +258,9 @@ def _with_account(news: list[Message], account: KvAccount, request: pb.DecodeReq
 class _Attempt:
     """HTTP requests of one attempt at a request."""
 
-    def __init__(self, api: ServerApi, request: pb.DecodeRequest, prompt: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self, api: ServerApi, request: pb.DecodeRequest, prompt: Sequence[int], timeout_s: float, block_tokens: int
+    ) -> None:
         self._api = api
         self._where = f"server {api.name}"
         self._request = request
@@ -185,6 +269,14 @@ class _Attempt:
         self._answers: list[aiohttp.ClientResponse] = []
         self._tasks: set[asyncio.Future[Any]] = set()
         self._is_cut = False
+        num_tokens = len(prompt) + len(request.emitted_token_ids)
+        hits = 0 if request.HasField("lender") else request.placement.predicted_hit_blocks
+        self.num_own_tokens = max(1, num_tokens - hits * block_tokens)
+        """Prompt tokens that the server is expected to compute."""
+        self.num_blocks = -(-(num_tokens + (request.reserve_output_tokens or OUTPUT_TOKENS)) // block_tokens)
+        """Blocks that the request is expected to take."""
+        self.decodes = False
+        """Whether its first token has come."""
         self.sent_at = time.monotonic()
         self.cached_tokens: int | None = None
         """Prompt tokens that the server had cached, once it told."""
@@ -226,10 +318,9 @@ class _Attempt:
 
     async def _messages_of(self, call: Call) -> AsyncIterator[list[Message]]:
         """Yield the messages of one call; its last tokens wait for the usage that follows them."""
-        answer = await self._opened(call)
         num_open = call.body.get("n", 1)
         last: list[Message] = []
-        async for chunk in self._chunks(answer, call):
+        async for chunk in self.chunks(call):
             messages: list[Message] = []
             if (scores := prompt_scores(chunk, self._request, self._prompt)) is not None:
                 messages.append(scores)
@@ -262,7 +353,9 @@ class _Attempt:
         self._answers.append(answer)
         return answer
 
-    async def _chunks(self, answer: aiohttp.ClientResponse, call: Call) -> AsyncIterator[Chunk]:
+    async def chunks(self, call: Call) -> AsyncIterator[Chunk]:
+        """Yield the chunks of one call. Raises ServiceError."""
+        answer = await self._opened(call)
         if not call.streams:
             yield read_chunk(await self._read(answer.read), self._where)
             return

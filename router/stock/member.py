@@ -27,7 +27,7 @@ from router.stock.config import FleetConfig
 from router.stock.event_feed import EventFeed
 from router.stock.facts import ServerFacts, ask
 from router.stock.kv_events import AssumedBlocks, NamedBlocks
-from router.stock.link import StockLink
+from router.stock.link import OUTPUT_TOKENS, StockLink
 from router.stock.metrics_page import Load, load_of
 from router.stock.server_api import ServerAccess, ServerApi
 from router.stock.sources.servers import Server
@@ -40,8 +40,8 @@ AWAY_S = 0.5, 5.0
 """Shortest and longest pause in seconds before a server that is away is asked again."""
 NAMES_PER_BLOCK = 4
 """Names of blocks that are remembered for each block of a cache."""
-RESERVED_OUTPUT_TOKENS = 256
-"""Output tokens for which a request counts blocks, as on Tandem's own workers; vLLM itself reserves none."""
+PROGRESS_S = 0.1
+"""Seconds between two estimates of what a server has computed, while prompts wait there."""
 LOANS = 1
 """Version of loans of servers with TandemConnector."""
 PLAIN_BLOCK_TOKENS, PLAIN_BLOCKS = 16, 1 << 20
@@ -121,8 +121,6 @@ class Member:
 
     def _join(self, facts: ServerFacts) -> "_Joined":
         model = model_of(facts, self._around.models, self._api.name)
-        if not facts.returns_token_ids:
-            raise Unavailable(f"server {self._api.name} returns no token ids")
         hello = hello_of(facts, self._server, model, self._api.name)
         return _Joined(facts, hello, self._server, model, self._api, self._around)
 
@@ -167,22 +165,30 @@ class _Joined:
         self._model = model
         self._api = api
         self._around = around
-        self._assumed: AssumedBlocks | None = AssumedBlocks(hello.num_blocks)
+        self._blocks: AssumedBlocks | NamedBlocks = AssumedBlocks(hello.num_blocks)
+        self._running: dict[int, Sequence[BlockKey]] = {}
+        """Blocks of the requests there, by the identity of their list."""
         self._sequence = 0
         self._step = 0
+        self._others = self._others_blocks = 0
+        """Requests of other clients, and blocks that these hold."""
+        self._draining = False
         self._progress, self._progressed_at = -1.0, loop_time()
         self.worker = model.fleet.joined(hello)
         self.worker.server = facts.summary()
         self.link = StockLink(
             api,
             hello.worker_id,
-            facts.model,
+            facts,
             {adapter.fingerprint: adapter.name for adapter in hello.adapters},
             model.encoder.tokenizer,
             hello.block_tokens,
             around.config.continue_approximately,
-            self._left_there,
+            self._sent,
+            self._ended,
         )
+        self._timer = asyncio.get_running_loop().call_later(0, lambda: None)
+        self.link.on_change = self._report
         model.links.add(self.worker, self.link)
         self._change((), True)
         log.info("%s joined for %s: %s", hello.worker_id, model.name, facts.summary())
@@ -203,23 +209,32 @@ class _Joined:
                 return None
             return root_key(hello.model_fingerprint, salt, adapters.get(adapter, b""))
 
-        blocks = NamedBlocks(root_of, hello.block_tokens, NAMES_PER_BLOCK * hello.num_blocks)
+        named = NamedBlocks(root_of, hello.block_tokens, NAMES_PER_BLOCK * hello.num_blocks)
+
+        def come() -> None:
+            """Trust the server's events from now on, instead of assuming what it caches."""
+            for keys in self._running.values():
+                named.sent(keys)
+            self._blocks = named
+            self._change(named.snapshot(), True)
+
         replay = None if entry.kv_replay_port is None else f"tcp://{host}:{entry.kv_replay_port}"
         publisher = f"tcp://{host}:{entry.kv_events_port}"
-        return EventFeed(self._around.zmq, self._api.name, publisher, replay, blocks, self._events_come, self._change)
+        return EventFeed(self._around.zmq, self._api.name, publisher, replay, named, come, self._change)
 
-    def _events_come(self) -> None:
-        """Trust the server's events from now on instead of assuming what it caches."""
-        if self._assumed is not None:
-            self._assumed = None
-            self._change((), True)
+    def _sent(self, keys: Sequence[BlockKey]) -> None:
+        """Process that a request with these blocks was sent there."""
+        self._running[id(keys)] = keys
+        self._change(self._blocks.sent(keys), False)
 
-    def _left_there(self, keys: Sequence[BlockKey]) -> None:
-        """Assume that the blocks of a prompt are cached there, where no events tell."""
-        if self._assumed is not None and keys:
-            self._change(self._assumed.used(keys), False)
+    def _ended(self, keys: Sequence[BlockKey]) -> None:
+        """Process the end of such a request."""
+        del self._running[id(keys)]
+        self._change(self._blocks.ended(keys), False)
 
     def _change(self, events: Sequence[pb.CacheEvent], replaces: bool) -> None:
+        if not (events or replaces):
+            return
         if replaces:
             self._sequence = 0
         self._model.fleet.cache_changed(
@@ -227,8 +242,6 @@ class _Joined:
         )
         if not replaces:
             self._sequence += len(events)
-        if events:
-            self._model.dispatcher.kick()
 
     # ------------------------------------------------------------------ load
 
@@ -245,27 +258,40 @@ class _Joined:
         if load is not None and self._stands_still(load):
             still = f"server {self._api.name} computes nothing for {self._around.silence_s:g} s"
             return self._lost(Unavailable(still))
-        own = max(own_before, self.link.num_running)
-        self._step += 1
-        hello = self.worker.hello
-        others = 0 if load is None else max(0, load.running + load.waiting - own)
-        used = 0 if load is None else round(load.cache_use * hello.num_blocks)
-        used_by_others = max(0, used - self.worker.unreported_decodes.blocks)
-        waiting = 0 if load is None else min(others, load.waiting)
-        self._model.fleet.reported(
-            self.worker,
-            pb.LoadReport(
-                step=self._step,
-                running=others,
-                decoding=others - waiting,
-                available_blocks=max(0, hello.num_blocks - used_by_others),
-                num_blocks=hello.num_blocks,
-                draining=draining,
-            ),
-        )
+        if load is not None:
+            own = max(own_before, self.link.num_running)
+            used = round(load.cache_use * self.worker.hello.num_blocks)
+            self._others = max(0, load.running + load.waiting - own)
+            self._others_blocks = max(0, used - self.link.num_blocks)
+        self._draining = draining
+        self._report()
         self._model.on_worker_report()
         self._model.dispatcher.kick()
         return True
+
+    def _report(self) -> None:
+        """Report what this router has there, at once, and what others have, as it was last told."""
+        self._timer.cancel()
+        fleet, link = self._model.fleet, self.link
+        row = fleet.snapshot.row_of.get(self.worker.worker_id)
+        tokens_per_s = 0.0 if row is None else float(fleet.rates.decode_prefill_tokens_per_s[row])
+        num_blocks = self.worker.hello.num_blocks
+        self._step += 1
+        fleet.reported(
+            self.worker,
+            pb.LoadReport(
+                step=self._step,
+                running=self._others + link.num_running,
+                decoding=self._others + link.num_decoding,
+                queued_prefill_tokens=link.queued_tokens(tokens_per_s),
+                available_blocks=max(0, num_blocks - self._others_blocks - link.num_blocks),
+                num_blocks=num_blocks,
+                placements_seen={fleet.mark: link.last_sequence},
+                draining=self._draining,
+            ),
+        )
+        if link.num_running > link.num_decoding:
+            self._timer = asyncio.get_running_loop().call_later(PROGRESS_S, self._report)
 
     def _stands_still(self, load: Load) -> bool:
         """Return whether the engine has requests of this router, and did no step for the time of silence."""
@@ -285,6 +311,8 @@ class _Joined:
     def left(self) -> None:
         """Remove the server from placement, and end what runs there."""
         log.info("%s left", self.worker.worker_id)
+        self._timer.cancel()
+        self.link.on_change = lambda: None
         self._model.fleet.left(self.worker)
         self.link.break_off(Unavailable(f"worker {self.worker.worker_id} left"))
         self._model.links.let_go()
@@ -320,7 +348,7 @@ def hello_of(facts: ServerFacts, server: Server, model: ModelRuntime, name: str)
         max_context_tokens=facts.max_context_tokens or model.model_dir.max_context_tokens,
         transport="TandemConnector" if facts.lends else "",
         lends=facts.lends,
-        reserve_output_tokens=RESERVED_OUTPUT_TOKENS,
+        reserve_output_tokens=OUTPUT_TOKENS,
         protocol=PROTOCOL,
         revision=blake2b(identity, digest_size=REVISION_BYTES).digest(),
         loan_address=server.url,

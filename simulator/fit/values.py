@@ -74,7 +74,7 @@ def pools_of(values: Mapping[str, Any]) -> list[ValuesPool]:
     """
     worker = merged(DEFAULTS, _mapping(values.get("worker"), "worker"))
     models = values.get("models")
-    if not isinstance(models, list) or not models:
+    if not isinstance(models, list):
         raise BadSetup("models", "the values have no list of models")
     return [pool for number, model in enumerate(models) for pool in _of_model(worker, model, f"models.{number}")]
 

@@ -53,6 +53,11 @@ OPERATORS = {
         "leaderworkerset.x-k8s.io/v1",
         "the LeaderWorkerSet controller",
     ),
+    "InferencePool": (
+        "epp.pool.matchLabels",
+        "inference.networking.k8s.io/v1",
+        "the Gateway API Inference Extension",
+    ),
     "HTTPRoute": ("router.routes.enabled", "gateway.networking.k8s.io/v1", "the Gateway API"),
     "GRPCRoute": ("router.routes.enabled", "gateway.networking.k8s.io/v1", "the Gateway API"),
 }
@@ -75,6 +80,11 @@ WITH_OPERATORS: dict[str, dict[str, Any]] = {
     "router.routes.enabled": {
         "apiKeys": {"secret": "keys"},
         "router": {"routes": {"enabled": True, "parentRefs": [{"name": "gateway"}]}},
+    },
+    "epp.pool.matchLabels": {
+        "models": [],
+        "router": {"fleet": {"servers": [{"pods": {"selector": "app=vllm", "port": 8000}}]}},
+        "epp": {"enabled": True, "pool": {"matchLabels": {"app": "vllm"}}},
     },
 }
 """Values that ask for objects of operators."""

@@ -72,7 +72,7 @@ def verdicts_on(example: Path) -> list[Verdict]:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_fits(example: Path) -> None:
     found = verdicts_on(example)
-    assert found
+    assert found or yaml.safe_load(example.read_text())["models"] == []
     assert {each.pool.name for each in found if each.said == "unchecked"} == UNKNOWN.get(example.stem, set())
     for each in found:
         assert each.said != "does not fit", each.reasons()

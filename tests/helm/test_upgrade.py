@@ -23,6 +23,8 @@ SINCE = {
     ("0.1.0", "llama-405b"): "additional properties 'fitCheck' not allowed",
     ("0.1.0", "gpu-rdma"): "at '/worker': additional properties",
     ("0.1.0", "keda"): "at '/monitoring': additional properties 'podMonitor' not allowed",
+    ("0.1.0", "fleet"): "additional properties 'fleet' not allowed",
+    ("0.1.0", "gateway"): "additional properties 'epp' not allowed",
     ("0.1.0", "hub"): "at '/models/0/source': additional properties 'hub' not allowed",
 }
 """Examples of what that version could not do, and so refuses."""

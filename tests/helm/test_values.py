@@ -71,7 +71,7 @@ def of_hub(name: str = "a", **source: Any) -> dict[str, Any]:
         ({"router": {"replica": 3}}, "'replica' not allowed"),
         ({"router": {"replicas": "three"}}, "/router/replicas"),
         ({"worker": {"gpu": 1}}, "'gpu' not allowed"),
-        ({"models": []}, "/models"),
+        ({"models": []}, "models: none are served, and router.fleet has no servers"),
         ({"models": [{"name": "A b", "source": {"pvc": {"claimName": "x"}}, "decode": {}}]}, "/models/0/name"),
         ({"models": [{"name": "a", "source": {}, "decode": {}}]}, "/models/0/source"),
         ({"models": [of_hub(repository="name")]}, "/models/0/source/hub/repository"),

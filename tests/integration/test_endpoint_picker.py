@@ -85,7 +85,7 @@ async def test_a_prompt_goes_to_the_server_that_holds_its_blocks(folder: Path, m
         await is_over(site)
         assert placed.started
         assert not placed.failed
-        assert site.left == [(B, tuple(keys_of(site, WORDS)))]
+        assert site.sent == [(B, keys_of(site, WORDS))]
 
 
 @pytest.mark.parametrize("mode", [DUPLEX, BUFFERED, STREAMED])

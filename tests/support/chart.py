@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "tandem"
 KUBERNETES = ("1.31", "1.34", "1.37")
 HPA: dict[str, Any] = {"enabled": True, "minReplicas": 2, "maxReplicas": 9, "target": "0.8"}
-OPERATORS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute", "GRPCRoute"}
+OPERATORS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "GRPCRoute"}
 """Kinds of others, of which Kubernetes has no schema."""
 LEADER_WORKER_SET: dict[str, Any] = {
     "required": ["replicas", "leaderWorkerTemplate"],
@@ -49,6 +49,83 @@ LEADER_WORKER_SET: dict[str, Any] = {
 }
 """Schema of a LeaderWorkerSet's `spec` (leaderworkerset.x-k8s.io/v1), as far as the chart uses it. Pods' templates are
 checked as those of a Deployment."""
+PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
+NAME = {"type": "string", "minLength": 1, "maxLength": 253}
+LABEL = {"type": "string", "maxLength": 63, "pattern": "^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"}
+DURATION = {"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
+INFERENCE_POOL: dict[str, Any] = {
+    "required": ["selector", "targetPorts"],
+    "additionalProperties": False,
+    "properties": {
+        "appProtocol": {"enum": ["http", "kubernetes.io/h2c"]},
+        "selector": {
+            "required": ["matchLabels"],
+            "additionalProperties": False,
+            "properties": {
+                "matchLabels": {"minProperties": 1, "maxProperties": 64, "additionalProperties": LABEL},
+            },
+        },
+        "targetPorts": {
+            "minItems": 1,
+            "maxItems": 8,
+            "uniqueItems": True,
+            "items": {"required": ["number"], "additionalProperties": False, "properties": {"number": PORT}},
+        },
+        "endpointPickerRef": {
+            "required": ["name", "port"],  # the port because the kind is Service
+            "additionalProperties": False,
+            "properties": {
+                "group": {"const": ""},
+                "kind": {"const": "Service"},
+                "name": NAME,
+                "port": {"required": ["number"], "additionalProperties": False, "properties": {"number": PORT}},
+                "failureMode": {"enum": ["FailOpen", "FailClose"]},
+            },
+        },
+    },
+}
+"""Schema of an InferencePool's `spec`: inference.networking.k8s.io/v1 of the Gateway API Inference Extension 1.6.0, as
+far as the chart uses it."""
+HTTP_ROUTE: dict[str, Any] = {
+    "additionalProperties": False,
+    "properties": {
+        "parentRefs": {
+            "maxItems": 32,
+            "items": {
+                "required": ["name"],
+                "additionalProperties": False,
+                "properties": {"name": NAME, "group": {}, "kind": {}, "namespace": {}, "port": PORT, "sectionName": {}},
+            },
+        },
+        "hostnames": {
+            "maxItems": 16,
+            "items": NAME | {"pattern": r"^(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"},
+        },
+        "rules": {
+            "minItems": 1,
+            "items": {
+                "additionalProperties": False,
+                "properties": {
+                    "timeouts": {
+                        "additionalProperties": False,
+                        "properties": {"request": DURATION, "backendRequest": DURATION},
+                    },
+                    "backendRefs": {
+                        "items": {
+                            "required": ["name"],
+                            "additionalProperties": False,
+                            "properties": {"name": NAME, "group": {}, "kind": {}, "namespace": {}, "port": PORT},
+                            "anyOf": [{"required": ["kind"]}, {"required": ["port"]}],  # a Service needs a port
+                        }
+                    },
+                },
+            },
+        },
+    },
+}
+"""Schema of an HTTPRoute's `spec`: gateway.networking.k8s.io/v1 of the Gateway API 1.6.1, as far as the chart uses
+it."""
+OF_OTHERS = {"LeaderWorkerSet": LEADER_WORKER_SET, "InferencePool": INFERENCE_POOL, "HTTPRoute": HTTP_ROUTE}
 utils.schema_contents = functools.cache(utils.schema_contents)  # it reads megabytes for each manifest
 EXAMPLES = sorted((ROOT / "helm" / "examples").glob("*.yaml"))
 
@@ -123,8 +200,8 @@ def config_of(manifests: list[dict[str, Any]], name: str, container: str) -> dic
 def check_schema(manifests: list[dict[str, Any]], version: str) -> None:
     """They are what that version of Kubernetes takes."""
     for manifest in manifests:
-        if manifest["kind"] == "LeaderWorkerSet":
-            jsonschema.validate(manifest["spec"], LEADER_WORKER_SET)
+        if manifest["kind"] in OF_OTHERS:
+            jsonschema.validate(manifest["spec"], OF_OTHERS[manifest["kind"]])
             for template in pod_templates(manifest):
                 labels = {"matchLabels": template["metadata"]["labels"]}
                 spec = {"selector": labels, "template": template}
@@ -136,7 +213,7 @@ def check_schema(manifests: list[dict[str, Any]], version: str) -> None:
 
 def check_rules(manifests: list[dict[str, Any]]) -> None:
     """Of every pod and its containers."""
-    names = [(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests]
+    names = [(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in manifests]
     assert len(names) == len(set(names)), "two of one name"
     for name, spec in pod_specs(manifests):
         assert spec["automountServiceAccountToken"] is False, name

@@ -85,29 +85,44 @@ class VllmPool:
         return read_batch(packed)
 
 
-@given(st.randoms(use_true_random=False), st.lists(st.sampled_from(["store"] * 6 + ["remove"] * 3 + ["clear", "lose"])))
-def test_the_index_is_what_the_server_holds(draw: random.Random, steps: list[str]) -> None:
-    pool, blocks, held = VllmPool(), NamedBlocks(root_of, WIDTH, max_names=10_000), set[BlockKey]()
+STEPS = ["store"] * 6 + ["remove"] * 3 + ["send"] * 3 + ["end"] * 3 + ["clear", "lose"]
+
+
+@given(st.randoms(use_true_random=False), st.lists(st.sampled_from(STEPS), max_size=60))
+def test_the_index_is_what_the_server_holds_and_what_requests_leave_there(
+    draw: random.Random, steps: list[str]
+) -> None:
+    pool, blocks, index = VllmPool(), NamedBlocks(root_of, WIDTH, max_names=10_000), set[BlockKey]()
+    running: list[list[BlockKey]] = []
     is_exact = True
+
+    def some_tokens() -> tuple[int, ...]:
+        return tuple(draw.randrange(2) for _ in range(draw.randrange(1, 6 * WIDTH)))
+
     for step in steps:
         if step == "store":
-            tokens = tuple(draw.randrange(2) for _ in range(draw.randrange(1, 6 * WIDTH)))
-            pool.store(draw.choice(["", "salt"]), tokens)
+            pool.store(draw.choice(["", "salt"]), some_tokens())
         elif step == "remove":
             pool.remove(draw)
         elif step == "clear":
             pool.clear()
             is_exact = True
+        elif step == "send":
+            running.append(block_keys(root_key(FINGERPRINT, ""), some_tokens(), WIDTH))
+            index = applied(index, blocks.sent(running[-1]))
+        elif step == "end" and running:
+            index = applied(index, blocks.ended(running.pop(draw.randrange(len(running)))))
         batch = pool.batch()
         if step == "lose":  # a batch is lost, and cannot be had again
             blocks.forget_held()
-            held, is_exact = set(), False
+            index, is_exact = applied(set(), blocks.snapshot()), False
             continue
         changes = blocks.apply(batch)
-        held = applied(set(), blocks.snapshot()) if changes is None else applied(held, changes)
-        assert held <= pool.keys()  # nothing is believed to be there that is not
-        assert held == pool.keys() or not is_exact
-    assert blocks.num_held == len(held)
+        index = applied(set(), blocks.snapshot()) if changes is None else applied(index, changes)
+        expected = {key for keys in running for key in keys}
+        assert expected <= index
+        assert index <= pool.keys() | expected  # nothing else is believed to be there
+        assert index == pool.keys() | expected or not is_exact
 
 
 def test_a_block_that_follows_a_forgotten_one_is_named() -> None:
@@ -156,7 +171,7 @@ def test_assumed_blocks_are_the_last_used(uses: list[tuple[int, int]], room: int
     assumed, held = AssumedBlocks(room), set[BlockKey]()
     for first, length in uses:
         keys = block_keys(root_key(FINGERPRINT, str(first)), range(length * WIDTH), WIDTH)
-        held = applied(held, assumed.used(keys))
+        held = applied(held, assumed.sent(keys))
         assert len(held) <= room
         assert set(keys[: min(len(keys), room)]) <= held  # the beginning of a prompt outlives its end
 

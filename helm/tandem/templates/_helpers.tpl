@@ -351,3 +351,56 @@ livenessProbe:
     - {name: tmp, mountPath: /tmp}
 {{- end }}
 {{- end -}}
+
+{{- /* What mounting the token of a pod's account would give, and in no other pod. */ -}}
+{{- define "tandem.accountVolume" -}}
+- name: account
+  projected:
+    sources:
+      - serviceAccountToken: {path: token, expirationSeconds: 3600}
+      - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
+      - downwardAPI: {items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]}
+{{- end -}}
+
+{{- define "tandem.accountMount" -}}
+- {name: account, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
+{{- end -}}
+
+{{- /* Seconds to start of a router or picker, which may wait for the first server of the fleet to load its model. */ -}}
+{{- define "tandem.startSeconds" -}}
+{{- ternary 120 .Values.worker.startupSeconds (not (empty .Values.models)) -}}
+{{- end -}}
+
+{{- /* Settings of the stock servers, as JSON; and the files they name. */ -}}
+{{- define "tandem.fleet" -}}
+{{- $fleet := deepCopy (.Values.router.fleet | default dict) -}}
+{{- if .Values.router.fleetKeySecret }}{{ $_ := set $fleet "api_key_file" "/etc/tandem-tls/fleet-key/key" }}{{ end -}}
+{{- if .Values.router.fleetCaSecret }}{{ $_ := set $fleet "ca_file" "/etc/tandem-tls/fleet-ca/ca.crt" }}{{ end -}}
+{{- $fleet | toJson -}}
+{{- end -}}
+
+{{- define "tandem.fleetSecrets" -}}
+{{- $secrets := list -}}
+{{- with .Values.router.fleetKeySecret }}{{ $secrets = append $secrets (dict "name" "fleet-key" "secret" .) }}{{ end -}}
+{{- with .Values.router.fleetCaSecret }}{{ $secrets = append $secrets (dict "name" "fleet-ca" "secret" .) }}{{ end -}}
+{{- $secrets | toJson -}}
+{{- end -}}
+
+{{- /* Resources that list servers of the fleet, as JSON by namespace; empty where Kubernetes is not asked. */ -}}
+{{- define "tandem.fleetReads" -}}
+{{- $reads := dict -}}
+{{- range $server := (.Values.router.fleet | default dict).servers -}}
+{{- range $kind, $resource := dict "service" "endpointslices" "pods" "pods" -}}
+{{- with get $server $kind -}}
+{{- $namespace := .namespace | default $.Release.Namespace -}}
+{{- $_ := set $reads $namespace (append (get $reads $namespace | default list) $resource | uniq | sortAlpha) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $reads | toJson -}}
+{{- end -}}
+
+{{- define "tandem.fleetAccount" -}}
+{{- include "tandem.name" . -}}
+{{- if include "tandem.fleetReads" . | fromJson }}-fleet{{ end -}}
+{{- end -}}

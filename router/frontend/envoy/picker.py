@@ -71,12 +71,9 @@ class Pick:
     _followed: GatewayRequest
     _placed_at: float
     _observation: Observation | None
-    _computes: bool = True
-    """Whether the server answers with an output, and not with an error of the client."""
 
     def answered(self, status: int, served: str) -> None:
         """Process the headers of the answer, which `served` sent, or the gateway for it."""
-        self._computes = status < 400
         if status >= 500 or served not in ("", self.endpoints.partition(",")[0]):
             self.placed.failed = True
             self._followed.failed()
@@ -87,8 +84,7 @@ class Pick:
         """Process bytes of the answer."""
         if self.placed.failed:
             return
-        if self._computes:
-            self._followed.heard()
+        self._followed.heard()
         if not self.placed.started:
             self._model.fleet.started(self.placed)
             if self._observation is not None:
@@ -232,7 +228,8 @@ class Picker:
         if prepared is not None and observation is not None:
             prepared.decision = decision
             observation.placed(1, placed_at - prepared.arrived_at, decision, placed)
-        followed = link.follow(_known_keys(placed))
+        num_blocks = demand.num_blocks_to_reserve(placed.decode.hello.reserve_output_tokens)
+        followed = link.follow(placed.sequence, placed.own_tokens, num_blocks, _known_keys(placed))
         held.callback(followed.end)
         return Pick(placed, self._endpoints(model, placed, decision), None, model, followed, placed_at, observation)
 

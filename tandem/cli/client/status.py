@@ -78,9 +78,19 @@ def _model(model: pb.ModelStatus, before: pb.ModelStatus | None, span_s: float) 
         revisions = (f"{_short(revision)} on {count}" for revision, count in sorted(counts.items()))
         parts.append(Text(f"{len(counts)} revisions of the model: {', '.join(revisions)} workers", style="yellow"))
     parts.append(_workers(model.workers, shows_revision=len(counts) > 1))
+    parts += [Text(line) for line in _servers(model.workers)]
     if model.links:
         parts.append(_links(model.links))
     return parts
+
+
+def _servers(workers: Sequence[pb.WorkerStatus]) -> list[str]:
+    """Return lines about what stock servers can do."""
+    able: dict[str, list[str]] = {}
+    for worker in workers:
+        if worker.server:
+            able.setdefault(worker.server, []).append(worker.worker_id)
+    return [f"{summary}: {', '.join(sorted(names))}" for summary, names in sorted(able.items())]
 
 
 def _short(revision: str) -> str:
