@@ -25,6 +25,7 @@ from kvcache.block_keys import BlockKey
 from protos import inference_pb2
 from protos import membership_pb2 as pb
 from router.admission.arrivals import Arrivals
+from router.admission.dispatcher import Dispatcher
 from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.frontend.envoy.service import EndpointPickerService
@@ -38,7 +39,7 @@ from router.observability.tracing import Tracing
 from router.placement.fleet.worker_records import WorkerRecord
 from router.request_path.accounting import Accounting
 from router.request_path.observation import Observer
-from router.runtime import serve_models
+from router.runtime import SWITCH_S, serve_models
 from router.security.api_keys import ApiKeys
 from router.stock.config import Role, ServerEntry
 from router.stock.facts import ServerFacts
@@ -128,6 +129,8 @@ class _Timed:
 
 
 TAKEN: list[float] = []
+DECIDED: list[float] = []
+"""Seconds of queue and placement, a part of `TAKEN`."""
 
 
 class TimedService(EndpointPickerService):
@@ -139,15 +142,30 @@ class TimedService(EndpointPickerService):
 
 async def main() -> None:
     seeds = random.Random(1)
+    sys.setswitchinterval(SWITCH_S)
     async with picker_site(STORYTELLER) as site:
         names = [f"10.0.0.{number}:8000" for number in range(NUM_SERVERS)]
         workers = [site.join(name, running=seeds.randrange(8)) for name in names]
         for family in range(NUM_FAMILIES):
             await _cache(site, seeds.sample(workers, HOLDERS), body_of(int(sys.argv[1]), family, 0))
+        _time_decisions(site.model.dispatcher)
         spare_the_started()
         print(site.address, flush=True)
         skipped = await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
-        print(json.dumps(quantiles_ms(TAKEN[int(skipped) :])), flush=True)
+        parts = {"answer": TAKEN, "decision": DECIDED}
+        print(json.dumps({name: quantiles_ms(values[int(skipped) :]) for name, values in parts.items()}), flush=True)
+
+
+def _time_decisions(dispatcher: Dispatcher) -> None:
+    place = dispatcher.place
+
+    async def timed(*arguments: Any) -> Any:
+        began_at = time.perf_counter()
+        placed = await place(*arguments)
+        DECIDED.append(time.perf_counter() - began_at)
+        return placed
+
+    dispatcher.place = timed  # type: ignore[method-assign]
 
 
 async def _cache(site: PickerSite, workers: Sequence[WorkerRecord], body: bytes) -> None:

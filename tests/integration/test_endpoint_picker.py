@@ -88,6 +88,20 @@ async def test_a_prompt_goes_to_the_server_that_holds_its_blocks(folder: Path, m
         assert site.sent == [(B, keys_of(site, WORDS))]
 
 
+@pytest.mark.parametrize("streams", [True, False])
+async def test_placement_learns_from_answers(folder: Path, streams: bool) -> None:
+    """What was cached always; how long prompts take only from streams, whose first bytes are a token."""
+    async with picker_site(folder) as site:
+        worker = site.join(A)
+        gateway = request_of(body_of(prompt=WORDS, max_tokens=64, stream=streams))
+        gateway.response.given = Sent([b'data: {"choices": []}', b'data: {"usage": {"cached_tokens": 32}}'])
+        gateway.response.headers["content-type"] = "text/event-stream" if streams else "application/json"
+        await ask(site.address, gateway)
+        await is_over(site)
+        assert (worker.asked_blocks, worker.hit_blocks) == (6, 2)
+        assert site.model.fleet.ttft_scores.num_seen == streams
+
+
 @pytest.mark.parametrize("mode", [DUPLEX, BUFFERED, STREAMED])
 async def test_a_lender_is_named_in_the_body(folder: Path, mode: int) -> None:
     async with picker_site(folder, decode_prefill_tokens_per_s=10.0) as site:

@@ -67,18 +67,25 @@ class ResponseBegan:
     """HTTP status; 0 without one."""
     served: str
     """Endpoint that served the request; empty where the gateway does not tell."""
+    streams: bool
+    """Whether the body is a stream of events."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseBytes:
+    """Event: bytes of the response's body came; none where it has no body, or the gateway does not show it."""
+
+    body: bytes = b""
 
 
 class Event(Enum):
     """Further events of a response."""
 
-    BYTES = auto()
-    """Bytes of its body came, or it has none."""
     ENDED = auto()
     """It is complete."""
 
 
-Action = Answer | PickWanted | ResponseBegan | Event
+Action = Answer | PickWanted | ResponseBegan | ResponseBytes | Event
 
 
 @dataclass(slots=True)
@@ -284,13 +291,14 @@ class HttpExchange:
         # A filter before this one may have answered, so there need not have been a request.
         is_over = message.response_headers.end_of_stream
         self._response.headers(is_over)
-        status = _headers_of(message.response_headers).get(":status", "")
+        headers = _headers_of(message.response_headers)
+        status, streams = headers.get(":status", ""), headers.get("content-type", "").startswith("text/event-stream")
         served = _value_of(message, NAMESPACE, SERVED).string_value
-        began = ResponseBegan(int(status) if status.isdigit() else 0, served)
+        began = ResponseBegan(int(status) if status.isdigit() else 0, served, streams)
         answer = Answer(pb.ProcessingResponse(response_headers=pb.HeadersResponse()))
         if is_over:
-            return [answer, began, Event.BYTES, Event.ENDED]
-        return [answer, began, Event.BYTES] if self._response.mode == NONE else [answer, began]
+            return [answer, began, ResponseBytes(), Event.ENDED]
+        return [answer, began, ResponseBytes()] if self._response.mode == NONE else [answer, began]
 
     def _response_body(self, body: Any) -> list[Action]:
         self._response.body(body.end_of_stream)
@@ -298,7 +306,7 @@ class HttpExchange:
         answers = _pieces(body.body, body.end_of_stream) if is_duplex else [pb.BodyResponse()]
         actions: list[Action] = [Answer(pb.ProcessingResponse(response_body=each)) for each in answers]
         if body.body or body.end_of_stream:
-            actions.append(Event.BYTES)
+            actions.append(ResponseBytes(body.body))
         return [*actions, Event.ENDED] if body.end_of_stream else actions
 
 

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,7 +23,8 @@ from router.admission.request import RequestInfo
 from router.config import RouterConfig
 from router.frontend.anthropic.answer import error_form as messages_error_form
 from router.frontend.anthropic.messages import read_messages
-from router.frontend.envoy.exchange import PickWanted
+from router.frontend.envoy.exchange import PickWanted, ResponseBegan
+from router.frontend.envoy.learning import SeenAnswer, finish_of
 from router.frontend.envoy.lender import with_lender
 from router.frontend.http.body.fields import Fields, parse_object
 from router.frontend.http.caller import Caller, caller_of
@@ -69,28 +70,68 @@ class Pick:
     """Body in place of the client's; None: the client's own."""
     _model: ModelRuntime
     _followed: GatewayRequest
-    _placed_at: float
-    _observation: Observation | None
+    _observed: "_Observed | None"
+    """Observation of a request that was read."""
+    _placed_at: float = field(default_factory=time.monotonic)
+    _first_at: float = 0.0
+    _answer: SeenAnswer = field(default_factory=SeenAnswer)
+    _is_well: bool = False
 
-    def answered(self, status: int, served: str) -> None:
-        """Process the headers of the answer, which `served` sent, or the gateway for it."""
-        if status >= 500 or served not in ("", self.endpoints.partition(",")[0]):
+    def answered(self, began: ResponseBegan) -> None:
+        """Process the headers of the answer, from the server or from the gateway in its place."""
+        self._is_well, self._answer.streams = began.status == 200, began.streams
+        if began.status >= 500 or began.served not in ("", self.endpoints.partition(",")[0]):
             self.placed.failed = True
             self._followed.failed()
-            if self._observation is not None:
-                self._observation.attempt_failed(Unavailable(f"status {status} from {served or self.endpoints}"))
+            if self._observed is not None:
+                reason = f"status {began.status} from {began.served or self.endpoints}"
+                self._observed.observation.attempt_failed(Unavailable(reason))
 
-    def heard(self) -> None:
+    def heard(self, body: bytes) -> None:
         """Process bytes of the answer."""
         if self.placed.failed:
             return
+        self._answer.add(body)
         self._followed.heard()
         if not self.placed.started:
+            self._first_at = time.monotonic()
             self._model.fleet.started(self.placed)
-            if self._observation is not None:
-                self._observation.started(time.monotonic() - self._placed_at)
-        if self._observation is not None:
-            self._observation.message(b"")
+        if self._observed is not None:
+            self._observed.heard(self._first_at, self._placed_at)
+
+    def ended(self) -> None:
+        """Learn from an answer that came to its end."""
+        if self._observed is None or not self._is_well or self.placed.failed:
+            return
+        prepared, fleet = self._observed.prepared, self._model.fleet
+        assert prepared.decision is not None, "it was placed"
+        first_s, rest_s = self._first_at - self._placed_at, time.monotonic() - self._first_at
+        finish = finish_of(prepared.request_id, self.placed, prepared.decision, self._answer, first_s, rest_s)
+        prepared.finish, prepared.num_output_tokens = finish, finish.usage.completion_tokens
+        self._observed.observation.attempt_finished(finish)
+        fleet.traffic.finished(finish)
+        fleet.finished(self.placed, finish, first_s if self._answer.streams else None)
+
+
+@dataclass(slots=True)
+class _Observed:
+    """A request that was read, and its observation."""
+
+    prepared: PreparedRequest
+    observation: Observation
+    _is_heard: bool = False
+
+    def heard(self, first_at: float, placed_at: float) -> None:
+        if not self._is_heard:
+            self._is_heard = True
+            self.observation.started(first_at - placed_at)
+            self.prepared.model.fleet.traffic.first_token(first_at - self.prepared.arrived_at)
+        self.observation.message(b"")
+
+    def num_tokens(self) -> int:
+        """Return the tokens that count against quotas: those told, or as many as there might be."""
+        told = self.prepared.num_output_tokens
+        return len(self.prepared.prompt) + told if told else self.prepared.most_tokens
 
 
 class Picker:
@@ -180,11 +221,12 @@ class Picker:
             mine.callback(prepared.close)
             observation = mine.enter_context(self._observer.watch(request, caller.principal, is_warm=False))
             observation.checked(prepared)
+            observed = _Observed(prepared, observation)
             charge = await self._tenant_limits.enter(request.tenant, prepared.most_tokens, prepared.sampling.n)
-            mine.callback(self._tenant_limits.leave, charge, lambda: prepared.most_tokens)
+            mine.callback(self._tenant_limits.leave, charge, observed.num_tokens)
             arrival.queued()
             demand, keys = await self._preprocessor.needs(prepared, StreamState(prepared.sampling.n))
-            pick = await self._placed(prepared.model, prepared.info, demand, keys, wanted, mine, prepared, observation)
+            pick = await self._placed(prepared.model, prepared.info, demand, keys, wanted, mine, observed)
             if (lender := pick.placed.lender) is not None:
                 pick.body = with_lender(wanted.body, values, lender.hello.address)
             held.push(mine.pop_all())
@@ -208,8 +250,7 @@ class Picker:
         keys: list[BlockKey],
         wanted: PickWanted,
         held: ExitStack,
-        prepared: PreparedRequest | None = None,
-        observation: Observation | None = None,
+        observed: _Observed | None = None,
     ) -> Pick:
         if wanted.subset is not None:
             ready = (worker.worker_id for worker in model.starting_workers(embeds=False) if _in(wanted.subset, worker))
@@ -224,14 +265,13 @@ class Picker:
             placed.failed = True  # the server left at this very moment
             model.dispatcher.ended(placed)
         held.callback(model.dispatcher.ended, placed)
-        placed_at = time.monotonic()
-        if prepared is not None and observation is not None:
-            prepared.decision = decision
-            observation.placed(1, placed_at - prepared.arrived_at, decision, placed)
+        if observed is not None:
+            observed.prepared.decision = decision
+            observed.observation.placed(1, time.monotonic() - observed.prepared.arrived_at, decision, placed)
         num_blocks = demand.num_blocks_to_reserve(placed.decode.hello.reserve_output_tokens)
         followed = link.follow(placed.sequence, placed.own_tokens, num_blocks, _known_keys(placed))
         held.callback(followed.end)
-        return Pick(placed, self._endpoints(model, placed, decision), None, model, followed, placed_at, observation)
+        return Pick(placed, self._endpoints(model, placed, decision), None, model, followed, observed)
 
     def _endpoints(self, model: ModelRuntime, placed: ActivePlacement, decision: Decision) -> str:
         """Return the picked endpoint, then the next best ones, for gateways that retry; no lender is among them."""

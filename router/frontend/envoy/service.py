@@ -11,7 +11,15 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from cluster.errors import Draining, ServiceError
 from cluster.network.error_status import end_call
 from cluster.process.drain import Drain
-from router.frontend.envoy.exchange import Action, Answer, Event, HttpExchange, PickWanted, ResponseBegan
+from router.frontend.envoy.exchange import (
+    Action,
+    Answer,
+    Event,
+    HttpExchange,
+    PickWanted,
+    ResponseBegan,
+    ResponseBytes,
+)
 from router.frontend.envoy.picker import Pick, Picker
 
 NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -111,7 +119,8 @@ class _Call:
             for future in (picking, reading):
                 if future is not None and not future.done():
                     future.cancel()
-            await asyncio.gather(picking, return_exceptions=True)
+            if not picking.done():
+                await asyncio.gather(picking, return_exceptions=True)
 
     async def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -120,12 +129,14 @@ class _Call:
                     await self._context.write(message)
                 case PickWanted():
                     self._wanted = action
-                case ResponseBegan(status, served):
+                case ResponseBegan():
                     if self._pick is not None:
-                        self._pick.answered(status, served)
-                case Event.BYTES:
+                        self._pick.answered(action)
+                case ResponseBytes(body):
                     if self._pick is not None:
-                        self._pick.heard()
+                        self._pick.heard(body)
                 case Event.ENDED:
+                    if self._pick is not None:
+                        self._pick.ended()
                     self._held.close()
                     self._pick = None
