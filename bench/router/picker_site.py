@@ -56,6 +56,12 @@ HOLDERS = 4
 EMPTY = pb.CacheEvents(snapshot=True)
 
 
+def facts_of(model: str, num_blocks: int = NUM_BLOCKS) -> ServerFacts:
+    """Return what a vLLM server with TandemConnector tells of itself."""
+    able = {"takes_token_ids": True, "returns_token_ids": True, "lends": True, "generates_tokens": False}
+    return ServerFacts(model, model, (), 0, "0.32.0", BLOCK_TOKENS, num_blocks, **able)
+
+
 class PickerSite:
     """One model's servers, and the picker's address."""
 
@@ -68,9 +74,7 @@ class PickerSite:
 
     def join(self, name: str, role: Role = "both", num_blocks: int = NUM_BLOCKS, **load: Any) -> WorkerRecord:
         """Let a server with TandemConnector join at `name`, its host and port."""
-        model_name = self.model.name
-        able = {"takes_token_ids": True, "returns_token_ids": True, "lends": True, "generates_tokens": False}
-        facts = ServerFacts(model_name, model_name, (), 0, "0.32.0", BLOCK_TOKENS, num_blocks, **able)
+        facts = facts_of(self.model.name, num_blocks)
         server = Server(f"http://{name}", ServerEntry(url=f"http://{name}"), role)
         worker = self.model.fleet.joined(hello_of(facts, server, self.model, name))
         api = ServerApi(server.url, ServerAccess(None, {}))  # type: ignore[arg-type] # it is never called

@@ -1,6 +1,7 @@
 """The endpoint picker over real gRPC: a gateway's requests are placed as the router's own."""
 
 import asyncio
+import contextlib
 import json
 import random
 from collections.abc import Sequence
@@ -11,13 +12,18 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.router.picker_site import PickerSite, picker_site
+from bench.router.picker_site import PickerSite, facts_of, picker_site
 from cluster.network.rpc import channel
 from kvcache.block_keys import block_keys, root_key
 from protos import membership_pb2
 from router.config import RouterConfig
 from router.frontend.envoy.service import NAME
+from router.models.model_runtimes import ModelRuntimes
 from router.runtime import start_router
+from router.stock.config import FleetConfig
+from router.stock.member import Surroundings, _Joined, hello_of
+from router.stock.server_api import ServerAccess, ServerApi
+from router.stock.sources.servers import Server
 from support.gateway import BUFFERED, DUPLEX, NONE, PARTIAL, STREAMED, WHOLE, Gateway, Sent, split
 from support.picker_site import ask, body_of, calling, drive, num_counted
 from support.processes import until
@@ -391,3 +397,37 @@ async def test_a_router_serves_its_picker(folder: Path) -> None:
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
     finally:
         await router.stop()
+
+
+async def test_requests_of_a_gateway_count_in_reports_of_a_server(folder: Path) -> None:
+    """As the router joins stock servers itself; of two requests without blocks each is told apart."""
+    async with picker_site(folder) as site:
+        config = FleetConfig.parse({"servers": [{"url": f"http://{A}"}]})
+        access = ServerAccess(None, {})  # type: ignore[arg-type] # the server is never called
+        around = Surroundings(config, ModelRuntimes([site.model], ""), access, 10.0, lambda model: None)
+        server = Server(f"http://{A}", config.servers[0], "both")
+        hello = hello_of(facts_of("m"), server, site.model, A)
+        joined = _Joined(facts_of("m"), hello, server, site.model, ServerApi(server.url, access), around)
+        joined._report()
+        site.model.on_worker_report()
+        gets = [request_of(None, headers={":method": "GET", ":path": "/v1/models"}) for _ in range(2)]
+        asks = request_of(body_of(prompt=WORDS, max_tokens=20))
+        async with contextlib.AsyncExitStack() as stack:
+            calls = [await stack.enter_async_context(calling(site.address)) for _ in range(3)]
+            for call, gateway in zip(calls, [*gets, asks], strict=True):
+                await drive(call, gateway)
+            load = joined.worker.load
+            assert load is not None
+            assert (load.running, load.decoding) == (3, 0)
+            assert load.queued_prefill_tokens > 10
+            assert not joined.worker.unreported_decodes
+            for call, gateway in zip(calls, [*gets, asks], strict=True):
+                await drive(call, gateway, responds=True)
+        await is_over(site)
+        load = joined.worker.load
+        assert load is not None
+        assert (load.running, load.decoding, load.queued_prefill_tokens) == (0, 0, 0)
+        hits = site.model.fleet.hits(keys_of(site, WORDS))
+        assert hits.held.tolist() == [6]  # it has no events, so what it was sent counts as cached
+        joined.left()
+        around.zmq.destroy(linger=0)
