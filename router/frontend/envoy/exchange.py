@@ -68,7 +68,7 @@ class ResponseBegan:
     served: str
     """Endpoint that served the request; empty where the gateway does not tell."""
     streams: bool
-    """Whether the body is a stream of events."""
+    """Whether the body is a stream of events that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +292,8 @@ class HttpExchange:
         is_over = message.response_headers.end_of_stream
         self._response.headers(is_over)
         headers = _headers_of(message.response_headers)
-        status, streams = headers.get(":status", ""), headers.get("content-type", "").startswith("text/event-stream")
+        status = headers.get(":status", "")
+        streams = self._response.mode != NONE and headers.get("content-type", "").startswith("text/event-stream")
         served = _value_of(message, NAMESPACE, SERVED).string_value
         began = ResponseBegan(int(status) if status.isdigit() else 0, served, streams)
         answer = Answer(pb.ProcessingResponse(response_headers=pb.HeadersResponse()))
@@ -313,11 +314,11 @@ class HttpExchange:
 def _pieces(body: bytes, end_of_stream: bool) -> Iterable[Any]:
     """Yield a body as answers of FULL_DUPLEX_STREAMED."""
     for start in range(0, max(1, len(body)), PIECE_BYTES):
-        piece = body[start : start + PIECE_BYTES]
-        is_last = start + PIECE_BYTES >= len(body)
-        streamed = pb.StreamedBodyResponse(body=piece, end_of_stream=end_of_stream and is_last)
-        mutation = pb.BodyMutation(streamed_response=streamed)
-        yield pb.BodyResponse(response=pb.CommonResponse(body_mutation=mutation))
+        answer = pb.BodyResponse()
+        streamed = answer.response.body_mutation.streamed_response
+        streamed.body = body[start : start + PIECE_BYTES]
+        streamed.end_of_stream = end_of_stream and start + PIECE_BYTES >= len(body)
+        yield answer
 
 
 def _set(headers: Mapping[str, str]) -> Any:
