@@ -94,18 +94,29 @@ async def test_a_prompt_goes_to_the_server_that_holds_its_blocks(folder: Path, m
         assert site.sent == [(B, keys_of(site, WORDS))]
 
 
-@pytest.mark.parametrize("streams", [True, False])
-async def test_placement_learns_from_answers(folder: Path, streams: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "chunks", "status", "asked", "hit", "timed"),
+    [
+        ("text/event-stream", [b"data: {}", b'data: {"usage": {"cached_tokens": 32}}'], 200, 6, 2, 1),
+        ("application/json", [b'{"usage": {"cached_tokens": 32}}'], 200, 6, 2, 0),
+        ("text/event-stream", [b""], 200, 0, 0, 0),
+        ("application/json", [b'{"error": {}}'], 400, 0, 0, 0),
+    ],
+)
+async def test_placement_learns_from_answers(
+    folder: Path, kind: str, chunks: list[bytes], status: int, asked: int, hit: int, timed: int
+) -> None:
     """What was cached always; how long prompts take only from streams, whose first bytes are a token."""
     async with picker_site(folder) as site:
         worker = site.join(A)
-        gateway = request_of(body_of(prompt=WORDS, max_tokens=64, stream=streams))
-        gateway.response.given = Sent([b'data: {"choices": []}', b'data: {"usage": {"cached_tokens": 32}}'])
-        gateway.response.headers["content-type"] = "text/event-stream" if streams else "application/json"
+        gateway = request_of(body_of(prompt=WORDS, max_tokens=64), status=status)
+        gateway.response.given = Sent(chunks, trailers=True)
+        gateway.response.headers["content-type"] = kind
         await ask(site.address, gateway)
         await is_over(site)
-        assert (worker.asked_blocks, worker.hit_blocks) == (6, 2)
-        assert site.model.fleet.ttft_scores.num_seen == streams
+        assert (worker.asked_blocks, worker.hit_blocks) == (asked, hit)
+        assert site.model.fleet.ttft_scores.num_seen == timed
+        assert not worker.failing
 
 
 @pytest.mark.parametrize("mode", [DUPLEX, BUFFERED, STREAMED])

@@ -101,7 +101,7 @@ class Pick:
 
     def ended(self) -> None:
         """Learn from an answer that came to its end."""
-        if self._observed is None or not self._is_well or self.placed.failed:
+        if self._observed is None or not self._is_well or not self._first_at:
             return
         prepared, fleet = self._observed.prepared, self._model.fleet
         assert prepared.decision is not None, "it was placed"

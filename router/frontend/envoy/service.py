@@ -106,7 +106,7 @@ class _Call:
                 await self._perform(self._exchange.refused(self._picker.refusal(wanted, error)))
                 return False
             await self._perform(self._exchange.picked(self._pick.endpoints, self._pick.body))
-            self.is_picked = True
+            self.is_picked, self._pick.body = True, None
             if reading is None:
                 return True
             message = await reading
