@@ -27,6 +27,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (a few minutes the first time) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,ray,dev]'
+	@# xds-protos put older files in the place of these.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall -c constraints.txt \
+	  opentelemetry-proto
 	@touch $@
 
 demo: $(INSTALLED)

@@ -12,6 +12,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
         *("tokenizers", "transformers", "huggingface_hub", "jinja2", "llguidance", "redis", "uvloop"),
         *("fastapi", "starlette", "uvicorn", "httptools", "python_multipart", "prometheus_client"),
     ),
+    "gateway": ("envoy",),
     "worker": ("torch", "safetensors", "nixl", "nixl_cu12"),
     "cuda": ("pynvml",),
     "ray": ("ray",),

@@ -21,7 +21,7 @@ COPY simulator simulator
 COPY tandem tandem
 COPY tandem_connector tandem_connector
 COPY worker worker
-RUN /opt/tandem/bin/pip install -c constraints.txt ".[router]"
+RUN /opt/tandem/bin/pip install -c constraints.txt ".[gateway]"
 
 FROM python:3.11.11-slim-bookworm
 COPY --from=build /opt/tandem /opt/tandem

@@ -40,6 +40,13 @@ class RouterConfig(
     """gRPC port; 0 lets the system choose."""
     http_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the OpenAI-compatible HTTP API, on `host` too; 0 lets the system choose. Unset: no HTTP API."""
+    epp_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the endpoint picker for gateways (Envoy's external processing), on `host` too; 0 lets the system choose.
+    Needs `fleet`. Unset: none."""
+    epp_tls: bool = False
+    """Whether `epp_port` speaks TLS, with the certificate for clients. Gateways of InferencePool expect clear text."""
+    epp_fallbacks: int = Field(default=0, ge=0, le=8)
+    """Further endpoints that the endpoint picker names after the best one, for gateways that retry at these."""
     http_port_shared: bool = False
     """Whether several routers of one host listen at this `http_port`: the system gives each connection to one of them.
     With `tandem up --routers 2` both then serve one port, else ports in a row."""
@@ -129,6 +136,15 @@ class RouterConfig(
     """OpenTelemetry collector for traces over gRPC: http://collector:4317. Unset: no traces."""
     trace_share: float = Field(default=1.0, gt=0, le=1)
     """Share of requests that are traced."""
+
+    @field_validator("epp_port")
+    @classmethod
+    def _has_servers_to_pick(cls, port: int | None, info: ValidationInfo) -> int | None:
+        if port is not None and info.data.get("fleet") is None:
+            raise ValueError("needs `fleet`, whose servers it picks")
+        if port is not None and info.data.get("isolate_tenants"):
+            raise ValueError("cannot be combined with isolate_tenants: a gateway sends the client's own cache_salt")
+        return port
 
     @field_validator("http_port_shared")
     @classmethod

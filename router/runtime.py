@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from cluster.discovery.discovery import Discovery, RouterEntry
 from cluster.discovery.open_discovery import open_discovery
 from cluster.errors import StartError, TandemError
+from cluster.install import needing
 from cluster.metrics import MetricsServer, new_registry
 from cluster.network.rpc import Server
 from cluster.network.tls import Credentials, MemberIdentity
@@ -127,6 +128,9 @@ async def start_router(config: RouterConfig) -> Router:
     if config.http_port is not None:
         # Imported only where it is needed, and before the loop is watched: FastAPI stops the loop for a second.
         from router.frontend.http_frontend import open_http
+    if config.epp_port is not None:
+        with needing("epp_port"):
+            from router.frontend.envoy.start import open_picker
     public, member = config.frontends()
     keys = ApiKeys(config.api_keys, config.api_keys_file)
     further_terms()  # raises for one that cannot be loaded
@@ -187,6 +191,12 @@ async def start_router(config: RouterConfig) -> Router:
         if config.internal_port is not None:
             internal_port = await internal.start(config.host, config.internal_port, [MEMBERSHIP], "internal_port")
             parts.push_async_callback(internal.stop, GRACE_S)
+        picker = None
+        if config.epp_port is not None:
+            picker = await open_picker(
+                config, config.epp_port, public, models, tenant_limits, arrivals, observer, keys, requests, parts
+            )
+            servers.append(picker.server)
         http = None
         if config.http_port is not None:
             http = await open_http(
@@ -216,6 +226,7 @@ async def start_router(config: RouterConfig) -> Router:
         http.address if http else "",
         metrics.address,
         "" if internal is server else f"{config.host}:{internal_port}",
+        picker=picker.address if picker is not None else "",
     )
     return Router(config, addresses, servers, http, requests, discovery, held, fleet)
 

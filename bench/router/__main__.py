@@ -6,13 +6,14 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.router import added, decisions, streams
+from bench.router import added, decisions, picker_load, streams
 from bench.support.report import Bar, conclude
 
 PARTS: dict[str, Callable[[Console], tuple[list[Bar], dict[str, Any]]]] = {
     "decisions": decisions.measure,
     "added": added.measure,
     "streams": streams.measure,
+    "picker": picker_load.measure,
 }
 
 

@@ -27,6 +27,8 @@ class Addresses:
     """Address where workers join a router, when it differs from `grpc`."""
     start: str = ""
     """Account of a worker's start, for people: how long it took, and where the weights came from."""
+    picker: str = ""
+    """Address of a router's endpoint picker for gateways."""
 
     @property
     def joined_at(self) -> str:
@@ -71,7 +73,8 @@ def run_role(start: Callable[[], Awaitable[Running]]) -> int:
     The first SIGINT or SIGTERM drains and stops it; a second one ends the process at once.
 
     Standard output gets one line of JSON when the role serves: {"event": "ready", "address": ...}, with "http",
-    "metrics" and "internal" where it serves those. The last line on standard error of a failed process is the cause.
+    "metrics", "internal" and "picker" where it serves those. The last line on standard error of a failed process is the
+    cause.
     """
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -105,6 +108,8 @@ async def _run(start: Callable[[], Awaitable[Running]]) -> int:
     where = role.addresses
     ready = {"event": "ready", "address": where.grpc, "http": where.http, "metrics": where.metrics}
     ready["internal"] = where.internal
+    if where.picker:
+        ready["picker"] = where.picker
     spare_the_started()
     excuse_standstill()
     print(json.dumps(ready), flush=True)

@@ -52,7 +52,7 @@ class QueuedRequest:
     """Cost for fairness, in tokens."""
     need: int = 0
     """Smallest number of blocks with which a decode worker can start it, if workers reserve different amounts of
-    output; -1 for an embedding and for a request of one certain worker, whatever they need."""
+    output; -1 for an embedding and for a request of certain workers, whatever they need."""
     queued: bool = False
     least_ttft_s: float = 0.0
     stream_s: float = 0.0

@@ -43,8 +43,8 @@ class Demand:
     """First token of each that the model's workers encode themselves, and the token after its last one."""
     embeds: bool = False
     """Whether an embedding is wanted, which prefill workers compute, and decode workers where there are no others."""
-    only: str = ""
-    """Worker on which the request must start; empty: any."""
+    only: tuple[str, ...] = ()
+    """Workers on one of which the request must start; empty: any."""
     expected_output_tokens: int = 0
     """Output tokens that each choice is expected to have yet; 0: unknown."""
     output_key: OutputKey = ("", "")

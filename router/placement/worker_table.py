@@ -103,8 +103,8 @@ class WorkerTable:
         starts = self.starts
         if demand.only:
             chosen = np.zeros_like(starts)
-            if (row := self.row_of.get(demand.only)) is not None:
-                chosen[row] = starts[row]
+            rows = [row for name in demand.only if (row := self.row_of.get(name)) is not None]
+            chosen[rows] = starts[rows]
             return chosen
         if not demand.embeds:
             return starts

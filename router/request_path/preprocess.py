@@ -185,7 +185,7 @@ class Preprocessor:
             prepared.items,
         )
         if prepared.warm is not None:
-            demand = replace(demand, only=prepared.warm.worker_id)
+            demand = replace(demand, only=(prepared.warm.worker_id,))
         request = prepared.request
         session = session_of(request.tenant, request.session_id, request.prompt_cache_key)
         key = request.tenant, request.task

@@ -65,7 +65,7 @@ class StockLink:
         self._approximately = approximately
         self._on_sent = on_sent
         self._on_ended = on_ended
-        self._running: dict[_Attempt, None] = {}
+        self._running: dict[_Attempt | GatewayRequest, None] = {}
         """Attempts there, in order of their sending."""
         self._computed_at = 0.0
         """Time of the last first token, by the monotonic clock."""
@@ -137,30 +137,48 @@ class StockLink:
         else:
             calls = [plain_call(request, model, prompt, self._tokenizer, self._facts.takes_token_ids)]
         attempt = _Attempt(self._api, request, prompt, timeout_s, self._block_tokens)
-        if not self._running:
-            self.heard_at = loop_time()
-        self._running[attempt] = None
-        self.last_sequence = max(self.last_sequence, request.placement_sequence)
         keys = split_keys(request.block_keys)
-        self._on_sent(keys)
-        self.on_change()
+        self._begins(attempt, request.placement_sequence, keys)
         responses = self._responses if self._facts.returns_token_ids else self._plain_responses
         try:
             async with aclosing(responses(request, prompt, attempt, calls)) as stream:
                 async for response in stream:
-                    self.heard_at = loop_time()
-                    if not attempt.decodes:
-                        attempt.decodes, self._computed_at = True, time.monotonic()
-                        self.on_change()
+                    self._heard(attempt)
                     yield response.SerializeToString()
         except Unavailable as error:
             self.failed.set()
             raise self.failure or error from None
         finally:
-            del self._running[attempt]
             attempt.cut()
-            self._on_ended(keys)
+            self._ends(attempt, keys)
+
+    def follow(self, sequence: int, num_own_tokens: int, num_blocks: int, keys: Sequence[BlockKey]) -> "GatewayRequest":
+        """Count a request that a gateway sends to the server, until it `end`s.
+
+        `sequence` is the number of its placement; the others are those of an attempt.
+        """
+        request = GatewayRequest(self, num_own_tokens, num_blocks, keys)
+        self._begins(request, sequence, request.keys)
+        return request
+
+    def _begins(self, attempt: "_Attempt | GatewayRequest", sequence: int, keys: Sequence[BlockKey]) -> None:
+        if not self._running:
+            self.heard_at = loop_time()
+        self._running[attempt] = None
+        self.last_sequence = max(self.last_sequence, sequence)
+        self._on_sent(keys)
+        self.on_change()
+
+    def _heard(self, attempt: "_Attempt | GatewayRequest") -> None:
+        self.heard_at = loop_time()
+        if not attempt.decodes:
+            attempt.decodes, self._computed_at = True, time.monotonic()
             self.on_change()
+
+    def _ends(self, attempt: "_Attempt | GatewayRequest", keys: Sequence[BlockKey]) -> None:
+        del self._running[attempt]
+        self._on_ended(keys)
+        self.on_change()
 
     async def _responses(
         self, request: pb.DecodeRequest, prompt: Sequence[int], attempt: "_Attempt", calls: Sequence[Call]
@@ -196,6 +214,33 @@ class StockLink:
                 yield response
         for response in output.ended():
             yield response
+
+
+class GatewayRequest:
+    """Request that a gateway sends to the server, and whose answer it shows to the router."""
+
+    def __init__(self, link: StockLink, num_own_tokens: int, num_blocks: int, keys: Sequence[BlockKey]) -> None:
+        self._link = link
+        self.num_own_tokens = num_own_tokens
+        self.num_blocks = num_blocks
+        self.keys = list(keys)
+        """Keys of its prompt's blocks, in a list of its own: requests are told apart by it."""
+        self.decodes = False
+        self.sent_at = time.monotonic()
+
+    def heard(self) -> None:
+        """Process a part of the answer."""
+        self._link._heard(self)
+
+    def failed(self) -> None:
+        """Have the server looked at."""
+        self._link.failed.set()
+
+    def end(self) -> None:
+        self._link._ends(self, self.keys)
+
+    def cut(self) -> None:
+        """Do nothing: its connection is the gateway's."""
 
 
 def _with_account(news: list[Message], account: KvAccount, request: pb.DecodeRequest) -> list[Message]:

@@ -138,7 +138,7 @@ def test_a_router_and_the_demo_run_from_the_wheel(wheel: Path, tmp_path: Path) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("extra", ["router", "plot", "otel", "bench", "preprocessor", "ray"])
+@pytest.mark.parametrize("extra", ["router", "gateway", "plot", "otel", "bench", "preprocessor", "ray"])
 def test_each_extra_can_be_installed(wheel: Path, tmp_path: Path, extra: str) -> None:
     there = Environment(tmp_path / extra, wheel, extra)
     assert there.run("tandem", "--version") == "tandem 0.1.0\n"

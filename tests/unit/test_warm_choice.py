@@ -59,11 +59,11 @@ def test_the_cheapest_are_chosen_however_full_they_are(loads: list[tuple[int, in
     assert (len(set(chosen)), num_able) == (min(count, len(loads)), len(loads))
     costs = {}
     for number in range(len(loads)):
-        one = replace(DEMAND, only=f"d{number}")
+        one = replace(DEMAND, only=(f"d{number}",))
         decision = place(one, fleet.snapshot, fleet.hits(KEYS), fleet.rates, fleet.snapshot.num_blocks)
         assert decision is not None
-        assert decision.decode_id == one.only
-        costs[one.only] = decision.cost_s
+        assert (decision.decode_id,) == one.only
+        costs[decision.decode_id] = decision.cost_s
     assert [costs[each] for each in chosen] == sorted(costs.values())[:count]
 
 
@@ -78,7 +78,7 @@ def test_a_store_may_be_wanted(loads: list[tuple[int, int, int]], with_store: in
 def test_it_waits_for_its_worker_alone(loads: list[tuple[int, int, int]], only: int) -> None:
     """It starts when this worker has room, whatever room others have; a worker that is gone can hold nothing."""
     fleet = fleet_of(loads)
-    demand = replace(DEMAND, only=f"d{only}")
+    demand = replace(DEMAND, only=(f"d{only}",))
     waiting = QueuedRequest.of(RequestInfo("", -1, 0.0), demand, KEYS, 1, 0.0)
     waiting.measure(fleet.snapshot)
     large = fleet.snapshot.num_blocks + 1
@@ -91,4 +91,4 @@ def test_it_waits_for_its_worker_alone(loads: list[tuple[int, int, int]], only: 
     decision = fleet.decide(demand, KEYS, capacity.available)
     assert (decision is not None) is fits
     if decision is not None:
-        assert decision.decode_id == demand.only
+        assert (decision.decode_id,) == demand.only

@@ -13,6 +13,9 @@ app = typer.Typer()
 
 Fleet = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with the fleet's servers: docs/fleet.md")]
 Host = Annotated[str, typer.Option(help="address on which the router listens")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="setting of the router; may be repeated")
+]
 
 
 @app.command(rich_help_panel=SERVE)
@@ -24,10 +27,7 @@ def route(
     host: Host = "127.0.0.1",
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="port of the OpenAI-compatible API")] = 8080,
     port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port, which `tandem status` asks")] = 50051,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="setting of the router; may be repeated"),
-    ] = None,
+    set_: Settings = None,
 ) -> None:
     """Route requests to `vllm serve` servers that run already, and serve until Ctrl-C.
 
@@ -35,6 +35,20 @@ def route(
     """
     listen = {"host": host, "http_port": http_port, "port": port}
     raise typer.Exit(run_router(urls or [], fleet, listen | parse_overrides(set_ or [])))
+
+
+@app.command(rich_help_panel=SERVE)
+def epp(
+    fleet: Fleet = None,
+    host: Host = "127.0.0.1",
+    epp_port: Annotated[int, typer.Option("--port", min=0, max=65535, help="port that the gateway calls")] = 9002,
+    set_: Settings = None,
+) -> None:
+    """Pick servers for a gateway (InferencePool of Kubernetes' Gateway API), and serve until Ctrl-C.
+
+    Requests and answers stay between gateway and servers. `tandem status` asks at port 50051.
+    """
+    raise typer.Exit(run_router([], fleet, {"host": host, "epp_port": epp_port} | parse_overrides(set_ or [])))
 
 
 def run_router(urls: list[str], fleet: Path | None, settings: dict[str, Any]) -> int:

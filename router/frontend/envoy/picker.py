@@ -1,0 +1,303 @@
+"""Picker: from a request that a gateway holds to the server that serves it, by the router's own admission and `place`.
+
+A request that the router cannot read is no error: its server may read it. It goes to the ready server with the least
+load, as a request of one token does.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from cluster import logs
+from cluster.errors import InvalidRequest, RevisionGone, ServiceError, Unavailable, UnknownModel
+from cluster.trace_context import from_headers, traceparent
+from kvcache.block_keys import BlockKey
+from protos import inference_pb2 as pb
+from router.admission.arrivals import Arrival, Arrivals
+from router.admission.limits.tenant_limits import TenantLimits
+from router.admission.request import RequestInfo
+from router.config import RouterConfig
+from router.frontend.anthropic.answer import error_form as messages_error_form
+from router.frontend.anthropic.messages import read_messages
+from router.frontend.envoy.exchange import PickWanted, ResponseBegan
+from router.frontend.envoy.learning import SeenAnswer, finish_of
+from router.frontend.envoy.lender import with_lender
+from router.frontend.http.body.fields import Fields, parse_object
+from router.frontend.http.caller import Caller, caller_of
+from router.frontend.http.endpoint import INLINE_BYTES, SPARE_VALUES
+from router.frontend.http.errors import ErrorAnswer, error_answer, openai_form
+from router.frontend.openai.chat import read_chat
+from router.frontend.openai.completions import read_completion
+from router.frontend.openai.responses.responses import read_response
+from router.frontend.openai.responses.responses_answer import error_form as responses_error_form
+from router.models.model_runtime import ModelRuntime
+from router.models.model_runtimes import ModelRuntimes
+from router.placement.demand import Demand
+from router.placement.fleet.worker_records import ActivePlacement, WorkerRecord
+from router.placement.place import Decision
+from router.prepared_request import PreparedRequest
+from router.request_path.observation import Observation, Observer
+from router.request_path.preprocess import Preprocessor
+from router.request_path.stream_state import StreamState
+from router.security.api_keys import ApiKeys
+from router.stock.link import GatewayRequest, StockLink
+
+APIS: Mapping[str, tuple[Any, Any]] = {
+    "/v1/completions": (read_completion, openai_form),
+    "/v1/chat/completions": (read_chat, openai_form),
+    "/v1/responses": (read_response, responses_error_form),
+    "/v1/messages": (read_messages, messages_error_form),
+}
+"""Readers of bodies and forms of errors, by path."""
+FAIRNESS = "x-gateway-inference-fairness-id"
+"""Header of InferencePool's gateways for what is a tenant here."""
+ONE_TOKEN = [0]
+NAMES = {"tenant": "x-tenant", "request_id": "x-request-id"}
+
+
+@dataclass(slots=True)
+class Pick:
+    """A placed request, until its exchange is over."""
+
+    placed: ActivePlacement
+    endpoints: str
+    """Endpoints as host:port, the picked one first, with commas."""
+    body: bytes | None
+    """Body in place of the client's; None: the client's own."""
+    _model: ModelRuntime
+    _followed: GatewayRequest
+    _observed: "_Observed | None"
+    """Observation of a request that was read."""
+    _placed_at: float = field(default_factory=time.monotonic)
+    _first_at: float = 0.0
+    _answer: SeenAnswer = field(default_factory=SeenAnswer)
+    _is_well: bool = False
+
+    def answered(self, began: ResponseBegan) -> None:
+        """Process the headers of the answer, from the server or from the gateway in its place."""
+        self._is_well, self._answer.streams = began.status == 200, began.streams
+        if began.status >= 500 or began.served not in ("", self.endpoints.partition(",")[0]):
+            self.placed.failed = True
+            self._followed.failed()
+            if self._observed is not None:
+                reason = f"status {began.status} from {began.served or self.endpoints}"
+                self._observed.observation.attempt_failed(Unavailable(reason))
+
+    def heard(self, body: bytes) -> None:
+        """Process bytes of the answer."""
+        if self.placed.failed:
+            return
+        self._answer.add(body)
+        self._followed.heard()
+        if not self.placed.started:
+            self._first_at = time.monotonic()
+            self._model.fleet.started(self.placed)
+        if self._observed is not None:
+            self._observed.heard(self._first_at, self._placed_at)
+
+    def ended(self) -> None:
+        """Learn from an answer that came to its end."""
+        if self._observed is None or not self._is_well or not self._first_at:
+            return
+        prepared, fleet = self._observed.prepared, self._model.fleet
+        assert prepared.decision is not None, "it was placed"
+        first_s, rest_s = self._first_at - self._placed_at, time.monotonic() - self._first_at
+        finish = finish_of(prepared.request_id, self.placed, prepared.decision, self._answer, first_s, rest_s)
+        prepared.finish, prepared.num_output_tokens = finish, finish.usage.completion_tokens
+        self._observed.observation.attempt_finished(finish)
+        fleet.traffic.finished(finish)
+        fleet.finished(self.placed, finish, first_s if self._answer.streams else None)
+
+
+@dataclass(slots=True)
+class _Observed:
+    """A request that was read, and its observation."""
+
+    prepared: PreparedRequest
+    observation: Observation
+    _is_heard: bool = False
+
+    def heard(self, first_at: float, placed_at: float) -> None:
+        if not self._is_heard:
+            self._is_heard = True
+            self.observation.started(first_at - placed_at)
+            self.prepared.model.fleet.traffic.first_token(first_at - self.prepared.arrived_at)
+        self.observation.message(b"")
+
+    def num_tokens(self) -> int:
+        """Return the tokens that count against quotas: those told, or as many as there might be."""
+        told = self.prepared.num_output_tokens
+        return len(self.prepared.prompt) + told if told else self.prepared.most_tokens
+
+
+class Picker:
+    """Picker of one router."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        models: ModelRuntimes,
+        tenant_limits: TenantLimits,
+        arrivals: Arrivals,
+        observer: Observer,
+        keys: ApiKeys,
+    ) -> None:
+        self._config = config
+        self._models = models
+        self._tenant_limits = tenant_limits
+        self._arrivals = arrivals
+        self._observer = observer
+        self._keys = keys
+        self._preprocessor = Preprocessor(config, models)
+        self._max_values = max(model.model_dir.max_context_tokens for model in models) + SPARE_VALUES
+
+    def refusal(self, wanted: PickWanted, error: ServiceError) -> ErrorAnswer:
+        """Return the answer to the client for an error of `pick`, in the form of the request's API."""
+        _, form = APIS.get(_path_of(wanted), (None, openai_form))
+        return error_answer(error, NAMES, form)
+
+    async def pick(self, wanted: PickWanted, held: ExitStack) -> Pick:
+        """Wait for a placement; closing `held` ends it. Raises ServiceError for a request that is refused."""
+        traceparent.set(from_headers(wanted.headers))
+        named = {"x-tenant": wanted.headers.get(FAIRNESS, ""), **wanted.headers}
+        caller = caller_of(named, self._keys)
+        logs.request_id.set(caller.request_id)
+        with ExitStack() as mine:
+            arrival = mine.enter_context(self._arrivals.arriving(caller.tenant))
+            found = await self._read(wanted, caller, arrival)
+            try:
+                pick = None if found is None else await self._by_prompt(*found, wanted, caller, arrival, mine)
+            except (InvalidRequest, UnknownModel, RevisionGone):
+                pick = None
+            if pick is None:
+                pick = await self._by_load(wanted, caller, arrival, mine)
+            held.push(mine.pop_all())
+            return pick
+
+    async def _read(
+        self, wanted: PickWanted, caller: Caller, arrival: Arrival
+    ) -> tuple[pb.GenerateRequest, dict[str, Any], float | None] | None:
+        """Return the request, the fields of its body and its time limit; None where it cannot be read."""
+        reader, _ = APIS.get(_path_of(wanted), (None, None))
+        if reader is None or not wanted.body:
+            return None
+        arrival.hold(len(wanted.body))
+
+        def parse(body: bytes) -> tuple[Any, dict[str, Any]]:
+            values = parse_object(body, self._max_values)
+            return reader(Fields(values), caller), values
+
+        try:
+            if len(wanted.body) <= INLINE_BYTES:
+                api_request, values = parse(wanted.body)
+            else:
+                api_request, values = await asyncio.to_thread(parse, wanted.body)
+        except (InvalidRequest, RecursionError):
+            return None
+        # Several prompts run on one server; the first stands for them.
+        request: pb.GenerateRequest = api_request.requests[0]
+        request.sampling.ClearField("structured")  # the server compiles its grammar
+        return request, values, api_request.deadline_s
+
+    async def _by_prompt(
+        self,
+        request: pb.GenerateRequest,
+        values: dict[str, Any],
+        deadline_s: float | None,
+        wanted: PickWanted,
+        caller: Caller,
+        arrival: Arrival,
+        held: ExitStack,
+    ) -> Pick:
+        """Place a request by its prompt. Raises ServiceError."""
+        assert wanted.body is not None, "it was read"
+        with ExitStack() as mine:
+            with self._arrivals.reading(arrival):
+                prepared = await self._preprocessor.check(request, deadline_s, caller.principal, arrival)
+            mine.callback(prepared.close)
+            observation = mine.enter_context(self._observer.watch(request, caller.principal, is_warm=False))
+            observation.checked(prepared)
+            observed = _Observed(prepared, observation)
+            charge = await self._tenant_limits.enter(request.tenant, prepared.most_tokens, prepared.sampling.n)
+            mine.callback(self._tenant_limits.leave, charge, observed.num_tokens)
+            arrival.queued()
+            demand, keys = await self._preprocessor.needs(prepared, StreamState(prepared.sampling.n))
+            pick = await self._placed(prepared.model, prepared.info, demand, keys, wanted, mine, observed)
+            if (lender := pick.placed.lender) is not None:
+                pick.body = with_lender(wanted.body, values, lender.hello.address)
+            held.push(mine.pop_all())
+            return pick
+
+    async def _by_load(self, wanted: PickWanted, caller: Caller, arrival: Arrival, held: ExitStack) -> Pick:
+        """Place a request whose prompt is unknown. Raises ServiceError."""
+        arrival.queued()
+        model = next((each for each in self._models if each.decode_workers()), next(iter(self._models)))
+        now = time.monotonic()
+        await model.await_workers(caller.tenant, now + self._config.no_worker_grace_s)
+        demand, _ = model.needs(ONE_TOKEN, pb.Sampling(max_tokens=1, n=1), "", [ONE_TOKEN], to_score=False)
+        info = RequestInfo(caller.tenant, 0, now, now + self._config.default_deadline_s)
+        return await self._placed(model, info, demand, [], wanted, held)
+
+    async def _placed(
+        self,
+        model: ModelRuntime,
+        info: RequestInfo,
+        demand: Demand,
+        keys: list[BlockKey],
+        wanted: PickWanted,
+        held: ExitStack,
+        observed: _Observed | None = None,
+    ) -> Pick:
+        if wanted.subset is not None:
+            ready = (worker.worker_id for worker in model.starting_workers(embeds=False) if _in(wanted.subset, worker))
+            if not (only := tuple(ready)):
+                raise Unavailable(f"none of the {len(wanted.subset)} endpoints that the gateway allows is ready")
+            demand = replace(demand, only=only)
+        while True:
+            placed, decision = await model.dispatcher.place(info, demand, keys)
+            link = model.links.to(placed.decode)
+            if isinstance(link, StockLink) and not link.broken:
+                break
+            placed.failed = True  # the server left at this very moment
+            model.dispatcher.ended(placed)
+        held.callback(model.dispatcher.ended, placed)
+        if observed is not None:
+            observed.prepared.decision = decision
+            observed.observation.placed(1, time.monotonic() - observed.prepared.arrived_at, decision, placed)
+        num_blocks = demand.num_blocks_to_reserve(placed.decode.hello.reserve_output_tokens)
+        followed = link.follow(placed.sequence, placed.own_tokens, num_blocks, _known_keys(placed))
+        held.callback(followed.end)
+        return Pick(placed, self._endpoints(model, placed, decision), None, model, followed, observed)
+
+    def _endpoints(self, model: ModelRuntime, placed: ActivePlacement, decision: Decision) -> str:
+        """Return the picked endpoint, then the next best ones, for gateways that retry; no lender is among them."""
+        names = [placed.decode.worker_id]
+        for rival in decision.alternatives:
+            if len(names) <= self._config.epp_fallbacks and rival.decode_id not in (*names, decision.lender_id):
+                names.append(rival.decode_id)
+        workers = [worker for name in names if (worker := model.fleet.worker(name)) is not None]
+        return ",".join(map(_endpoint_of, workers))
+
+
+def _path_of(wanted: PickWanted) -> str:
+    path = wanted.headers.get(":path", "").partition("?")[0]
+    return path if wanted.headers.get(":method", "POST") == "POST" else ""
+
+
+def _endpoint_of(worker: WorkerRecord) -> str:
+    """Return host:port of a worker."""
+    return urlsplit(worker.hello.address).netloc
+
+
+def _in(subset: frozenset[str], worker: WorkerRecord) -> bool:
+    return _endpoint_of(worker) in subset
+
+
+def _known_keys(placed: ActivePlacement) -> tuple[BlockKey, ...]:
+    """Return the keys of the prompt's blocks as the server names them."""
+    is_same = placed.decode.hello.block_tokens == placed.demand.block_tokens and not placed.demand.other_keys
+    return placed.keys if is_same else ()

@@ -1,0 +1,142 @@
+"""The gRPC service of Envoy's external processing: each call is one HTTP exchange of a gateway."""
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import grpc
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+
+from cluster.errors import Draining, ServiceError
+from cluster.network.error_status import end_call
+from cluster.process.drain import Drain
+from router.frontend.envoy.exchange import (
+    Action,
+    Answer,
+    Event,
+    HttpExchange,
+    PickWanted,
+    ResponseBegan,
+    ResponseBytes,
+)
+from router.frontend.envoy.picker import Pick, Picker
+
+NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
+
+
+class EndpointPickerService:
+    """gRPC service, registered by hand like the router's own."""
+
+    def __init__(self, picker: Picker, drain: Drain, max_body_bytes: int) -> None:
+        """Create it; `drain` holds the exchanges in flight."""
+        self._picker = picker
+        self._drain = drain
+        self._max_body_bytes = max_body_bytes
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        process = grpc.stream_stream_rpc_method_handler(
+            self.Process,
+            request_deserializer=pb.ProcessingRequest.FromString,
+            response_serializer=pb.ProcessingResponse.SerializeToString,
+        )
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(NAME, {"Process": process})])
+
+    async def Process(self, _: Any, context: Any) -> None:
+        """Serve one exchange until the gateway closes the call, or the request is refused."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self._drain.draining:
+            end_call(context, Draining("this router was told to stop"))
+            return
+        call: _Call | None = None
+        try:
+            with self._drain.holding(task.cancel), ExitStack() as held:
+                call = _Call(self._picker, context, held, self._max_body_bytes)
+                await call.serve()
+        except ServiceError as error:
+            end_call(context, error)
+        except asyncio.CancelledError:
+            if not self._drain.over:
+                raise  # the gateway is gone
+            task.uncancel()
+            if call is None or not call.is_picked:  # otherwise the gateway goes on without a picker
+                end_call(context, Draining("this router was told to stop"))
+
+
+class _Call:
+    """One call; closing `held` ends its placement, which happens once in whatever way the exchange ends."""
+
+    def __init__(self, picker: Picker, context: Any, held: ExitStack, max_body_bytes: int) -> None:
+        self._picker = picker
+        self._context = context
+        self._held = held
+        self._exchange = HttpExchange(max_body_bytes)
+        self._wanted: PickWanted | None = None
+        self._pick: Pick | None = None
+        self.is_picked = False
+        """Whether the gateway knows the endpoint."""
+
+    async def serve(self) -> None:
+        """Serve to the end. Raises InvalidRequest for a message at the wrong time."""
+        while (message := await self._context.read()) is not grpc.aio.EOF:
+            await self._perform(self._exchange.receive(message))
+            if self._wanted is not None and not await self._picked(self._wanted):
+                return
+
+    async def _picked(self, wanted: PickWanted) -> bool:
+        """Wait for the pick beside the gateway's messages; return whether the call goes on."""
+        self._wanted = None
+        picking = asyncio.ensure_future(self._picker.pick(wanted, self._held))
+        reading: asyncio.Future[Any] | None = None
+        try:
+            await asyncio.sleep(0)  # most picks need no more than this turn
+            while not picking.done():
+                if reading is None:
+                    reading = asyncio.ensure_future(self._context.read())
+                await asyncio.wait((picking, reading), return_when=asyncio.FIRST_COMPLETED)
+                if not picking.done():
+                    if (message := reading.result()) is grpc.aio.EOF:
+                        return False
+                    reading = None
+                    await self._perform(self._exchange.receive(message))
+            try:
+                self._pick = picking.result()
+            except ServiceError as error:
+                await self._perform(self._exchange.refused(self._picker.refusal(wanted, error)))
+                return False
+            await self._perform(self._exchange.picked(self._pick.endpoints, self._pick.body))
+            self.is_picked, self._pick.body = True, None
+            if reading is None:
+                return True
+            message = await reading
+            reading = None
+            if message is grpc.aio.EOF:
+                return False
+            await self._perform(self._exchange.receive(message))
+            return True
+        finally:
+            for future in (picking, reading):
+                if future is not None and not future.done():
+                    future.cancel()
+            if not picking.done():
+                await asyncio.gather(picking, return_exceptions=True)
+
+    async def _perform(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Answer(message):
+                    await self._context.write(message)
+                case PickWanted():
+                    self._wanted = action
+                case ResponseBegan():
+                    if self._pick is not None:
+                        self._pick.answered(action)
+                case ResponseBytes(body):
+                    if self._pick is not None:
+                        self._pick.heard(body)
+                case Event.ENDED:
+                    if self._pick is not None:
+                        self._pick.ended()
+                    self._held.close()
+                    self._pick = None
