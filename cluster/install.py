@@ -11,6 +11,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "router": (
         *("tokenizers", "transformers", "huggingface_hub", "jinja2", "llguidance", "redis", "uvloop"),
         *("fastapi", "starlette", "uvicorn", "httptools", "python_multipart", "prometheus_client"),
+        *("aiohttp", "msgspec", "zmq"),
     ),
     "gateway": ("envoy",),
     "worker": ("torch", "safetensors", "nixl", "nixl_cu12"),

@@ -21,7 +21,7 @@ from planner.runtime import PlannerConfig
 from preprocessor.config import PreprocessorConfig
 from router.config import RouterConfig
 from router.models.config import ModelEntry
-from router.stock.config import FleetConfig
+from router.models.fleet_config import FleetConfig
 
 CHART = Path(__file__).parent / "tandem"
 PATH = CHART / "values.schema.json"

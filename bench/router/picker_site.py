@@ -30,6 +30,7 @@ from router.admission.limits.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.frontend.envoy.service import EndpointPickerService
 from router.frontend.envoy.start import open_picker
+from router.models.fleet_config import Role, ServerEntry
 from router.models.model_files import read_models
 from router.models.model_runtime import ModelRuntime
 from router.observability.decision_log import DecisionLog
@@ -41,7 +42,6 @@ from router.request_path.accounting import Accounting
 from router.request_path.observation import Observer
 from router.runtime import SWITCH_S, serve_models
 from router.security.api_keys import ApiKeys
-from router.stock.config import Role, ServerEntry
 from router.stock.facts import ServerFacts
 from router.stock.link import StockLink
 from router.stock.member import hello_of

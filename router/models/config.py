@@ -16,8 +16,8 @@ from pydantic import (
 
 from cluster.config import Config, read_file
 from engine.model.hub import ModelPath
+from router.models.fleet_config import FleetConfig
 from router.models.output.output_format import AUTO as AUTO_FORMAT
-from router.stock.config import FleetConfig
 
 AUTO = "auto"
 """Model name of requests that leave the choice to the router."""

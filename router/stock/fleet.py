@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 
 from cluster.errors import TandemError
-from router.stock.config import FleetConfig
+from router.models.fleet_config import FleetConfig
 from router.stock.member import Member, Surroundings
 from router.stock.sources.listings import listings
 from router.stock.sources.servers import Server
@@ -24,7 +25,8 @@ class StockFleet:
         self._following: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._following = asyncio.ensure_future(self._follow())
+        """Follow the sources. Raises StartError where one cannot be followed at all."""
+        self._following = asyncio.ensure_future(self._follow(listings(self._config)))
 
     async def close(self) -> None:
         """Leave all servers at once."""
@@ -46,8 +48,8 @@ class StockFleet:
             return error
         raise AssertionError("sources do not end")
 
-    async def _follow(self) -> None:
-        async for servers in listings(self._config):
+    async def _follow(self, listed: AsyncIterator[tuple[Server, ...]]) -> None:
+        async for servers in listed:
             self._update(servers)
 
     def _update(self, servers: tuple[Server, ...]) -> None:

@@ -21,9 +21,9 @@ from cluster.network.protocol import PROTOCOL
 from cluster.process.loop_watch import loop_time
 from kvcache.block_keys import ADAPTER_BYTES, BlockKey, root_key
 from protos import membership_pb2 as pb
+from router.models.fleet_config import FleetConfig
 from router.models.model_runtime import REVISION_BYTES, ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
-from router.stock.config import FleetConfig
 from router.stock.event_feed import EventFeed
 from router.stock.facts import ServerFacts, ask
 from router.stock.kv_events import AssumedBlocks, NamedBlocks

@@ -11,8 +11,8 @@ import aiohttp
 import msgspec
 
 from cluster.errors import StartError, Unavailable
+from router.models.fleet_config import FleetConfig
 from router.stock.completions import Call, error_of
-from router.stock.config import FleetConfig
 
 CONNECT_S = 3.0
 """Seconds for a connection, while the request could run elsewhere."""

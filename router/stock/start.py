@@ -9,8 +9,8 @@ from typing import TypeVar
 from cluster.errors import ServiceError, StartError
 from engine.model.hub import repository_of
 from router.models.config import ModelEntry, ModelsConfig
+from router.models.fleet_config import FleetConfig
 from router.models.model_runtimes import ModelRuntimes
-from router.stock.config import FleetConfig
 from router.stock.facts import ServerFacts, ask
 from router.stock.fleet import StockFleet
 from router.stock.member import Surroundings
@@ -42,13 +42,14 @@ async def with_model(config: Settings) -> Settings:
 
 
 async def _first_answer(fleet: FleetConfig) -> ServerFacts:
+    listed = listings(fleet)
     access, has_warned = ServerAccess.of(fleet), False
     latest: tuple[Server, ...] = ()
 
     async def follow() -> None:
         nonlocal latest
-        async for listed in listings(fleet):
-            latest = listed
+        async for servers in listed:
+            latest = servers
 
     following = asyncio.ensure_future(follow())
     try:

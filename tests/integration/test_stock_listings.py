@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from router.stock.config import FleetConfig
+from router.models.fleet_config import FleetConfig
 from router.stock.sources import kubernetes, names, server_files
 from router.stock.sources.listings import listings
 from router.stock.sources.servers import Server

@@ -48,7 +48,8 @@ async def routed(
         stack.push_async_callback(router.stop)
         client = Client(router.address)
         stack.push_async_callback(client.close)
-        await met(client, *(server.worker_id for server in servers))
+        if servers:
+            await met(client, *(server.worker_id for server in servers))
         yield client
 
 

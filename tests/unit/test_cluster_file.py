@@ -68,7 +68,7 @@ def test_one_model_is_served_as_ever(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "field", "reason"),
     [
-        ({"workers": {}}, "workers", "unknown key; did you mean worker? known are models, router, worker"),
+        ({"workers": {}}, "workers", "unknown key; did you mean worker? known are models, fleet, router, worker"),
         ({"models": {}}, "models", "must be a list of mappings"),
         ({"models": []}, "models", "must be a list of mappings"),
         ({"router": []}, "router", "must be a mapping"),

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cluster.errors import StartError
 from cluster.network.kubernetes import ApiServer, ApiServerSettings
-from router.stock.config import FleetConfig, ServerEntry
+from router.models.fleet_config import FleetConfig, ServerEntry
 from router.stock.sources.listings import listings, merged
 from router.stock.sources.mirror import Expired, Lines, Mirror
 from router.stock.sources.names import look_up

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from cluster.network.kubernetes import ApiServer
-from router.stock.config import PodsEntry, ServerEntry, ServiceEntry
+from router.models.fleet_config import PodsEntry, ServerEntry, ServiceEntry
 from router.stock.sources.mirror import Expired, Lines, Mirror, R, Status
 from router.stock.sources.resources import EndpointSlice, Pod, addresses_of, endpoints_of
 from router.stock.sources.servers import Server, SourceFailed, Trouble, servers_at

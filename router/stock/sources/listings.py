@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 
 from cluster.network.kubernetes import ApiServer
-from router.stock.config import FleetConfig, ServiceEntry
+from router.models.fleet_config import FleetConfig, ServiceEntry
 from router.stock.sources.kubernetes import of_pods, of_service, watched
 from router.stock.sources.names import resolved
 from router.stock.sources.server_files import read_again

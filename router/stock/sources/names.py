@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
-from router.stock.config import ServerEntry
+from router.models.fleet_config import ServerEntry
 from router.stock.sources.servers import Server, SourceFailed, polled, servers_at
 
 EVERY_S = 2.0

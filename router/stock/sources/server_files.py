@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from cluster.config import Config
 from cluster.errors import StartError
 from cluster.network.urls import server_url
-from router.stock.config import Role, ServerEntry
+from router.models.fleet_config import Role, ServerEntry
 from router.stock.sources.servers import Server, SourceFailed, polled
 
 EVERY_S = 1.0

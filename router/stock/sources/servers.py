@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from router.stock.config import ServerEntry
+from router.models.fleet_config import ServerEntry
 
 log = logging.getLogger(__name__)
 
