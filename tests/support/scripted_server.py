@@ -96,8 +96,8 @@ class ScriptedServer:
         await self._runner.cleanup()
 
     async def _answered(self, request: web.Request) -> None:
-        while self.script.stands_still:
-            await asyncio.sleep(0.01)  # noqa: ASYNC110 # a field of the script, which any test sets
+        while self.script.stands_still:  # noqa: ASYNC110 # any test sets this field
+            await asyncio.sleep(0.01)
         if self.script.api_key and request.headers.get("Authorization") != f"Bearer {self.script.api_key}":
             raise web.HTTPUnauthorized(text='{"error": {"message": "no key"}}')
 
