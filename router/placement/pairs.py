@@ -55,9 +55,6 @@ class Inputs:
         """Usable blocks that each worker has now, [W]."""
         self.due: Floats = self.held if hits.due is hits.held else np.minimum(hits.due, demand.num_usable_blocks)
         """Usable blocks that each worker has once its queue is computed, [W]."""
-        waiting = float((workers.running - workers.decoding).clip(0).sum())
-        self.num_waiting = waiting / max(1, int(np.count_nonzero(workers.decodes)))
-        """Requests that wait for their first token, for each decode worker."""
         ends = workers.outgoing_bytes, workers.incoming_bytes
         self.most_held: float = self.held.item(self.held.argmax())
         """Usable blocks of the fullest worker."""

@@ -184,22 +184,6 @@ class PromptDelay(Term):
         return _own_bound(pairs, pairs.decode.decoding)
 
 
-class LaterDelay(Term):
-    """Delay of the requests that come while the decode worker computes the rest of the prompt, summed over them.
-
-    As many are expected as wait now at a worker on average: where requests queue, blocks that are held count for more.
-    """
-
-    name = "later_delay"
-
-    def seconds(self, pairs: Pairs) -> Floats:
-        seconds: Floats = pairs.inputs.num_waiting * pairs.own_s
-        return seconds
-
-    def lower_bound(self, pairs: Pairs) -> Bound:
-        return _own_bound(pairs, pairs.inputs.num_waiting)
-
-
 class StreamDelay(Term):
     """Delay of the decode worker's streams because they are one more, summed over them."""
 
@@ -241,7 +225,7 @@ TTFT_WITH_ITEMS: dict[Kind, tuple[Term, ...]] = {
     "computing": (SourceRead(), LenderQueue(), LenderCompute(), LenderEncode(), *_READING_WITH_ITEMS),
 }
 """The same of a prompt with items."""
-DELAY: tuple[Term, ...] = PromptDelay(), LaterDelay(), StreamDelay()
+DELAY: tuple[Term, ...] = PromptDelay(), StreamDelay()
 """Terms of the delay of running streams."""
 
 
