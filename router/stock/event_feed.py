@@ -46,7 +46,6 @@ class EventFeed:
         self._on_come: Callable[[], object] | None = on_come
         self._on_change = on_change
         self._order = BatchOrder()
-        self.num_gaps = 0
 
     async def run(self) -> None:
         """Follow the server until it is cancelled."""
@@ -77,7 +76,6 @@ class EventFeed:
             self._on_change(self._blocks.snapshot(), True)
             first = 0
         else:
-            self.num_gaps += 1
             log.info("server %s: KV events %d to %d are missing", self._name, first, number - 1)
         await self._replayed(first)
         if self._order.next is None or self._order.next <= number:  # not to be had, or not all
@@ -93,10 +91,10 @@ class EventFeed:
         self._blocks.forget_held()
         self._on_change(self._blocks.snapshot(), True)
 
-    async def _replayed(self, first: int) -> bool:
-        """Ask for all batches from `first` on and apply them; return whether the server answered."""
+    async def _replayed(self, first: int) -> None:
+        """Ask for all batches from `first` on and apply those that come."""
         if self._replay is None:
-            return False
+            return
         with self._context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(self._replay)
@@ -109,14 +107,14 @@ class EventFeed:
                         _, _, encoded, payload = await socket.recv_multipart()
                     self._come()
                     if encoded == END:
-                        return True
+                        return
                     number = int.from_bytes(encoded, "big")
                     if number != expected:
                         self._forget()  # its buffer begins later
                     self._apply(number, payload)
                     expected = number + 1
             except TimeoutError:
-                return False
+                return
 
     def _apply(self, number: int, payload: bytes) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What one stock server can do, asked when it is met."""
+"""Abilities of one stock server, asked when it is met."""
 
 from dataclasses import dataclass
 from typing import Any

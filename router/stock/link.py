@@ -20,6 +20,7 @@ from kvcache.block_keys import BlockKey, split_keys
 from loans.account import KvAccount
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
+from router.stock.accounts import account_of, tell_cached
 from router.stock.completions import Call, Chunk, calls_of, prompt_scores, read_chunk, tokens_of
 from router.stock.facts import ServerFacts
 from router.stock.plain import PlainOutput, plain_call
@@ -67,6 +68,10 @@ class StockLink:
         self._on_ended = on_ended
         self._running: dict[_Attempt | GatewayRequest, None] = {}
         """Attempts there, in order of their sending."""
+        self.num_decoding = 0
+        """Number of requests past their prompt."""
+        self.num_blocks = 0
+        """Number of blocks that its requests are expected to take."""
         self._computed_at = 0.0
         """Time of the last first token, by the monotonic clock."""
         self.last_sequence = 0
@@ -78,7 +83,7 @@ class StockLink:
         self.heard_at = loop_time()
         """Time of the last token of any request, or of the start of the first after none."""
         self.failed = asyncio.Event()
-        """Signal that a request failed below HTTP: the server may be gone."""
+        """Signal that a request failed below HTTP: the server may be gone. Its owner may have another event set."""
 
     @property
     def broken(self) -> bool:
@@ -92,16 +97,6 @@ class StockLink:
     @property
     def num_running(self) -> int:
         return len(self._running)
-
-    @property
-    def num_decoding(self) -> int:
-        """Number of requests past their prompt."""
-        return sum(attempt.decodes for attempt in self._running)
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks that its requests are expected to take."""
-        return sum(attempt.num_blocks for attempt in self._running)
 
     def queued_tokens(self, tokens_per_s: float) -> int:
         """Return the prompt tokens that the server has yet to compute, at this speed.
@@ -165,6 +160,7 @@ class StockLink:
         if not self._running:
             self.heard_at = loop_time()
         self._running[attempt] = None
+        self.num_blocks += attempt.num_blocks
         self.last_sequence = max(self.last_sequence, sequence)
         self._on_sent(keys)
         self.on_change()
@@ -173,10 +169,13 @@ class StockLink:
         self.heard_at = loop_time()
         if not attempt.decodes:
             attempt.decodes, self._computed_at = True, time.monotonic()
+            self.num_decoding += 1
             self.on_change()
 
     def _ends(self, attempt: "_Attempt | GatewayRequest", keys: Sequence[BlockKey]) -> None:
         del self._running[attempt]
+        self.num_blocks -= attempt.num_blocks
+        self.num_decoding -= attempt.decodes
         self._on_ended(keys)
         self.on_change()
 
@@ -373,45 +372,6 @@ class _Attempt:
             raise DeadlineExceeded(_TOO_LATE) from None
         except (aiohttp.ClientError, OSError) as error:
             raise self._api.unavailable(error) from None
-
-
-def account_of(request: pb.DecodeRequest, block_tokens: int, sent_at: float, first_token_at: float) -> KvAccount:
-    """Return the account of a request before its server tells anything: what placement predicted.
-
-    A lender's blocks are told by no stream. Times are seconds of the monotonic clock.
-    """
-    num_tokens = len(request.prompt_token_ids) + len(request.emitted_token_ids)
-    usable = (num_tokens - 1) // block_tokens if block_tokens else 0
-    hits = min(usable, request.placement.predicted_hit_blocks)
-    times = {"admitted": sent_at, "first_token": first_token_at}
-    if not request.HasField("lender"):
-        computed = num_tokens - hits * block_tokens
-        times["compute_started"] = sent_at
-        return KvAccount(
-            reused_blocks=hits,
-            computed_blocks=usable - hits,
-            computed_tokens=computed,
-            times=times,
-            is_predicted=True,
-        )
-    computed = usable - hits if request.lender.may_compute else 0
-    times |= {"loan_opened": sent_at, "loan_started": sent_at, "last_blocks_ready": first_token_at}
-    return KvAccount(
-        moved_blocks=hits + computed,
-        lender_cached_blocks=hits,
-        lender_computed_blocks=computed,
-        times=times,
-        is_predicted=True,
-    )
-
-
-def tell_cached(account: KvAccount, num_cached: int, num_tokens: int, block_tokens: int) -> None:
-    """Correct an account without a lender by what the server told."""
-    if not account.moved_blocks and block_tokens:
-        account.reused_blocks = num_cached // block_tokens
-        account.computed_tokens = num_tokens - num_cached
-        account.computed_blocks = (num_tokens - 1) // block_tokens - account.reused_blocks
-        account.is_predicted = False
 
 
 _TOO_LATE = "the deadline passed before the request was done"

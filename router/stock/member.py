@@ -1,8 +1,10 @@
-"""One stock server as a worker of its model: met, watched and left, as often as it comes back.
+"""One stock server as a worker of its model, as often as it comes back.
 
-away ──answers──▶ joined ──listed as leaving──▶ draining ──idle──▶ away
-▲                 │
-└──refuses, or is silent: its requests are placed again──┘
+It is met, watched and left:
+
+    away ──answers──▶ joined ──listed as leaving──▶ draining ──idle──▶ away
+      ▲                 │
+      └─────────────────┘ refuses, or is silent: its requests are placed again
 """
 
 import asyncio
@@ -49,7 +51,7 @@ PLAIN_BLOCK_TOKENS, PLAIN_BLOCKS = 16, 1 << 20
 
 
 class Surroundings:
-    """What all servers of a fleet share."""
+    """Surroundings that all servers of a fleet share."""
 
     def __init__(
         self,
@@ -77,7 +79,6 @@ class Member:
         self._wake = asyncio.Event()
         self._leaves = False
         self._said = ""
-        self._joined: _Joined | None = None
 
     def listed(self, server: Server) -> None:
         """Take over a change of the listing: whether the server drains."""
@@ -96,6 +97,7 @@ class Member:
             try:
                 facts = await ask(self._api)
                 joined = self._join(facts)
+                joined.link.failed = self._wake  # a failed request has the server looked at
             except ServiceError as error:
                 self._log(str(error))
                 self._wake.clear()
@@ -114,7 +116,7 @@ class Member:
         self._said = reason
 
     async def _sleep(self, seconds: float) -> None:
-        """Sleep until a change of the listing, or for so long."""
+        """Sleep until the listing changed or a request failed, or for so long."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._wake.wait()
@@ -131,16 +133,11 @@ class Member:
         try:
             while True:
                 self._wake.clear()
-                joined.link.failed.clear()
                 if not await joined.report(self._server.draining or self._leaves):
                     return
                 if self._leaves and joined.link.idle:
                     return
-                failed = asyncio.ensure_future(joined.link.failed.wait())
-                woken = asyncio.ensure_future(self._wake.wait())
-                await asyncio.wait((failed, woken), timeout=SCRAPE_S, return_when=asyncio.FIRST_COMPLETED)
-                failed.cancel()
-                woken.cancel()
+                await self._sleep(SCRAPE_S)
                 if following is not None and following.done():
                     following.result()
         finally:

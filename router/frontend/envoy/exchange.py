@@ -82,7 +82,7 @@ class Event(Enum):
     """Further events of a response."""
 
     ENDED = auto()
-    """It is complete."""
+    """The response is complete."""
 
 
 Action = Answer | PickWanted | ResponseBegan | ResponseBytes | Event

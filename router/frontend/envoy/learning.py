@@ -1,4 +1,4 @@
-"""What a gateway's answers tell of a placement, as the end of a stream for placement to learn from.
+"""Answers that a gateway shows, as the end of a stream from which placement learns.
 
 Pure. A server's answer has no receipt, so what placement predicted stands where the server tells nothing.
 """

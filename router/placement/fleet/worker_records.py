@@ -91,7 +91,7 @@ class WorkerRecord:
     failing_lenders: "set[WorkerRecord]" = field(default_factory=set)
     """Lenders for which the circuit breaker of its loans is open or half-open."""
     server: str = ""
-    """What a stock server can do, in words; empty for a worker of Tandem."""
+    """Abilities of a stock server, in words; empty for a worker of Tandem."""
     store_id: str = field(init=False, default="")
     """Row of the worker table for the store that it shares, by model and store; empty without one."""
 
