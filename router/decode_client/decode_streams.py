@@ -40,10 +40,12 @@ class DecodeStreams:
     def to(self, worker: WorkerRecord) -> "WorkerLink":
         """Return an unbroken connection to `worker`.
 
-        It breaks when the worker falls silent.
+        It breaks when the worker falls silent. Raises Unavailable for a stock server that has left.
         """
         link = self._links.get(worker)
-        if link is None or (link.broken and worker.hello.stream_address):
+        if link is None or link.broken:
+            if not worker.hello.stream_address:
+                raise Unavailable(f"server {worker.worker_id} has left")
             link = self._opened(worker, None)
         return link
 

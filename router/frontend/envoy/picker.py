@@ -259,9 +259,12 @@ class Picker:
             demand = replace(demand, only=only)
         while True:
             placed, decision = await model.dispatcher.place(info, demand, keys)
-            link = model.links.to(placed.decode)
-            if isinstance(link, StockLink) and not link.broken:
-                break
+            try:
+                link = model.links.to(placed.decode)
+                if isinstance(link, StockLink) and not link.broken:
+                    break
+            except Unavailable:
+                pass
             placed.failed = True  # the server left at this very moment
             model.dispatcher.ended(placed)
         held.callback(model.dispatcher.ended, placed)
