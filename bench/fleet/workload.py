@@ -13,6 +13,8 @@ from bench.fleet.servers import BLOCK, CONTEXT, TINY
 SCALE = 512 // BLOCK
 MAX_OUTPUT = 256
 MAX_PROMPT = CONTEXT - MAX_OUTPUT - 1
+SHORTEST = 2000
+"""First of the words that are one token each: `w1` is a special token, so `w1234` would be two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Arrival:
 def words(block: int) -> list[str]:
     """Return the words of a block of the trace."""
     draw = random.Random(block)
-    return [f"w{draw.randrange(100, TINY['vocab_size'])}" for _ in range(BLOCK)]
+    return [f"w{draw.randrange(SHORTEST, TINY['vocab_size'])}" for _ in range(BLOCK)]
 
 
 def conversations(trace: Path, rate: float, seconds: float, part: int) -> Sequence[Arrival]:
