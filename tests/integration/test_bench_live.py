@@ -21,6 +21,7 @@ from support.long_runs import long
 from support.processes import report_of, until
 from tandem.cli.main import app
 from tandem.loadgen.command import OfferedLoad, OutputOptions, run_bench
+from tandem.loadgen.comparison import run_comparison
 from tandem.loadgen.frontends import GrpcFrontend, HttpFrontend
 from tandem.storyteller import STORYTELLER
 
@@ -143,3 +144,17 @@ async def test_by_http_it_sees_the_same(cluster_of: Any) -> None:
     assert report.results.output_tokens == sum(request.output_tokens for request in offered)
     assert report.results.input_tokens == sum(request.input_tokens for request in offered)
     assert report.receipts.count == 8
+
+
+async def test_two_ways_to_the_same_workers_are_compared_without_sharing_prompts(cluster_of: Any) -> None:
+    async with cluster_of(STORYTELLER, prefill=0, decode=1, router={"http_port": 0}, **TIMING) as cluster:
+        port = cluster.router.http_address.rpartition(":")[2]
+        urls = [f"http://{host}:{port}" for host in ("127.0.0.1", "localhost")]
+        load = OfferedLoad(profile_named("short-chat"), concurrency=2, most=8, scale=0.15, seed=1)
+        console = quiet()
+        found = await run_comparison(console, {url: HttpFrontend(url, "", 600) for url in urls}, load, rounds=2)
+    for results in (each for rounds in found.values() for each in rounds):
+        assert (results.finished, results.failed) == (8, 0)
+    hits = [results.hit_rate for rounds in found.values() for results in rounds]
+    assert max(hits) < 0.9  # a repeated load would find all but the last block
+    assert "/ the first" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -238,6 +238,42 @@ async def test_servers_come_and_go_with_their_file(model: Path, tmp_path: Path) 
         await met(asking, *(server.worker_id for server in servers[1:]))
 
 
+async def test_a_fleet_grows_to_forty_servers_and_back_under_load(model: Path, tmp_path: Path) -> None:
+    file, servers = tmp_path / "servers.yaml", [ScriptedServer(step_s=0.005) for _ in range(40)]
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            await stack.enter_async_context(server)
+        values = {"servers": [{"file": str(file), "kv_events_port": None}], "model": model, "name": "m"}
+
+        async def listed(number: int) -> None:
+            file.write_text(yaml.safe_dump([{"url": server.url} for server in servers[:number]]))
+            await met(client, *(server.worker_id for server in servers[:number]))
+
+        file.write_text("[]")
+        router = await start_router(RouterConfig.parse({"port": 0, "fleet": values}))
+        stack.push_async_callback(router.stop)
+        client = Client(router.address)
+        stack.push_async_callback(client.close)
+        await listed(2)
+        goes_on, numbers = True, itertools.count()
+
+        async def load() -> int:
+            count = 0
+            while goes_on:
+                prompt = prompt_of(next(numbers))
+                assert (await ask(client, prompt)).tokens == {0: expected_tokens(prompt, 40)}
+                count += 1
+            return count
+
+        async with asyncio.TaskGroup() as group:
+            streams = [group.create_task(load()) for _ in range(20)]
+            for number in (10, 40, 15, 2):
+                await listed(number)
+            goes_on = False
+        assert all(stream.result() > 0 for stream in streams)
+        assert sum(bool(server.bodies) for server in servers) > 20
+
+
 async def test_a_server_that_died_comes_back_at_its_address(model: Path) -> None:
     servers = [ScriptedServer(), ScriptedServer()]
     async with routed(model, servers) as client:

@@ -7,7 +7,7 @@ import typer
 
 from cluster.config import parse_overrides, read_file
 from cluster.errors import StartError
-from tandem.cli.common import SERVE
+from tandem.cli.common import SERVE, SIZE, console, run
 
 app = typer.Typer()
 
@@ -49,6 +49,47 @@ def epp(
     Requests and answers stay between gateway and servers. `tandem status` asks at port 50051.
     """
     raise typer.Exit(run_router([], fleet, {"host": host, "epp_port": epp_port} | parse_overrides(set_ or [])))
+
+
+@app.command(rich_help_panel=SIZE)
+def compare(
+    urls: Annotated[list[str], typer.Argument(metavar="URL URL...", help="addresses with OpenAI's API")],
+    trace: Annotated[
+        Path | None, typer.Option(help="trace file, as `tandem bench` reads it; default: a load profile")
+    ] = None,
+    profile: Annotated[
+        str, typer.Option(help="load profile: short-chat, long-context-qa, tool-calling or offline-batch")
+    ] = "short-chat",
+    model: Annotated[str, typer.Option(help="name of the model; default: the only one")] = "",
+    rate: Annotated[float, typer.Option(help="requests per second; with a trace: factor on its request rate")] = 1.0,
+    duration: Annotated[float, typer.Option(help="duration of each turn, in seconds")] = 60.0,
+    warmup: Annotated[float, typer.Option(help="seconds at the beginning of each turn that are not counted")] = 0.0,
+    rounds: Annotated[int, typer.Option(min=1, help="number of turns of each address")] = 3,
+    timeout: Annotated[float, typer.Option(help="deadline of each request, in seconds")] = 600.0,
+    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="API key of all addresses")] = "",
+) -> None:
+    """Load several addresses in turns, and print latencies and cache hits side by side.
+
+    For example a Service of `vllm serve`, and Tandem's router before the same servers. Each turn has its own prompts,
+    so none finds what another one cached.
+    """
+    from simulator.traces.reading import Trace, Window
+    from simulator.workloads import profile_named
+    from tandem.loadgen.command import OfferedLoad
+    from tandem.loadgen.comparison import run_comparison
+    from tandem.loadgen.frontends import HttpFrontend
+
+    if len(urls) < 2 or len(set(urls)) < len(urls):
+        raise StartError("urls", "name at least two addresses, each once")
+    load = OfferedLoad(
+        profile=None if trace else profile_named(profile),
+        trace=None if trace is None else Trace(trace, Window(rate=rate)),
+        rate=rate,
+        duration_s=duration,
+        warmup_s=warmup,
+    )
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    run(run_comparison(console, {url: HttpFrontend(url, model, timeout, headers) for url in urls}, load, rounds))
 
 
 def run_router(urls: list[str], fleet: Path | None, settings: dict[str, Any]) -> int:
