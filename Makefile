@@ -18,7 +18,7 @@ FILES := --dist loadfile --no-loadscope-reorder -m "not long" --durations 15 --d
 SEVERAL := tests/helm tests/package tests/e2e/test_right.py tests/e2e/test_structured.py tests/integration
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-busy test-slow test-package agents test-agents vllm vllm-0.33 vllm-if-on-offer test-vllm test-vllm-versions docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-vllm bench-neighbours test-clients bench-kv bench-router bench-fleet bench-gpu compare compare-kv dynamo protos check-protos install clean
+.PHONY: demo test test-busy test-slow test-package agents test-agents vllm vllm-0.33 vllm-if-on-offer test-vllm test-vllm-versions docs test-long test-faults test-pods fuzz lint lint-chart types unit integration helm test-kubernetes e2e ray gpu bench bench-engine bench-vllm bench-neighbours test-clients bench-kv bench-router bench-fleet bench-null bench-gpu compare compare-kv dynamo protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -188,6 +188,10 @@ bench-kv: $(INSTALLED)
 
 bench-router: $(INSTALLED) $(ROUTERS_VENV)/.installed
 	@$(BIN)/python -m bench.router
+
+# Other times of a step than 2.5 ms: `python -m bench.null 0 10`.
+bench-null: $(INSTALLED) $(VLLM_VENV)/.installed
+	@$(BIN)/python -m bench.null
 
 bench-fleet: $(INSTALLED) $(ROUTERS_VENV)/.installed $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.fleet

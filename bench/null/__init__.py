@@ -1,0 +1,1 @@
+"""`make bench-null`: Tandem beside `vllm serve`, over an executor that computes nothing: what a token costs."""
