@@ -5,7 +5,6 @@ of its request wait here, or PAUSE_BYTES, the worker is told to keep the rest, a
 """
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from google.protobuf.message import DecodeError
@@ -72,8 +71,8 @@ class DecodeStream:
     def idle(self) -> bool:
         return not self._stream.mux.num_channels
 
-    async def generate(self, request: pb.DecodeRequest, timeout_s: float) -> AsyncGenerator[bytes]:
-        """Yield serialised GenerateResponses.
+    async def generate(self, request: pb.DecodeRequest, timeout_s: float) -> AsyncGenerator[Sequence[bytes]]:
+        """Yield serialised GenerateResponses, all that have come since the last.
 
         Raises the ServiceError that ended the request; closing early cancels it.
         """
@@ -93,7 +92,7 @@ class DecodeStream:
             while True:
                 while waits.messages:
                     yield waits.take()
-                channel.resume()
+                    channel.resume()
                 if waits.ended:
                     if waits.failure is not None:
                         raise waits.failure
@@ -131,7 +130,7 @@ class _Request:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self.messages: deque[bytes] = deque()
+        self.messages: list[bytes] = []
         self._num_bytes = 0
         self.ended = False
         self.failure: ServiceError | None = None
@@ -144,10 +143,9 @@ class _Request:
             self._channel.pause()
         self.waker.wake()
 
-    def take(self) -> bytes:
-        message = self.messages.popleft()
-        self._num_bytes -= len(message)
-        return message
+    def take(self) -> Sequence[bytes]:
+        messages, self.messages, self._num_bytes = self.messages, [], 0
+        return messages
 
     def end(self, failure: ServiceError | None) -> None:
         if not self.ended:

@@ -1,7 +1,7 @@
 """Connections to all workers, each opened when its worker has joined."""
 
 import functools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -25,7 +25,7 @@ class WorkerLink(Protocol):
     def broken(self) -> bool: ...
     @property
     def idle(self) -> bool: ...
-    def generate(self, request: pb.DecodeRequest, timeout_s: float) -> AsyncGenerator[bytes]: ...
+    def generate(self, request: pb.DecodeRequest, timeout_s: float) -> AsyncGenerator[Sequence[bytes]]: ...
     def break_off(self, failure: ServiceError) -> None: ...
 
 

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.errors import InvalidRequest, ServiceError
 from cluster.network.error_status import to_proto
 from protos import inference_pb2 as pb
+from router.request_path.late_messages import joined
 from router.validation import check_whole_answer
 
 MAX_REQUESTS = 4096
@@ -16,7 +17,7 @@ DEFAULT_CONCURRENT = 32
 MAX_UNREAD = 64
 """Results that may wait for a client that reads slowly; then no further request starts."""
 
-Generate = Callable[[int, pb.GenerateRequest], AsyncGenerator[bytes]]
+Generate = Callable[[int, pb.GenerateRequest], AsyncGenerator[Sequence[bytes]]]
 """Function that yields the serialised GenerateResponses of one request, of that number in its batch."""
 
 
@@ -28,8 +29,7 @@ class _Gathered:
     finish: pb.Finish
     embedding: list[float] = field(default_factory=list)
 
-    def add(self, message: bytes) -> None:
-        response = pb.GenerateResponse.FromString(message)
+    def add(self, response: pb.GenerateResponse) -> None:
         if response.prompt_logprobs and not response.token_ids:
             return
         if response.embedding:
@@ -87,8 +87,9 @@ async def _one(number: int, request: pb.GenerateRequest, generate: Generate) -> 
         check_whole_answer([request])
         request.stream_tool_calls = False  # the result has each call whole
         async with contextlib.aclosing(generate(number, request)) as messages:
-            async for message in messages:
-                gathered.add(message)
+            async for batch in messages:
+                for message in joined(batch):
+                    gathered.add(message)
     except ServiceError as error:
         return pb.BatchResult(index=number, status=to_proto(error).SerializeToString())
     choices = [gathered.choices[index] for index in sorted(gathered.choices)]

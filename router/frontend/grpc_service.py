@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from router.models.model_runtime import ModelRuntime
 from router.models.model_runtimes import ModelRuntimes
 from router.observability.explanations import candidate_of, compared, num_shown, to_response
 from router.observability.samples import Samples
+from router.request_path.late_messages import joined
 from router.request_path.parsed_stream import generate_parts
 from router.request_path.preprocess import tenant_of
 from router.request_path.queries import Queries
@@ -103,9 +104,13 @@ class InferenceService:
             async with self._arriving(message, principal) as (request, arrival):
                 stream = self._generate(request, context, principal, arrival)
                 async with contextlib.aclosing(stream) as messages:
-                    async for raw in messages:
+                    async for batch in messages:
                         answer.sending = True
-                        yield raw
+                        if len(batch) == 1:
+                            yield batch[0]
+                        else:
+                            for response in joined(batch):
+                                yield response.SerializeToString()
                         answer.sent()
 
     async def GenerateBatch(self, payload: bytes | AsyncIterator[bytes], context: Any) -> AsyncIterator[pb.BatchResult]:
@@ -124,7 +129,7 @@ class InferenceService:
                 request = parsed(pb.GenerateBatchRequest, raw)
                 del raw
 
-                def generate(number: int, one: pb.GenerateRequest) -> AsyncGenerator[bytes]:
+                def generate(number: int, one: pb.GenerateRequest) -> AsyncGenerator[Sequence[bytes]]:
                     return self._generate(one, context, principal, is_charged=is_known and number == 0)
 
                 each = generate_batch(request, generate)
@@ -141,7 +146,7 @@ class InferenceService:
         principal: Principal,
         arrival: Arrival | None = None,
         is_charged: bool = False,
-    ) -> AsyncGenerator[bytes]:
+    ) -> AsyncGenerator[Sequence[bytes]]:
         """Return a request's messages, with their parts where the client wants these."""
         start = partial(
             self._handler.generate,

@@ -1,6 +1,6 @@
 """Messages of a request that wants its output in parts."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from protos import inference_pb2 as pb
@@ -8,6 +8,7 @@ from router.models.output.call_reading import CallArguments, CallBegun
 from router.models.output.output_format import OutputParser, Piece, Reasoning
 from router.models.output.output_plan import OutputPlan
 from router.prepared_request import PreparedRequest
+from router.request_path.late_messages import joined
 
 
 class OutputParts:
@@ -57,8 +58,8 @@ def part_of(piece: Piece) -> pb.OutputPart:
 
 
 async def generate_parts(
-    generate: Callable[[Callable[[PreparedRequest], object]], AsyncGenerator[bytes]],
-) -> AsyncGenerator[bytes]:
+    generate: Callable[[Callable[[PreparedRequest], object]], AsyncGenerator[Sequence[bytes]]],
+) -> AsyncGenerator[Sequence[bytes]]:
     """Yield the messages of a request with their parts.
 
     `generate` starts the request; it takes the function that is to be called when the request is checked.
@@ -66,11 +67,12 @@ async def generate_parts(
     checked: list[PreparedRequest] = []
     parts: OutputParts | None = None
     async with aclosing(generate(checked.append)) as messages:
-        async for raw in messages:
+        async for batch in messages:
             if parts is None:
                 request = checked[-1].request
                 resume = request.resume if request.HasField("resume") else None
                 parts = OutputParts(checked[-1].output, request.stream_tool_calls, resume)
-            message = pb.GenerateResponse.FromString(raw)
-            parts.add_to(message)
-            yield message.SerializeToString()
+            parsed = joined(batch)
+            for message in parsed:
+                parts.add_to(message)
+            yield [message.SerializeToString() for message in parsed]

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from cluster.errors import Draining, Incompatible, Overloaded, RevisionGone, ServiceError, Unavailable
 from protos import inference_pb2 as pb
@@ -62,8 +62,8 @@ class RequestHandler:
         arrival: Arrival | None = None,
         is_charged: bool = False,
         warm: WarmTarget | None = None,
-    ) -> AsyncGenerator[bytes]:
-        """Yield serialised GenerateResponses, one unbroken stream over all attempts.
+    ) -> AsyncGenerator[Sequence[bytes]]:
+        """Yield serialised GenerateResponses, one unbroken stream over all attempts; at once those that came together.
 
         With `warm` there is no output, and one message with the finish. Raises ServiceError.
 
@@ -116,7 +116,7 @@ class RequestHandler:
                         )
                         link = model.links.to(placed.decode)
                         async with contextlib.aclosing(link.generate(internal, prepared.remaining_s())) as messages:
-                            async for message in messages:
+                            async for batch in messages:
                                 if not placed.started:
                                     prepared.revision = prepared.revision or placed.decode.hello.revision
                                     model.fleet.started(placed)
@@ -124,12 +124,13 @@ class RequestHandler:
                                     observation.started(started_at - placed_at)
                                     if emitted.empty and warm is None:
                                         model.fleet.traffic.first_token(started_at - prepared.arrived_at)
-                                emitted.add(message)
-                                if observation.message(message):
-                                    await observation.account(emitted, message)
-                                yield message
+                                for each in batch:
+                                    emitted.add(each)
+                                    if observation.message(each):
+                                        await observation.account(emitted, each)
+                                yield batch
                         if placed.started:
-                            observation.attempt_finished(_learn(prepared, placed, message, started_at - placed_at))
+                            observation.attempt_finished(_learn(prepared, placed, batch[-1], started_at - placed_at))
                         return
                     except (Unavailable, Incompatible, Overloaded) as failure:
                         if isinstance(failure, Overloaded) and failure.permanent:

@@ -188,8 +188,8 @@ async def _on(
     stream = handler.generate(request, left_s, principal, is_charged=number == 0, warm=target)
     finish = pb.Finish()
     async with contextlib.aclosing(stream) as messages:
-        async for message in messages:
-            finish.CopyFrom(pb.GenerateResponse.FromString(message).finish)
+        async for batch in messages:
+            finish.CopyFrom(pb.GenerateResponse.FromString(batch[-1]).finish)
     kv = finish.receipt.kv
     return pb.WarmedWorker(
         worker_id=finish.receipt.placement.decode_worker,

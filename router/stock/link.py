@@ -117,7 +117,7 @@ class StockLink:
             for attempt in tuple(self._running):
                 attempt.cut()
 
-    async def generate(self, request: pb.DecodeRequest, timeout_s: float) -> AsyncGenerator[bytes]:
+    async def generate(self, request: pb.DecodeRequest, timeout_s: float) -> AsyncGenerator[Sequence[bytes]]:
         """Yield serialised GenerateResponses.
 
         Raises the ServiceError that ended the request; closing early cancels it.
@@ -139,7 +139,7 @@ class StockLink:
             async with aclosing(responses(request, prompt, attempt, calls)) as stream:
                 async for response in stream:
                     self._heard(attempt)
-                    yield response.SerializeToString()
+                    yield (response.SerializeToString(),)
         except Unavailable as error:
             self.failed.set()
             raise self.failure or error from None

@@ -58,7 +58,11 @@ async def decode(hello: membership_pb2.Hello, request: decode_pb2.DecodeRequest)
     """Place a request on a worker; return its messages. Raises the ServiceError that ended it."""
     link = connection(hello)
     try:
-        return [pb.GenerateResponse.FromString(message) async for message in link.generate(request, 60.0)]
+        return [
+            pb.GenerateResponse.FromString(message)
+            async for messages in link.generate(request, 60.0)
+            for message in messages
+        ]
     finally:
         link.break_off(Unavailable("over"))
 

@@ -121,9 +121,10 @@ class Reader:
 
     async def _read(self) -> None:
         try:
-            async for message in self._stream:
-                self.tokens += public_pb.GenerateResponse.FromString(message).token_ids
-                self.num_messages += 1
+            async for messages in self._stream:
+                for message in messages:
+                    self.tokens += public_pb.GenerateResponse.FromString(message).token_ids
+                    self.num_messages += 1
                 await self.allowed.acquire()
         except ServiceError as failure:
             self.failure = failure
@@ -277,7 +278,8 @@ async def test_a_request_that_no_frame_can_carry_is_refused(wire: Wire) -> None:
     for attempt in wire.attempts.values():
         attempt.say(1)
     await settle()
-    assert public_pb.GenerateResponse.FromString(await reading).token_ids == [1]
+    (message,) = await reading
+    assert public_pb.GenerateResponse.FromString(message).token_ids == [1]
     assert [other.tokens for other in others] == [[1], [1]]
     link.break_off(Unavailable("over"))
 

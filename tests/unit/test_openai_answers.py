@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
@@ -282,11 +282,13 @@ def test_fields_have_their_clients_names() -> None:
 # -------------------------------------------------------------------------------------------------- merging
 
 
-async def _counting(name: bytes, count: int, ended: list[bytes], fails: bool = False) -> AsyncGenerator[bytes]:
+async def _counting(
+    name: bytes, count: int, ended: list[bytes], fails: bool = False
+) -> AsyncGenerator[Sequence[bytes]]:
     try:
         for number in range(count):
             await asyncio.sleep(0)
-            yield name + b"%d" % number
+            yield [name + b"%d" % number]
         if fails:
             raise Unavailable("gone")
     finally:
@@ -298,8 +300,8 @@ async def test_streams_are_merged_each_in_its_order() -> None:
     got = [
         item async for item in merged([_counting(b"a", 5, ended), _counting(b"b", 0, ended), _counting(b"c", 9, ended)])
     ]
-    assert [message for number, message in got if number == 0] == [b"a%d" % count for count in range(5)]
-    assert [message for number, message in got if number == 2] == [b"c%d" % count for count in range(9)]
+    assert [message for number, (message,) in got if number == 0] == [b"a%d" % count for count in range(5)]
+    assert [message for number, (message,) in got if number == 2] == [b"c%d" % count for count in range(9)]
     assert sorted(ended) == [b"a", b"b", b"c"]
 
 

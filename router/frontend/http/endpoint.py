@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -13,7 +13,6 @@ from cluster import logs
 from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
 from cluster.process.drain import Drain
 from cluster.trace_context import from_headers, traceparent
-from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival, Arrivals
 from router.frontend.http.body.fields import Fields, IgnoredFields, parse_object
 from router.frontend.http.body.media import MediaFiles, media_names
@@ -24,6 +23,7 @@ from router.frontend.http.generation import Answer, Generation, PromptInfo
 from router.frontend.http.merging import merged
 from router.models.media import sources_of
 from router.prepared_request import PreparedRequest
+from router.request_path.late_messages import joined
 from router.request_path.queries import Queries
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
@@ -181,7 +181,7 @@ class Endpoint(Generic[RequestT, AnswerT]):
 
     def _streams(
         self, api_request: RequestT, answer: Answer, caller: Caller, arrival: Arrival
-    ) -> AsyncGenerator[tuple[int, bytes]]:
+    ) -> AsyncGenerator[tuple[int, Sequence[bytes]]]:
         """Return the messages of all prompts of a request."""
         streams = [
             self._handler.generate(
@@ -209,8 +209,9 @@ class Endpoint(Generic[RequestT, AnswerT]):
         await self._before(api_request, caller, arrival)
         answer = self._answer(api_request, api_request.answer_id)
         async with aclosing(self._streams(api_request, answer, caller, arrival)) as messages:
-            async for number, raw in messages:
-                answer.absorb(number, pb.GenerateResponse.FromString(raw))
+            async for number, batch in messages:
+                for message in joined(batch):
+                    answer.absorb(number, message)
         await self._hooks.after(api_request, caller, answer)
         return answer.whole()
 
@@ -223,8 +224,8 @@ class Endpoint(Generic[RequestT, AnswerT]):
             answer = self._answer(api_request, api_request.answer_id)
             last = b""
             async with aclosing(self._streams(api_request, answer, caller, arrival)) as messages:
-                async for number, raw in messages:
-                    events = answer.chunk(number, pb.GenerateResponse.FromString(raw))
+                async for number, batch in messages:
+                    events = b"".join(answer.chunk(number, message) for message in joined(batch))
                     if answer.complete:
                         last += events  # sent once the request is accounted for: its client may ask again at once
                     elif events:

@@ -6,8 +6,8 @@ from contextlib import aclosing
 
 
 async def merged(
-    streams: Sequence[AsyncGenerator[bytes]], max_open: int | None = None
-) -> AsyncGenerator[tuple[int, bytes]]:
+    streams: Sequence[AsyncGenerator[Sequence[bytes]]], max_open: int | None = None
+) -> AsyncGenerator[tuple[int, Sequence[bytes]]]:
     """Yield the items of all streams with the streams' numbers, as they come.
 
     At most `max_open` streams are open at a time, in order; None: all. Raises the first failure; closing it closes all
@@ -15,10 +15,10 @@ async def merged(
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
-            async for message in only:
-                yield 0, message
+            async for messages in only:
+                yield 0, messages
         return
-    queue: asyncio.Queue[tuple[int, bytes | BaseException | None]] = asyncio.Queue(len(streams))
+    queue: asyncio.Queue[tuple[int, Sequence[bytes] | BaseException | None]] = asyncio.Queue(len(streams))
 
     rest = iter(enumerate(streams))
 
@@ -27,8 +27,8 @@ async def merged(
             end: BaseException | None = None
             try:
                 async with aclosing(stream):
-                    async for message in stream:
-                        await queue.put((number, message))
+                    async for messages in stream:
+                        await queue.put((number, messages))
             except Exception as error:  # any error, raised below
                 end = error
             await queue.put((number, end))
