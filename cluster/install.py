@@ -18,7 +18,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "cuda": ("pynvml",),
     "ray": ("ray",),
     "ucxx": ("ucxx",),
-    "plot": ("matplotlib",),
+    "sizing": ("matplotlib",),
     "otel": ("opentelemetry",),
     "bench": ("aiohttp",),
     "preprocessor": ("aiohttp",),

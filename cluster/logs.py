@@ -20,7 +20,7 @@ VARIABLE = "TANDEM_LOG"
 LEVELS = ("debug", "info", "warning", "error")
 OURS = (
     "cluster", "decode_worker", "encode_worker", "engine", "kvcache", "kvtransfer", "loans", "planner",
-    "prefill_worker", "preprocessor", "router", "simulator", "tandem", "tandem_connector", "worker",
+    "prefill_worker", "preprocessor", "router", "sizing", "tandem", "tandem_connector", "worker", "workloads",
 )  # fmt: skip
 """Packages whose loggers follow `log_level`; library loggers never log less than warnings."""
 AWAITED = ("engine.model.hub",)

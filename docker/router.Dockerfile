@@ -17,7 +17,8 @@ COPY prefill_worker prefill_worker
 COPY preprocessor preprocessor
 COPY protos protos
 COPY router router
-COPY simulator simulator
+COPY sizing sizing
+COPY workloads workloads
 COPY tandem tandem
 COPY tandem_connector tandem_connector
 COPY worker worker

@@ -12,16 +12,16 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from simulator.comparison.plot import open_figures
-from simulator.comparison.results import LatencySummary, ResultCounter, Slo
-from simulator.errors import BadSetup, check_above_0
-from simulator.request import EndState, TraceRequest
-from simulator.traces.reading import Trace
-from simulator.traces.receipts import ServedRequest, write_served
-from simulator.workloads import Profile, evenly, poisson, requests_of
 from tandem.loadgen.drive import LoadDriver, SentRequest
 from tandem.loadgen.frontends import Frontend
 from tandem.loadgen.report import Receipts, Report, tables_of, write_json, write_plot
+from workloads.errors import BadSetup, check_above_0
+from workloads.profiles import Profile, evenly, poisson, requests_of
+from workloads.report import open_figures
+from workloads.request import EndState, TraceRequest
+from workloads.results import LatencySummary, ResultCounter, Slo
+from workloads.traces.reading import Trace
+from workloads.traces.receipts import ServedRequest, write_served
 
 BEGIN_S = 0.2
 """Seconds before the first request is due, so that it is not sent late."""

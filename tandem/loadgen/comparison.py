@@ -11,11 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from simulator.comparison.results import ResultCounter, Results, Slo
-from simulator.request import MAX_HASH_ID, TraceRequest
 from tandem.loadgen.command import BEGIN_S, OfferedLoad
 from tandem.loadgen.drive import LoadDriver, SentRequest
 from tandem.loadgen.frontends import Frontend
+from workloads.request import MAX_HASH_ID, TraceRequest
+from workloads.results import ResultCounter, Results, Slo
 
 FIGURES: Mapping[str, tuple[float, str, str]] = {
     "time to first token, mean, ms": (1e3, "ttft_s", "mean"),

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from cluster.errors import Overloaded, ServiceError, TandemError
 from protos import inference_pb2 as pb
-from simulator.latency_histogram import LatencyHistogram
-from simulator.request import EndState, Outcome, TraceRequest
 from tandem.loadgen.frontends import Frontend
+from workloads.latency_histogram import LatencyHistogram
+from workloads.request import EndState, Outcome, TraceRequest
 
 SLEEP_AT_LEAST_S = 0.001
 """Shortest sleep in seconds; requests due sooner are sent now."""

@@ -13,10 +13,10 @@ from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, Service
 from cluster.install import needing
 from cluster.network.tls import ClientIdentity
 from protos import inference_pb2 as pb
-from simulator.errors import shown
-from simulator.request import TraceRequest
 from tandem.client import Client
 from tandem.loadgen.prompts import PromptWords, sample, token_ids
+from workloads.errors import shown
+from workloads.request import TraceRequest
 
 MAX_LINE = 1 << 20
 """Largest event of an HTTP server, in bytes."""

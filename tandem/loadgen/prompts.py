@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.request import MAX_HASH_ID, TraceRequest
+from workloads.request import MAX_HASH_ID, TraceRequest
 
 _OF_IDS, _OF_PLACES, _OF_BOTH = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xFF51AFD7ED558CCD
 LEAST_TOKEN = 256

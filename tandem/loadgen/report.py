@@ -15,9 +15,8 @@ from rich import box
 from rich.table import Table
 
 from protos import inference_pb2 as pb
-from simulator.comparison.plot import open_figures
-from simulator.comparison.report import finite
-from simulator.comparison.results import SHARES, LatencySummary, Results, Slo
+from workloads.report import finite, open_figures
+from workloads.results import SHARES, LatencySummary, Results, Slo
 
 
 @dataclass(slots=True)

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from engine.config import WorkerConfig
-from simulator.fit.values import DEFAULTS, MEMORY_LIMIT, PRODUCT, ValuesPool, pools_of
-from simulator.fit.verdict import Verdict, verdicts
-from simulator.models.known_models import known_shape
-from simulator.models.model_shape import DEFAULT_CONFIG
+from sizing.fit.values import DEFAULTS, MEMORY_LIMIT, PRODUCT, ValuesPool, pools_of
+from sizing.fit.verdict import Verdict, verdicts
+from sizing.models.known_models import known_shape
+from sizing.models.model_shape import DEFAULT_CONFIG
 from support.chart import (
     CHART,
     EXAMPLES,

@@ -11,12 +11,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.errors import StartError
-from simulator.calibrate import calibrate
-from simulator.calibration import Calibration
-from simulator.comparison.results import Slo
-from simulator.errors import BadSetup
-from simulator.traces.reading import Trace, Window, served_of
-from simulator.workloads import profile_named
+from sizing.calibrate import calibrate
+from sizing.calibration import Calibration
 from support.long_runs import long
 from support.processes import report_of, until
 from tandem.cli.main import app
@@ -24,6 +20,10 @@ from tandem.loadgen.command import OfferedLoad, OutputOptions, run_bench
 from tandem.loadgen.comparison import run_comparison
 from tandem.loadgen.frontends import GrpcFrontend, HttpFrontend
 from tandem.storyteller import STORYTELLER
+from workloads.errors import BadSetup
+from workloads.profiles import profile_named
+from workloads.results import Slo
+from workloads.traces.reading import Trace, Window, served_of
 
 TIMING = {"engine": "sim", "sim_step_ms": 2.0, "sim_prompt_token_us": 20.0, "sim_reads": "last"}
 

@@ -11,10 +11,10 @@ from engine.core.loan_host import EngineLimits
 from engine.core_types import StepBudget
 from kvcache.layout import KvLayout
 from router.placement.rates import Priors
-from simulator.cluster.clock import VirtualClock
-from simulator.cluster.cluster import ClusterSpec, Failure, SimCluster, audit
-from simulator.cluster.worker import WorkerSpec
-from simulator.request import Outcome, TraceRequest
+from sizing.cluster.clock import VirtualClock
+from sizing.cluster.cluster import ClusterSpec, Failure, SimCluster, audit
+from sizing.cluster.worker import WorkerSpec
+from workloads.request import Outcome, TraceRequest
 
 WIDTH = 16
 LAYOUT = KvLayout(layers=2, kv_heads=1, head_dim=1024, block_tokens=WIDTH, dtype="bfloat16")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from simulator.comparison.advice import (
+from sizing.comparison.advice import (
     BLOCKS,
     LEAST_BLOCKS,
     LEVELS,
@@ -17,16 +17,16 @@ from simulator.comparison.advice import (
     sample,
     settle,
 )
-from simulator.comparison.replay import Scenario, Setup, replay
-from simulator.comparison.report import advice, as_json, verdict
-from simulator.comparison.results import Slo
-from simulator.errors import BadSetup
-from simulator.gpus import gpu_named
-from simulator.models.model_shape import open_shape
-from simulator.plan.check import requests_of
-from simulator.plan.load import OfferedLoad
-from simulator.request import TraceRequest
+from sizing.comparison.replay import Scenario, Setup, replay
+from sizing.comparison.report import advice, as_json, verdict
+from sizing.gpus import gpu_named
+from sizing.models.model_shape import open_shape
+from sizing.plan.check import requests_of
+from sizing.plan.load import OfferedLoad
 from support.virtual_cluster import random_requests
+from workloads.errors import BadSetup
+from workloads.request import TraceRequest
+from workloads.results import Slo
 
 SETUP = Setup(open_shape(None), gpu_named("H100"), gpus=4)
 SPLIT = Scenario("conditional", 1, 3)

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from engine.backends.sim.timing import StepTiming, StepWork
-from simulator.calibrate import AssumedRates, calibrate
-from simulator.calibration import Calibration, Jittered
-from simulator.cluster.cluster import SimCluster
-from simulator.errors import BadSetup
-from simulator.request import Outcome, TraceRequest
-from simulator.traces.reading import served_of
-from simulator.traces.receipts import ServedRequest, write_served
-from simulator.workloads import poisson, profile_named, requests_of
+from sizing.calibrate import AssumedRates, calibrate
+from sizing.calibration import Calibration, Jittered
+from sizing.cluster.cluster import SimCluster
 from support.virtual_cluster import TIMING, cluster_spec
+from workloads.errors import BadSetup
+from workloads.profiles import poisson, profile_named, requests_of
+from workloads.request import Outcome, TraceRequest
+from workloads.traces.reading import served_of
+from workloads.traces.receipts import ServedRequest, write_served
 
 REQUESTS = 250
 

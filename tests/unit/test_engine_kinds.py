@@ -28,9 +28,9 @@ from kvtransfer import plugins
 from kvtransfer.transport import Pool
 from protos.decode_pb2 import DecodeRequest
 from protos.inference_pb2 import Sampling, StructuredOutput
-from simulator.fit.memory import Device, Fit, PlannedWorker, check
-from simulator.fit.nearest import nearest
-from simulator.models.known_models import known_shape
+from sizing.fit.memory import Device, Fit, PlannedWorker, check
+from sizing.fit.nearest import nearest
+from sizing.models.known_models import known_shape
 from tandem.doctor.checks import check_packages
 from tandem.doctor.machine import read_machine
 from worker.requests.placed_request import check_request
@@ -49,7 +49,7 @@ PACKAGES = (
         "preprocessor",
         "router",
     ),
-    *("simulator", "tandem", "tandem_connector"),
+    *("sizing", "tandem", "tandem_connector", "workloads"),
 )
 MAX_COMPARISONS = 3
 """Largest number of comparisons with an engine's name outside of the backends."""

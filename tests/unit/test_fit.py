@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.config import WorkerConfig
 from kvcache.store.block_store import BUFFER_BYTES
-from simulator.fit.memory import (
+from sizing.fit.memory import (
     GPU_RESERVE,
     HOST_RESERVE,
     MIB,
@@ -21,10 +21,10 @@ from simulator.fit.memory import (
     check,
     full_context_bytes,
 )
-from simulator.fit.nearest import Change, nearest
-from simulator.gpus import GPUS
-from simulator.models.known_models import NAMES, known_shape
-from simulator.models.model_shape import ModelShape
+from sizing.fit.nearest import Change, nearest
+from sizing.gpus import GPUS
+from sizing.models.known_models import NAMES, known_shape
+from sizing.models.model_shape import ModelShape
 
 H100 = Device("H100", 80e9)
 

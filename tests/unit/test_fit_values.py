@@ -10,14 +10,14 @@ import yaml
 from typer.testing import CliRunner
 
 from cluster.errors import StartError
-from simulator.errors import BadSetup
-from simulator.fit.memory import Device
-from simulator.fit.values import gpu_of_product, pools_of, quantity
-from simulator.fit.verdict import verdicts
-from simulator.models.known_models import known_shape
-from simulator.models.model_shape import DEFAULT_CONFIG
+from sizing.fit.memory import Device
+from sizing.fit.values import gpu_of_product, pools_of, quantity
+from sizing.fit.verdict import verdicts
+from sizing.models.known_models import known_shape
+from sizing.models.model_shape import DEFAULT_CONFIG
 from tandem.cli.common import console
 from tandem.cli.main import app
+from workloads.errors import BadSetup
 
 H100 = Device("H100", 80e9)
 VLLM = {"engine": "vllm", "vllm_options": {"max_model_len": 8192}}

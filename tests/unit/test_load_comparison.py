@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.request import MAX_HASH_ID, TraceRequest
 from tandem.loadgen.comparison import unlike
+from workloads.request import MAX_HASH_ID, TraceRequest
 
 REQUESTS = st.builds(
     TraceRequest,

@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 
 from cluster.errors import InvalidRequest, Overloaded, StartError, Unavailable
 from protos import inference_pb2 as pb
-from simulator.errors import BadSetup, BadTrace
-from simulator.request import EndState, TraceRequest
-from simulator.traces.reading import Trace, Window
 from tandem.cli.main import app
 from tandem.loadgen import command
 from tandem.loadgen.command import LeftOut, OfferedLoad
 from tandem.loadgen.drive import LoadDriver, SentRequest
 from tandem.loadgen.frontends import Frontend, HttpFrontend, OnTokens, _error, _read_event
+from workloads.errors import BadSetup, BadTrace
+from workloads.request import EndState, TraceRequest
+from workloads.traces.reading import Trace, Window
 
 
 class Behind(Frontend):

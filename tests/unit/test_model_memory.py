@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backends.sim.timing import StepWork
-from simulator.comparison.replay import Setup, spec_of
-from simulator.comparison.results import Slo
-from simulator.errors import BadSetup
-from simulator.gpus import GPUS, Roofline
-from simulator.models.known_models import NAMES, known_shape, named_shape
-from simulator.models.model_layers import kinds_of
-from simulator.models.model_shape import DEFAULT_CONFIG, ModelShape, open_shape, shape_of
-from simulator.plan.arithmetic import sections
-from simulator.plan.check import check
-from simulator.plan.disaggregated import DisaggregatedPlan
-from simulator.plan.load import OfferedLoad
-from simulator.plan.search import GOAL, plan
-from simulator.plan.streams import Streams
+from sizing.comparison.replay import Setup, spec_of
+from sizing.gpus import GPUS, Roofline
+from sizing.models.known_models import NAMES, known_shape, named_shape
+from sizing.models.model_layers import kinds_of
+from sizing.models.model_shape import DEFAULT_CONFIG, ModelShape, open_shape, shape_of
+from sizing.plan.arithmetic import sections
+from sizing.plan.check import check
+from sizing.plan.disaggregated import DisaggregatedPlan
+from sizing.plan.load import OfferedLoad
+from sizing.plan.search import GOAL, plan
+from sizing.plan.streams import Streams
+from workloads.errors import BadSetup
+from workloads.results import Slo
 
 
 def shape_named(name: str) -> ModelShape:

@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from cluster.errors import StartError
-from simulator.comparison.replay import Setup, bill, roofline_of
-from simulator.comparison.results import Slo
-from simulator.errors import BadSetup
-from simulator.gpus import GPUS, gpu_named
-from simulator.models.model_shape import DEFAULT_CONFIG, open_shape, shape_of
-from simulator.plan.aggregated import AggregatedPlan
-from simulator.plan.arithmetic import sections
-from simulator.plan.check import check, requests_of
-from simulator.plan.disaggregated import DisaggregatedPlan
-from simulator.plan.load import Lengths, OfferedLoad
-from simulator.plan.prompts import PromptSteps, line_of
-from simulator.plan.queueing import waiting
-from simulator.plan.search import GOAL, Option, apart_of, plan, smallest
-from simulator.plan.streams import crossing, poisson_share, share_within
+from sizing.comparison.replay import Setup, bill, roofline_of
+from sizing.gpus import GPUS, gpu_named
+from sizing.models.model_shape import DEFAULT_CONFIG, open_shape, shape_of
+from sizing.plan.aggregated import AggregatedPlan
+from sizing.plan.arithmetic import sections
+from sizing.plan.check import check, requests_of
+from sizing.plan.disaggregated import DisaggregatedPlan
+from sizing.plan.load import Lengths, OfferedLoad
+from sizing.plan.prompts import PromptSteps, line_of
+from sizing.plan.queueing import waiting
+from sizing.plan.search import GOAL, Option, apart_of, plan, smallest
+from sizing.plan.streams import crossing, poisson_share, share_within
 from tandem.cli.common import console
 from tandem.cli.main import app
+from workloads.errors import BadSetup
+from workloads.results import Slo
 
 LLAMA = open_shape(None)
 LLAMA_70B = shape_of(

@@ -15,9 +15,9 @@ from router.placement.fleet.fleet import Fleet
 from router.placement.in_flight import IDLE, Flows, Transfer, TransfersInFlight
 from router.placement.place import Decision
 from router.placement.rates import Priors
-from simulator.cluster.cluster import ClusterSpec
-from simulator.request import EndState, TraceRequest
+from sizing.cluster.cluster import ClusterSpec
 from tests.support.virtual_cluster import PRIORS, Observed, worker_spec
+from workloads.request import EndState, TraceRequest
 
 KEYS = block_keys(root_key(b"model", ""), list(range(16)), 4)
 DEMAND = Demand(num_tokens=20, num_usable_blocks=4, num_total_blocks=6, block_tokens=4, block_bytes=100)

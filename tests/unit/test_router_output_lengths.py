@@ -15,9 +15,9 @@ from router.placement.fleet.fleet import Fleet
 from router.placement.learning.output_lengths import BINS_PER_DOUBLING, EVERY, MEMORY, SHARE, OutputLengths
 from router.placement.place import Decision
 from router.placement.rates import Priors
-from simulator.cluster.cluster import ClusterSpec
-from simulator.request import EndState, TraceRequest
+from sizing.cluster.cluster import ClusterSpec
 from tests.support.virtual_cluster import PRIORS, Observed, worker_spec
+from workloads.request import EndState, TraceRequest
 
 KEY = ("tenant", "task")
 STEP = 2 ** (1 / BINS_PER_DOUBLING)

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from cluster.roles import ROLES, Role
 from planner.config import PolicyConfig, PoolConfig
-from simulator.cluster.autoscale import Autoscale
-from simulator.cluster.cluster import START_S, SimCluster, audit
-from simulator.comparison.planned import autoscaled
-from simulator.comparison.replay import Scenario, Setup, replay
-from simulator.comparison.results import Slo
-from simulator.errors import BadSetup
-from simulator.gpus import gpu_named
-from simulator.models.model_shape import open_shape
-from simulator.request import EndState, Outcome, TraceRequest
-from simulator.traces.swing import RateSwing
+from sizing.cluster.autoscale import Autoscale
+from sizing.cluster.cluster import START_S, SimCluster, audit
+from sizing.comparison.planned import autoscaled
+from sizing.comparison.replay import Scenario, Setup, replay
+from sizing.gpus import gpu_named
+from sizing.models.model_shape import open_shape
 from support.virtual_cluster import cluster_spec, random_requests, worker_spec
+from workloads.errors import BadSetup
+from workloads.request import EndState, Outcome, TraceRequest
+from workloads.results import Slo
+from workloads.traces.swing import RateSwing
 
 
 class Moved:

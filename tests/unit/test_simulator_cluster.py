@@ -7,9 +7,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.comparison.policies import AlwaysLend, LeastLoaded, PrefixHash, RoundRobin
-from simulator.request import EndState, TraceRequest
+from sizing.comparison.policies import AlwaysLend, LeastLoaded, PrefixHash, RoundRobin
 from support.virtual_cluster import Observed, cluster_spec, kills, random_requests
+from workloads.request import EndState, TraceRequest
 
 TRIALS = int(os.environ.get("TANDEM_TRIALS", "15"))
 POLICIES = [None, RoundRobin, LeastLoaded, PrefixHash, AlwaysLend]

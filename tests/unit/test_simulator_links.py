@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from kvtransfer.errors import EndpointMismatch, PeerGone
 from kvtransfer.transport import Span
-from simulator.cluster.clock import VirtualClock
-from simulator.cluster.links import Links
-from simulator.cluster.transport import VirtualTransport
+from sizing.cluster.clock import VirtualClock
+from sizing.cluster.links import Links
+from sizing.cluster.transport import VirtualTransport
 from support.virtual_cluster import run_out
 
 

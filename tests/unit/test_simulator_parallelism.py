@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from engine.backends.sim.timing import StepWork
-from simulator.cluster.cluster import Failure
-from simulator.comparison.planned import autoscaled
-from simulator.comparison.replay import Setup, cluster_spec, scenarios
-from simulator.errors import BadSetup
-from simulator.gpus import GPUS, HOST_GPUS, Gpu, Roofline
-from simulator.models.known_models import known_shape
-from simulator.models.model_shape import ModelShape
-from simulator.plan.load import OfferedLoad
-from simulator.plan.search import plan
+from sizing.cluster.cluster import Failure
+from sizing.comparison.planned import autoscaled
+from sizing.comparison.replay import Setup, cluster_spec, scenarios
+from sizing.gpus import GPUS, HOST_GPUS, Gpu, Roofline
+from sizing.models.known_models import known_shape
+from sizing.models.model_shape import ModelShape
+from sizing.plan.load import OfferedLoad
+from sizing.plan.search import plan
+from workloads.errors import BadSetup
 
 H100, H200 = GPUS["H100"], GPUS["H200"]
 

@@ -15,21 +15,21 @@ from typer.testing import CliRunner
 from cluster.errors import StartError
 from engine.backends.sim.timing import StepTiming
 from router.placement.snapshots.decision_codec import decided_again, read_recorded
-from simulator.calibration import Calibration
-from simulator.cluster.cluster import SimCluster
-from simulator.comparison.planned import autoscaled
-from simulator.comparison.replay import Scenario, Setup, learnt_by, replay, scenarios
-from simulator.comparison.report import advice, as_json, tables_of
-from simulator.comparison.results import Slo
-from simulator.decision_log import LoggedFleet
-from simulator.errors import BadSetup
-from simulator.gpus import gpu_named
-from simulator.models.model_shape import DEFAULT_CONFIG, open_shape
-from simulator.request import Outcome, TraceRequest
+from sizing.calibration import Calibration
+from sizing.cluster.cluster import SimCluster
+from sizing.comparison.planned import autoscaled
+from sizing.comparison.replay import Scenario, Setup, learnt_by, replay, scenarios
+from sizing.comparison.report import advice, as_json, tables_of
+from sizing.decision_log import LoggedFleet
+from sizing.gpus import gpu_named
+from sizing.models.model_shape import DEFAULT_CONFIG, open_shape
 from support.virtual_cluster import cluster_spec, random_requests
 from tandem.cli.main import app
 from tandem.cli.sizing.replay import seeds_that_differ
 from tandem.progress import ShareProgress
+from workloads.errors import BadSetup
+from workloads.request import Outcome, TraceRequest
+from workloads.results import Slo
 
 LLAMA = open_shape(None)
 SETUP = Setup(LLAMA, gpu_named("h100"), gpus=4)
@@ -310,7 +310,7 @@ def test_prompts_longer_than_a_models_context_are_refused(tmp_path: Path) -> Non
 
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from simulator.comparison.plot import write_plot
+    from sizing.comparison.plot import write_plot
 
     trace = random_requests(5, 10, rate=20.0)
     setup = replace(SETUP, slo=Slo(0.05, 0.01))

@@ -6,8 +6,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.request import EndState
 from support.virtual_cluster import Observed, cluster_spec, kills, random_requests
+from workloads.request import EndState
 
 TRIALS = int(os.environ.get("TANDEM_TRIALS", "25"))
 

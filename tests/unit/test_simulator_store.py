@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from simulator.cluster.store import StoreSpec
+from sizing.cluster.store import StoreSpec
 from support.virtual_cluster import LAYOUT, Observed, cluster_spec, kills, random_requests
 
 REQUESTS = random_requests(seed=3, count=150, rate=20.0)

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
-from simulator.errors import BadSetup, BadTrace
-from simulator.request import TraceRequest
-from simulator.traces.columns import parse_columns
-from simulator.traces.reading import Trace, Window, served_of
-from simulator.traces.receipts import ServedRequest, write_served
+from workloads.errors import BadSetup, BadTrace
+from workloads.request import TraceRequest
+from workloads.traces.columns import parse_columns
+from workloads.traces.reading import Trace, Window, served_of
+from workloads.traces.receipts import ServedRequest, write_served
 
 GOOD = {"timestamp": 1000, "input_length": 1000, "output_length": 5, "hash_ids": [0, 1]}
 

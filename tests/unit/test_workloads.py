@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.errors import BadSetup
-from simulator.request import TraceRequest
-from simulator.workloads import HASH_TOKENS, PROFILES, evenly, poisson, profile_named, requests_of
 from tandem.loadgen.prompts import LEAST_TOKEN, PromptWords, sample, token_ids
+from workloads.errors import BadSetup
+from workloads.profiles import HASH_TOKENS, PROFILES, evenly, poisson, profile_named, requests_of
+from workloads.request import TraceRequest
 
 
 @given(

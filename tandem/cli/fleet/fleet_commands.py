@@ -73,11 +73,11 @@ def compare(
     For example a Service of `vllm serve`, and Tandem's router before the same servers. Each turn has its own prompts,
     so none finds what another one cached.
     """
-    from simulator.traces.reading import Trace, Window
-    from simulator.workloads import profile_named
     from tandem.loadgen.command import OfferedLoad
     from tandem.loadgen.comparison import run_comparison
     from tandem.loadgen.frontends import HttpFrontend
+    from workloads.profiles import profile_named
+    from workloads.traces.reading import Trace, Window
 
     if len(urls) < 2 or len(set(urls)) < len(urls):
         raise StartError("urls", "name at least two addresses, each once")

@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from simulator.calibration import Calibration
+from sizing.calibration import Calibration
 
 
 def show_calibration(console: Console, calibration: Calibration, path: Path) -> None:

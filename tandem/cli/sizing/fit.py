@@ -12,13 +12,13 @@ from rich.text import Text
 from cluster.config import read_file
 from cluster.errors import StartError
 from engine.model.hub import model_path
-from simulator.errors import BadSetup, shown
-from simulator.fit.memory import gb
-from simulator.fit.values import merged
-from simulator.fit.verdict import Shapes, Verdict, verdicts
-from simulator.models.known_models import known_shape
-from simulator.models.model_shape import ModelShape, open_config, shape_in
+from sizing.fit.memory import gb
+from sizing.fit.values import merged
+from sizing.fit.verdict import Shapes, Verdict, verdicts
+from sizing.models.known_models import known_shape
+from sizing.models.model_shape import ModelShape, open_config, shape_in
 from tandem.cli.tables import NamesTable, uncut
+from workloads.errors import BadSetup, shown
 
 NAMES = ("pool", "verdict")
 FIGURES = ("replicas", "device", "weights", "KV", "step", "reserve", "left")

@@ -11,15 +11,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from simulator.comparison.advice import MARGIN
-from simulator.comparison.replay import Setup, roofline_of
-from simulator.comparison.report import finite
-from simulator.errors import BadSetup
-from simulator.plan.arithmetic import PlanFigure, sections
-from simulator.plan.check import check
-from simulator.plan.load import OfferedLoad
-from simulator.plan.search import GOAL, MODEL_ERROR, Option, Plan, plan
+from sizing.comparison.advice import MARGIN
+from sizing.comparison.replay import Setup, roofline_of
+from sizing.plan.arithmetic import PlanFigure, sections
+from sizing.plan.check import check
+from sizing.plan.load import OfferedLoad
+from sizing.plan.search import GOAL, MODEL_ERROR, Option, Plan, plan
 from tandem.progress import ShareProgress
+from workloads.errors import BadSetup
+from workloads.report import finite
 
 
 def needed(name: str, value: float | None) -> float:

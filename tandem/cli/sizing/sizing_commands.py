@@ -75,13 +75,13 @@ def plan_cluster(
     replay`. With --values it says instead whether each pool of a chart's values fits its device, and exits with 1 where
     one does not.
     """
-    from simulator.comparison.replay import Setup
-    from simulator.comparison.results import Slo
-    from simulator.gpus import gpu_named
-    from simulator.models.known_models import named_shape
-    from simulator.plan.load import OfferedLoad
+    from sizing.comparison.replay import Setup
+    from sizing.gpus import gpu_named
+    from sizing.models.known_models import named_shape
+    from sizing.plan.load import OfferedLoad
     from tandem.cli.sizing.fit import parse_shapes, read_values, refuse_beside_values, show_fit
     from tandem.cli.sizing.plan import make_plan, needed
+    from workloads.results import Slo
 
     load = {"rate": rate, "prompt": prompt, "output": output}
     if values:
@@ -202,15 +202,11 @@ def replay_trace(
     Answers whether to disaggregate. Time is virtual: computation and links are modelled, all decisions are made by the
     real code.
     """
-    from simulator.calibration import Calibration
-    from simulator.comparison.planned import autoscaled
-    from simulator.comparison.replay import Setup, scenarios
-    from simulator.comparison.results import Slo
-    from simulator.gpus import gpu_named
-    from simulator.models.known_models import named_shape
-    from simulator.traces.columns import parse_columns
-    from simulator.traces.reading import Trace, Window
-    from simulator.traces.swing import RateSwing
+    from sizing.calibration import Calibration
+    from sizing.comparison.planned import autoscaled
+    from sizing.comparison.replay import Setup, scenarios
+    from sizing.gpus import gpu_named
+    from sizing.models.known_models import named_shape
     from tandem.cli.sizing.replay import (
         compare,
         parse_failures,
@@ -221,6 +217,10 @@ def replay_trace(
         seeds_that_differ,
         store_of,
     )
+    from workloads.results import Slo
+    from workloads.traces.columns import parse_columns
+    from workloads.traces.reading import Trace, Window
+    from workloads.traces.swing import RateSwing
 
     if calibration is not None:
         theirs = {"gpu": gpu, "model": model, "tp": tp, "pp": pp, "dp": dp, "lag": lag, "block_tokens": block_tokens}
@@ -319,13 +319,13 @@ def bench(
     With --rate, latency counts from the planned send time, even if the request was sent later. Sampling is greedy, and
     outputs are as long as the profile or the trace says (`ignore_eos`).
     """
-    from simulator.comparison.results import Slo
-    from simulator.errors import check_above_0
-    from simulator.traces.columns import parse_columns
-    from simulator.traces.reading import Trace, Window
-    from simulator.workloads import profile_named
     from tandem.loadgen.command import OfferedLoad, OutputOptions, run_bench
     from tandem.loadgen.frontends import Frontend, GrpcFrontend, HttpFrontend
+    from workloads.errors import check_above_0
+    from workloads.profiles import profile_named
+    from workloads.results import Slo
+    from workloads.traces.columns import parse_columns
+    from workloads.traces.reading import Trace, Window
 
     check_above_0("timeout", timeout)
     check_above_0("vocab_size", vocab_size, or_0=True)
@@ -397,12 +397,12 @@ def calibrate(
 
     An aggregated cluster transfers nothing: pass --block-bytes (or --model) and --nic-gbps (or --gpu).
     """
-    from simulator.calibrate import AssumedRates
-    from simulator.calibrate import calibrate as fit
-    from simulator.gpus import SEQUENCE_TOKENS, gpu_named
-    from simulator.models.known_models import named_shape
-    from simulator.traces.reading import served_of
+    from sizing.calibrate import AssumedRates
+    from sizing.calibrate import calibrate as fit
+    from sizing.gpus import SEQUENCE_TOKENS, gpu_named
+    from sizing.models.known_models import named_shape
     from tandem.cli.sizing.calibrate import show_calibration
+    from workloads.traces.reading import served_of
 
     nic_bytes_per_s = None if nic_gbps is None else nic_gbps * 1e9 / 8
     if nic_bytes_per_s is None and gpu is not None:
