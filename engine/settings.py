@@ -3,7 +3,7 @@
 import os
 import re
 import socket
-from typing import Final, Literal, Self
+from typing import ClassVar, Final, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
@@ -143,7 +143,7 @@ class CommonSettings(StoreSettings, HealthSettings, MetricsSettings, LogSettings
     strict_lanes: tuple[str, ...] = ()
     """UCX transports that KV must travel over, such as rc_mlx5 or cuda_ipc, or groups of them: rdma, shm. Where UCX
     would fall back to others, the worker does not start, or its loans fail. Default: UCX chooses."""
-    max_queued_loans: PositiveInt = 256
+    max_queued_loans: ClassVar[int] = 256
     """Largest number of loans that wait in a lender; further loans are refused."""
     peer_silence_s: PositiveFloat = 8.0
     """Seconds of silence after which a lender or a borrower is given up, and seconds without progress after which a

@@ -1,5 +1,7 @@
 """Settings of the planner's policy."""
 
+from typing import ClassVar
+
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from cluster.config import Config
@@ -45,13 +47,13 @@ class PolicyConfig(Config):
     switch_s: NonNegativeFloat = 30.0
     """Seconds that a role switch takes: streams go on for up to `drain_s` before they are handed over. No worker
     switches unless this is less than `start_s`."""
-    clear_s: PositiveFloat = 10.0
+    clear_s: ClassVar[float] = 10.0
     """Seconds within which waiting work should be done."""
     down_after_s: NonNegativeFloat = 180.0
     """Seconds without interruption for which fewer workers must have sufficed before a pool shrinks."""
     down_every_s: NonNegativeFloat = 30.0
     """Shortest time between two shrink steps, in seconds."""
-    margin: float = Field(default=0.1, ge=0, le=1)
+    margin: ClassVar[float] = 0.1
     """Share by which the load may grow without needing the workers that are removed. A load that varies by less changes
     nothing."""
 

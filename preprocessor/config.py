@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+from typing import ClassVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
@@ -64,7 +65,7 @@ class PreprocessorConfig(MediaSettings):
     allowed_hosts: tuple[str, ...] = ()
     """Hosts whose http and https URLs are fetched, such as `images.example.org`, or `*.example.org` for all names below
     one. They must have public addresses. Empty: no URL is fetched but `data:` URLs."""
-    fetch_limit_s: PositiveFloat = 10.0
+    fetch_limit_s: ClassVar[float] = 10.0
     """Seconds for fetching one URL."""
 
     @field_validator("model")

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings, TlsSettings
 from encode_worker.config import EncoderConfig
 from engine.config import WorkerConfig
 from engine.engine_kind import BUILT_IN, kind_of
@@ -26,6 +27,7 @@ from planner.config import PoolConfig
 from planner.executors.kubernetes import KubernetesConfig
 from planner.runtime import PlannerConfig
 from preprocessor.config import MediaModel, PreprocessorConfig
+from preprocessor.media_settings import MediaSettings
 from router.admission.config import TenantPolicy
 from router.config import RouterConfig
 from router.models.config import ModelEntry, ModelRule
@@ -46,28 +48,27 @@ range stops the start with an error that names the key.
 
 *Basic* settings are those that most clusters change. *Advanced* settings have defaults that fit nearly always.
 """
+TABLE = "| key | default | meaning |\n| --- | --- | --- |\n"
 BASIC: dict[type[BaseModel], tuple[str, ...]] = {
     RouterConfig: (
-        *("model", "models", "port", "http_port", "host", "redis_url", "tenants", "default_tenant", "api_keys_file"),
-        *("default_deadline_s", "metrics_port", "log_level"),
+        *("model", "models", "port", "http_port", "host", "tenants", "default_tenant", "api_keys_file"),
+        "default_deadline_s",
     ),
-    WorkerConfig: (
-        *("model", "routers", "redis_url", "kv_memory_mib", "kv_host_memory_mib", "kv_disk_dir"),
-        *("tensor_parallel", "metrics_port"),
-    ),
+    WorkerConfig: (*("model", "routers", "kv_memory_mib", "kv_host_memory_mib", "kv_disk_dir", "tensor_parallel"),),
     PlannerConfig: (
         *("routers", "model", "executor", "prefill", "decode", "max_total", "ttft_s", "itl_s", "goal", "start_s"),
-        *("switch", "metrics_port"),
+        "switch",
     ),
-    PreprocessorConfig: (
-        *("model", "models", "engine", "vllm_options", "host", "port", "processes", "allowed_hosts"),
-        *("blob_memory_mib", "metrics_port", "log_level"),
-    ),
-    EncoderConfig: (
-        *("model", "engine", "vllm_options", "host", "port", "embeddings_memory_mib", "metrics_port", "log_level"),
-    ),
+    PreprocessorConfig: (*("model", "models", "port", "processes", "allowed_hosts", "blob_memory_mib"),),
+    EncoderConfig: ("model", "port", "embeddings_memory_mib"),
 }
 """Basic settings, at most 12 for each role."""
+SHARED: dict[str, tuple[type[BaseModel], ...]] = {
+    "Every role": (LogSettings, TlsSettings, MetricsSettings, HealthSettings),
+    "Router, worker and planner": (DiscoverySettings,),
+    "Preprocessor and encode worker": (MediaSettings,),
+}
+"""Classes with settings of several roles."""
 OF_ENGINES = {
     engine: set(kind_of(engine).settings.model_fields) - set(CommonSettings.model_fields) for engine in BUILT_IN
 }
@@ -102,24 +103,36 @@ def page() -> Iterator[str]:
         basic = BASIC[settings]
         assert len(basic) <= 12, title
         of_engines = OF_ENGINES if settings is WorkerConfig else {}
-        rest = set(settings.model_fields) - {*basic, *(name for names in of_engines.values() for name in names)}
-        yield f"\n## {title}: basic\n\n" + table(settings, basic)
-        yield f"\n## {title}: advanced\n\n" + table(settings, in_order(settings, rest))
+        shared = {
+            name for classes in SHARED.values() for each in classes if issubclass(settings, each) for name in own(each)
+        }
+        of_any_engine = {name for names in of_engines.values() for name in names}
+        rest = set(settings.model_fields) - {*basic, *of_any_engine, *shared}
+        yield f"\n## {title}: basic\n\n{TABLE}" + rows(settings, basic)
+        yield f"\n## {title}: advanced\n\n{TABLE}" + rows(settings, in_order(settings, rest))
         for engine, names in of_engines.items():
-            yield f"\n## {title}: {engine} engine\n\n" + table(settings, in_order(settings, set(names) - set(basic)))
+            yield f"\n## {title}: {engine} engine\n\n{TABLE}" + rows(
+                settings, in_order(settings, set(names) - set(basic))
+            )
+    for title, classes in SHARED.items():
+        yield f"\n## {title}\n\n{TABLE}" + "".join(rows(each, own(each)) for each in classes)
     for settings, title in PARTS.items():
-        yield f"\n## {title}\n\n" + table(settings, list(settings.model_fields))
+        yield f"\n## {title}\n\n{TABLE}" + rows(settings, list(settings.model_fields))
 
 
 def in_order(settings: type[BaseModel], names: set[str]) -> list[str]:
     return [name for name in settings.model_fields if name in names]
 
 
-def table(settings: type[BaseModel], names: Sequence[str]) -> str:
-    """Return a table of the named settings."""
+def own(settings: type[BaseModel]) -> list[str]:
+    """Return the settings that a class declares itself."""
+    return [name for name in settings.__annotations__ if name in settings.model_fields]
+
+
+def rows(settings: type[BaseModel], names: Sequence[str]) -> str:
+    """Return rows of a table of the named settings."""
     described = descriptions(settings)
-    rows = [f"| `{name}` | {default_of(settings.model_fields[name])} | {described[name]} |\n" for name in names]
-    return "| key | default | meaning |\n| --- | --- | --- |\n" + "".join(rows)
+    return "".join(f"| `{name}` | {default_of(settings.model_fields[name])} | {described[name]} |\n" for name in names)
 
 
 def descriptions(settings: type[BaseModel]) -> dict[str, str]:

@@ -1,6 +1,8 @@
 """Settings of queues, admission and tenant limits."""
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from typing import ClassVar
+
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from cluster.config import Config
 
@@ -45,29 +47,31 @@ class AdmissionConfig(Config):
     """Memory in MiB for bodies of requests that are read at a time; a quarter of it for one tenant."""
     no_worker_grace_s: PositiveFloat = 10.0
     """Seconds for which a request may wait while no decode worker has joined, or none has a large enough pool."""
-    lower_class_share: float = Field(default=0.05, ge=0, le=0.5)
-    """Share of started tokens that go to priority classes below the highest one that waits, where they can start."""
-    batch_block_share: float = Field(default=0.8, gt=0, le=1)
-    """Share of a decode worker's blocks that may be in use when a request of a class below 0 starts."""
-    max_lender_queue_s: PositiveFloat = 2.0
-    """Seconds of predicted work beyond which a lender gets no further request; requests wait in the router instead."""
-    long_prompt_s: PositiveFloat = 4.0
-    """Predicted seconds of computing from which a prompt counts as long."""
-    long_prompt_lender_share: float = Field(default=0.75, ge=0, le=1)
-    """Share of lenders that may compute long prompts at a time; at least one may."""
-    short_prompt_lenders: NonNegativeInt = 3
-    """Lenders kept free of long prompts, whatever `long_prompt_lender_share` is, but at most half of all lenders."""
-    max_passed_s: PositiveFloat = 5.0
-    """Seconds for which later requests may overtake one that finds no capacity; then a worker is reserved for it."""
-    max_passed_tokens: PositiveInt = 200_000
-    """Tokens of later requests that may overtake one that finds no capacity; then a worker is reserved for it."""
     max_refusals: PositiveInt = 64
     """Refusals of one request by workers without capacity, after which it fails; each is followed by a pause, 10 ms at
     first, up to 500 ms."""
+    batch_block_share: float = Field(default=0.8, gt=0, le=1)
+    """Share of a decode worker's blocks that may be in use when a request of a class below 0 starts."""
     tenants: dict[str, TenantPolicy] = Field(default_factory=dict)
     """Limits by tenant name."""
     default_tenant: TenantPolicy = TenantPolicy()
     """Limits of each tenant without an entry in `tenants`."""
+
+    # Constants: nobody could choose them better without a simulation of their own load. Tests do.
+    lower_class_share: ClassVar[float] = 0.05
+    """Share of started tokens that go to priority classes below the highest one that waits, where they can start."""
+    max_lender_queue_s: ClassVar[float] = 2.0
+    """Seconds of predicted work beyond which a lender gets no further request; requests wait in the router instead."""
+    long_prompt_s: ClassVar[float] = 4.0
+    """Predicted seconds of computing from which a prompt counts as long."""
+    long_prompt_lender_share: ClassVar[float] = 0.75
+    """Share of lenders that may compute long prompts at a time; at least one may."""
+    short_prompt_lenders: ClassVar[int] = 3
+    """Lenders kept free of long prompts, whatever `long_prompt_lender_share` is, but at most half of all lenders."""
+    max_passed_s: ClassVar[float] = 5.0
+    """Seconds for which later requests may overtake one that finds no capacity; then a worker is reserved for it."""
+    max_passed_tokens: ClassVar[int] = 200_000
+    """Tokens of later requests that may overtake one that finds no capacity; then a worker is reserved for it."""
 
     def policy(self, tenant: str) -> TenantPolicy:
         return self.tenants.get(tenant, self.default_tenant)
