@@ -6,6 +6,7 @@ Needs no torch.
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from cluster.errors import InvalidRequest
 from engine.model.model_dir import ModelDir
@@ -44,38 +45,63 @@ def check_token_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> No
 class _Decoding:
     """Incremental text of tokens.
 
-    A token's text is known from decoding it together with earlier tokens. tokenizers' own `DecodeStream` does the same,
-    but raises where invalid bytes change earlier text, and repeats text of a prompt that ends within a character.
+    A token's text is known from decoding it together with earlier tokens. tokenizers' `DecodeStream` does so quickly,
+    but raises where invalid bytes change earlier text, repeats text of a prompt that ends within a character, and
+    awaits a character for ever. There the text is decoded without it, and a new stream goes on afterwards.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int], keep_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = not keep_special_tokens
-        self._ids = list(context)
-        """Last tokens whose text was returned, and the tokens after them."""
-        self._num_out = len(self._ids)
-        self._out = self._decode()
-        """Text of the returned ones."""
+        self._skips_special_tokens = not keep_special_tokens
+        self._waiting: list[int] = []
+        """Tokens whose text is not returned."""
+        self._last: list[int] = []
+        """Last tokens whose text was returned."""
+        self._stream: DecodeStream | None = None
+        self._go_on_after(list(context))
 
     def push(self, token_id: int) -> str:
         """Return the text that is now certain.
 
         An incomplete character is awaited, but no longer than any character can take.
         """
-        self._ids.append(token_id)
-        text = self._decode()
-        waited = len(self._ids) - self._num_out >= MAX_CHARACTER_TOKENS
-        if text.endswith(NO_CHARACTER) and not waited:
+        self._waiting.append(token_id)
+        if self._stream is None or len(self._waiting) >= MAX_CHARACTER_TOKENS:
+            return self._push_slowly()
+        try:
+            text: str | None = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # the only class that tokenizers raises: earlier text has changed
+            return self._push_slowly()
+        if text is None:
             return ""
-        new = text[_num_equal(text, self._out) :]
-        if new or waited:  # many special tokens have no text
-            self._ids = self._ids[self._num_out :]
-            self._num_out = len(self._ids)
-            self._out = self._decode()
+        self._last, self._waiting = self._waiting, []
+        return text
+
+    def finish(self) -> str:
+        """Return the text of the waiting tokens, as far as its characters are whole."""
+        return self._new_text() if self._waiting else ""
+
+    def _push_slowly(self) -> str:
+        new, self._stream = self._new_text(), None
+        if new or len(self._waiting) >= MAX_CHARACTER_TOKENS:  # many special tokens have no text
+            last, self._waiting = self._waiting, []
+            self._go_on_after(last)
         return new
 
-    def _decode(self) -> str:
-        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special_tokens)
+    def _new_text(self) -> str:
+        text = self._decode([*self._last, *self._waiting])
+        if text.endswith(NO_CHARACTER) and len(self._waiting) < MAX_CHARACTER_TOKENS:
+            return ""
+        return text[_num_equal(text, self._decode(self._last)) :]
+
+    def _go_on_after(self, last: list[int]) -> None:
+        """Decode what follows these tokens, whose text was returned."""
+        self._last = last
+        is_whole = not self._decode(last).endswith(NO_CHARACTER)
+        self._stream = DecodeStream(last, self._skips_special_tokens) if is_whole else None
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special_tokens)
         return text
 
 
@@ -109,26 +135,30 @@ class TextStream:
         """Add a token; return certain text."""
         if self._decoding is None or self.stopped:
             return ""
-        self._held += self._decoding.push(token_id)
+        new = self._decoding.push(token_id)
+        if not self._stop:
+            return new
         early, self._too_early = self._too_early > 0, max(0, self._too_early - 1)
-        return self._certain(early)
+        return self._certain(new, early) if new else ""
 
     def finish(self) -> str:
         """End the text; return the part held back."""
-        held, self._held = self._held, ""
-        return "" if self.stopped else held
+        if self._decoding is None or self.stopped:
+            return ""
+        held, self._held = self._held + self._decoding.finish(), ""
+        return held
 
-    def _certain(self, early: bool) -> str:
-        matches = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+    def _certain(self, new: str, early: bool) -> str:
+        """Return the text before a stop string that ends in `new`, or before what may begin one."""
+        num_old, held = len(self._held), self._held + new
+        matches = [(at, stop) for stop in self._stop if (at := held.find(stop, max(0, num_old + 1 - len(stop)))) >= 0]
         if matches and not early:
             at, self.stopped = min(matches)
-            end = at + len(self.stopped) if self._include_stop else at
-            text, self._held = self._held[:end], ""
-            return text
-        hold = max((_overlap(self._held, stop) for stop in self._stop), default=0)
-        cut = len(self._held) - hold
-        text, self._held = self._held[:cut], self._held[cut:]
-        return text
+            self._held = ""
+            return held[: at + len(self.stopped) if self._include_stop else at]
+        cut = len(held) - max(_overlap(held, stop) for stop in self._stop)
+        self._held = held[cut:]
+        return held[:cut]
 
 
 def _num_equal(one: str, other: str) -> int:
@@ -139,8 +169,8 @@ def _num_equal(one: str, other: str) -> int:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`, and not all of it."""
+    at = text.find(stop[:1], max(0, len(text) + 1 - len(stop)))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[:1], at + 1)
+    return len(text) - at if at >= 0 else 0

@@ -324,7 +324,7 @@ class VllmNode(TrialNode):
         layout = self._memory.layout
         stores = self.open_stores(layout, bytes(32), trial.clock, local, trial.objects, rng.random() < 0.5)
         core = VllmCore(
-            EngineParts(self.transport, limits, self.said.append, network=self.network),
+            EngineParts(self.transport, limits, self.tell, network=self.network),
             Shell(scheduler, self.computer, self.overlaps),
             self._memory,
             scheduler.kv_cache_manager.block_pool,
