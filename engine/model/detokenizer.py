@@ -18,6 +18,8 @@ MAX_CHARACTER_TOKENS = 16
 """Largest number of tokens of one character, however the tokenizer splits its bytes and combining parts."""
 CONTEXT_TOKENS = 8
 """Tokens of the prompt's end with which decoding starts: a token's text can depend on the one before it."""
+UTF8_BYTES = 4
+"""Bytes of a character at most."""
 
 
 def load_tokenizer(model_dir: ModelDir) -> Tokenizer | None:
@@ -47,18 +49,22 @@ class _Decoding:
 
     A token's text is known from decoding it together with earlier tokens. tokenizers' `DecodeStream` does so quickly,
     but raises where invalid bytes change earlier text, repeats text of a prompt that ends within a character, and
-    awaits a character for ever. There the text is decoded without it, and a new stream goes on afterwards.
+    awaits a character for ever. There the text is decoded without it, and another one goes on afterwards.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], keep_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], keep_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skips_special_tokens = not keep_special_tokens
-        self._waiting: list[int] = []
-        """Tokens whose text is not returned."""
+        self._stream: DecodeStream | None = None
         self._last: list[int] = []
         """Last tokens whose text was returned."""
-        self._stream: DecodeStream | None = None
-        self._go_on_after(list(context))
+        self._waiting: list[int] = []
+        """Tokens after them."""
+        for count in range(CONTEXT_TOKENS, CONTEXT_TOKENS + UTF8_BYTES):
+            context = list(prompt[-count:])
+            if not self._decode(context).startswith(NO_CHARACTER):
+                break  # it does not begin within a character
+        self._go_on_after(context)
 
     def push(self, token_id: int) -> str:
         """Return the text that is now certain.
@@ -66,33 +72,24 @@ class _Decoding:
         An incomplete character is awaited, but no longer than any character can take.
         """
         self._waiting.append(token_id)
-        if self._stream is None or len(self._waiting) >= MAX_CHARACTER_TOKENS:
-            return self._push_slowly()
-        try:
-            text: str | None = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # the only class that tokenizers raises: earlier text has changed
-            return self._push_slowly()
-        if text is None:
+        is_late = len(self._waiting) >= MAX_CHARACTER_TOKENS
+        if self._stream is not None and not is_late:
+            try:
+                new: str | None = self._stream.step(self._tokenizer, token_id)
+            except Exception:  # tokenizers raises no other class where earlier text has changed
+                self._stream = None
+            else:
+                if new is not None:
+                    self._last, self._waiting = self._waiting, []
+                    return new
+        text = self._decode([*self._last, *self._waiting])
+        if text.endswith(NO_CHARACTER) and not is_late:
             return ""
-        self._last, self._waiting = self._waiting, []
-        return text
-
-    def finish(self) -> str:
-        """Return the text of the waiting tokens, as far as its characters are whole."""
-        return self._new_text() if self._waiting else ""
-
-    def _push_slowly(self) -> str:
-        new, self._stream = self._new_text(), None
-        if new or len(self._waiting) >= MAX_CHARACTER_TOKENS:  # many special tokens have no text
+        new = text[_num_equal(text, self._decode(self._last)) :]
+        if new or is_late:  # many special tokens have no text
             last, self._waiting = self._waiting, []
             self._go_on_after(last)
         return new
-
-    def _new_text(self) -> str:
-        text = self._decode([*self._last, *self._waiting])
-        if text.endswith(NO_CHARACTER) and len(self._waiting) < MAX_CHARACTER_TOKENS:
-            return ""
-        return text[_num_equal(text, self._decode(self._last)) :]
 
     def _go_on_after(self, last: list[int]) -> None:
         """Decode what follows these tokens, whose text was returned."""
@@ -122,8 +119,7 @@ class TextStream:
         keep_special_tokens: bool = False,
         include_stop: bool = False,
     ) -> None:
-        context = prompt[-CONTEXT_TOKENS:]
-        self._decoding = None if tokenizer is None else _Decoding(tokenizer, context, keep_special_tokens)
+        self._decoding = None if tokenizer is None else _Decoding(tokenizer, prompt, keep_special_tokens)
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._too_early = min_tokens
@@ -143,9 +139,7 @@ class TextStream:
 
     def finish(self) -> str:
         """End the text; return the part held back."""
-        if self._decoding is None or self.stopped:
-            return ""
-        held, self._held = self._held + self._decoding.finish(), ""
+        held, self._held = self._held, ""
         return held
 
     def _certain(self, new: str, early: bool) -> str:
