@@ -130,19 +130,19 @@ class OutputStream:
 
     def take(self) -> pb.GenerateResponse | None:
         """Return the next message of one choice, or None when nothing is pending."""
+        if not (self._changed or self._prompt_logprobs):
+            return None
         message = self._take()
-        if message is not None and self._origin is not None:
+        if self._origin is not None:
             message.origin.CopyFrom(self._origin)
             self._origin = None
         return message
 
-    def _take(self) -> pb.GenerateResponse | None:
+    def _take(self) -> pb.GenerateResponse:
         if self._prompt_logprobs:
             scored = self._prompt_logprobs[:MAX_PROMPT_LOGPROBS]
             del self._prompt_logprobs[:MAX_PROMPT_LOGPROBS]
             return pb.GenerateResponse(prompt_logprobs=scored)
-        if not self._changed:
-            return None
         index = next(iter(self._changed))
         message, more = self._choices[index].take()
         if not more:  # otherwise the choice keeps its place, since the last finish must be sent last
