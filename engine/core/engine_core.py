@@ -137,6 +137,7 @@ class EngineCore(LoanHost):
                 self._lender_manager.computed(sequence, sequence.keys[len(sequence.keys) - len(full) :], full)
             elif token is not None:
                 self._requests.computed(sequence, token, chunk.samples)
+        self._requests.send_tokens()
         self._requests.part()
         # use the blocks that the batch gave back: the loop may sleep before the next step
         self._requests.running_set.restart()

@@ -152,11 +152,12 @@ class RequestManager(RequestTable[_Request]):
         news = (sequence.num_preemptions > 0 and request.count_preemptions()) or first
         sequence.token_ids.append(sampled.token_id)
         finish = self._finish_reason(sequence, sampled.token_id)
-        new_account = account if news else None
-        token = Token(
-            sequence.request_id, sampled.token_id, sampled.logprobs, new_account, finish, choice=sequence.choice
-        )
-        self._emit(token)
+        request_id, token_id, choice = sequence.request_id, sampled.token_id, sequence.choice
+        if news or finish is not None or sampled.logprobs is not None:
+            new_account = account if news else None
+            self._tokens.add(Token(request_id, token_id, sampled.logprobs, new_account, finish, choice))
+        else:
+            self._tokens.add_plain(request_id, token_id, choice)
         if finish is not None:
             self._end(request, sequence)
 

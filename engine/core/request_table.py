@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from engine.core.load_reports import RunningSequences
 from engine.core_types import EngineSequence, RequestFailure
-from engine.messages.from_engine import Failed, Filled, FromEngine, Rejected
+from engine.messages.from_engine import Failed, Filled, FromEngine, Rejected, StepTokens
 from engine.messages.to_engine import Generate
 from engine.model_runner import ModelInfo
 from engine.sampling.parallel_sampling import chains_of, is_complete, num_blocks_at_most, without_tail
@@ -68,7 +68,9 @@ class RequestTable(ABC, Generic[R]):
         self._eos_token_ids = parts.info.eos_token_ids
         self._adapters = parts.info.adapter_fingerprints
         self._reads_media = parts.info.reads_media
-        self._emit = parts.emit
+        self._send = parts.emit
+        self._tokens = StepTokens.none()
+        """Tokens that are not sent yet."""
         self._next_arrival = parts.next_arrival
         self._reserve_output_tokens = parts.reserve_output_tokens
         self._requests: dict[str, R] = {}
@@ -95,6 +97,17 @@ class RequestTable(ABC, Generic[R]):
         """Return whether the sequence is not over."""
         request = self._requests.get(sequence.request_id)
         return request is not None and request.chains.get(sequence.choice) is sequence
+
+    def send_tokens(self) -> None:
+        """Send the tokens sampled since the last call; to be called after each step."""
+        if self._tokens.token_ids:
+            tokens, self._tokens = self._tokens, StepTokens.none()
+            self._send(tokens)
+
+    def _emit(self, message: FromEngine) -> None:
+        """Send a message about a request, after its tokens."""
+        self.send_tokens()
+        self._send(message)
 
     # ------------------------------------------------------------------ from the front
 

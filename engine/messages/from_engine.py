@@ -1,5 +1,6 @@
 """Messages from an engine to its front."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from engine.core_types import FinishReason, GpuDevice, Pooler, RequestFailure, TokenLogprobs
@@ -61,6 +62,8 @@ class ItemsWanted(NamedTuple):
 
 
 class Token(NamedTuple):
+    """A token with all that is told of it; engines send it within `StepTokens`."""
+
     request_id: str
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -73,6 +76,41 @@ class Token(NamedTuple):
     """Number of draft tokens that the step verified; set with the first token of a step."""
     followed_draft: bool = False
     """Whether the token was sampled in the same step as the one before it, because that one was a correct draft."""
+
+
+class StepTokens(NamedTuple):
+    """Tokens of one step, as columns: most tokens have nothing but an id, and objects take time to make and to send."""
+
+    request_ids: list[str]
+    token_ids: list[int]
+    choices: dict[int, int]
+    """Choices above 0, by the token's place in the columns."""
+    details: dict[int, Token]
+    """Tokens of which more is told than id and choice, by place; the columns have their ids too."""
+
+    @classmethod
+    def none(cls) -> "StepTokens":
+        """Return empty columns."""
+        return cls([], [], {}, {})
+
+    def add(self, token: Token) -> None:
+        """Add a token of which more is told."""
+        self.details[len(self.token_ids)] = token
+        self.request_ids.append(token.request_id)
+        self.token_ids.append(token.token_id)
+
+    def add_plain(self, request_id: str, token_id: int, choice: int) -> None:
+        """Add a token of which nothing more is told."""
+        if choice:
+            self.choices[len(self.token_ids)] = choice
+        self.request_ids.append(request_id)
+        self.token_ids.append(token_id)
+
+    def each(self) -> Iterator[Token]:
+        """Yield the tokens in order."""
+        for place, (request_id, token_id) in enumerate(zip(self.request_ids, self.token_ids, strict=True)):
+            detailed = self.details.get(place)
+            yield detailed or Token(request_id, token_id, choice=self.choices.get(place, 0))
 
 
 class PromptScored(NamedTuple):
@@ -241,7 +279,7 @@ FromEngine = (
     Ready
     | NodeLinked
     | StartFailed
-    | Token
+    | StepTokens
     | PromptScored
     | Embedded
     | Filled

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.core_types import EngineSequence as Chain
-from engine.messages.from_engine import CacheChanged, FromEngine, LoadReport, Rejected, Token
+from engine.messages.from_engine import CacheChanged, FromEngine, LoadReport, Rejected, StepTokens, Token
 from engine.messages.to_engine import Cancel, Generate
 from loans.account import KvAccount
 from sizing.cluster.clock import VirtualClock
@@ -85,8 +85,9 @@ class FrontProcesses(Listener):
 
     def receive(self, worker: SimWorker, message: FromEngine) -> None:
         match message:
-            case Token():
-                self._token(message)
+            case StepTokens():
+                for token in message.each():
+                    self._token(token)
             case CacheChanged() | LoadReport():
                 self._on_report(worker, message)
             case Rejected(request_id):

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits, LoanHost
-from engine.messages.from_engine import FromEngine
+from engine.messages.from_engine import FromEngine, StepTokens, Token
 from engine.messages.to_engine import ToEngine
 from engine.model_runner import ModelRunner
 from kvcache.store.kv_store import KvStore
@@ -65,7 +65,7 @@ ToPeer = Starting | Announcement | Refusal
 class PeerLoan(LoanGiven):
     """A loan that a test wants of an engine."""
 
-    def __init__(self, loan_id: str, said: "list[ToPeer] | list[FromEngine | ToPeer]") -> None:
+    def __init__(self, loan_id: str, said: "list[ToPeer] | list[FromEngine | Token | ToPeer]") -> None:
         self._loan_id = loan_id
         self._said = said
         self._is_over = False
@@ -95,7 +95,12 @@ def held(core: LoanHost) -> tuple[int, int, int, int, int]:
     )
 
 
-def of_kinds(messages: Iterable[FromEngine | ToPeer], *kinds: type[M]) -> list[M]:
+def spread(message: FromEngine) -> Iterable[FromEngine | Token]:
+    """The message; a step's tokens one by one."""
+    return message.each() if isinstance(message, StepTokens) else (message,)
+
+
+def of_kinds(messages: Iterable[FromEngine | Token | ToPeer], *kinds: type[M]) -> list[M]:
     """Those of these kinds, in order."""
     return [message for message in messages if isinstance(message, kinds)]
 
@@ -103,7 +108,7 @@ def of_kinds(messages: Iterable[FromEngine | ToPeer], *kinds: type[M]) -> list[M
 class PeerLoans:
     """Loans that a test wants of an engine, by id."""
 
-    def __init__(self, said: "list[ToPeer] | list[FromEngine | ToPeer]") -> None:
+    def __init__(self, said: "list[ToPeer] | list[FromEngine | Token | ToPeer]") -> None:
         """`said` gets what the engine says to these peers, among what it says to its front."""
         self._said = said
         self._loans: dict[str, PeerLoan] = {}
@@ -131,14 +136,14 @@ class CheckedCore:
         others: Sequence[RemoteRank] = (),
         stores: Sequence[KvStore] = (),
     ) -> None:
-        self.said: list[FromEngine | ToPeer] = []
+        self.said: list[FromEngine | Token | ToPeer] = []
         self.network = network or HandNetwork({}, "engine")
         self.peers = PeerLoans(self.said)
         self.core = EngineCore(
             runner,
             transport,
             limits,
-            self.said.append,
+            lambda message: self.said.extend(spread(message)),
             stores=stores,
             others=others,
             network=self.network,

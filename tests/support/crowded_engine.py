@@ -14,7 +14,7 @@ from engine.messages.to_engine import Cancel, Generate, ToEngine
 from kvtransfer.local import LocalNetwork, LocalTransport
 from loans.account import KvAccount
 from loans.messages import Lender
-from support.checked_core import NOTHING_LEFT, FromPeer, M, PeerLoans, ToPeer, held, of_kinds
+from support.checked_core import NOTHING_LEFT, FromPeer, M, PeerLoans, ToPeer, held, of_kinds, spread
 from support.core_engine import WIDE
 from support.hand_network import HandNetwork
 from support.sim_model import LAYOUT, VOCAB, WIDTH, undisturbed
@@ -63,7 +63,7 @@ class Engine:
     """An engine core that nobody lends to, unless a test does, held to its bound at every step."""
 
     def __init__(self, num_blocks: int = 8, budget: StepBudget = WIDE, reserve: int = 1, bounded: bool = True) -> None:
-        self.said: list[FromEngine | ToPeer] = []
+        self.said: list[FromEngine | Token | ToPeer] = []
         self.network = HandNetwork({}, "engine")
         self._peers = PeerLoans(self.said)
         self.budget = budget
@@ -71,12 +71,14 @@ class Engine:
         self.runner = runner
         limits = EngineLimits(budget, 4, reserve, report_interval_s=0.0, min_report_interval_s=0.0)
         transport = LocalTransport(LocalNetwork(), "engine")
-        self.core = EngineCore(runner, transport, limits, self.said.append, network=self.network)
+        self.core = EngineCore(
+            runner, transport, limits, lambda message: self.said.extend(spread(message)), network=self.network
+        )
         self.core.start()
         self.streams: dict[str, Stream] = {}
         self.num_steps = 0
         self.rejected: list[Rejected] = []
-        self.others: list[FromEngine | ToPeer] = []
+        self.others: list[FromEngine | Token | ToPeer] = []
         self.served: list[str] = []
         """Of every token, whose it was."""
         self._bounded = bounded

@@ -21,6 +21,7 @@ from engine.messages.from_engine import (
     Ready,
     Rejected,
     StartFailed,
+    StepTokens,
     Token,
 )
 from engine.messages.to_engine import Audit, Generate, ToEngine
@@ -68,8 +69,9 @@ class RealEngine(EngineListener):
     def on_messages(self, messages: Sequence[FromEngine]) -> None:
         for message in messages:
             match message:
-                case Token(request_id):
-                    self.tokens.setdefault(request_id, []).append(message)
+                case StepTokens():
+                    for token in message.each():
+                        self.tokens.setdefault(token.request_id, []).append(token)
                 case ItemsWanted():
                     self._fetches.start(message)
                 case _:

@@ -15,13 +15,13 @@ from engine.backends.sim.runner import SimRunner
 from engine.core.engine_core import EngineCore
 from engine.core.loan_host import EngineLimits, LoanHost
 from engine.core_types import Chunk, EngineSequence, SampleResult, SamplingParams, StepBudget
-from engine.messages.from_engine import FromEngine
+from engine.messages.from_engine import FromEngine, Token
 from engine.messages.to_engine import ToEngine
 from kvcache.layout import KvLayout
 from kvcache.store.object_format import ObjectFormat
 from kvtransfer.transport import Pool
 from loans.reads.verification import BatchVerifier
-from support.checked_core import NOTHING_LEFT, held
+from support.checked_core import NOTHING_LEFT, held, spread
 from support.hand_network import HandNetwork
 from support.memory_objects import MemoryObjects, StepExecutor, StepStore
 from support.sim_model import LAYOUT, VOCAB, WIDTH
@@ -56,7 +56,7 @@ class TrialNode(ABC):
         self.network = HandNetwork(engines, name)
         self.alive = True
         self.stopped = False
-        self.said: list[FromEngine] = []
+        self.said: list[FromEngine | Token] = []
         self.inbox: deque[ToEngine] = deque()
         """What its front has sent and was not handled yet."""
         self.transport = SlowTransport(network, name)
@@ -67,6 +67,10 @@ class TrialNode(ABC):
         self.verified_too_early: list[int] = []
         """Blocks that were verified while a read might still write them."""
         self.stores: list[StepStore] = []
+
+    def tell(self, message: FromEngine) -> None:
+        """What the engine says to its front."""
+        self.said += spread(message)
 
     def open_stores(
         self,
@@ -213,7 +217,7 @@ class Node(TrialNode):
             LAYOUT, self.runner.info.weights_fingerprint, clock, local, objects, writes_at_once=num_blocks % 2 == 0
         )
         core = EngineCore(
-            self.runner, self.transport, limits, self.said.append, stores=stores, clock=clock, network=self.network
+            self.runner, self.transport, limits, self.tell, stores=stores, clock=clock, network=self.network
         )
         self.start(core, on_gpu)
         self.batch: list[Chunk] = []

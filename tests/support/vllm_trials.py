@@ -324,7 +324,7 @@ class VllmNode(TrialNode):
         layout = self._memory.layout
         stores = self.open_stores(layout, bytes(32), trial.clock, local, trial.objects, rng.random() < 0.5)
         core = VllmCore(
-            EngineParts(self.transport, limits, self.said.append, network=self.network),
+            EngineParts(self.transport, limits, self.tell, network=self.network),
             Shell(scheduler, self.computer, self.overlaps),
             self._memory,
             scheduler.kv_cache_manager.block_pool,
@@ -353,11 +353,22 @@ class VllmNode(TrialNode):
                 batch = next(batch for batch in self.flying if batch[1] is None)
                 batch[1] = self.computer.compute(batch[0])
             case "end":
-                self.core.end_step(*self.flying.popleft())
+                output, computed = self.flying.popleft()
+                self.core.end_step(output, computed)
+                self._check_filled(output)
             case "hash":
                 tag, compute = self.unhashed.popleft()
                 self.core.name(tag, compute())
         return worked
+
+    def _check_filled(self, output: Any) -> None:
+        """No block that the ended step filled was overlooked."""
+        widths, unit = self.core._kv_cache.groups.widths, self.core._kv_cache.groups.unit
+        for request_id in output.num_scheduled_tokens:
+            if (submitted := self.core._submissions.get(request_id)) is not None:
+                end = min(submitted.num_computed, submitted.request.num_tokens) // unit
+                counts = zip(widths, submitted.num_filled, strict=True)
+                assert all(end // width <= known for width, known in counts), f"{end} keys, {submitted.num_filled}"
 
     def part_fingerprints(self, blocks: Sequence[int]) -> Any:
         return self._memory.part_fingerprints(blocks)

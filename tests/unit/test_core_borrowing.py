@@ -15,7 +15,7 @@ from kvcache.store.object_format import ObjectFormat
 from kvtransfer.local import LocalNetwork, LocalTransport
 from loans.account import KvAccount
 from loans.messages import Blocks, Started
-from support.checked_core import NOTHING_LEFT, Announcement, LandingCore, Starting, held
+from support.checked_core import NOTHING_LEFT, Announcement, LandingCore, Starting, held, of_kinds, spread
 from support.core_engine import (
     TEN,
     TWELVE,
@@ -274,7 +274,8 @@ def test_a_local_store_that_does_not_answer_is_given_up() -> None:
             core.report()
             core.handle_posted()
             assert core.audit().fault == ""
-        return account_of([message for message in said if isinstance(message, Token) and message.request_id == name])
+        tokens = of_kinds((each for message in said for each in spread(message)), Token)
+        return account_of([token for token in tokens if token.request_id == name])
 
     ask("first", prompt)
     ask("evicts", others)

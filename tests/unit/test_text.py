@@ -1,11 +1,13 @@
 """Text as it becomes certain: incomplete characters, stop strings across tokens, special tokens."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine.model.detokenizer import TextStream
+from engine.model.detokenizer import CONTEXT_TOKENS, MAX_CHARACTER_TOKENS, NO_CHARACTER, UTF8_BYTES, TextStream
+from support.small_tokenizers import byte_level, with_byte_fallback
+from tandem.storyteller import STORYTELLER
 
 
 def make_tokenizer() -> Tokenizer:
@@ -101,6 +103,7 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
     st.lists(st.sampled_from(["END", "b", "bb", "\u4e2dE"]), max_size=2),
     st.integers(0, 12),
 )
+@example("ba", ["b", "bb"], 1)
 def test_all_pieces_together_are_the_text_up_to_the_first_stop(text: str, stops: list[str], early: int) -> None:
     """Of those that are complete only after `min_tokens` tokens, which are bytes here."""
     stream = TextStream(TOKENIZER, encode("a"), stops, early)
@@ -126,3 +129,97 @@ def test_replaying_a_part_gives_the_same_rest(length: int) -> None:
     replayed = "".join(resumed.push(token_id) for token_id in tokens[:length])
     rest = "".join(resumed.push(token_id) for token_id in tokens[length:]) + resumed.finish()
     assert (replayed + rest)[len(sent) :] == "".join(pieces[length:]) + whole.finish()
+
+
+def word_pieces() -> Tokenizer:
+    """Words and their parts, of which decoding changes what it said before: "do not" becomes "don't"."""
+    words = ["[UNK]", "<end>", "do", "not", "##n", "##'t", "n't", "'t", "is", "."]
+    tokenizer = Tokenizer(models.WordPiece({word: at for at, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece(cleanup=True)
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer
+
+
+MAKERS = {
+    "bytes": make_tokenizer,
+    "byte level": byte_level,
+    "byte fallback": with_byte_fallback,
+    "bytes that fall back": byte_fallback_tokenizer,
+    "word pieces": word_pieces,
+    "storyteller": lambda: Tokenizer.from_file(str(STORYTELLER / "tokenizer.json")),
+    "shapes": lambda: Tokenizer.from_file("examples/shapes/model/tokenizer.json"),
+}
+DRAWS = 300
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def anyones(request: pytest.FixtureRequest) -> Tokenizer:
+    return MAKERS[request.param]()
+
+
+def pieces_of(tokenizer: Tokenizer, prompt: list[int], tokens: list[int], keeps_special: bool) -> list[str]:
+    stream = TextStream(tokenizer, prompt, (), keep_special_tokens=keeps_special)
+    return [stream.push(token_id) for token_id in tokens]
+
+
+def plain_pieces_of(tokenizer: Tokenizer, prompt: list[int], tokens: list[int], keeps_special: bool) -> list[str]:
+    """The text of each token, by decoding the last ones again."""
+
+    def decode(ids: list[int]) -> str:
+        text: str = tokenizer.decode(ids, skip_special_tokens=not keeps_special)
+        return text
+
+    last = prompt[-CONTEXT_TOKENS:]
+    while decode(last).startswith(NO_CHARACTER) and len(last) < min(len(prompt), CONTEXT_TOKENS + UTF8_BYTES - 1):
+        last = prompt[-1 - len(last) :]
+    waiting, pieces = list[int](), []
+    for token_id in tokens:
+        waiting.append(token_id)
+        before, text = decode(last), decode(last + waiting)
+        is_late = len(waiting) >= MAX_CHARACTER_TOKENS
+        num_equal = next((at for at in range(len(before), 0, -1) if text.startswith(before[:at])), 0)
+        pieces.append(text[num_equal:] if is_late or not text.endswith(NO_CHARACTER) else "")
+        if is_late or pieces[-1]:
+            last, waiting = waiting, []
+    return pieces
+
+
+OUTPUTS = (
+    "the END \U0001f98a",
+    " cafe\u0301 \u00e9",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467",
+    "\u65e5\u672c \n\n",
+    "once",
+    " do not.",
+)
+
+
+@settings(max_examples=DRAWS, deadline=None)
+@given(data=st.data())
+def test_pieces_are_the_text_of_all_tokens_decoded_at_once(anyones: Tokenizer, data: st.DataObject) -> None:
+    """Of characters of several tokens, and with special tokens between them."""
+    special = [] if (token := anyones.token_to_id("<end>")) is None else [token]
+    parts = st.lists(st.sampled_from([*OUTPUTS, "<>"]), max_size=8)
+
+    def drawn() -> list[int]:
+        encoded = (
+            special if part == "<>" else anyones.encode(part, add_special_tokens=False).ids for part in data.draw(parts)
+        )
+        return [token_id for ids in encoded for token_id in ids]
+
+    prompt, tokens = anyones.encode("the", add_special_tokens=False).ids + drawn(), drawn()
+    keeps = data.draw(st.booleans())
+    before, whole = (anyones.decode(ids, skip_special_tokens=not keeps) for ids in (prompt, prompt + tokens))
+    assert "".join(pieces_of(anyones, prompt, tokens, keeps)) == whole[len(before) :]
+
+
+@settings(max_examples=DRAWS, deadline=None)
+@given(data=st.data())
+def test_any_tokens_have_the_text_of_decoding_again_and_again(anyones: Tokenizer, data: st.DataObject) -> None:
+    """Also of those that no tokenizer makes: bytes that are no characters, and special tokens without end."""
+    ids = st.sampled_from(range(anyones.get_vocab_size()))
+    some = st.lists(ids, min_size=1, max_size=6)
+    tokens = data.draw(st.lists(st.tuples(some, st.sampled_from([1, 2, 9, 20])), max_size=6))
+    prompt, keeps = data.draw(some), data.draw(st.booleans())
+    drawn = [token_id for part, times in tokens for token_id in part * times]
+    assert pieces_of(anyones, prompt, drawn, keeps) == plain_pieces_of(anyones, prompt, drawn, keeps)

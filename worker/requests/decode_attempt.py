@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from cluster.errors import Draining, Incompatible, ServiceError
 from cluster.logs import of
 from engine.messages.to_engine import Cancel
-from engine.process.front.engine_client import EngineMessage
+from engine.process.front.engine_client import EngineMessage, RequestListener
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 from worker.requests.output_stream import OutputStream
@@ -18,7 +18,7 @@ from worker.runtime import WorkerContext
 log = logging.getLogger(__name__)
 
 
-class DecodeAttempt:
+class DecodeAttempt(RequestListener):
     """One attempt at a request, from construction until `close`.
 
     After `close` only its cached blocks stay.
@@ -53,7 +53,7 @@ class DecodeAttempt:
         self._open = True
         self.failure: ServiceError | None = None
         self._engine.send(engine_request(engine_id, request))
-        self._engine.listen(engine_id, self._on_message)
+        self._engine.listen(engine_id, self)
         self._in_flight = context.requests
         self._call = self._in_flight.hold(
             lambda: self.fail(Draining(f"worker {context.worker_id} was told to stop and hands the request over"))
@@ -90,16 +90,32 @@ class DecodeAttempt:
                 self._engine.send(Cancel(self._engine_id))
             self._engine.forget(self._engine_id)
 
-    def _on_message(self, message: EngineMessage) -> None:
+    def on_token(self, token_id: int, choice: int) -> None:
+        if self.over:
+            return
+        try:
+            self._generation.add(token_id, choice)
+        except Exception as error:
+            self._broke(error)
+        self._changed()
+
+    def on_message(self, message: EngineMessage) -> None:
         if self.over:
             return
         try:
             self._generation.absorb(message)
         except ServiceError as failure:
             self.failure = failure
-        except Exception as error:  # a bug here ends this request only, not every request of the engine
-            log.exception("request %s failed", self._engine_id, extra=of(self._request_id))
-            self.failure = ServiceError(f"the decode worker failed: {error!r}")
+        except Exception as error:
+            self._broke(error)
+        self._changed()
+
+    def _broke(self, error: Exception) -> None:
+        """Process a bug here, which ends this request only, not every request of the engine."""
+        log.error("request %s failed", self._engine_id, exc_info=error, extra=of(self._request_id))
+        self.failure = ServiceError(f"the decode worker failed: {error!r}")
+
+    def _changed(self) -> None:
         for choice in self._generation.take_stopped():
             self._engine.send(Cancel(self._engine_id, choice))
         self._on_change()

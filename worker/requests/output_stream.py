@@ -101,7 +101,7 @@ class OutputStream:
         """Whether every choice is finished."""
         return not self._num_unfinished
 
-    def absorb(self, message: FromEngine | None) -> None:
+    def absorb(self, message: FromEngine | Token | None) -> None:
         """Process one engine message.
 
         Raises ServiceError when the request failed.
@@ -130,19 +130,19 @@ class OutputStream:
 
     def take(self) -> pb.GenerateResponse | None:
         """Return the next message of one choice, or None when nothing is pending."""
+        if not (self._changed or self._prompt_logprobs):
+            return None
         message = self._take()
-        if message is not None and self._origin is not None:
+        if self._origin is not None:
             message.origin.CopyFrom(self._origin)
             self._origin = None
         return message
 
-    def _take(self) -> pb.GenerateResponse | None:
+    def _take(self) -> pb.GenerateResponse:
         if self._prompt_logprobs:
             scored = self._prompt_logprobs[:MAX_PROMPT_LOGPROBS]
             del self._prompt_logprobs[:MAX_PROMPT_LOGPROBS]
             return pb.GenerateResponse(prompt_logprobs=scored)
-        if not self._changed:
-            return None
         index = next(iter(self._changed))
         message, more = self._choices[index].take()
         if not more:  # otherwise the choice keeps its place, since the last finish must be sent last
@@ -151,6 +151,8 @@ class OutputStream:
 
     def take_stopped(self) -> list[int]:
         """Return choices ended by a stop string since the last call; the engine does not know of these."""
+        if not self._stopped:  # asked after each token
+            return []
         stopped, self._stopped = self._stopped, []
         return stopped
 
@@ -178,26 +180,31 @@ class OutputStream:
         self._account = token.account or self._account
         self._num_drafted += token.drafted
         self._num_accepted += token.followed_draft
-        choice = self._choices[token.choice]
+        self.add(token.token_id, token.choice, token.logprobs, token.finish)
+
+    def add(
+        self, token_id: int, index: int, logprobs: TokenLogprobs | None = None, finish: FinishReason | None = None
+    ) -> None:
+        """Process a token of the choice `index`."""
+        choice = self._choices[index]
         if choice.finished:
             return
         choice.num_completion += 1
-        self._changed[choice.index] = None
-        choice.token_ids.append(token.token_id)
-        is_end_token = token.finish is FinishReason.STOP  # of the model or of the request; its text may be ordinary
+        self._changed[index] = None
+        choice.token_ids.append(token_id)
+        is_end_token = finish is FinishReason.STOP  # of the model or of the request; its text may be ordinary
         if not is_end_token or self._request.sampling.include_stop_str_in_output:
-            choice.pieces.append(choice.text.push(token.token_id))
-        if token.logprobs is not None:
-            choice.logprobs.append(_logprobs(token.logprobs))
+            choice.pieces.append(choice.text.push(token_id))
+        if logprobs is not None:
+            choice.logprobs.append(_logprobs(logprobs))
         if choice.text.stopped:
-            if token.finish is None:
-                self._stopped.append(choice.index)
+            if finish is None:
+                self._stopped.append(index)
             self._finish(choice, pb.FINISH_REASON_STOP, choice.text.stopped)
-        elif token.finish is not None:
+        elif finish is not None:
             choice.pieces.append(choice.text.finish())
-            is_stop_token = token.token_id in self._request.sampling.stop_token_ids
-            stop_match = str(token.token_id) if is_stop_token else ""
-            self._finish(choice, _REASONS[token.finish], stop_match)
+            is_stop_token = token_id in self._request.sampling.stop_token_ids
+            self._finish(choice, _REASONS[finish], str(token_id) if is_stop_token else "")
 
     def _finish(self, choice: _Choice, reason: pb.FinishReason.ValueType, stop_match: str) -> None:
         choice.finished = True

@@ -193,14 +193,13 @@ class VllmCore(LoanHost):
         """Process the executor's result of the oldest batch in flight."""
         seconds = self._reports.step_ended()
         num_requests = self._requests.num_requests
-        drafts, invalid = output.scheduled_spec_decode_tokens, output.num_invalid_spec_tokens or {}
-        counts = output.num_scheduled_tokens
-        if drafts:
-            counts = {each: count - len(drafts.get(each, ())) for each, count in counts.items()}
-        prompt_tokens = sum(count for count in counts.values() if count > 1)
-        if prompt_tokens:
-            self._reports.changed = True
-            self._cached.speeds.computed(prompt_tokens, seconds)
+        drafts, counts = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
+        if output.total_num_scheduled_tokens > len(counts):  # else every request has one token
+            if drafts:
+                counts = {each: count - len(drafts.get(each, ())) for each, count in counts.items()}
+            if prompt_tokens := sum(count for count in counts.values() if count > 1):
+                self._reports.changed = True
+                self._cached.speeds.computed(prompt_tokens, seconds)
         self._submissions.abort_removed()
         outputs = self._scheduler.update_from_output(output, computed)
         self._engine.post_step(output.total_num_scheduled_tokens > 0)  # takes the next drafts, unless asynchronous
@@ -211,11 +210,7 @@ class VllmCore(LoanHost):
             self._blocked = False
         self._take_full(self._submissions.filled(output))
         for of_client in outputs.values():
-            for each in of_client.outputs:
-                submitted = self._submissions.get(each.request_id)
-                if submitted is not None and submitted.sequence.sampling is not None:
-                    num_drafts = len(drafts.get(each.request_id, ())) - invalid.get(each.request_id, 0)
-                    self._requests.produced(submitted, each, num_drafts)
+            self._requests.produced(of_client.outputs, drafts, output.num_invalid_spec_tokens or {})
         self._reports.changed |= self._requests.num_requests != num_requests
         self._loans.start_queued()
         self._submit_jobs()

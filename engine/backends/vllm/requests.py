@@ -7,7 +7,7 @@ Each choice of a request is a sequence and a vLLM request of its own. The first 
 others are submitted with its first token and find the prompt cached.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,7 @@ class VllmRequests(RequestTable[_Request]):
 
     @property
     def running(self) -> list[EngineSequence]:
+        self._submissions.count_computed()
         return [each.sequence for each in self._submissions.of_requests if not each.is_preempted]
 
     @property
@@ -181,7 +182,8 @@ class VllmRequests(RequestTable[_Request]):
 
     def _end_held_back(self, request: _Request, sequence: EngineSequence) -> None:
         if request.held_back is not None and request.retention is None:
-            self._emit(request.held_back)
+            self._tokens.add(request.held_back)
+            self.send_tokens()
             self._end(request, sequence)
 
     def _pin_prompt(self, request: _Request, sequence: EngineSequence, is_last_chance: bool) -> None:
@@ -207,11 +209,35 @@ class VllmRequests(RequestTable[_Request]):
         if num_found > 0:  # blocks that other requests computed meanwhile
             self._count_hits(submitted.sequence, num_found)
 
-    def produced(self, submitted: Submitted, output: Any, num_drafts: int) -> None:
-        """Process vLLM's output of a step for one sequence: tokens, scores of the prompt, and the end.
+    def produced(self, outputs: Iterable[Any], drafts: Mapping[str, Sequence[int]], invalid: Mapping[str, int]) -> None:
+        """Process vLLM's outputs of a step, and send the tokens.
 
-        `num_drafts` counts the draft tokens that the step verified.
+        `drafts` are those that the step verified, by vLLM request; `invalid` counts the ones that are none.
         """
+        for output in outputs:
+            request_id = output.request_id
+            submitted = self._submissions.get(request_id)
+            if submitted is None or submitted.sequence.sampling is None:
+                continue
+            sequence = submitted.sequence
+            if (
+                submitted.is_plain  # this is done for each stream at each step
+                and output.finish_reason is None
+                and output.new_logprobs is None
+                and output.new_prompt_logprobs_tensors is None
+                and not output.num_nans_in_logits
+                and request_id not in drafts
+                and submitted.request.num_preemptions == sequence.num_preemptions
+            ):
+                for token_id in output.new_token_ids:
+                    sequence.token_ids.append(token_id)
+                    self._tokens.add_plain(sequence.request_id, token_id, sequence.choice)
+            else:
+                self._process(submitted, output, len(drafts.get(request_id, ())) - invalid.get(request_id, 0))
+        self.send_tokens()
+
+    def _process(self, submitted: Submitted, output: Any, num_drafts: int) -> None:
+        """Process an output for one sequence: tokens, scores of the prompt, and the end."""
         sequence = submitted.sequence
         if (scores := output.new_prompt_logprobs_tensors) is not None:
             self._score(sequence, scores)
@@ -267,9 +293,10 @@ class VllmRequests(RequestTable[_Request]):
             request.held_back = token
             self._held_back.append(sequence)
             return
-        self._emit(token)
+        self._tokens.add(token)
         if request.waiting:
             self._submit_waiting(request)
+        submitted.is_plain = not request.tells_pins
         if finish is not None:
             self._end(request, sequence)
 

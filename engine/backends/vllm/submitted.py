@@ -39,11 +39,21 @@ class Submitted:
     """Blocks that vLLM gave it, by group, in order; 0 where it has none. Empty while it waits."""
     num_filled: list[int] = field(default_factory=list)
     """Leading `blocks` of each group that were looked at when a step filled them."""
+    due: int = 0
+    """Number of the ended step with which its next block may be full."""
+    is_plain: bool = False
+    """Whether its request has its first token and its pins, so that most of its tokens have nothing but an id."""
 
     @property
     def request_id(self) -> str:
         """Id of the vLLM request, never used twice."""
         return str(self.request.request_id)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens computed by steps that have ended."""
+        # below zero when a request was preempted while a step of it was in flight
+        return max(0, int(self.request.num_computed_tokens - self.request.num_in_flight_tokens))
 
     @property
     def is_preempted(self) -> bool:
@@ -91,10 +101,20 @@ class Submissions:
         self._by_id: dict[str, Submitted] = {}
         self._of_sequence: dict[EngineSequence, Submitted] = {}
         self._to_abort: list[str] = []
+        self._due: dict[int, dict[Submitted, None]] = {}
+        """Sequences by the number of the ended step with which their next block may be full."""
+        self._num_ended = 0
+        """Number of steps that have ended."""
 
     @property
     def of_requests(self) -> Iterable[Submitted]:
         return (each for each in self._by_id.values() if each.sequence.sampling is not None)
+
+    def count_computed(self) -> None:
+        """Set the requests' numbers of computed tokens, which steps set only where a block is full."""
+        for submitted in self.of_requests:
+            if submitted.blocks:
+                submitted.sequence.num_computed = submitted.num_computed
 
     def __contains__(self, sequence: EngineSequence) -> bool:
         return sequence in self._of_sequence
@@ -147,6 +167,8 @@ class Submissions:
         del self._by_id[submitted.request_id]
         self._sampling.forget(submitted.request_id)
         self._to_abort.append(submitted.request_id)
+        if not self._by_id:
+            self._due.clear()
         if not self._kv_cache.in_step or self._scheduler.defer_block_free:
             self.abort_removed()
 
@@ -194,36 +216,51 @@ class Submissions:
         for request_id, block_ids, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
+            if block_ids is None:  # most steps of a stream take no block
+                continue
             submitted = self._by_id[request_id]
             if request_id in cached.resumed_req_ids:
-                assert block_ids is not None
                 self._begin(submitted, block_ids)
                 self._started(submitted, computed // width)
-            elif block_ids is not None and any(block_ids):
+            elif any(block_ids):
                 for blocks, new_blocks in zip(submitted.blocks, block_ids, strict=True):
                     blocks += new_blocks
                 self._lower(submitted)
 
     def filled(self, output: SchedulerOutput) -> list[Full]:
-        """Return the blocks that the ended step filled; called after vLLM has processed its output."""
-        groups, full_blocks = self._kv_cache.groups, list[Full]()
-        unit, widths = groups.unit, groups.widths
-        for request_id in output.num_scheduled_tokens:
-            if (submitted := self._by_id.get(request_id)) is None:
-                continue  # cancelled meanwhile
-            request = submitted.request
-            # below zero when a request was preempted while a step of it was in flight
-            computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
-            if submitted.sequence.sampling is not None:  # a loan's job has computed what is named, and no more
-                submitted.sequence.num_computed = computed
-            end = min(computed, request.num_tokens) // unit
-            if groups.is_chain:  # this is done for each stream at each step
-                fills = end > submitted.num_filled[0]
-            else:
-                fills = any(end // width > known for width, known in zip(widths, submitted.num_filled, strict=True))
-            if fills:
-                full_blocks.append(Full(submitted, end, self._places(submitted, end)))
-        return full_blocks
+        """Return the blocks that the ended step filled; called after vLLM has processed its output.
+
+        A step computes one token of most sequences, so each is looked at when that many steps have ended as its next
+        block needs at least, and after a chunk of a prompt.
+        """
+        self._num_ended += 1
+        counts, most = output.num_scheduled_tokens, 1 + self._scheduler.num_spec_tokens
+        looked_at = [each for each in self._due.pop(self._num_ended, ()) if each.due == self._num_ended]
+        if output.total_num_scheduled_tokens > len(counts):  # else every sequence has one token
+            chunks = (self._by_id.get(request_id) for request_id, count in counts.items() if count > most)
+            looked_at += [each for each in chunks if each is not None and each.due != self._num_ended]
+        return [full for each in looked_at if each.sequence in self and (full := self._filled_of(each, most))]
+
+    def _filled_of(self, submitted: Submitted, most: int) -> Full | None:
+        """Return the blocks of a sequence that are full now, and look at it again when the next one may be.
+
+        `most`: tokens of a sequence that a step computes, but for a chunk of a prompt.
+        """
+        groups, num_computed = self._kv_cache.groups, submitted.num_computed
+        if submitted.sequence.sampling is not None:  # a loan's job has computed what is named, and no more
+            submitted.sequence.num_computed = num_computed
+        num_tokens = min(num_computed, submitted.request.num_tokens)
+        end, full = num_tokens // groups.unit, None
+        if any(end // width > known for width, known in zip(groups.widths, submitted.num_filled, strict=True)):
+            full = Full(submitted, end, self._places(submitted, end))
+        next_ends = ((1 + known) * width for width, known in zip(groups.widths, submitted.num_filled, strict=True))
+        self._look_after(submitted, -(-(min(next_ends) * groups.unit - num_tokens) // most))
+        return full
+
+    def _look_after(self, submitted: Submitted, num_steps: int) -> None:
+        """Look at a sequence's blocks once so many more steps have ended."""
+        submitted.due = self._num_ended + num_steps
+        self._due.setdefault(submitted.due, {})[submitted] = None
 
     def _places(self, submitted: Submitted, end: int) -> list[GroupPlace]:
         """Return the places of the blocks that were filled up to `end` keys, ordered by their ends.
@@ -244,10 +281,12 @@ class Submissions:
 
     def _begin(self, submitted: Submitted, block_ids: Iterable[Iterable[int]]) -> None:
         """Record vLLM's first blocks of a sequence that starts or resumes; those computed by now have their names."""
-        groups = self._kv_cache.groups
-        known = submitted.sequence.num_computed // groups.unit
+        groups, sequence = self._kv_cache.groups, submitted.sequence
+        # what a preempted request computes again lies in other blocks
+        known = 0 if submitted.blocks and sequence.sampling is not None else sequence.num_computed // groups.unit
         submitted.blocks = [list(blocks) for blocks in block_ids]
         submitted.num_filled = [known // width for width in groups.widths]
+        self._look_after(submitted, 1)
 
     def _started(self, submitted: Submitted, num_hits: int) -> None:
         self._kv_cache.release_held(submitted.sequence)

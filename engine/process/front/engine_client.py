@@ -22,12 +22,13 @@ from engine.messages.from_engine import (
     NodeLinked,
     Ready,
     StartFailed,
+    StepTokens,
     Token,
 )
 from engine.messages.to_engine import Audit, CacheDrop, ConnectPeers, InspectCache, ToEngine
 from loans.messages import Peer
 
-EngineMessage = FromEngine | None
+EngineMessage = FromEngine | Token | None
 
 
 class EngineHost(ABC):
@@ -61,12 +62,24 @@ class EngineListener(ABC):
         """Process the engine's end, once, after all its messages."""
 
 
+class RequestListener(ABC):
+    """Receiver of what an engine tells of one request, on the event loop."""
+
+    @abstractmethod
+    def on_token(self, token_id: int, choice: int) -> None:
+        """Process a token of which nothing more is told."""
+
+    @abstractmethod
+    def on_message(self, message: EngineMessage) -> None:
+        """Process any other message, or None when the engine process has ended."""
+
+
 class EngineClient(EngineListener):
     """Client used from one event loop."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
-        self._listeners: dict[str, Callable[[EngineMessage], None]] = {}
+        self._listeners: dict[str, RequestListener] = {}
         self._watchers: set[Callable[[CacheChanged | LoadReport], None]] = set()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._num_asked = 0
@@ -115,15 +128,15 @@ class EngineClient(EngineListener):
         if not self._dead:
             self._host.send(messages)
 
-    def listen(self, name: str, listener: Callable[[EngineMessage], None]) -> None:
-        """Call `listener` on the event loop with every message about request `name`.
+    def listen(self, name: str, listener: RequestListener) -> None:
+        """Tell `listener` of request `name`.
 
         When the engine process has ended the listener gets None; at once, if it is gone already.
         """
         assert name not in self._listeners
         self._listeners[name] = listener
         if self._dead:
-            listener(None)
+            listener.on_message(None)
 
     def forget(self, name: str) -> None:
         """Remove the listener of `name`."""
@@ -185,8 +198,8 @@ class EngineClient(EngineListener):
     def on_messages(self, messages: Sequence[FromEngine]) -> None:
         for message in messages:
             match message:
-                case Token(request_id):  # first, since most messages are tokens
-                    self._deliver(request_id, message)
+                case StepTokens():  # first, since it comes with each step
+                    self._deliver_tokens(message)
                 case LoadReport() | CacheChanged():
                     if isinstance(message, LoadReport):
                         self.last_load, self._last_report_at = message, time.monotonic()
@@ -213,16 +226,23 @@ class EngineClient(EngineListener):
                     assert self.on_items_wanted is not None, "this worker serves no requests"
                     self.on_items_wanted(message)
                 case _:
-                    self._deliver(message.request_id, message)
+                    if (listener := self._listeners.get(message.request_id)) is not None:
+                        listener.on_message(message)
 
-    def _deliver(self, name: str, message: FromEngine) -> None:
-        if (listener := self._listeners.get(name)) is not None:
-            listener(message)
+    def _deliver_tokens(self, tokens: StepTokens) -> None:
+        listeners, choices, details = self._listeners, tokens.choices, tokens.details
+        for place, (request_id, token_id) in enumerate(zip(tokens.request_ids, tokens.token_ids, strict=True)):
+            if (listener := listeners.get(request_id)) is None:
+                continue
+            if place in details:
+                listener.on_message(details[place])
+            else:
+                listener.on_token(token_id, choices.get(place, 0))
 
     def ended(self, how: str) -> None:
         self._dead = True
         for listener in tuple(self._listeners.values()):
-            listener(None)
+            listener.on_message(None)
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(Unavailable("the engine process has ended"))
