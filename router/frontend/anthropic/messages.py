@@ -4,8 +4,9 @@ Pure.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Optional
 
 import msgspec
 
@@ -19,6 +20,8 @@ from router.frontend.http.body.fields import (
     Model,
     Positive,
     Texts,
+    needed,
+    shown,
     texts_of,
     typed,
 )
@@ -36,6 +39,8 @@ ERROR = "Error"
 """First word of a tool's result that is an error."""
 CLIENT_TOOLS = (None, "custom")
 """Types of tools that a client defines; all others run at Anthropic."""
+PARTS = ("text", "image", "document")
+"""Types of blocks that a user's message may have, and a tool's result."""
 NO_CITATIONS = {"enabled": False}
 """Value of `citations` that asks for nothing."""
 NAMES = {
@@ -60,85 +65,46 @@ class CacheControl(Model):
     ttl: Literal["5m", "1h"] | None = None
 
 
-class Block(Model, tag_field="type"):
-    """Part of a content; a mark on it keeps the prompt."""
+class Source(Model):
+    """Content of an image or of a document."""
 
-    cache_control: CacheControl | None = None
-
-
-class TextBlock(Block, tag="text", kw_only=True):
-    text: str
-    citations: Any = None
-
-
-class Base64Source(Model, tag_field="type", tag="base64"):
-    data: str
+    type: Literal["text", "content", "base64", "url", "file"]
+    data: str | None = None
+    url: str | None = None
+    file_id: str | None = None
+    content: Optional["Content"] = None
     media_type: Any = None
-    """Not read: it is seen in the file itself."""
+    """Seen in the file itself, except of texts."""
 
 
-class UrlSource(Model, tag_field="type", tag="url"):
-    url: str
+class Block(Model):
+    """Part of a content, of any type; a mark on it keeps the prompt."""
 
-
-class FileSource(Model, tag_field="type", tag="file"):
-    file_id: str
-
-
-class ImageBlock(Block, tag="image", kw_only=True):
-    source: Base64Source | UrlSource | FileSource
-
-
-class TextSource(Model, tag_field="type", tag="text"):
-    data: str
-    media_type: Literal["text/plain"]
-
-
-class ContentSource(Model, tag_field="type", tag="content"):
-    content: str | list[TextBlock | ImageBlock] | None = None
-
-
-class DocumentBlock(Block, tag="document", kw_only=True):
-    source: TextSource | ContentSource
-    """No model here reads PDFs: send text, or pages as images."""
+    type: str
+    text: str | None = None
+    source: Source | None = None
     title: str | None = None
     context: str | None = None
     citations: Any = None
-
-
-Content = str | list[TextBlock | ImageBlock | DocumentBlock]
-
-
-class ToolResultBlock(Block, tag="tool_result", kw_only=True):
-    tool_use_id: str
-    content: Content | None = None
+    tool_use_id: str | None = None
+    content: Optional["Content"] = None
     is_error: bool | None = None
-
-
-class ThinkingBlock(Model, tag_field="type", tag="thinking"):
     thinking: str | None = None
-    signature: Any = None
-
-
-class ToolUseBlock(Block, tag="tool_use", kw_only=True):
-    name: str
-    input: dict[str, Any]
     id: str | None = None
-
-
-class RedactedThinkingBlock(Model, tag_field="type", tag="redacted_thinking"):
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
+    signature: Any = None
     data: Any = None
+    """Thoughts that are not shown."""
 
 
-class UserMessage(Model, tag_field="role", tag="user"):
-    content: str | list[TextBlock | ImageBlock | DocumentBlock | ToolResultBlock]
+Content = str | list[Block]
 
 
-class SystemMessage(UserMessage, tag="system"): ...
-
-
-class AssistantMessage(Model, tag_field="role", tag="assistant"):
-    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock | RedactedThinkingBlock] | None = None
+class Message(Model):
+    role: Literal["user", "assistant", "system"]
+    content: Content | None = None
 
 
 class Tool(Model):
@@ -176,9 +142,9 @@ class OutputConfig(Model):
 class PromptBody(Model):
     """Body of POST /v1/messages/count_tokens."""
 
-    messages: list[UserMessage | AssistantMessage | SystemMessage]
+    messages: list[Message]
     model: str | None = None
-    system: str | list[TextBlock] | None = None
+    system: Content | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -205,16 +171,13 @@ def _prompt(body: PromptBody, caller: Caller, ignored: IgnoredFields) -> tuple[p
         model=body.model or "", tenant=caller.tenant, request_id=caller.request_id, parse_output=True
     )
     reader = _PromptReader(request, ignored)
-    if body.system and (text := reader.text(body.system)):
+    if text := reader.text(body.system, "system"):
         request.messages.add(role="system", content=text)
     if not 0 < len(body.messages) <= MAX_MESSAGES:
         raise InvalidRequest("messages", f"must be a list of 1 to {MAX_MESSAGES}")
     for place, message in enumerate(body.messages):
-        if isinstance(message, AssistantMessage):
-            reader.add_assistant(message)
-        else:
-            role = "system" if isinstance(message, SystemMessage) else "user"
-            reader.add_user(role, message, f"messages[{place}].content")
+        add = reader.add_assistant if message.role == "assistant" else reader.add_user
+        add(message, f"messages[{place}].content")
     _read_begun_answer(request, f"messages[{len(body.messages) - 1}]")
     reader.read_tools(body)
     if body.thinking is not None:
@@ -273,42 +236,46 @@ class _PromptReader:
         self._request = request
         self._ignored = ignored
 
-    def add_assistant(self, given: AssistantMessage) -> None:
+    def add_assistant(self, given: Message, path: str) -> None:
         message = self._request.messages.add(role="assistant")
-        if given.content is None or isinstance(given.content, str):
+        if not isinstance(given.content, list):
             message.content = given.content or ""
             return
-        for block in given.content:
-            if isinstance(block, TextBlock):
-                message.content += self._block_text(block)
-            elif isinstance(block, ThinkingBlock):
+        for block, where in self._blocks(given.content, path, "text", "thinking", "tool_use", "redacted_thinking"):
+            if block.type == "text":
+                message.content += needed(block.text, f"{where}.text")
+            elif block.type == "thinking":
                 message.reasoning += block.thinking or ""
-            elif isinstance(block, ToolUseBlock):
-                arguments = json.dumps(block.input, ensure_ascii=False)
-                message.tool_calls.add(id=block.id, name=block.name, arguments=arguments)
-                self._keep(block.cache_control)
+            elif block.type == "tool_use":
+                name, arguments = needed(block.name, f"{where}.name"), needed(block.input, f"{where}.input")
+                message.tool_calls.add(
+                    id=block.id or "", name=name, arguments=json.dumps(arguments, ensure_ascii=False)
+                )
 
-    def add_user(self, role: str, given: UserMessage, path: str) -> None:
+    def add_user(self, given: Message, path: str) -> None:
         """Add a message, and before it the results of tools that it has."""
-        if isinstance(given.content, str):
-            self._request.messages.add(role=role, content=given.content)
+        own, own_media = pb.ChatMessage(role=given.role), list[GivenMedium]()
+        if not isinstance(given.content, list):
+            own.content = needed(given.content, path)
+            self._request.messages.append(own)
             return
         if not given.content:
             raise InvalidRequest(path, "must have a block")
-        own, own_media = pb.ChatMessage(role=role), list[GivenMedium]()
         parts: list[str | pb.Media] = []
-        for place, block in enumerate(given.content):
-            if isinstance(block, ToolResultBlock):
-                self._add_tool_result(block, f"{path}[{place}]")
+        for block, where in self._blocks(given.content, path, *PARTS, "tool_result"):
+            if block.type == "tool_result":
+                self._add_tool_result(block, where)
             else:
-                parts += self._block(block, f"{path}[{place}]", own_media)
+                parts += self._part(block, where, own_media)
         if parts:
             set_content(own, parts)
             self._request.messages.append(own)
             self.media += own_media
 
-    def text(self, content: str | list[TextBlock]) -> str:
-        return content if isinstance(content, str) else "".join(map(self._block_text, content))
+    def text(self, content: Content | None, path: str) -> str:
+        if not isinstance(content, list):
+            return content or ""
+        return "".join(needed(block.text, f"{where}.text") for block, where in self._blocks(content, path, "text"))
 
     def read_tools(self, body: PromptBody) -> None:
         request = self._request
@@ -327,50 +294,57 @@ class _PromptReader:
             return
         if choice.type in ("any", "tool") and not request.tools:
             raise InvalidRequest("tool_choice", "forces a call, but the request has no tools")
-        if choice.type == "tool" and choice.name is None:
-            raise InvalidRequest("tool_choice.name", "is missing")
-        named = choice.name if choice.type == "tool" else ""
+        named = needed(choice.name, "tool_choice.name") if choice.type == "tool" else ""
         request.tool_choice = named or {"auto": "", "any": "required", "none": "none"}[choice.type]
         request.single_tool_call = bool(choice.disable_parallel_tool_use) and bool(request.tools)
 
-    def _add_tool_result(self, block: ToolResultBlock, path: str) -> None:
-        message = self._request.messages.add(role="tool", tool_call_id=block.tool_use_id)
+    def _add_tool_result(self, block: Block, path: str) -> None:
+        call_id = needed(block.tool_use_id, f"{path}.tool_use_id")
+        message = self._request.messages.add(role="tool", tool_call_id=call_id)
         parts = self._parts(block.content, f"{path}.content", self.media)
         text = next((part for part in parts if isinstance(part, str) and part), "")
         if block.is_error and not text.lstrip().casefold().startswith(ERROR.casefold()):
             parts.insert(0, f"{ERROR}: " if text else ERROR)  # no chat template knows of errors
         set_content(message, parts)
-        self._keep(block.cache_control)
 
-    def _block(self, block: TextBlock | ImageBlock | DocumentBlock, path: str, media: Given) -> list[str | pb.Media]:
-        if isinstance(block, TextBlock):
-            return [self._block_text(block)]
-        self._keep(block.cache_control)
-        return [_image(block, path, media)] if isinstance(block, ImageBlock) else self._document(block, path, media)
+    def _parts(self, content: Content | None, path: str, media: Given) -> list[str | pb.Media]:
+        """Return a text, or the texts and pictures of blocks."""
+        if not isinstance(content, list):
+            return [content] if content else []
+        blocks = self._blocks(content, path, *PARTS)
+        return [part for block, where in blocks for part in self._part(block, where, media)]
 
-    def _document(self, block: DocumentBlock, path: str, media: Given) -> list[str | pb.Media]:
+    def _part(self, block: Block, path: str, media: Given) -> list[str | pb.Media]:
+        if block.type == "text":
+            return [needed(block.text, f"{path}.text")]
+        source, where = needed(block.source, f"{path}.source"), f"{path}.source"
+        return [_image(source, where, media)] if block.type == "image" else self._document(block, source, path, media)
+
+    def _document(self, block: Block, source: Source, path: str, media: Given) -> list[str | pb.Media]:
         """Return a document's title, context and content, apart from what follows; nothing here reads pages."""
         head = "".join(f"{text}\n" for text in (block.title, block.context) if text)
-        if isinstance(block.source, TextSource):
-            parts: list[str | pb.Media] = [block.source.data]
-        elif not (parts := self._parts(block.source.content, f"{path}.source.content", media)):
-            raise InvalidRequest(f"{path}.source.content", "is missing or empty")
+        where = f"{path}.source"
+        if source.type == "text":
+            if source.media_type != "text/plain":
+                raise InvalidRequest(f"{where}.media_type", f"must be text/plain, not {shown(source.media_type)}")
+            parts: list[str | pb.Media] = [needed(source.data, f"{where}.data")]
+        elif source.type != "content":
+            reason = "is not supported: no model here reads PDFs; send text, or pages as images"
+            raise InvalidRequest(f"{where}.type", f"{source.type} {reason}")
+        elif not (parts := self._parts(source.content, f"{where}.content", media)):
+            raise InvalidRequest(f"{where}.content", "is missing or empty")
         if block.citations != NO_CITATIONS:  # answers cite nothing
             self._ignored.unread(path, "citations", block.citations)
         return [*([head] if head else []), *parts, "\n\n"]
 
-    def _parts(
-        self, content: Content | str | list[TextBlock | ImageBlock] | None, path: str, media: Given
-    ) -> list[str | pb.Media]:
-        """Return a text, or the texts and pictures of blocks."""
-        if content is None or isinstance(content, str):
-            return [content] if content else []
-        blocks = enumerate(content)
-        return [part for place, block in blocks for part in self._block(block, f"{path}[{place}]", media)]
-
-    def _block_text(self, block: TextBlock) -> str:
-        self._keep(block.cache_control)
-        return block.text
+    def _blocks(self, blocks: list[Block], path: str, *known: str) -> Iterator[tuple[Block, str]]:
+        """Yield blocks, which have one of the `known` types, with their paths."""
+        for place, block in enumerate(blocks):
+            if block.type not in known:
+                reason = f"must be one of {', '.join(known)}, not {shown(block.type)}"
+                raise InvalidRequest(f"{path}[{place}].type", reason)
+            self._keep(block.cache_control)
+            yield block, f"{path}[{place}]"
 
     def _keep(self, mark: CacheControl | None) -> None:
         """Keep the prompt as long as the longest mark in it asks; it is kept whole, wherever the mark stands."""
@@ -379,10 +353,11 @@ class _PromptReader:
             self._request.cache_retention_s = max(self._request.cache_retention_s, seconds)
 
 
-def _image(block: ImageBlock, path: str, media: Given) -> pb.Media:
-    source, path = block.source, f"{path}.source"
-    if isinstance(source, Base64Source):
-        return read_data(f"{path}.data", "image", source.data, media)
-    if isinstance(source, UrlSource):
+def _image(source: Source, path: str, media: Given) -> pb.Media:
+    if source.type == "base64":
+        return read_data(f"{path}.data", "image", source.data or "", media)
+    if source.type == "url":
         return read_url(f"{path}.url", "image", source.url, media)
-    return read_file(f"{path}.file_id", "image", source.file_id, media)
+    if source.type == "file":
+        return read_file(f"{path}.file_id", "image", source.file_id or "", media)
+    raise InvalidRequest(f"{path}.type", f"must be one of base64, url, file, not {source.type}")

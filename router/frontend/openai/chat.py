@@ -10,62 +10,22 @@ import msgspec
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.http.body.fields import BodyReader, Count, IgnoredFields, Model, typed
-from router.frontend.http.body.media import (
-    Document,
-    Given,
-    Sound,
-    read_data,
-    read_document,
-    read_url,
-    set_content,
-)
+from router.frontend.http.body.media import Content, Given, read_parts, set_content
 from router.frontend.http.caller import Caller
 from router.frontend.openai.request import ApiRequest, GenerationBody, check_choices, common
 from router.frontend.openai.sampling import read_sampling
-from router.frontend.openai.tool_choice import AllowedTools, Word, read_tool_choice
+from router.frontend.openai.tool_choice import Choice, Word, read_tool_choice
 from router.models.output.output_plan import forces_call
 from router.validation import MAX_MESSAGES
 
 # ------------------------------------------------------------------------------------------------ messages
 
 
-class TextPart(Model, tag_field="type", tag="text"):
-    text: str
-
-
-class RefusalPart(Model, tag_field="type", tag="refusal"):
-    refusal: str | None = None
-
-
-class Url(Model):
-    url: str
-
-
-class ImagePart(Model, tag_field="type", tag="image_url"):
-    image_url: str | Url
-
-
-class AudioPart(Model, tag_field="type", tag="audio_url"):
-    audio_url: str | Url
-
-
-class VideoPart(Model, tag_field="type", tag="video_url"):
-    video_url: str | Url
-
-
-class SoundPart(Model, tag_field="type", tag="input_audio"):
-    input_audio: Sound
-
-
-class FilePart(Model, tag_field="type", tag="file"):
-    file: Document
-
-
-Part = TextPart | RefusalPart | ImagePart | AudioPart | VideoPart | SoundPart | FilePart
+PARTS = ("text", "refusal", "image_url", "audio_url", "video_url", "input_audio", "file")
 
 
 class Spoken(Model, tag_field="role"):
-    content: str | list[Part]
+    content: Content
     name: str | None = None
 
 
@@ -94,7 +54,7 @@ class MadeCall(Model):
 class Assistant(Model, tag_field="role", tag="assistant"):
     """A turn of the model, or a message of an answer that comes back unchanged."""
 
-    content: str | list[Part] | None = None
+    content: Content | None = None
     """Agents send null after a refusal."""
     name: str | None = None
     tool_calls: list[MadeCall] | None = None
@@ -108,7 +68,7 @@ class Assistant(Model, tag_field="role", tag="assistant"):
 
 class ToolResult(Model, tag_field="role", tag="tool"):
     tool_call_id: str
-    content: str | list[Part] | None = None
+    content: Content | None = None
     """Agents send null for an empty result."""
     name: str | None = None
 
@@ -134,37 +94,8 @@ def _message(given: Message, path: str, media: Given) -> pb.ChatMessage:
         message.reasoning = given.reasoning_content or given.reasoning or ""
     elif isinstance(given, ToolResult):
         message.tool_call_id = given.tool_call_id
-    if isinstance(given.content, list):
-        parts = enumerate(given.content)
-        set_content(message, [_part(part, f"{path}.content[{place}]", media) for place, part in parts])
-    else:
-        message.content = given.content or ""
+    set_content(message, read_parts(given.content, f"{path}.content", PARTS, media))
     return message
-
-
-def _part(part: Part, path: str, media: Given) -> str | pb.Media:
-    match part:
-        case TextPart():
-            return part.text
-        case RefusalPart():
-            return part.refusal or ""
-        case ImagePart():
-            return _medium(part.image_url, f"{path}.image_url", "image", media)
-        case AudioPart():
-            return _medium(part.audio_url, f"{path}.audio_url", "audio", media)
-        case VideoPart():
-            return _medium(part.video_url, f"{path}.video_url", "video", media)
-        case SoundPart():
-            return read_data(f"{path}.input_audio.data", "audio", part.input_audio.data, media)
-        case FilePart():
-            return read_document(part.file, f"{path}.file", media)
-
-
-def _medium(given: str | Url, path: str, kind: str, media: Given) -> pb.Media:
-    """Read a URL, which is in an object or by itself."""
-    if isinstance(given, Url):
-        return read_url(f"{path}.url", kind, given.url, media)
-    return read_url(path, kind, given, media)
 
 
 # --------------------------------------------------------------------------------------------------- tools
@@ -183,24 +114,12 @@ class Tool(Model):
     function: Function
 
 
-class Name(Model):
-    name: str
-
-
-class NamedFunction(Model, tag_field="type", tag="function"):
-    function: Name
-
-    @property
-    def tool_name(self) -> str:
-        return self.function.name
-
-
 class ToolsBody(GenerationBody):
     """Fields of chats that make a prompt of messages."""
 
     tools: list[dict[str, Any]] | None = None
     """Tools as the template gets them, with fields that no struct has."""
-    tool_choice: Word | NamedFunction | AllowedTools | None = None
+    tool_choice: Word | Choice | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -213,7 +132,7 @@ def read_tools(body: ToolsBody, request: pb.GenerateRequest, ignored: IgnoredFie
         typed(tool, Tool, f"tools[{place}]", ignored)
         request.tools.append(msgspec.json.encode(tool).decode())
     request.single_tool_call = body.parallel_tool_calls is False and bool(request.tools)
-    read_tool_choice(body.tool_choice, request, ("function",), NamedFunction, ignored)
+    read_tool_choice(body.tool_choice, request, ("function",), ignored)
 
 
 def read_prompt_end(body: ToolsBody, request: pb.GenerateRequest) -> None:

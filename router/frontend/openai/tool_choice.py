@@ -4,15 +4,21 @@ Pure.
 """
 
 import json
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.frontend.http.body.fields import IgnoredFields, Model, shown, typed
+from router.frontend.http.body.fields import IgnoredFields, Model, needed, shown, typed
 from router.models.output.output_plan import ANY_CALL, AUTO_CHOICES, NO_CALLS, forces_call
 
+ALLOWED = "allowed_tools"
+"""Type of a choice that leaves some of the tools."""
 Word = Literal["", "auto", "none", "required"]
 """Choices that name no tool."""
+
+
+class Name(Model):
+    name: str
 
 
 class Allowed(Model):
@@ -20,74 +26,64 @@ class Allowed(Model):
     tools: list[dict[str, Any]] | None = None
 
 
-class AllowedTools(Allowed, tag_field="type", tag="allowed_tools"):
-    """Choice that leaves some of the tools."""
+class Choice(Allowed):
+    """Choice of a tool by its name, or of those that a request leaves; also one of these."""
 
+    type: str | None = None
+    name: str | None = None
+    function: Name | None = None
+    """The name in chats."""
     allowed_tools: Allowed | None = None
-    """The fields of chats, which are one level deeper."""
-
-
-class NamesTool(Protocol):
-    """Struct that names one tool."""
-
-    @property
-    def tool_name(self) -> str: ...
-
-
-Choice = Word | AllowedTools | NamesTool | None
+    """The fields of `allowed_tools` in chats."""
 
 
 def read_tool_choice(
-    choice: Choice,
-    request: pb.GenerateRequest,
-    kinds: tuple[str, ...],
-    named: type[NamesTool],
-    ignored: IgnoredFields,
+    given: Word | Choice | None, request: pb.GenerateRequest, kinds: tuple[str, ...], ignored: IgnoredFields
 ) -> None:
-    """Read the choice, once the request has its tools; `named` is what names an allowed tool of one of `kinds`.
+    """Read the choice of tools of these `kinds`, once the request has its tools.
 
     Raises InvalidRequest for one that forces a call without tools.
     """
-    if isinstance(choice, str):
-        request.tool_choice = choice
-    elif isinstance(choice, AllowedTools):
-        _read_allowed(choice, request, kinds, named, ignored)
-    elif choice is not None:
-        request.tool_choice = choice.tool_name
-        if request.tool_choice in (*AUTO_CHOICES, NO_CALLS, ANY_CALL):  # it would be read as that choice
-            reason = f"cannot force a tool with the reserved name {shown(request.tool_choice)}"
-            raise InvalidRequest("tool_choice", reason)
+    if isinstance(given, str):
+        request.tool_choice = given
+    elif given is not None and given.type == ALLOWED:
+        _read_allowed(given, request, kinds, ignored)
+    elif given is not None:
+        if given.type not in kinds:
+            known = ", ".join((*kinds, ALLOWED))
+            raise InvalidRequest("tool_choice.type", f"must be one of {known}, not {shown(given.type)}")
+        request.tool_choice = name = _name(given, "tool_choice")
+        if name in (*AUTO_CHOICES, NO_CALLS, ANY_CALL):  # it would be read as that choice
+            raise InvalidRequest("tool_choice", f"cannot force a tool with the reserved name {shown(name)}")
     if forces_call(request.tool_choice) and not request.tools:
         raise InvalidRequest("tool_choice", "forces a call, but the request has no tools")
 
 
-def _read_allowed(
-    choice: AllowedTools,
-    request: pb.GenerateRequest,
-    kinds: tuple[str, ...],
-    named: type[NamesTool],
-    ignored: IgnoredFields,
-) -> None:
+def _read_allowed(choice: Choice, request: pb.GenerateRequest, kinds: tuple[str, ...], ignored: IgnoredFields) -> None:
     """Leave the request only its allowed tools: no model calls a tool that it never heard of."""
     allowed, path = choice.allowed_tools or choice, "tool_choice"
-    path += "" if allowed is choice else ".allowed_tools"
-    if allowed.mode is None:
-        raise InvalidRequest(f"{path}.mode", "is missing")
+    path += "" if allowed is choice else f".{ALLOWED}"
+    mode = needed(allowed.mode, f"{path}.mode")
     if not allowed.tools:
         raise InvalidRequest(f"{path}.tools", "must name at least one tool")
     of_name = {json.loads(tool)["function"]["name"]: tool for tool in request.tools}
     tools: dict[str, str] = {}
     for place, each in enumerate(allowed.tools):
-        if is_skipped(each, kinds, f"{path}.tools[{place}]", ignored):
+        where = f"{path}.tools[{place}]"
+        if is_skipped(each, kinds, where, ignored):
             continue
-        name = typed(each, named, f"{path}.tools[{place}]", ignored).tool_name
+        name = _name(typed(each, Choice, where, ignored), where)
         if name not in of_name:
-            raise InvalidRequest(f"{path}.tools[{place}]", f"{shown(name)} is not among the request's tools")
+            raise InvalidRequest(where, f"{shown(name)} is not among the request's tools")
         tools[name] = of_name[name]
     del request.tools[:]
     request.tools.extend(tools.values())
     request.single_tool_call = request.single_tool_call and bool(tools)
-    request.tool_choice = ANY_CALL if allowed.mode == ANY_CALL else ""
+    request.tool_choice = ANY_CALL if mode == ANY_CALL else ""
+
+
+def _name(choice: Choice, path: str) -> str:
+    return choice.function.name if choice.function is not None else needed(choice.name, f"{path}.name")
 
 
 def is_skipped(tool: dict[str, Any], kinds: tuple[str | None, ...], path: str, ignored: IgnoredFields) -> bool:

@@ -222,6 +222,16 @@ def texts_of(texts: Texts | None) -> list[str]:
     return [texts] if isinstance(texts, str) else texts or []
 
 
+def needed(value: _ModelT | None, path: str) -> _ModelT:
+    """Return the field at `path`, which may not be absent.
+
+    Raises InvalidRequest.
+    """
+    if value is None:
+        raise InvalidRequest(path, "is missing")
+    return value
+
+
 def at(path: str, name: str) -> str:
     """Return the path of a field of the object at `path`, empty at the top."""
     return f"{path}.{name}" if path and name else path or name
@@ -339,10 +349,6 @@ def _called(info: inspect.Type) -> str:
         return ""
     if isinstance(info, inspect.LiteralType):
         return f"one of {', '.join(map(str, info.values))}"
-    if isinstance(info, inspect.DictType) and isinstance(info.value_type, inspect.FloatType):
-        return "an object of numbers"
-    if isinstance(info, inspect.DictType) and isinstance(info.value_type, inspect.StrType):
-        return "an object of strings"
     if isinstance(info, inspect.ListType) and not _has_structs(info):
         return f"a list of {' or '.join(_called(each).removeprefix('a ') for each in _alternatives(info.item_type))}"
     if isinstance(info, inspect.IntType | inspect.FloatType):

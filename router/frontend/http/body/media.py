@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival
-from router.frontend.http.body.fields import Model, shown
+from router.frontend.http.body.fields import Model, needed, shown
 from router.frontend.http.caller import Caller
 from router.models.media import sources_in
 from router.validation import MEDIA_KINDS, check_url
@@ -43,10 +43,32 @@ class Document(Model):
     filename: Any = None
 
 
+class Url(Model):
+    url: str
+
+
 class Sound(Model):
     data: str
     format: Any = None
     """Not read: it is seen in the file itself."""
+
+
+class Part(Document):
+    """Part of a content in OpenAI's APIs, of any type; those of input_file are a document's."""
+
+    type: str = ""
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | Url | None = None
+    audio_url: str | Url | None = None
+    video_url: str | Url | None = None
+    input_audio: Sound | None = None
+    file: Document | None = None
+    annotations: Any = None
+    logprobs: Any = None
+
+
+Content = str | list[Part]
 
 
 class MediaFiles(Protocol):
@@ -112,6 +134,41 @@ def read_document(document: Document, path: str, media: Given) -> pb.Media:
     if kind not in MEDIA_KINDS:
         raise InvalidRequest(path, "must be data:image/...;base64, or of audio or video: no other files can be read")
     return read_url(path, kind, url, media)
+
+
+def read_parts(content: Content | None, path: str, known: Sequence[str], media: Given) -> list[str | pb.Media]:
+    """Return the texts and media of a content, whose parts have one of the `known` types.
+
+    Raises InvalidRequest.
+    """
+    if not isinstance(content, list):
+        return [content] if content else []
+    return [_part(part, f"{path}[{place}]", known, media) for place, part in enumerate(content)]
+
+
+def _part(part: Part, path: str, known: Sequence[str], media: Given) -> str | pb.Media:
+    kind = part.type
+    if kind not in known:
+        raise InvalidRequest(f"{path}.type", f"must be one of {', '.join(known)}, not {shown(kind)}")
+    if kind == "refusal":
+        return part.refusal or ""
+    if kind == "text":
+        return needed(part.text, f"{path}.text")
+    if kind.endswith("_text"):
+        return part.text or ""
+    if kind == "input_audio":
+        sound = needed(part.input_audio, f"{path}.input_audio")
+        return read_data(f"{path}.input_audio.data", "audio", sound.data, media)
+    if kind == "file":
+        return read_document(needed(part.file, f"{path}.file"), f"{path}.file", media)
+    if kind == "input_file":
+        return read_document(part, path, media)
+    if kind == "input_image" and part.file_id is not None:
+        return read_file(f"{path}.file_id", "image", part.file_id, media)
+    name = "image_url" if kind == "input_image" else kind
+    url: str | Url | None = getattr(part, name)
+    where = f"{path}.{name}.url" if isinstance(url, Url) else f"{path}.{name}"
+    return read_url(where, name.removesuffix("_url"), url.url if isinstance(url, Url) else url, media)
 
 
 def set_content(message: pb.ChatMessage, parts: Sequence[str | pb.Media]) -> None:

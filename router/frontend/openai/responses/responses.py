@@ -18,24 +18,16 @@ from router.frontend.http.body.fields import (
     Model,
     Positive,
     Texts,
+    needed,
     shown,
     texts_of,
     typed,
 )
-from router.frontend.http.body.media import (
-    Document,
-    Given,
-    Sound,
-    read_data,
-    read_document,
-    read_file,
-    read_url,
-    set_content,
-)
+from router.frontend.http.body.media import Content, Given, read_parts, set_content
 from router.frontend.http.caller import Caller
 from router.frontend.http.generation import Generation
 from router.frontend.openai.request import Retention, retention_s
-from router.frontend.openai.tool_choice import AllowedTools, Choice, Word, is_skipped, read_tool_choice
+from router.frontend.openai.tool_choice import Choice, Word, is_skipped, read_tool_choice
 from router.models.output.output_plan import forces_call
 from router.validation import MAX_LOGPROBS, MAX_MESSAGES
 
@@ -71,98 +63,27 @@ NAMES = {
 # ---------------------------------------------------------------------------------------------------- bodies
 
 
-class TextPart(Model, tag_field="type"):
-    text: str | None = None
-    annotations: Any = None
-    logprobs: Any = None
-
-
-class InputText(TextPart, tag="input_text"): ...
-
-
-class OutputText(TextPart, tag="output_text"): ...
-
-
-class PlainText(TextPart, tag="text"): ...
-
-
-class SummaryText(TextPart, tag="summary_text"): ...
-
-
-class ReasoningText(TextPart, tag="reasoning_text"): ...
-
-
-class Refusal(TextPart, tag="refusal"):
-    refusal: str | None = None
-
-
-class InputImage(Model, tag_field="type", tag="input_image"):
-    image_url: str | None = None
-    file_id: str | None = None
-
-
-class InputFile(Document, tag_field="type", tag="input_file"): ...
-
-
-class InputAudio(Model, tag_field="type", tag="input_audio"):
-    input_audio: Sound
-
-
-Text = InputText | OutputText | PlainText | SummaryText | ReasoningText | Refusal
-Parts = str | list[Text | InputImage | InputFile | InputAudio]
+TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+PARTS = (*TEXTS, "input_image", "input_file", "input_audio")
 
 
 class Item(Model):
-    """Item of an input, with fields of answers that come back unchanged."""
+    """Item of an input, of any type; answers' fields that are not read come back unchanged."""
 
     type: str | None = None
+    role: Literal["developer", "system", "user", "assistant"] | None = None
+    content: Content | None = None
+    name: str | None = None
+    call_id: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: Content | None = None
+    summary: Content | None = None
     id: Any = None
     status: Any = None
     phase: Any = None
-    internal_chat_message_metadata_passthrough: Any = None
-
-
-class MessageItem(Item, kw_only=True):
-    role: Literal["developer", "system", "user"]
-    content: Parts
-
-
-class AssistantItem(Item, kw_only=True):
-    role: Literal["assistant"]
-    content: str | list[Text] | None = None
-
-
-class CallItem(Item, kw_only=True):
-    name: str
-    call_id: str
-    arguments: str
-
-
-class CustomCallItem(Item, kw_only=True):
-    name: str
-    call_id: str
-    input: str | None = None
-
-
-class OutputItem(Item, kw_only=True):
-    call_id: str
-    output: Parts | None = None
-
-
-class ReasoningItem(Item):
-    content: str | list[Text] | None = None
-    summary: str | list[Text] | None = None
     encrypted_content: Any = None
-
-
-ITEMS: Mapping[str, type[Item]] = {
-    "function_call": CallItem,
-    "custom_tool_call": CustomCallItem,
-    "function_call_output": OutputItem,
-    "custom_tool_call_output": OutputItem,
-    "reasoning": ReasoningItem,
-}
-"""Items besides messages, by their type."""
+    internal_chat_message_metadata_passthrough: Any = None
 
 
 class Reference(Model):
@@ -182,15 +103,6 @@ class Tool(Model):
     format: Any = None
     strict: Any = None
     defer_loading: Any = None
-
-
-class NamedTool(Model):
-    type: Literal["function", "custom"]
-    name: str
-
-    @property
-    def tool_name(self) -> str:
-        return self.name
 
 
 class TextForm(Model):
@@ -394,36 +306,38 @@ def refer(api_request: ResponsesRequest, items: Mapping[int, Any]) -> None:
 def _add_item(
     given: dict[str, Any], path: str, messages: list[pb.ChatMessage], media: Given, ignored: IgnoredFields
 ) -> None:
-    item = typed(given, _kind_of(given, path), path, ignored)
-    match item:
-        case MessageItem():
-            messages.append(pb.ChatMessage(role=item.role))
-            set_content(messages[-1], _parts(item.content, f"{path}.content", media))
-        case AssistantItem():
-            last, text = _assistant(messages), _text(item.content)
-            if not last.content and not last.tool_calls:
-                last.content = text
-            else:
-                messages.append(pb.ChatMessage(role="assistant", content=text))
-        case CallItem():
-            _assistant(messages).tool_calls.add(id=item.call_id, name=item.name, arguments=item.arguments)
-        case CustomCallItem():
-            arguments = json.dumps({"input": item.input or ""})
-            _assistant(messages).tool_calls.add(id=item.call_id, name=item.name, arguments=arguments)
-        case OutputItem():
-            messages.append(pb.ChatMessage(role="tool", tool_call_id=item.call_id))
-            set_content(messages[-1], _parts(item.output, f"{path}.output", media))
-        case ReasoningItem():
-            messages.append(pb.ChatMessage(role="assistant", reasoning=_text(item.content) or _text(item.summary)))
+    item = typed(given, Item, path, ignored)
+    kind = item.type or "message"
 
+    def text_of(name: str) -> str:
+        content: Content | None = getattr(item, name)
+        parts = read_parts(content, f"{path}.{name}", TEXTS, media)
+        return "".join(part for part in parts if isinstance(part, str))
 
-def _kind_of(item: Mapping[str, Any], path: str) -> type[Item]:
-    kind = item.get("type")
-    if kind is None or kind in ("", "message"):
-        return AssistantItem if item.get("role") == "assistant" else MessageItem
-    if not isinstance(kind, str) or kind not in ITEMS:
+    if kind == "message":
+        role = needed(item.role, f"{path}.role")
+        if role != "assistant":
+            messages.append(pb.ChatMessage(role=role))
+            needed(item.content, f"{path}.content")
+            set_content(messages[-1], read_parts(item.content, f"{path}.content", PARTS, media))
+        elif not (last := _assistant(messages)).content and not last.tool_calls:
+            last.content = text_of("content")
+        else:
+            messages.append(pb.ChatMessage(role=role, content=text_of("content")))
+    elif kind in ("function_call", "custom_tool_call"):
+        name, call_id = needed(item.name, f"{path}.name"), needed(item.call_id, f"{path}.call_id")
+        is_function = kind == "function_call"
+        arguments = (
+            needed(item.arguments, f"{path}.arguments") if is_function else json.dumps({"input": item.input or ""})
+        )
+        _assistant(messages).tool_calls.add(id=call_id, name=name, arguments=arguments)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        messages.append(pb.ChatMessage(role="tool", tool_call_id=needed(item.call_id, f"{path}.call_id")))
+        set_content(messages[-1], read_parts(item.output, f"{path}.output", PARTS, media))
+    elif kind == "reasoning":
+        messages.append(pb.ChatMessage(role="assistant", reasoning=text_of("content") or text_of("summary")))
+    else:
         raise InvalidRequest(f"{path}.type", f"{shown(kind)} is not supported")
-    return ITEMS[kind]
 
 
 def _assistant(messages: list[pb.ChatMessage]) -> pb.ChatMessage:
@@ -431,35 +345,6 @@ def _assistant(messages: list[pb.ChatMessage]) -> pb.ChatMessage:
     if not messages or messages[-1].role != "assistant":
         messages.append(pb.ChatMessage(role="assistant"))
     return messages[-1]
-
-
-def _text(content: str | list[Text] | None) -> str:
-    return content if isinstance(content, str) else "".join(map(_part_text, content or ()))
-
-
-def _part_text(part: TextPart) -> str:
-    return (part.refusal if isinstance(part, Refusal) else part.text) or ""
-
-
-def _parts(content: Parts | None, path: str, media: Given) -> list[str | pb.Media]:
-    """Return the texts and media of a content."""
-    if content is None or isinstance(content, str):
-        return [] if content is None else [content]
-    parts: list[str | pb.Media] = []
-    for place, part in enumerate(content):
-        where = f"{path}[{place}]"
-        match part:
-            case InputAudio():
-                parts.append(read_data(f"{where}.input_audio.data", "audio", part.input_audio.data, media))
-            case InputFile():
-                parts.append(read_document(part, where, media))
-            case InputImage(file_id=str() as file_id):
-                parts.append(read_file(f"{where}.file_id", "image", file_id, media))
-            case InputImage():
-                parts.append(read_url(f"{where}.image_url", "image", part.image_url, media))
-            case _:
-                parts.append(_part_text(part))
-    return parts
 
 
 # ----------------------------------------------------------------------------------------------------- tools
@@ -488,14 +373,8 @@ def _read_tools(
         request.tools.append(msgspec.json.encode({"type": "function", "function": function}).decode())
     api_request.custom_tools = frozenset(custom)
     request.single_tool_call = body.parallel_tool_calls is False and bool(request.tools)
-    read_tool_choice(_choice(body.tool_choice, ignored), request, ("function", "custom"), NamedTool, ignored)
+    given_choice = body.tool_choice
+    choice = typed(given_choice, Choice, "tool_choice", ignored) if isinstance(given_choice, dict) else given_choice
+    read_tool_choice(choice, request, ("function", "custom"), ignored)
     if forces_call(request.tool_choice):
         api_request.names["structured"] = "tools"
-
-
-def _choice(given: Word | dict[str, Any] | None, ignored: IgnoredFields) -> Choice:
-    if not isinstance(given, dict):
-        return given
-    kind: Any = AllowedTools if given.get("type") == "allowed_tools" else NamedTool
-    choice: Choice = typed(given, kind, "tool_choice", ignored)
-    return choice
