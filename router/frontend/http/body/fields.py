@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar, cast
 
 import msgspec
 import msgspec.inspect as inspect
@@ -155,7 +155,7 @@ class BodyReader(Generic[_BodyT, _RequestT]):
         """
         ignored = ignored or IgnoredFields()
         try:
-            body = typed(values, self.body, "", ignored)
+            body = _typed_without_unread(values, self.body, "", ignored)
         except RecursionError:
             raise _too_deep() from None
         return self._made(body, caller, ignored)
@@ -175,14 +175,23 @@ def typed(values: Any, kind: type[_ModelT], path: str, ignored: IgnoredFields) -
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError:
-        pass
-    shape: Any = kind
-    info = _info(shape)
-    values = _known(values, info, path, ignored)
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as error:
-        raise _refusal(str(error), values, info, path) from None
+        return _typed_without_unread(values, kind, path, ignored)
+
+
+def _typed_without_unread(values: Any, kind: type[_ModelT], path: str, ignored: IgnoredFields) -> _ModelT:
+    info, unread = _info(cast(Any, kind)), list[tuple[str, str, Any]]()
+    for is_deep in (False, True):  # most of these fields are at the top, and the rest takes longer
+        known = _known(values, info, path, unread, is_deep)
+        try:
+            model = msgspec.convert(known, kind)
+            break
+        except msgspec.ValidationError as error:
+            if is_deep:
+                raise _refusal(str(error), known, info, path) from None
+            unread.clear()
+    for where, name, value in unread:
+        ignored.unread(where, name, value)
+    return model
 
 
 def parse_object(body: bytes, max_values: int) -> dict[str, Any]:
@@ -273,6 +282,11 @@ def _fields(struct: type) -> Mapping[str, inspect.Type]:
     return {field.encode_name: field.type for field in info.fields}
 
 
+@cache
+def _nested(struct: type) -> Mapping[str, inspect.Type]:
+    return {name: info for name, info in _fields(struct).items() if _has_structs(info)}
+
+
 def _has_structs(info: inspect.Type) -> bool:
     return any(
         isinstance(each, inspect.StructType) or (isinstance(each, inspect.ListType) and _has_structs(each.item_type))
@@ -292,25 +306,21 @@ def _struct_of(values: Mapping[str, Any], info: inspect.Type) -> inspect.StructT
     return None
 
 
-def _known(value: Any, info: inspect.Type, path: str, ignored: IgnoredFields) -> Any:
-    """Return parsed JSON without the fields that its structs do not have; these are noted."""
-    if not isinstance(value, dict | list) or not _has_structs(info):
-        return value
+def _known(value: Any, info: inspect.Type, path: str, unread: list[tuple[str, str, Any]], is_deep: bool) -> Any:
+    """Return parsed JSON without the fields that its structs do not have; these are added to `unread`."""
     if isinstance(value, list):
         items = next((each.item_type for each in _alternatives(info) if isinstance(each, inspect.ListType)), None)
         if items is not None:
-            return [_known(each, items, f"{path}[{place}]", ignored) for place, each in enumerate(value)]
-    if isinstance(value, list) or (struct := _struct_of(value, info)) is None:
+            return [_known(each, items, f"{path}[{place}]", unread, is_deep) for place, each in enumerate(value)]
+    if not isinstance(value, dict) or (struct := _struct_of(value, info)) is None:
         return value
-    fields, known = _fields(struct.cls), {}
-    for name, each in value.items():
-        if (of_field := fields.get(name)) is not None:
-            known[name] = _known(each, of_field, at(path, name), ignored)
-        elif name == struct.tag_field:
-            known[name] = each
-    for name, each in value.items():
-        if name not in known and struct.forbid_unknown_fields:
-            ignored.unread(path, name, each)
+    fields, known = _fields(struct.cls), value
+    if struct.forbid_unknown_fields and not value.keys() <= fields.keys():
+        known = {name: each for name, each in value.items() if name in fields or name == struct.tag_field}
+    if is_deep and (nested := [name for name in known if name in _nested(struct.cls)]):
+        within = {name: _known(known[name], fields[name], at(path, name), unread, is_deep) for name in nested}
+        known = {name: within.get(name, each) for name, each in known.items()}
+    unread += ((path, name, each) for name, each in value.items() if name not in known)
     return known
 
 
