@@ -332,10 +332,12 @@ def _refusal(fault: str, value: Any, info: inspect.Type, path: str) -> InvalidRe
         return InvalidRequest(at(at(path, place), missing[1]), "is missing")
     if fault.startswith(_TOO_LARGE):
         return InvalidRequest(at(path, place.partition("[...]")[0]), "is too large")
+    what = ""
     for number, name in _STEP.findall(place):
         options = _alternatives(info)
         if number == "...":
             place = place.partition("[...]")[0]  # one of the values of a map, whose key is unknown
+            info, what = next(each.value_type for each in options if isinstance(each, inspect.DictType)), "each value "
             break
         if number:
             value = value[int(number)]
@@ -350,7 +352,7 @@ def _refusal(fault: str, value: Any, info: inspect.Type, path: str) -> InvalidRe
             info = _fields(struct.cls)[name]
     full = f"{path}{place}" if place.startswith("[") else at(path, place)
     called = " or ".join(dict.fromkeys(filter(None, map(_called, _alternatives(info)))))
-    return InvalidRequest(full, f"must be {called}, not {shown(value)}")
+    return InvalidRequest(full, f"{what}must be {called}, not {shown(value)}")
 
 
 def _called(info: inspect.Type) -> str:
