@@ -20,6 +20,7 @@ from router.frontend.http.body.fields import (
     Model,
     Positive,
     Texts,
+    given,
     needed,
     shown,
     texts_of,
@@ -191,14 +192,8 @@ def _prompt(body: PromptBody, caller: Caller, ignored: IgnoredFields) -> tuple[p
 
 def _request(body: MessagesBody, caller: Caller, ignored: IgnoredFields) -> MessagesRequest:
     request, media = _prompt(body, caller, ignored)
-    sampling = pb.Sampling(
-        max_tokens=body.max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        stop=texts_of(body.stop_sequences),
-    )
-    request.sampling.MergeFrom(sampling)
+    same = given(body, ("max_tokens", "temperature", "top_p", "top_k"))
+    request.sampling.MergeFrom(pb.Sampling(stop=texts_of(body.stop_sequences), **same))
     names = dict(NAMES)
     if request.tool_choice not in ("", "auto", "none"):
         names["structured"] = "tools"
@@ -236,12 +231,12 @@ class _PromptReader:
         self._request = request
         self._ignored = ignored
 
-    def add_assistant(self, given: Message, path: str) -> None:
+    def add_assistant(self, turn: Message, path: str) -> None:
         message = self._request.messages.add(role="assistant")
-        if not isinstance(given.content, list):
-            message.content = given.content or ""
+        if not isinstance(turn.content, list):
+            message.content = turn.content or ""
             return
-        for block, where in self._blocks(given.content, path, "text", "thinking", "tool_use", "redacted_thinking"):
+        for block, where in self._blocks(turn.content, path, "text", "thinking", "tool_use", "redacted_thinking"):
             if block.type == "text":
                 message.content += needed(block.text, f"{where}.text")
             elif block.type == "thinking":
@@ -252,17 +247,17 @@ class _PromptReader:
                     id=block.id or "", name=name, arguments=json.dumps(arguments, ensure_ascii=False)
                 )
 
-    def add_user(self, given: Message, path: str) -> None:
+    def add_user(self, turn: Message, path: str) -> None:
         """Add a message, and before it the results of tools that it has."""
-        own, own_media = pb.ChatMessage(role=given.role), list[GivenMedium]()
-        if not isinstance(given.content, list):
-            own.content = needed(given.content, path)
+        own, own_media = pb.ChatMessage(role=turn.role), list[GivenMedium]()
+        if not isinstance(turn.content, list):
+            own.content = needed(turn.content, path)
             self._request.messages.append(own)
             return
-        if not given.content:
+        if not turn.content:
             raise InvalidRequest(path, "must have a block")
         parts: list[str | pb.Media] = []
-        for block, where in self._blocks(given.content, path, *PARTS, "tool_result"):
+        for block, where in self._blocks(turn.content, path, *PARTS, "tool_result"):
             if block.type == "tool_result":
                 self._add_tool_result(block, where)
             else:
@@ -279,11 +274,11 @@ class _PromptReader:
 
     def read_tools(self, body: PromptBody) -> None:
         request = self._request
-        for place, given in enumerate(body.tools or ()):
+        for place, each in enumerate(body.tools or ()):
             path = f"tools[{place}]"
-            if is_skipped(given, CLIENT_TOOLS, path, self._ignored):
+            if is_skipped(each, CLIENT_TOOLS, path, self._ignored):
                 continue
-            tool = typed(given, Tool, path, self._ignored)
+            tool = typed(each, Tool, path, self._ignored)
             function: dict[str, Any] = {"name": tool.name}
             if tool.description:
                 function["description"] = tool.description

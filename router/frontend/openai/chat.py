@@ -172,12 +172,13 @@ def _request(body: ChatBody, caller: Caller, ignored: IgnoredFields) -> ApiReque
     most, older = body.max_completion_tokens, body.max_tokens
     if most is not None and older is not None and most != older:
         raise InvalidRequest("max_completion_tokens", "differs from max_tokens: set one of them")
-    options = read_sampling(body, older if most is None else most, (body.top_logprobs or 0) if body.logprobs else None)
-    options.names["logprobs"] = "top_logprobs"
-    options.names["max_tokens"] = "max_completion_tokens" if older is None or most is not None else "max_tokens"
+    names = {"logprobs": "top_logprobs"}
+    names["max_tokens"] = "max_completion_tokens" if older is None or most is not None else "max_tokens"
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    sampling = read_sampling(body, older if most is None else most, logprobs, names)
     media: Given = []
     messages = read_messages(body.messages, media)
-    request, api_request = common(body, caller, options)
+    request, api_request = common(body, caller, sampling, names)
     api_request.media = media
     read_tools(body, request, ignored)
     if forces_call(request.tool_choice):

@@ -26,11 +26,12 @@ def _request(body: CompletionBody, caller: Caller, ignored: IgnoredFields) -> Ap
     echo, max_tokens = bool(body.echo), DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if only_echo := echo and max_tokens == 0:
         max_tokens = 1  # an engine generates at least one token; the answer omits it
-    options = read_sampling(body, max_tokens, body.logprobs)
+    names: dict[str, str] = {}
+    sampling = read_sampling(body, max_tokens, body.logprobs, names)
     prompts = inputs_of(body.prompt, "prompt")
     if len(prompts) > MAX_PROMPTS:
         raise InvalidRequest("prompt", f"at most {MAX_PROMPTS} prompts, not {len(prompts)}")
-    request, api_request = common(body, caller, options)
+    request, api_request = common(body, caller, sampling, names)
     api_request.echo, api_request.only_echo = echo, only_echo
     api_request.echo_logprobs = echo and body.logprobs is not None
     if api_request.stream and (only_echo or api_request.echo_logprobs):

@@ -19,8 +19,8 @@ from router.frontend.http.blocks import compact
 from router.frontend.http.body.fields import INT32, BodyReader, IgnoredFields, Inputs, Model, Positive, inputs_of
 from router.frontend.http.caller import Caller
 from router.frontend.http.generation import Answer, Generation, PromptInfo
-from router.frontend.openai.common_body import CommonBody
 from router.frontend.openai.request import NAMES, requests_of
+from router.frontend.openai.sampling import CommonBody
 
 MAX_INPUTS = 2048
 """Largest number of inputs of one request, as OpenAI has it."""
@@ -91,15 +91,10 @@ class RerankBody(EngineBody, kw_only=True):
     top_n: Annotated[int, msgspec.Meta(ge=0, le=INT32 - 1)] | None = None
 
 
-def _embeddings(body: EmbeddingsBody, caller: Caller, ignored: IgnoredFields) -> EmbeddingRequest:
+def _of_input(body: ClassifyBody, caller: Caller, ignored: IgnoredFields) -> EmbeddingRequest:
     api_request = _new_request(body, caller, inputs_of(body.input, "input"), "input")
-    api_request.is_base64 = body.encoding_format == "base64"
-    return api_request
-
-
-def _classify(body: ClassifyBody, caller: Caller, ignored: IgnoredFields) -> EmbeddingRequest:
-    api_request = _new_request(body, caller, inputs_of(body.input, "input"), "input")
-    api_request.classifies = True
+    api_request.classifies = not isinstance(body, EmbeddingsBody)
+    api_request.is_base64 = isinstance(body, EmbeddingsBody) and body.encoding_format == "base64"
     return api_request
 
 
@@ -121,8 +116,8 @@ def _rerank(body: RerankBody, caller: Caller, ignored: IgnoredFields) -> Embeddi
     return api_request
 
 
-read_embeddings = BodyReader(EmbeddingsBody, _embeddings)
-read_classify = BodyReader(ClassifyBody, _classify)
+read_embeddings = BodyReader(EmbeddingsBody, _of_input)
+read_classify = BodyReader(ClassifyBody, _of_input)
 read_score = BodyReader(ScoreBody, _score)
 read_rerank = BodyReader(RerankBody, _rerank)
 
@@ -153,21 +148,9 @@ def _new_request(body: EngineBody, caller: Caller, inputs: list[Input], many: st
     """Read the common fields; `many` names the field with the most inputs."""
     if len(inputs) > MAX_INPUTS:
         raise InvalidRequest(many, f"must have at most {MAX_INPUTS} inputs, not {len(inputs)}")
-    request = pb.GenerateRequest(
-        model=body.model or "",
-        priority=body.our_priority(),
-        tenant=caller.tenant,
-        request_id=body.id_of(caller),
-        cache_salt=body.cache_salt or "",
-        embedding=pb.EmbeddingOptions(dimensions=body.dimensions),
-    )
-    names = {
-        **NAMES,
-        "text": many,
-        "token_ids": many,
-        "embedding.text_pair": many,
-        "embedding.dimensions": "dimensions",
-    }
+    request = body.request(caller, embedding=pb.EmbeddingOptions(dimensions=body.dimensions))
+    names = {**NAMES, "embedding.dimensions": "dimensions"}
+    names |= dict.fromkeys(("text", "token_ids", "embedding.text_pair"), many)
     requests = requests_of(request, inputs)
     return EmbeddingRequest(request.request_id, requests, names, deadline_s=body.deadline_s(), max_open=MAX_OPEN)
 

@@ -6,11 +6,13 @@ from typing import Literal
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.frontend.http.body.fields import Model
+from router.frontend.http.body.fields import Model, given
 from router.frontend.http.caller import Caller
 from router.frontend.http.generation import Generation
-from router.frontend.openai.sampling import GenerationOptions, SamplingBody
+from router.frontend.openai.sampling import SamplingBody
 
+SAME = ("session_id", "prompt_cache_key", "max_ttft_ms", "task", "min_quality")
+"""Fields that have the same name here."""
 MAX_CHOICES = 1024
 """Largest number of choices of all prompts of a request together."""
 
@@ -70,41 +72,31 @@ class GenerationBody(SamplingBody):
     return_tokens_as_token_ids: bool | None = None
 
 
-def common(body: GenerationBody, caller: Caller, options: GenerationOptions) -> tuple[pb.GenerateRequest, ApiRequest]:
+def common(
+    body: GenerationBody, caller: Caller, sampling: pb.Sampling, names: Mapping[str, str]
+) -> tuple[pb.GenerateRequest, ApiRequest]:
     """Read the common fields; the prompt remains to be set.
 
     Raises InvalidRequest.
     """
-    request = pb.GenerateRequest(
-        model=body.model or "",
-        sampling=options.sampling,
-        priority=body.our_priority(),
-        tenant=caller.tenant,
-        session_id=body.session_id or "",
-        prompt_cache_key=body.prompt_cache_key or "",
-        request_id=body.id_of(caller),
-        cache_salt=body.cache_salt or "",
-        max_ttft_ms=body.max_ttft_ms,
-        task=body.task or "",
-        min_quality=body.min_quality or 0.0,
-        cache_retention_s=retention_s(body.cache_retention_s, body.prompt_cache_retention),
-    )
-    streaming = body.stream_options
-    if streaming is not None and not body.stream:
+    if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options", "needs stream")
-    if body.stream and options.sampling.HasField("prompt_logprobs"):
+    if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs", "cannot be combined with stream")
+    streaming = body.stream_options or StreamOptions()
+    kept_s = retention_s(body.cache_retention_s, body.prompt_cache_retention)
+    request = body.request(caller, sampling=sampling, cache_retention_s=kept_s, **given(body, SAME))
     api_request = ApiRequest(
         request.request_id,
         [],
-        {**NAMES, **options.names},
+        {**NAMES, **names},
         stream=bool(body.stream),
         receipt=bool(body.receipt),
         token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         deadline_s=body.deadline_s(),
-        include_usage=streaming is not None and bool(streaming.include_usage),
-        continuous_usage=streaming is not None and bool(streaming.continuous_usage_stats),
+        include_usage=bool(streaming.include_usage),
+        continuous_usage=bool(streaming.continuous_usage_stats),
     )
     return request, api_request
 

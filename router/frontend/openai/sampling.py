@@ -6,15 +6,14 @@ Limits are checked for every request in `router/validation.py`; here only types 
 """
 
 import json
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.frontend.http.body.fields import INT64, Count, Model, Texts, TokenId, shown, texts_of
-from router.frontend.openai.common_body import CommonBody
+from router.frontend.http.body.fields import INT32, INT64, Count, Model, Texts, TokenId, given, needed, shown, texts_of
+from router.frontend.http.caller import Caller, check_name
 
 KINDS = {
     "json": "json_schema",
@@ -24,18 +23,42 @@ KINDS = {
     "json_object": "json_object",
 }
 """Kinds of structured output: vLLM's names, and ours."""
-GUIDED = {kind: f"guided_{kind}" for kind in KINDS}
-"""Older names of the kinds, as fields of the body."""
+GUIDED = {f"guided_{kind}": kind for kind in KINDS}
+"""Kinds by their older fields."""
+SAME = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "n"),
+    *("min_tokens", "prompt_logprobs", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
+)
+"""Fields that have the same name here."""
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 """llguidance's option, within a schema, for JSON without whitespace."""
 
 
-class TextForm(Model, tag_field="type", tag="text"):
-    pass
+class CommonBody(Model):
+    """Fields of all requests that end in an engine."""
 
+    model: str | None = None
+    priority: Annotated[int, msgspec.Meta(ge=1 - INT32, le=INT32 - 1)] | None = None
+    """Lower ones go first, as in vLLM; ours the other way round."""
+    request_id: str | None = None
+    cache_salt: str | None = None
+    timeout_ms: Annotated[float, msgspec.Meta(gt=0, le=INT32)] | None = None
 
-class ObjectForm(Model, tag_field="type", tag="json_object"):
-    pass
+    def request(self, caller: Caller, **more: Any) -> pb.GenerateRequest:
+        """Return a request with these fields and `more` of its own.
+
+        Raises InvalidRequest.
+        """
+        return pb.GenerateRequest(
+            priority=-(self.priority or 0),
+            tenant=caller.tenant,
+            request_id=check_name(self.request_id or "", "request_id") or caller.request_id,
+            **given(self, ("model", "cache_salt")),
+            **more,
+        )
+
+    def deadline_s(self) -> float | None:
+        return None if self.timeout_ms is None else self.timeout_ms / 1e3
 
 
 class JsonSchema(Model):
@@ -46,8 +69,9 @@ class JsonSchema(Model):
     """Not read: the schema is enforced in any case."""
 
 
-class SchemaForm(Model, tag_field="type", tag="json_schema"):
-    json_schema: JsonSchema
+class ResponseFormat(Model):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(Model):
@@ -80,7 +104,7 @@ class SamplingBody(CommonBody):
     logit_bias: dict[str, float] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    response_format: TextForm | ObjectForm | SchemaForm | None = None
+    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
@@ -89,44 +113,29 @@ class SamplingBody(CommonBody):
     guided_json_object: bool | None = None
 
 
-@dataclass(slots=True)
-class GenerationOptions:
-    """Requested options besides the prompt."""
-
-    sampling: pb.Sampling
-    names: dict[str, str] = field(default_factory=dict)
-    """Client's names of fields that we call otherwise."""
-
-
-def read_sampling(body: SamplingBody, max_tokens: int | None, logprobs: int | None) -> GenerationOptions:
-    """Read the options.
+def read_sampling(
+    body: SamplingBody, max_tokens: int | None, logprobs: int | None, names: dict[str, str]
+) -> pb.Sampling:
+    """Read the options, and add the client's names of fields that we call otherwise.
 
     Raises InvalidRequest.
     """
     sampling = pb.Sampling(
         max_tokens=max_tokens,
         logprobs=logprobs,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        n=body.n,
-        min_tokens=body.min_tokens,
-        prompt_logprobs=body.prompt_logprobs,
-        top_k=0 if body.top_k == -1 else body.top_k,  # vLLM's value for off
-        seed=None if body.seed is None else body.seed % (1 << 64),
         stop=texts_of(body.stop),
-        stop_token_ids=body.stop_token_ids,
-        ignore_eos=bool(body.ignore_eos),
         logit_bias=_biases(body.logit_bias) if body.logit_bias else None,
         keep_special_tokens=body.skip_special_tokens is False,
-        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        **given(body, SAME),
     )
-    options = GenerationOptions(sampling)
-    _read_structured(body, options)
-    return options
+    if body.top_k is not None:
+        sampling.top_k = 0 if body.top_k == -1 else body.top_k  # vLLM's value for off
+    if body.seed is not None:
+        sampling.seed = body.seed % (1 << 64)
+    if (named := _structured(body)) is not None:
+        names["structured"] = named[0]
+        sampling.structured.CopyFrom(named[1])
+    return sampling
 
 
 def _biases(biases: dict[str, float]) -> dict[int, float]:
@@ -137,31 +146,24 @@ def _biases(biases: dict[str, float]) -> dict[int, float]:
     return {int(token_id): bias for token_id, bias in biases.items()}
 
 
-def _read_structured(body: SamplingBody, options: GenerationOptions) -> None:
+def _structured(body: SamplingBody) -> tuple[str, pb.StructuredOutput] | None:
     """Read `response_format`, vLLM's `structured_outputs`, or its older guided_*: one of them at most."""
     forms: list[tuple[str, pb.StructuredOutput]] = []
-    wanted = body.response_format
-    if isinstance(wanted, ObjectForm):
+    if (wanted := body.response_format) is not None and wanted.type == "json_object":
         forms.append(("response_format", pb.StructuredOutput(json_object=True)))
-    elif isinstance(wanted, SchemaForm):
-        forms.append(("response_format", _form("json", wanted.json_schema.schema)))
+    elif wanted is not None and wanted.type == "json_schema":
+        schema = needed(wanted.json_schema, "response_format.json_schema").schema
+        forms.append(("response_format", _form("json", schema)))
     if (outputs := body.structured_outputs) is not None:
-        given = [_form(kind, value) for kind in KINDS if _is_set(value := getattr(outputs, kind))]
+        made = [_form(kind, value) for kind, value in given(outputs, tuple(KINDS)).items() if value is not False]
         if outputs.disable_any_whitespace:
-            given = list(map(_without_whitespace, given))
-        forms += [("structured_outputs", form) for form in given]
-    for kind, name in GUIDED.items():
-        if _is_set(value := getattr(body, name)):
-            forms.append((name, _form(kind, value)))
+            made = list(map(_without_whitespace, made))
+        forms += [("structured_outputs", form) for form in made]
+    guided = given(body, tuple(GUIDED)).items()
+    forms += [(name, _form(GUIDED[name], value)) for name, value in guided if value is not False]
     if len(forms) > 1:
         raise InvalidRequest(forms[1][0], f"cannot be combined with {forms[0][0]}: each sets the form of the output")
-    if forms:
-        options.names["structured"], form = forms[0]
-        options.sampling.structured.CopyFrom(form)
-
-
-def _is_set(value: Any) -> bool:
-    return value is not None and value is not False
+    return forms[0] if forms else None
 
 
 def _form(kind: str, value: Any) -> pb.StructuredOutput:

@@ -6,7 +6,7 @@ named once in the answer, unless its loss would change the answer's meaning (REF
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Generic, TypeVar, cast
 
@@ -229,6 +229,11 @@ def inputs_of(inputs: Inputs, path: str) -> list[str | list[int]]:
 def texts_of(texts: Texts | None) -> list[str]:
     """Return each text; none where the field is absent."""
     return [texts] if isinstance(texts, str) else texts or []
+
+
+def given(body: object, names: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of a body that are there, of those with these names."""
+    return {name: value for name in names if (value := getattr(body, name)) is not None}
 
 
 def needed(value: _ModelT | None, path: str) -> _ModelT:

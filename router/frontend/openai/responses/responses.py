@@ -18,6 +18,7 @@ from router.frontend.http.body.fields import (
     Model,
     Positive,
     Texts,
+    given,
     needed,
     shown,
     texts_of,
@@ -184,12 +185,11 @@ def _request(body: ResponseBody, caller: Caller, ignored: IgnoredFields) -> Resp
         if getattr(body, name) not in (None, False, ""):
             raise InvalidRequest(name, "is not supported")
     request = pb.GenerateRequest(
-        model=body.model or "",
         tenant=caller.tenant,
         request_id=caller.request_id,
         parse_output=True,
-        prompt_cache_key=body.prompt_cache_key or "",
         cache_retention_s=retention_s(body.cache_retention_s, body.prompt_cache_retention),
+        **given(body, ("model", "prompt_cache_key")),
         sampling=pb.Sampling(max_tokens=body.max_output_tokens, temperature=body.temperature, top_p=body.top_p),
     )
     api_request = ResponsesRequest(request.request_id, [request], dict(NAMES))
@@ -267,18 +267,18 @@ def _set_form(form: TextForm, sampling: pb.Sampling) -> None:
 
 
 def _read_input(
-    given: str | list[dict[str, Any]] | None, api_request: ResponsesRequest, ignored: IgnoredFields
+    wanted: str | list[dict[str, Any]] | None, api_request: ResponsesRequest, ignored: IgnoredFields
 ) -> None:
-    if isinstance(given, str):
-        api_request.own_messages = [pb.ChatMessage(role="user", content=given)]
+    if isinstance(wanted, str):
+        api_request.own_messages = [pb.ChatMessage(role="user", content=wanted)]
         api_request.input_items = [
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": wanted}]}
         ]
-    elif given is not None:
-        if len(given) > MAX_MESSAGES:
-            raise InvalidRequest("input", f"at most {MAX_MESSAGES} items, not {len(given)}")
-        api_request.input_items = given
-        for place, item in enumerate(given):
+    elif wanted is not None:
+        if len(wanted) > MAX_MESSAGES:
+            raise InvalidRequest("input", f"at most {MAX_MESSAGES} items, not {len(wanted)}")
+        api_request.input_items = wanted
+        for place, item in enumerate(wanted):
             if _is_reference(item):
                 api_request.references[place] = typed(item, Reference, f"input[{place}]", ignored).id
             else:
@@ -304,9 +304,9 @@ def refer(api_request: ResponsesRequest, items: Mapping[int, Any]) -> None:
 
 
 def _add_item(
-    given: dict[str, Any], path: str, messages: list[pb.ChatMessage], media: Given, ignored: IgnoredFields
+    values: dict[str, Any], path: str, messages: list[pb.ChatMessage], media: Given, ignored: IgnoredFields
 ) -> None:
-    item = typed(given, Item, path, ignored)
+    item = typed(values, Item, path, ignored)
     kind = item.type or "message"
 
     def text_of(name: str) -> str:
@@ -354,11 +354,11 @@ def _read_tools(
     body: ResponseBody, request: pb.GenerateRequest, api_request: ResponsesRequest, ignored: IgnoredFields
 ) -> None:
     custom = set()
-    for place, given in enumerate(body.tools or ()):
+    for place, each in enumerate(body.tools or ()):
         path = f"tools[{place}]"
-        if is_skipped(given, ("function", "custom"), path, ignored):
+        if is_skipped(each, ("function", "custom"), path, ignored):
             continue
-        tool = typed(given, Tool, path, ignored)
+        tool = typed(each, Tool, path, ignored)
         function: dict[str, Any] = {"name": tool.name}
         if tool.description:
             function["description"] = tool.description
