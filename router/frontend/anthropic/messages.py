@@ -290,6 +290,8 @@ class _PromptReader:
         if choice.type in ("any", "tool") and not request.tools:
             raise InvalidRequest("tool_choice", "forces a call, but the request has no tools")
         named = needed(choice.name, "tool_choice.name") if choice.type == "tool" else ""
+        if choice.type != "tool":
+            self._ignored.unread("tool_choice", "name", choice.name)
         request.tool_choice = named or {"auto": "", "any": "required", "none": "none"}[choice.type]
         request.single_tool_call = bool(choice.disable_parallel_tool_use) and bool(request.tools)
 

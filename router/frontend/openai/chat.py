@@ -114,8 +114,8 @@ class Tool(Model):
     function: Function
 
 
-class ToolsBody(GenerationBody):
-    """Fields of chats that make a prompt of messages."""
+class ToolsBody(Model):
+    """Fields besides the messages that make a prompt."""
 
     tools: list[dict[str, Any]] | None = None
     """Tools as the template gets them, with fields that no struct has."""
@@ -126,7 +126,25 @@ class ToolsBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def read_tools(body: ToolsBody, request: pb.GenerateRequest, ignored: IgnoredFields) -> None:
+class ChatBody(GenerationBody, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    # the fields of ToolsBody: a struct has one base with fields
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Word | Choice | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def read_tools(body: ToolsBody | ChatBody, request: pb.GenerateRequest, ignored: IgnoredFields) -> None:
     """Read `tools`, `tool_choice` and `parallel_tool_calls`."""
     for place, tool in enumerate(body.tools or ()):
         typed(tool, Tool, f"tools[{place}]", ignored)
@@ -135,7 +153,7 @@ def read_tools(body: ToolsBody, request: pb.GenerateRequest, ignored: IgnoredFie
     read_tool_choice(body.tool_choice, request, ("function",), ignored)
 
 
-def read_prompt_end(body: ToolsBody, request: pb.GenerateRequest) -> None:
+def read_prompt_end(body: ToolsBody | ChatBody, request: pb.GenerateRequest) -> None:
     """Read `add_generation_prompt`, by default true, and `continue_final_message`, which takes its place."""
     adds, continues = body.add_generation_prompt, bool(body.continue_final_message)
     if adds and continues:
@@ -145,7 +163,7 @@ def read_prompt_end(body: ToolsBody, request: pb.GenerateRequest) -> None:
     request.no_generation_prompt = adds is False and not continues
 
 
-def template_variables(body: ToolsBody) -> str:
+def template_variables(body: ToolsBody | ChatBody) -> str:
     """Return the variables of the template as JSON; empty: there are none."""
     if (given := body.chat_template_kwargs) is None:
         return ""
@@ -153,17 +171,6 @@ def template_variables(body: ToolsBody) -> str:
 
 
 # -------------------------------------------------------------------------------------------------- requests
-
-
-class ChatBody(ToolsBody, kw_only=True):
-    """Body of POST /v1/chat/completions."""
-
-    messages: list[Message]
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Count | None = None
-    reasoning_effort: str | None = None
-    include_reasoning: bool | None = None
 
 
 def _request(body: ChatBody, caller: Caller, ignored: IgnoredFields) -> ApiRequest:

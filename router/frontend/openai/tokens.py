@@ -50,6 +50,7 @@ def tokenizer_endpoint(context: EndpointContext) -> JsonEndpoint[TokensRequest]:
 class TokenizeBody(ToolsBody):
     """Body of POST /tokenize."""
 
+    model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
