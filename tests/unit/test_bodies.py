@@ -1,6 +1,7 @@
 """Bodies at random, valid and damaged: readers accept and refuse as the OpenAPI description says."""
 
 import json
+from copy import deepcopy
 from typing import Any
 
 import jsonschema
@@ -40,7 +41,30 @@ FLOATS = st.floats(allow_nan=False, allow_infinity=False).filter(lambda number: 
 """Without whole ones, which JSON Schema has as integers and no reader here."""
 SCALARS = st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | FLOATS | TEXTS
 JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3))
+ITEM_FIELDS = ("role", "content", "name", "call_id", "arguments", "output", "id", "function", "mode")
+ITEMS = st.dictionaries(st.sampled_from(ITEM_FIELDS), st.sampled_from(["user", "assistant", "f", None, []]), max_size=5)
 MAX_DEPTH = 5
+TYPES = (
+    *("text", "refusal", "image_url", "input_audio", "file", "input_text", "input_image", "input_file", "summary_text"),
+    *("image", "document", "tool_result", "thinking", "tool_use", "redacted_thinking", "function", "allowed_tools"),
+    *("message", "function_call", "custom_tool_call", "function_call_output", "reasoning", "item_reference"),
+)
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "g", "strict": True, "mood": "good"}},
+    {"type": "function", "name": "f", "description": "d", "parameters": None},
+    {"type": "custom", "name": "f", "input_schema": {}, "format": {"type": "grammar"}},
+    {"name": "f", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}},
+    {"type": "web_search"},
+]
+LIKELY: dict[str, st.SearchStrategy[Any]] = {
+    "type": st.sampled_from(TYPES),
+    "tools": st.lists(st.sampled_from(TOOLS).map(deepcopy), max_size=3),
+    "url": st.sampled_from(["https://a.example/b.png", "data:image/png;base64,AAAA", "ftp://a"]),
+    "file_data": st.sampled_from(["data:image/png;base64,AAAA", "data:text/plain;base64,AAAA"]),
+    "data": st.sampled_from(["AAAA", "%", ""]),
+}
+"""Values of fields of which a random one is seldom of use."""
 
 
 def valid(schema: dict[str, Any], depth: int = 0) -> st.SearchStrategy[Any]:
@@ -58,9 +82,15 @@ def valid(schema: dict[str, Any], depth: int = 0) -> st.SearchStrategy[Any]:
             fields, required = schema["properties"], schema.get("required", ())
             optional = sorted(fields.keys() - required)
             some = st.sets(st.sampled_from(optional), max_size=4) if optional else st.just(set())
-            return some.flatmap(
-                lambda names: st.fixed_dictionaries({name: valid(fields[name], depth) for name in [*required, *names]})
-            )
+
+            def of(name: str) -> st.SearchStrategy[Any]:
+                likely = LIKELY.get(name) if "enum" not in json.dumps(fields[name]) else None
+                return valid(fields[name], depth) if likely is None else likely
+
+            return some.flatmap(lambda names: st.fixed_dictionaries({name: of(name) for name in [*required, *names]}))
+        case "object" if schema == {"type": "object"}:
+            typed_items = st.tuples(ITEMS, st.sampled_from(TYPES)).map(lambda made: made[0] | {"type": made[1]})
+            return st.dictionaries(TEXTS, JSON, max_size=3) | ITEMS | typed_items
         case "object":
             values = schema.get("additionalProperties", {})
             return st.dictionaries(TEXTS, valid(values, depth + 1) if values else JSON, max_size=3)

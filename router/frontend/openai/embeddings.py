@@ -100,6 +100,8 @@ def _of_input(body: ClassifyBody, caller: Caller, ignored: IgnoredFields) -> Emb
 
 def _score(body: ScoreBody, caller: Caller, ignored: IgnoredFields) -> EmbeddingRequest:
     names = ("text_1", "text_2") if body.queries is None else ("queries", "documents")
+    for name in ("queries", "documents") if body.queries is None else ("text_1", "text_2"):
+        ignored.unread("", name, getattr(body, name))
     left, right = (_texts(getattr(body, name), name) for name in names)
     if len(left) not in (1, len(right)):
         raise InvalidRequest(names[0], f"must be one text or as many as {names[1]}, {len(right)}, not {len(left)}")

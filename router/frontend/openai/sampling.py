@@ -62,7 +62,7 @@ class CommonBody(Model):
 
 
 class JsonSchema(Model):
-    schema: str | dict[str, Any]
+    schema: str | dict[str, Any] | None = None
     name: Any = None
     description: Any = None
     strict: Any = None
@@ -153,7 +153,7 @@ def _structured(body: SamplingBody) -> tuple[str, pb.StructuredOutput] | None:
         forms.append(("response_format", pb.StructuredOutput(json_object=True)))
     elif wanted is not None and wanted.type == "json_schema":
         schema = needed(wanted.json_schema, "response_format.json_schema").schema
-        forms.append(("response_format", _form("json", schema)))
+        forms.append(("response_format", _form("json", needed(schema, "response_format.json_schema.schema"))))
     if (outputs := body.structured_outputs) is not None:
         made = [_form(kind, value) for kind, value in given(outputs, tuple(KINDS)).items() if value is not False]
         if outputs.disable_any_whitespace:

@@ -61,6 +61,7 @@ def _text_request(body: TokenizeBody, caller: Caller, ignored: IgnoredFields) ->
     request = pb.TokenizeRequest(model=body.model or "", add_special_tokens=body.add_special_tokens)
     media: Given = []
     if body.messages is not None:
+        ignored.unread("", "prompt", body.prompt)
         chat = pb.GenerateRequest(messages=read_messages(body.messages, media))
         read_tools(body, chat, ignored)
         read_prompt_end(body, chat)
@@ -71,6 +72,8 @@ def _text_request(body: TokenizeBody, caller: Caller, ignored: IgnoredFields) ->
         request.no_generation_prompt = chat.no_generation_prompt
     elif body.prompt is not None:
         request.text = body.prompt
+        for name in ToolsBody.__struct_fields__:  # those of a chat
+            ignored.unread("", name, getattr(body, name))
     else:
         raise InvalidRequest("prompt", "is missing")
     return TokensRequest(request, bool(body.return_token_strs), media)
