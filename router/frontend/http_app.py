@@ -224,7 +224,7 @@ class _Application(FastAPI):
         super().__init__(title="Tandem", redoc_url=None)
         self._endpoints = endpoints
         self.description_of: dict[str, Any] = {}
-        """OpenAPI description, in place of FastAPI's own, which would be empty: bodies are read in `fields.py`."""
+        """OpenAPI description, in place of FastAPI's own, which would be empty: FastAPI does not read the bodies."""
 
     def openapi(self) -> dict[str, Any]:
         return self.description_of

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -389,9 +390,14 @@ async def test_the_description_names_what_is_read(site: Site) -> None:
     status, _, said = await asyncio.to_thread(call, site.http, "/openapi.json")
     assert status == 200
     body = said["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert body["required"] == ["messages"]
-    assert {"reasoning_effort", "tools", "temperature", "max_completion_tokens", "stream"} <= set(body["properties"])
-    assert body["properties"]["temperature"] == {"type": "number"}
+    schemas = said["components"]["schemas"]
+    chat = schemas[body["$ref"].removeprefix("#/components/schemas/")]
+    assert chat["required"] == ["messages"]
+    assert {"reasoning_effort", "tools", "max_completion_tokens", "stream"} <= set(chat["properties"])
+    assert chat["properties"]["temperature"]["anyOf"] == [{"type": "number"}, {"type": "null"}]
+    assert "additionalProperties" not in chat, "other fields are accepted, and named"
+    named = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(said)))
+    assert named == set(schemas), "each schema is there, and is used"
     status, _, said = await asyncio.to_thread(call, site.http, "/version")
     assert (status, set(said)) == (200, {"version"})
 

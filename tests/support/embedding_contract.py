@@ -64,17 +64,17 @@ class EmbeddingContract:
         ("path", "body", "field", "words"),
         [
             ("/v1/embeddings", {"input": []}, "input", "not empty"),
-            ("/v1/embeddings", {}, "input", "not empty"),
+            ("/v1/embeddings", {}, "input", "is missing"),
             ("/v1/embeddings", {"input": [[1], "a"]}, "input", "list of either"),
             ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "at most 2048 inputs"),
             ("/v1/embeddings", {"input": "a", "dimensions": 4000}, "dimensions", "must be 1 to"),
-            ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format", "one of float, base64"),
+            ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format", "one of base64, float"),
             ("/v1/embeddings", {"input": [[99999]]}, "input", "out of range"),
             ("/v1/embeddings", {"input": "a", "model": "auto"}, "model", "name an embedding model"),
             ("/v1/embeddings", {"input": [[1] * 4096]}, "input", "exceeds the context of"),
             ("/classify", {"input": "a"}, "model", "makes embeddings: ask /v1/embeddings"),
             ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_1", "as many as text_2"),
-            ("/v1/rerank", {"query": "a", "documents": [1]}, "documents", "list of texts"),
+            ("/v1/rerank", {"query": "a", "documents": [1]}, "documents[0]", "must be a string or an object, not 1"),
         ],
     )
     async def test_bad_requests_name_the_field(

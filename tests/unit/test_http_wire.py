@@ -8,7 +8,6 @@ import pytest
 from cluster.errors import InvalidRequest
 from router.frontend.anthropic.messages import read_messages
 from router.frontend.http.blocks import compact, event
-from router.frontend.http.body.fields import Fields
 from router.frontend.http.caller import Caller
 from router.frontend.http.errors import error_answer
 from router.frontend.http.exchange import HEARTBEAT, Exchange
@@ -120,8 +119,8 @@ def test_a_message_without_a_block_is_refused_by_its_name() -> None:
         ([{"role": "user", "content": "a"}, {"role": "user", "content": []}], "messages[1].content"),
     ):
         with pytest.raises(InvalidRequest, match="must have a block") as caught:
-            read_messages(Fields({"messages": messages, "max_tokens": 5}), Caller("", "r"))
+            read_messages({"messages": messages, "max_tokens": 5}, Caller("", "r"))
         assert caught.value.field == field
     begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": []}]
-    (request,) = read_messages(Fields({"messages": begun, "max_tokens": 5}), Caller("", "r")).requests
+    (request,) = read_messages({"messages": begun, "max_tokens": 5}, Caller("", "r")).requests
     assert [message.role for message in request.messages] == ["user"], "an empty answer begins a new one"

@@ -10,7 +10,7 @@ import pytest
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.messages import read_messages
-from router.frontend.http.body.fields import Fields
+from router.frontend.http.body.fields import IgnoredFields
 from router.frontend.http.body.media import PIECE_CHARS, media_names
 from router.frontend.http.caller import Caller
 from router.frontend.http.generation import Generation
@@ -31,15 +31,15 @@ LINKED = pb.Media(kind="image", url=URL)
 
 
 def chat(*content: Any, **fields: Any) -> Generation:
-    return read_chat(Fields({"messages": [{"role": "user", "content": list(content)}]} | fields), CALLER)
+    return read_chat({"messages": [{"role": "user", "content": list(content)}]} | fields, CALLER)
 
 
 def response(*content: Any) -> Generation:
-    return read_response(Fields({"input": [{"role": "user", "content": list(content)}]}), CALLER)
+    return read_response({"input": [{"role": "user", "content": list(content)}]}, CALLER)
 
 
 def anthropic(*content: Any) -> Generation:
-    return read_messages(Fields({"max_tokens": 1, "messages": [{"role": "user", "content": list(content)}]}), CALLER)
+    return read_messages({"max_tokens": 1, "messages": [{"role": "user", "content": list(content)}]}, CALLER)
 
 
 def media_of(asked: Generation) -> list[pb.Media]:
@@ -187,10 +187,9 @@ def test_files_of_any_size_are_decoded(size: int) -> None:
 
 
 def test_detail_has_no_effect_and_is_named_so() -> None:
-    fields = Fields({"messages": [{"role": "user", "content": [
-        {"type": "image_url", "image_url": {"url": URL, "detail": "high"}}]}]})  # fmt: skip
-    read_chat(fields, CALLER)
-    assert list(fields.ignored.names) == ["messages[].content[].image_url.detail"]
+    part, ignored = {"type": "image_url", "image_url": {"url": URL, "detail": "high"}}, IgnoredFields()
+    read_chat({"messages": [{"role": "user", "content": [part]}]}, CALLER, ignored)
+    assert list(ignored.names) == ["messages[].content[].image_url.detail"]
 
 
 @pytest.mark.parametrize("name", ["mm_processor_kwargs", "media_io_kwargs"])
@@ -200,7 +199,7 @@ def test_options_of_processors_are_refused(name: str) -> None:
     assert refused.value.field == name
     assert media_of(chat(IMAGE_URL, **{name: {}})) == [PNG]
     with pytest.raises(InvalidRequest) as refused:
-        read_completion(Fields({"prompt": "a", name: {"a": 1}}), CALLER)
+        read_completion({"prompt": "a", name: {"a": 1}}, CALLER)
     assert refused.value.field == name
 
 
@@ -222,7 +221,7 @@ def test_a_tools_picture_is_in_its_message() -> None:
         "media": "messages[0].content[2].content[1].source.url",
     }
     output = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": URL}]}
-    asked = read_response(Fields({"input": [output]}), CALLER)
+    asked = read_response({"input": [output]}, CALLER)
     assert list(asked.requests[0].messages[0].parts) == [pb.ContentPart(media=LINKED)]
 
 
@@ -239,20 +238,19 @@ def test_documents_are_read_as_text_and_pictures() -> None:
     made = {"type": "content", "content": [{"type": "text", "text": "See"}, image]}
     cited = {"type": "document", "source": made, "citations": {"enabled": True}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": [cited]}
-    fields = Fields({"max_tokens": 1, "messages": [{"role": "user", "content": [result]}]})
-    asked = read_messages(fields, CALLER)
+    ignored = IgnoredFields()
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": [result]}]}
+    asked = read_messages(body, CALLER, ignored)
     (tool,) = asked.requests[0].messages
     expected = [pb.ContentPart(text="See"), pb.ContentPart(media=LINKED), pb.ContentPart(text="\n\n")]
     assert list(tool.parts) == expected
-    assert list(fields.ignored.names) == ["messages[].content[].content[].citations"]
+    assert list(ignored.names) == ["messages[].content[].content[].citations"]
     whole = anthropic({"type": "document", "source": {"type": "content", "content": "All of it."}})
     assert whole.requests[0].messages[0].content == "All of it.\n\n"
 
 
 def test_media_of_earlier_turns_are_those_of_the_earlier_response() -> None:
-    asked = read_response(
-        Fields({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]}), CALLER
-    )
+    asked = read_response({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]}, CALLER)
     earlier = pb.ChatMessage(role="user", parts=[pb.ContentPart(media=PNG)])
     messages = [earlier, *asked.requests[0].messages]
     assert media_names(messages, asked.media) == {

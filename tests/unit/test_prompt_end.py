@@ -11,7 +11,6 @@ from cluster.errors import InvalidRequest
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.messages import read_prompt
-from router.frontend.http.body.fields import Fields
 from router.frontend.http.caller import Caller
 from router.frontend.openai.chat import read_chat
 from router.models.grammars.after_reasoning import ReasoningMarks
@@ -161,7 +160,7 @@ def test_structured_output_follows_reasoning_only_where_it_is_open() -> None:
     ],
 )
 def test_a_chats_fields_are_vllms(given_: dict[str, Any], continues: bool, ends: bool, role: str) -> None:
-    asked = read_chat(Fields({"messages": [USER]} | given_), CALLER)
+    asked = read_chat({"messages": [USER]} | given_, CALLER)
     (request,) = asked.requests
     assert (request.continue_final_message, request.no_generation_prompt, asked.role) == (continues, ends, role)
 
@@ -176,13 +175,13 @@ def test_a_chats_fields_are_vllms(given_: dict[str, Any], continues: bool, ends:
 )
 def test_both_ends_at_once_are_refused(field: str, given_: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        read_chat(Fields({"messages": [USER]} | given_), CALLER)
+        read_chat({"messages": [USER]} | given_, CALLER)
     assert caught.value.field == field
 
 
 def message(*turns: tuple[str, Any]) -> pb.GenerateRequest:
     messages = [{"role": role, "content": content} for role, content in turns]
-    return read_prompt(Fields({"messages": messages}), CALLER, [])
+    return read_prompt({"messages": messages}, CALLER)[0]
 
 
 def test_a_last_message_of_the_assistant_goes_on_in_messages() -> None:

@@ -9,7 +9,7 @@ from cluster.errors import InvalidRequest, ServiceError
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.answer import MessagesAnswer
 from router.frontend.anthropic.messages import read_messages
-from router.frontend.http.body.fields import Fields
+from router.frontend.http.body.fields import IgnoredFields
 from router.frontend.http.caller import Caller
 from router.frontend.http.errors import HttpRefusal
 from router.frontend.http.generation import PromptInfo
@@ -47,7 +47,7 @@ class Site:
     async def respond(
         self, text: str, reason: pb.FinishReason.ValueType = pb.FINISH_REASON_STOP, **fields: Any
     ) -> tuple[ResponsesRequest, dict[str, Any]]:
-        asked = read_response(Fields({"input": "hi"} | fields), CALLER)
+        asked = read_response({"input": "hi"} | fields, CALLER)
         await self.hooks.before(asked, CALLER)
         answer = ResponsesAnswer(asked, asked.answer_id)
         answer.begin(0, PromptInfo("m", [1], "", form_of, lambda: FORM.parser(True, forced=True)))
@@ -83,7 +83,7 @@ async def test_a_clients_id_is_no_key_of_a_response() -> None:
 def test_a_clients_id_is_no_id_of_an_answer(read: Any, answer_of: Any, body: dict[str, Any]) -> None:
     ids = []
     for _ in range(2):
-        asked = read(Fields(dict(body)), CALLER)
+        asked = read(dict(body), CALLER)
         assert asked.request_id == CALLER.request_id
         answer = answer_of(asked, asked.answer_id)
         answer.begin(0, PromptInfo("m", [1], "", form_of))
@@ -136,7 +136,7 @@ async def test_an_unknown_item_is_refused(wanted: str) -> None:
 async def test_another_tenants_item_is_unknown() -> None:
     site = Site()
     _, first = await site.respond("Yes.")
-    asked = read_response(Fields({"input": [{"id": first["output"][0]["id"]}]}), CALLER)
+    asked = read_response({"input": [{"id": first["output"][0]["id"]}]}, CALLER)
     with pytest.raises(HttpRefusal):
         await site.hooks.before(asked, Caller("another", "r"))
 
@@ -154,7 +154,7 @@ async def test_references_are_bounded() -> None:
 )
 def test_a_switch_is_true_or_false(read: Any, name: str, body: dict[str, Any], value: Any) -> None:
     with pytest.raises(ServiceError, match="must be true or false") as caught:
-        read(Fields(body | {name: value}), CALLER)
+        read(body | {name: value}, CALLER)
     assert caught.value.field == name
 
 
@@ -172,9 +172,9 @@ async def test_a_response_is_stored_unless_it_may_not() -> None:
     ("form", "ignored"), [({"type": "text"}, []), ({"type": "grammar", "syntax": "regex"}, ["tools[].format"])]
 )
 def test_a_custom_tools_grammar_is_not_lost_silently(form: Any, ignored: list[str]) -> None:
-    fields = Fields({"input": "hi", "tools": [{"type": "custom", "name": "patch", "format": form}]})
-    read_response(fields, CALLER)
-    assert list(fields.ignored.names) == ignored
+    noted = IgnoredFields()
+    read_response({"input": "hi", "tools": [{"type": "custom", "name": "patch", "format": form}]}, CALLER, noted)
+    assert list(noted.names) == ignored
 
 
 def named(*names: str, chat: bool) -> list[Any]:
@@ -186,9 +186,7 @@ def choosing(chat: bool, **choice: Any) -> pb.GenerateRequest:
     inside = {"allowed_tools": choice} if chat else choice
     body = {"tools": named("f", "g", "h", chat=chat), "tool_choice": {"type": "allowed_tools"} | inside}
     read: Any = read_chat if chat else read_response
-    request: pb.GenerateRequest = read(
-        Fields(body | ({"messages": USER} if chat else {"input": "hi"})), CALLER
-    ).requests[0]
+    request: pb.GenerateRequest = read(body | ({"messages": USER} if chat else {"input": "hi"}), CALLER).requests[0]
     return request
 
 
@@ -224,5 +222,5 @@ def test_allowed_tools_that_mean_nothing_are_refused(chat: bool, field: str, cho
 )
 def test_a_tools_error_is_said_to_the_model(content: Any, is_error: bool, text: str) -> None:
     result = {"type": "tool_result", "tool_use_id": "c", "content": content, "is_error": is_error}
-    fields = Fields({"messages": [{"role": "user", "content": [result]}], "max_tokens": 5})
-    assert [message.content for message in read_messages(fields, CALLER).requests[0].messages] == [text]
+    body = {"messages": [{"role": "user", "content": [result]}], "max_tokens": 5}
+    assert [message.content for message in read_messages(body, CALLER).requests[0].messages] == [text]

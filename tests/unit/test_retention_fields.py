@@ -7,7 +7,6 @@ import pytest
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.messages import read_messages
-from router.frontend.http.body.fields import Fields
 from router.frontend.http.caller import Caller
 from router.validation import check_retention
 
@@ -28,7 +27,7 @@ def marked(ttl: str | None) -> dict[str, Any]:
 )
 def test_the_longest_mark_counts(body: dict[str, Any], seconds: float) -> None:
     asked = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]} | body
-    (request,) = read_messages(Fields(asked), Caller("", "r")).requests
+    (request,) = read_messages(asked, Caller("", "r")).requests
     assert request.cache_retention_s == seconds
     assert request.HasField("cache_retention_s") == bool(seconds)
 

@@ -14,7 +14,6 @@ from cluster.errors import UnknownRequest
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.answer import ERRORS, MessagesAnswer
 from router.frontend.anthropic.messages import read_messages
-from router.frontend.http.body.fields import Fields
 from router.frontend.http.caller import Caller
 from router.frontend.http.errors import error_answer
 from router.frontend.http.generation import PromptInfo
@@ -52,7 +51,7 @@ def response_of(
     """The whole response and its events, both checked by the client's types."""
     parts = []
     for _ in range(2):
-        answer = ResponsesAnswer(read_response(Fields({"input": "hi"}), CALLER), "r")
+        answer = ResponsesAnswer(read_response({"input": "hi"}, CALLER), "r")
         answer.begin(0, served(forced))
         parts.append((answer, b"".join(answer.chunk(0, message) for message in messages_of(text, reason))))
     adapter: TypeAdapter[Any] = TypeAdapter(responses.ResponseStreamEvent)
@@ -83,8 +82,8 @@ def test_a_call_that_is_cut_off_is_incomplete() -> None:
 @pytest.mark.parametrize("reason", [STOP, LENGTH])
 @pytest.mark.parametrize("name", TEXTS)
 def test_chats_and_messages_have_the_clients_reasons(name: str, reason: pb.FinishReason.ValueType) -> None:
-    chat = ChatAnswer(read_chat(Fields({"messages": USER}), CALLER), "r")
-    message = MessagesAnswer(read_messages(Fields({"messages": USER, "max_tokens": 5}), CALLER), "r")
+    chat = ChatAnswer(read_chat({"messages": USER}, CALLER), "r")
+    message = MessagesAnswer(read_messages({"messages": USER, "max_tokens": 5}, CALLER), "r")
     for answer in (chat, message):
         answer.begin(0, served())
         for each in messages_of(TEXTS[name], reason):
@@ -101,7 +100,7 @@ def test_errors_have_the_clients_codes() -> None:
 
 
 async def test_an_unknown_previous_response_has_openais_code() -> None:
-    asked = read_response(Fields({"input": "hi", "previous_response_id": "resp_none"}), CALLER)
+    asked = read_response({"input": "hi", "previous_response_id": "resp_none"}, CALLER)
     with pytest.raises(Exception, match="resp_none") as caught:
         await ResponseHooks(MemoryResponses(1 << 20)).before(asked, CALLER)
     answer = error_answer(caught.value, asked.names)  # type: ignore[arg-type]

@@ -14,7 +14,6 @@ from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.answer import MessagesAnswer
 from router.frontend.anthropic.messages import read_messages
-from router.frontend.http.body.fields import Fields
 from router.frontend.http.caller import Caller
 from router.frontend.http.generation import Answer, PromptInfo
 from router.frontend.openai.answers import ChatAnswer
@@ -64,17 +63,17 @@ def both(
 
 
 def chat() -> ChatAnswer:
-    return ChatAnswer(read_chat(Fields({"messages": USER, "stop": "halt"}), CALLER), "r")
+    return ChatAnswer(read_chat({"messages": USER, "stop": "halt"}, CALLER), "r")
 
 
 def message() -> MessagesAnswer:
     body = {"messages": USER, "max_tokens": 5, "stop_sequences": ["halt"]}
-    return MessagesAnswer(read_messages(Fields(body), CALLER), "r")
+    return MessagesAnswer(read_messages(body, CALLER), "r")
 
 
 def response() -> ResponsesAnswer:
     tools = [{"type": "custom", "name": "patch"}, {"type": "function", "name": "f"}]
-    return ResponsesAnswer(read_response(Fields({"input": "hi", "tools": tools}), CALLER), "0" * 32)
+    return ResponsesAnswer(read_response({"input": "hi", "tools": tools}, CALLER), "0" * 32)
 
 
 def chat_calls(events: list[Any]) -> list[tuple[str, str]]:

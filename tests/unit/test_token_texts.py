@@ -22,7 +22,7 @@ from engine.model.model_dir import ModelDir
 from loans.account import KvAccount
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
-from router.frontend.http.body.fields import Fields, IgnoredFields
+from router.frontend.http.body.fields import IgnoredFields
 from router.frontend.http.caller import Caller
 from router.frontend.http.generation import PromptInfo
 from router.frontend.openai.answers import ChatAnswer, CompletionAnswer, OpenAiAnswer
@@ -337,7 +337,7 @@ def response_of(served: Served, drawn: Drawn, parser: Any) -> tuple[Any, list[An
     prompt = served.tokenizer.encode(drawn.prompt).ids
     asked = {"input": "hi", "include": [LOGPROBS], "top_logprobs": 2}
     info = PromptInfo("m", prompt, "", served.encoder.token, parser, keeps_special=drawn.keeps_special)
-    made = [ResponsesAnswer(read_response(Fields(asked), Caller("", "r")), "r") for _ in range(2)]
+    made = [ResponsesAnswer(read_response(asked, Caller("", "r")), "r") for _ in range(2)]
     for answer in made:
         answer.begin(0, info)
     messages = messages_of(served, drawn, prompt)
@@ -372,7 +372,7 @@ def test_the_texts_of_a_response(served: Served, parser: str, data: st.DataObjec
 
 def test_log_probabilities_of_responses_need_to_be_included() -> None:
     def read(**fields: Any) -> pb.Sampling:
-        return read_response(Fields({"input": "hi"} | fields), Caller("", "r")).requests[0].sampling
+        return read_response({"input": "hi"} | fields, Caller("", "r")).requests[0].sampling
 
     assert not read().HasField("logprobs")
     assert read(include=[LOGPROBS]).logprobs == 0
@@ -384,9 +384,8 @@ def test_log_probabilities_of_responses_need_to_be_included() -> None:
         with pytest.raises(InvalidRequest) as caught:
             read(**fields)
         assert caught.value.field == name
-    strict = Fields({"input": "hi", "include": ["other"]}, ignored=IgnoredFields(strict=True))
     with pytest.raises(InvalidRequest, match="may have"):
-        read_response(strict, Caller("", "r"))
+        read_response({"input": "hi", "include": ["other"]}, Caller("", "r"), IgnoredFields(strict=True))
 
 
 def test_a_token_that_two_pieces_of_a_text_share_is_one_entry() -> None:

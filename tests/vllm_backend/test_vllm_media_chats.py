@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from engine.model.model_dir import ModelDir
-from router.frontend.http.body.fields import Fields
 from router.frontend.http.caller import Caller
 from router.frontend.openai.chat import read_chat
 from router.models.prompts.prompts import PromptEncoder
@@ -64,6 +63,6 @@ async def test_chats_have_the_tokens_of_vllm(kind: str, tmp_path: Path) -> None:
     encoder = PromptEncoder(ModelDir.open(model))
     own = []
     for messages in CHATS:
-        (request,) = read_chat(Fields({"messages": messages}), Caller("", "r")).requests
+        (request,) = read_chat({"messages": messages}, Caller("", "r")).requests
         own.append(await encoder.encode(request, placeholders={"image": PLACEHOLDERS[kind]}))
     assert own == await reference(model)

@@ -5,7 +5,6 @@ from typing import Any
 from protos import inference_pb2 as pb
 from router.frontend.anthropic.answer import error_form
 from router.frontend.anthropic.messages import read_prompt
-from router.frontend.http.body.fields import Fields
 from router.frontend.http.body.media import Given, named_media
 from router.frontend.http.caller import Caller
 from router.frontend.http.endpoint import EndpointContext
@@ -20,11 +19,4 @@ def token_counter(context: EndpointContext) -> JsonEndpoint[tuple[pb.GenerateReq
         with named_media(request.messages, media):
             return {"input_tokens": await context.queries.num_prompt_tokens(request, caller.principal)}
 
-    return JsonEndpoint(context, _read, count, error_form)
-
-
-def _read(fields: Fields, caller: Caller) -> tuple[pb.GenerateRequest, Given]:
-    media: Given = []
-    request = read_prompt(fields, caller, media)
-    fields.finish()
-    return request, media
+    return JsonEndpoint(context, read_prompt, count, error_form)

@@ -26,7 +26,7 @@ from router.frontend.anthropic.messages import read_messages
 from router.frontend.envoy.exchange import PickWanted, ResponseBegan
 from router.frontend.envoy.learning import SeenAnswer, finish_of
 from router.frontend.envoy.lender import with_lender
-from router.frontend.http.body.fields import Fields, parse_object
+from router.frontend.http.body.fields import parse_object
 from router.frontend.http.caller import Caller, caller_of
 from router.frontend.http.endpoint import INLINE_BYTES, SPARE_VALUES
 from router.frontend.http.errors import ErrorAnswer, error_answer, openai_form
@@ -189,14 +189,14 @@ class Picker:
 
         def parse(body: bytes) -> tuple[Any, dict[str, Any]]:
             values = parse_object(body, self._max_values)
-            return reader(Fields(values), caller), values
+            return reader(values, caller), values
 
         try:
             if len(wanted.body) <= INLINE_BYTES:
                 api_request, values = parse(wanted.body)
             else:
                 api_request, values = await asyncio.to_thread(parse, wanted.body)
-        except (InvalidRequest, RecursionError):
+        except InvalidRequest:
             return None
         # Several prompts run on one server; the first stands for them.
         request: pb.GenerateRequest = api_request.requests[0]

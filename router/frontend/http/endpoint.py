@@ -10,11 +10,11 @@ from typing import Any, Generic, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from cluster import logs
-from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
+from cluster.errors import DeadlineExceeded, ServiceError
 from cluster.process.drain import Drain
 from cluster.trace_context import from_headers, traceparent
 from router.admission.arrivals import Arrival, Arrivals
-from router.frontend.http.body.fields import Fields, IgnoredFields, parse_object
+from router.frontend.http.body.fields import BodyReader, IgnoredFields
 from router.frontend.http.body.media import MediaFiles, media_names
 from router.frontend.http.caller import Caller, caller_of
 from router.frontend.http.errors import Form, client_field, error_answer, openai_form
@@ -90,7 +90,7 @@ class Endpoint(Generic[RequestT, AnswerT]):
     def __init__(
         self,
         context: EndpointContext,
-        read: Callable[[Fields, Caller], RequestT],
+        read: BodyReader[Any, RequestT],
         answer: Callable[[RequestT, str], AnswerT],
         error_form: Form = openai_form,
         hooks: "Hooks[RequestT, AnswerT] | None" = None,
@@ -144,7 +144,9 @@ class Endpoint(Generic[RequestT, AnswerT]):
         names: Mapping[str, str] = {}
         try:
             with self._arrivals.arriving(caller.tenant) as arrival:
-                api_request = self._read_values(values, caller)
+                ignored = IgnoredFields(self._context.strict_fields)
+                api_request = self.read(values, caller, ignored)
+                api_request.ignored = tuple(ignored.names)
                 names = api_request.names
                 self._context.queries.count_ignored(api_request.ignored)
                 adapt(api_request)
@@ -155,16 +157,10 @@ class Endpoint(Generic[RequestT, AnswerT]):
             raise
 
     def _parsed(self, body: bytes, caller: Caller) -> RequestT:
-        return self._read_values(parse_object(body, self._context.limits.max_values), caller)
-
-    def _read_values(self, values: dict[str, Any], caller: Caller) -> RequestT:
-        try:
-            fields = Fields(values, ignored=IgnoredFields(self._context.strict_fields))
-            api_request = self.read(fields, caller)
-            api_request.ignored = tuple(fields.ignored.names)
-            return api_request
-        except RecursionError:
-            raise InvalidRequest("", "the body is nested too deeply") from None
+        ignored = IgnoredFields(self._context.strict_fields)
+        api_request = self.read.of_bytes(body, caller, ignored, self._context.limits.max_values)
+        api_request.ignored = tuple(ignored.names)
+        return api_request
 
     @asynccontextmanager
     async def _deadline(self, api_request: RequestT) -> AsyncIterator[None]:

@@ -7,9 +7,9 @@ from typing import Any, Generic, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from cluster.errors import InvalidRequest, ServiceError
+from cluster.errors import ServiceError
 from router.frontend.http.blocks import compact
-from router.frontend.http.body.fields import Fields, IgnoredFields, parse_object
+from router.frontend.http.body.fields import BodyReader, IgnoredFields
 from router.frontend.http.caller import Caller, caller_of
 from router.frontend.http.endpoint import EndpointContext
 from router.frontend.http.errors import Form, error_answer, openai_form
@@ -26,7 +26,7 @@ class JsonEndpoint(Generic[RequestT]):
     def __init__(
         self,
         context: EndpointContext,
-        read: Callable[[Fields, Caller], RequestT],
+        read: BodyReader[Any, RequestT],
         answer: Callable[[RequestT, Caller], Awaitable[dict[str, Any]]],
         error_form: Form = openai_form,
         names: Mapping[str, str] = NO_NAMES,
@@ -61,9 +61,5 @@ class JsonEndpoint(Generic[RequestT]):
             await exchange.fail(error_answer(failure, self._names, self._error_form))
 
     def _parsed(self, body: bytes, caller: Caller) -> tuple[RequestT, tuple[str, ...]]:
-        values = parse_object(body, self._context.limits.max_values)
         ignored = IgnoredFields(self._context.strict_fields)
-        try:
-            return self.read(Fields(values, ignored=ignored), caller), tuple(ignored.names)
-        except RecursionError:
-            raise InvalidRequest("", "the body is nested too deeply") from None
+        return self.read.of_bytes(body, caller, ignored, self._context.limits.max_values), tuple(ignored.names)

@@ -8,6 +8,6 @@
 | `responses/` | the Responses API, with stored conversations |
 | `embeddings.py` | embeddings and scores |
 
-Fields that OpenAI's clients send and that change no answer are accepted (`http/body/fields.py`: HARMLESS). Any other
-unsupported field is refused by name, unless its value asks for the default (NEUTRAL). The manual: docs/openai.md.
+Fields that nobody reads are ignored and named, unless their loss would change the answer (`http/body/fields.py`:
+REFUSED). The manual: docs/openai.md.
 """

@@ -3,209 +3,204 @@
 Pure.
 """
 
-import json
+from typing import Any, Literal
+
+import msgspec
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.frontend.http.body.fields import INT32, Fields, must_be_one_of, one_of, shown
-from router.frontend.http.body.media import Given, read_data, read_document, read_url, set_content
+from router.frontend.http.body.fields import BodyReader, Count, IgnoredFields, Model, typed
+from router.frontend.http.body.media import Content, Given, read_parts, set_content
 from router.frontend.http.caller import Caller
-from router.frontend.openai.request import ApiRequest, check_choices, common
-from router.frontend.openai.sampling import GenerationOptions, read_sampling
-from router.frontend.openai.tool_choice import read_tool_choice
+from router.frontend.openai.request import ApiRequest, GenerationBody, check_choices, common
+from router.frontend.openai.sampling import read_sampling
+from router.frontend.openai.tool_choice import Choice, Word, read_tool_choice
 from router.models.output.output_plan import forces_call
 from router.validation import MAX_MESSAGES
-
-URLS = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
-"""Kinds of media by the type of a part that has a URL."""
-ROLES = ("developer", "system", "user", "assistant", "tool")
-
-
-def read_chat(fields: Fields, caller: Caller) -> ApiRequest:
-    """Read a chat request.
-
-    Raises InvalidRequest naming the field at fault.
-    """
-    options = read_sampling(fields, ("max_completion_tokens", "max_tokens"), None)
-    _read_logprobs(fields, options)
-    media: Given = []
-    messages = read_messages(fields, media)
-    request, api_request = common(fields, caller, options)
-    api_request.media = media
-    read_tools(fields, request)
-    if forces_call(request.tool_choice):
-        api_request.names["structured"] = "tools"
-    if (variables := fields.nested("chat_template_kwargs")) is not None:
-        request.chat_template_kwargs = variables.rest()
-    request.reasoning_effort = fields.text("reasoning_effort")
-    api_request.include_reasoning = fields.boolean("include_reasoning", default=True)
-    request.messages.extend(messages)
-    read_prompt_end(fields, request)
-    if request.continue_final_message or request.no_generation_prompt:
-        api_request.role = messages[-1].role
-    request.parse_output = True
-    fields.finish()
-    api_request.requests.append(request)
-    check_choices(api_request, "n")
-    return api_request
-
-
-def read_prompt_end(fields: Fields, request: pb.GenerateRequest) -> None:
-    """Read `add_generation_prompt`, by default true, and `continue_final_message`, which takes its place."""
-    is_given = fields.given("add_generation_prompt")
-    adds, continues = fields.boolean("add_generation_prompt"), fields.boolean("continue_final_message")
-    if adds and continues:
-        reason = "cannot be true beside add_generation_prompt: the prompt ends within the last message or after it"
-        raise fields.refuse("continue_final_message", reason)
-    request.continue_final_message = continues
-    request.no_generation_prompt = is_given and not adds and not continues
-
-
-def _read_logprobs(fields: Fields, options: GenerationOptions) -> None:
-    wanted, top = fields.boolean("logprobs"), fields.integer("top_logprobs", -INT32, INT32 - 1)
-    options.names["logprobs"] = "top_logprobs"
-    if wanted:
-        options.sampling.logprobs = top or 0
-    elif top:
-        raise fields.refuse("top_logprobs", "needs logprobs")
-
 
 # ------------------------------------------------------------------------------------------------ messages
 
 
-def read_messages(fields: Fields, media: Given) -> list[pb.ChatMessage]:
-    """Read `messages`, and add what is said of their media.
+PARTS = ("text", "refusal", "image_url", "audio_url", "video_url", "input_audio", "file")
+
+
+class Spoken(Model, tag_field="role"):
+    content: Content
+    name: str | None = None
+
+
+class Developer(Spoken, tag="developer"): ...
+
+
+class System(Spoken, tag="system"): ...
+
+
+class User(Spoken, tag="user"): ...
+
+
+class MadeFunction(Model):
+    name: str
+    arguments: str
+
+
+class MadeCall(Model):
+    function: MadeFunction
+    id: str | None = None
+    type: Literal["function"] | None = None
+    index: Any = None
+    """Left by clients that assemble a call from a stream."""
+
+
+class Assistant(Model, tag_field="role", tag="assistant"):
+    """A turn of the model, or a message of an answer that comes back unchanged."""
+
+    content: Content | None = None
+    """Agents send null after a refusal."""
+    name: str | None = None
+    tool_calls: list[MadeCall] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Literal[""] | None = None
+    function_call: Literal[""] | None = None
+
+
+class ToolResult(Model, tag_field="role", tag="tool"):
+    tool_call_id: str
+    content: Content | None = None
+    """Agents send null for an empty result."""
+    name: str | None = None
+
+
+Message = User | Assistant | ToolResult | System | Developer
+
+
+def read_messages(messages: list[Message], media: Given) -> list[pb.ChatMessage]:
+    """Return the messages, and add what is said of their media.
 
     Raises InvalidRequest.
     """
-    messages = fields.objects("messages")
     if not 0 < len(messages) <= MAX_MESSAGES:
         raise InvalidRequest("messages", f"must be a list of 1 to {MAX_MESSAGES}")
-    return [_message(fields.at(f"messages[{place}]", message), media) for place, message in enumerate(messages)]
+    return [_message(message, f"messages[{place}]", media) for place, message in enumerate(messages)]
 
 
-def _message(fields: Fields, media: Given) -> pb.ChatMessage:
-    role = must_be_one_of(fields, "role", ROLES)
-    message = pb.ChatMessage(role=role, name=fields.text("name"))
-    if role == "assistant":
-        calls = enumerate(fields.objects("tool_calls"))
-        message.tool_calls.extend(_made_call(fields.at(f"tool_calls[{place}]", call)) for place, call in calls)
-        message.reasoning = fields.text("reasoning_content") or fields.text("reasoning")
-        _skip_own_fields(fields)
-    if role == "tool":
-        message.tool_call_id = fields.text("tool_call_id", required=True)
-    _read_content(fields, message, media, may_lack=role in ("assistant", "tool"))
-    fields.finish()
+def _message(given: Message, path: str, media: Given) -> pb.ChatMessage:
+    message = pb.ChatMessage(role=str(given.__struct_config__.tag), name=given.name or "")
+    if isinstance(given, Assistant):
+        for call in given.tool_calls or ():
+            message.tool_calls.add(id=call.id, name=call.function.name, arguments=call.function.arguments)
+        message.reasoning = given.reasoning_content or given.reasoning or ""
+    elif isinstance(given, ToolResult):
+        message.tool_call_id = given.tool_call_id
+    set_content(message, read_parts(given.content, f"{path}.content", PARTS, media))
     return message
-
-
-def _skip_own_fields(fields: Fields) -> None:
-    """Drop fields of our own answers when clients send these back unchanged."""
-    for name in ("refusal", "annotations", "reasoning", "reasoning_content"):
-        fields.take(name)
-    for name in ("audio", "function_call"):
-        if fields.take(name) not in (None, ""):
-            raise fields.refuse(name, "is not supported")
-
-
-def _read_content(fields: Fields, message: pb.ChatMessage, media: Given, may_lack: bool) -> None:
-    """Read a text, or parts; null is an empty text where the content `may_lack`.
-
-    Agents send null for an assistant's turn after a refusal, and for a tool's empty result.
-    """
-    content = fields.take("content")
-    if isinstance(content, str):
-        message.content = content
-    elif isinstance(content, list):
-        parts = [_part(fields.at(f"content[{place}]", part), media) for place, part in enumerate(content)]
-        set_content(message, parts)
-    elif content is not None or not may_lack:
-        raise fields.refuse("content", f"must be a text or a list of parts, not {shown(content)}")
-
-
-def _part(fields: Fields, media: Given) -> str | pb.Media:
-    kind = fields.take("type")
-    part: str | pb.Media
-    if kind == "refusal":
-        part = fields.text("refusal")
-    elif kind == "text":
-        part = fields.text("text", required=True)
-    elif isinstance(kind, str) and kind in URLS:
-        part = _medium_of_url(fields, kind, media)
-    elif kind == "input_audio":
-        part = read_input_audio(fields, media)
-    elif kind == "file":
-        file = fields.required("file")
-        part = read_document(file, media)
-        file.finish()
-    else:
-        known = ", ".join(("text", *URLS, "input_audio", "file"))
-        raise fields.refuse("type", f"must be one of {known}, not {shown(kind)}")
-    fields.finish()
-    return part
-
-
-def _medium_of_url(fields: Fields, name: str, media: Given) -> pb.Media:
-    """Read a URL, which is in an object or by itself."""
-    if not isinstance(fields.peek(name), dict):
-        return read_url(fields, name, URLS[name], fields.take(name), media)
-    within = fields.at(name, fields.take(name))
-    medium = read_url(within, "url", URLS[name], within.take("url"), media)
-    within.finish()
-    return medium
-
-
-def read_input_audio(fields: Fields, media: Given) -> pb.Media:
-    """Read the sound of a part; its format is seen in the file itself.
-
-    Raises InvalidRequest.
-    """
-    sound = fields.required("input_audio")
-    medium = read_data(sound, "data", "audio", media)
-    sound.take("format")
-    sound.finish()
-    return medium
-
-
-def _made_call(fields: Fields) -> pb.ToolCall:
-    one_of(fields, "type", ("function",))
-    call_id = fields.text("id")
-    function = fields.required("function")
-    call = pb.ToolCall(id=call_id, name=function.text("name", required=True))
-    call.arguments = function.text("arguments", required=True)
-    function.finish()
-    fields.take("index")  # from a call that was assembled from a stream
-    fields.finish()
-    return call
 
 
 # --------------------------------------------------------------------------------------------------- tools
 
 
-def read_tools(fields: Fields, request: pb.GenerateRequest) -> None:
+class Function(Model):
+    name: str
+    description: Any = None
+    parameters: dict[str, Any] | None = None
+    strict: Any = None
+    """Not read: a forced call follows its schema in any case."""
+
+
+class Tool(Model):
+    type: Literal["function"]
+    function: Function
+
+
+class ToolsBody(Model):
+    """Fields besides the messages that make a prompt."""
+
+    tools: list[dict[str, Any]] | None = None
+    """Tools as the template gets them, with fields that no struct has."""
+    tool_choice: Word | Choice | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    # the fields of ToolsBody: a struct has one base with fields
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Word | Choice | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def read_tools(body: ToolsBody | ChatBody, request: pb.GenerateRequest, ignored: IgnoredFields) -> None:
     """Read `tools`, `tool_choice` and `parallel_tool_calls`."""
-    for place, tool in enumerate(fields.objects("tools")):
-        known = fields.at(f"tools[{place}]", tool)
-        must_be_one_of(known, "type", ("function",))
-        _check_function(known.required("function"))
-        known.finish()
-        request.tools.append(json.dumps(tool, ensure_ascii=False))
-    several = fields.boolean("parallel_tool_calls", default=True)
-    request.single_tool_call = not several and bool(request.tools)
-    read_tool_choice(fields, request, ("function",), _function_name)
+    for place, tool in enumerate(body.tools or ()):
+        typed(tool, Tool, f"tools[{place}]", ignored)
+        request.tools.append(msgspec.json.encode(tool).decode())
+    request.single_tool_call = body.parallel_tool_calls is False and bool(request.tools)
+    read_tool_choice(body.tool_choice, request, ("function",), ignored)
 
 
-def _check_function(fields: Fields) -> None:
-    fields.text("name", required=True)
-    if fields.given("parameters"):
-        fields.schema("parameters")
-    for name in ("description", "strict"):  # a forced call follows its schema in any case
-        fields.take(name)
-    fields.finish()
+def read_prompt_end(body: ToolsBody | ChatBody, request: pb.GenerateRequest) -> None:
+    """Read `add_generation_prompt`, by default true, and `continue_final_message`, which takes its place."""
+    adds, continues = body.add_generation_prompt, bool(body.continue_final_message)
+    if adds and continues:
+        reason = "cannot be true beside add_generation_prompt: the prompt ends within the last message or after it"
+        raise InvalidRequest("continue_final_message", reason)
+    request.continue_final_message = continues
+    request.no_generation_prompt = adds is False and not continues
 
 
-def _function_name(choice: Fields) -> str:
-    function = choice.required("function")
-    name = function.text("name", required=True)
-    function.finish()
-    return name
+def template_variables(body: ToolsBody | ChatBody) -> str:
+    """Return the variables of the template as JSON; empty: there are none."""
+    if (given := body.chat_template_kwargs) is None:
+        return ""
+    return msgspec.json.encode({name: value for name, value in given.items() if value is not None}).decode()
+
+
+# -------------------------------------------------------------------------------------------------- requests
+
+
+def _request(body: ChatBody, caller: Caller, ignored: IgnoredFields) -> ApiRequest:
+    if not body.logprobs and body.top_logprobs:
+        raise InvalidRequest("top_logprobs", "needs logprobs")
+    most, older = body.max_completion_tokens, body.max_tokens
+    if most is not None and older is not None and most != older:
+        raise InvalidRequest("max_completion_tokens", "differs from max_tokens: set one of them")
+    names = {"logprobs": "top_logprobs"}
+    names["max_tokens"] = "max_completion_tokens" if older is None or most is not None else "max_tokens"
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    sampling = read_sampling(body, older if most is None else most, logprobs, names)
+    media: Given = []
+    messages = read_messages(body.messages, media)
+    request, api_request = common(body, caller, sampling, names)
+    api_request.media = media
+    read_tools(body, request, ignored)
+    if forces_call(request.tool_choice):
+        api_request.names["structured"] = "tools"
+    request.chat_template_kwargs = template_variables(body)
+    request.reasoning_effort = body.reasoning_effort or ""
+    api_request.include_reasoning = body.include_reasoning is not False
+    request.messages.extend(messages)
+    read_prompt_end(body, request)
+    if request.continue_final_message or request.no_generation_prompt:
+        api_request.role = messages[-1].role
+    request.parse_output = True
+    api_request.requests.append(request)
+    check_choices(api_request, "n")
+    return api_request
+
+
+read_chat = BodyReader(ChatBody, _request)

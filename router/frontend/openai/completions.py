@@ -3,9 +3,10 @@
 Pure.
 """
 
-from router.frontend.http.body.fields import INT32, Fields
+from cluster.errors import InvalidRequest
+from router.frontend.http.body.fields import BodyReader, Count, IgnoredFields, Inputs, inputs_of
 from router.frontend.http.caller import Caller
-from router.frontend.openai.request import ApiRequest, check_choices, common, requests_of
+from router.frontend.openai.request import ApiRequest, GenerationBody, check_choices, common, requests_of
 from router.frontend.openai.sampling import read_sampling
 
 DEFAULT_MAX_TOKENS = 16
@@ -13,29 +14,33 @@ DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
 
 
-def read_completion(fields: Fields, caller: Caller) -> ApiRequest:
-    """Read a completion request.
+class CompletionBody(GenerationBody, kw_only=True):
+    """Body of POST /v1/completions."""
 
-    Raises InvalidRequest naming the field at fault.
-    """
-    options = read_sampling(fields, ("max_tokens",), DEFAULT_MAX_TOKENS)
-    if (logprobs := fields.integer("logprobs", -INT32, INT32 - 1)) is not None:
-        options.sampling.logprobs = logprobs
-    prompts = fields.prompts("prompt")
+    prompt: Inputs
+    logprobs: Count | None = None
+    echo: bool | None = None
+
+
+def _request(body: CompletionBody, caller: Caller, ignored: IgnoredFields) -> ApiRequest:
+    echo, max_tokens = bool(body.echo), DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if only_echo := echo and max_tokens == 0:
+        max_tokens = 1  # an engine generates at least one token; the answer omits it
+    names: dict[str, str] = {}
+    sampling = read_sampling(body, max_tokens, body.logprobs, names)
+    prompts = inputs_of(body.prompt, "prompt")
     if len(prompts) > MAX_PROMPTS:
-        raise fields.refuse("prompt", f"at most {MAX_PROMPTS} prompts, not {len(prompts)}")
-    echo = fields.boolean("echo")
-    only_echo = echo and options.sampling.HasField("max_tokens") and options.sampling.max_tokens == 0
-    if only_echo:
-        options.sampling.max_tokens = 1  # an engine generates at least one token; the answer omits it
-    request, api_request = common(fields, caller, options)
+        raise InvalidRequest("prompt", f"at most {MAX_PROMPTS} prompts, not {len(prompts)}")
+    request, api_request = common(body, caller, sampling, names)
     api_request.echo, api_request.only_echo = echo, only_echo
-    api_request.echo_logprobs = echo and options.sampling.HasField("logprobs")
+    api_request.echo_logprobs = echo and body.logprobs is not None
     if api_request.stream and (only_echo or api_request.echo_logprobs):
-        raise fields.refuse("echo", "cannot be streamed with logprobs or max_tokens 0")
-    if api_request.echo_logprobs and not request.sampling.HasField("prompt_logprobs"):
+        raise InvalidRequest("echo", "cannot be streamed with logprobs or max_tokens 0")
+    if api_request.echo_logprobs and body.prompt_logprobs is None:
         request.sampling.prompt_logprobs = request.sampling.logprobs
-    fields.finish()
     api_request.requests += requests_of(request, prompts)
     check_choices(api_request, "n" if len(prompts) == 1 else "prompt")
     return api_request
+
+
+read_completion = BodyReader(CompletionBody, _request)

@@ -7,24 +7,25 @@ label's probability for the pair.
 import base64
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.http.blocks import compact
-from router.frontend.http.body.fields import INT32, Fields, one_of
-from router.frontend.http.caller import Caller, check_name
+from router.frontend.http.body.fields import INT32, BodyReader, IgnoredFields, Inputs, Model, Positive, inputs_of
+from router.frontend.http.caller import Caller
 from router.frontend.http.generation import Answer, Generation, PromptInfo
-from router.frontend.openai.request import NAMES, read_deadline_s, requests_of
+from router.frontend.openai.request import NAMES, requests_of
+from router.frontend.openai.sampling import CommonBody
 
 MAX_INPUTS = 2048
 """Largest number of inputs of one request, as OpenAI has it."""
 MAX_OPEN = 64
 """Inputs of one request that are computed at a time, or wait in the router's queue."""
-FORMATS = ("float", "base64")
 Vector = NDArray[np.float32]
 Input = str | list[int]
 
@@ -47,53 +48,80 @@ class EmbeddingRequest(Generation):
     """Names of the model's labels; empty for an embedding model."""
 
 
-def read_embeddings(fields: Fields, caller: Caller) -> EmbeddingRequest:
-    """Read an embeddings request.
+class EngineBody(CommonBody):
+    dimensions: Positive | None = None
 
-    Raises InvalidRequest naming the field at fault.
-    """
-    inputs = fields.prompts("input")
-    is_base64 = one_of(fields, "encoding_format", FORMATS) == "base64"
-    api_request = _new_request(fields, caller, inputs, "input")
-    api_request.is_base64 = is_base64
+
+class ClassifyBody(EngineBody, kw_only=True):
+    """Body of POST /classify."""
+
+    input: Inputs
+
+
+class EmbeddingsBody(ClassifyBody):
+    """Body of POST /v1/embeddings."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+
+
+class Entry(Model, forbid_unknown_fields=False):
+    """Text with whatever else a client keeps beside it."""
+
+    text: str
+
+
+Entries = str | list[str | Entry]
+"""A text, or a list of texts or of objects with one."""
+
+
+class ScoreBody(EngineBody):
+    """Body of POST /v1/score: one text and each of several, or two lists pair by pair."""
+
+    text_1: Entries | None = None
+    text_2: Entries | None = None
+    queries: Entries | None = None
+    documents: Entries | None = None
+
+
+class RerankBody(EngineBody, kw_only=True):
+    """Body of POST /v1/rerank: documents to rank by a query."""
+
+    query: str
+    documents: Entries
+    top_n: Annotated[int, msgspec.Meta(ge=0, le=INT32 - 1)] | None = None
+
+
+def _of_input(body: ClassifyBody, caller: Caller, ignored: IgnoredFields) -> EmbeddingRequest:
+    api_request = _new_request(body, caller, inputs_of(body.input, "input"), "input")
+    api_request.classifies = not isinstance(body, EmbeddingsBody)
+    api_request.is_base64 = isinstance(body, EmbeddingsBody) and body.encoding_format == "base64"
     return api_request
 
 
-def read_classify(fields: Fields, caller: Caller) -> EmbeddingRequest:
-    """Read a request for the labels of texts.
-
-    Raises InvalidRequest naming the field at fault.
-    """
-    api_request = _new_request(fields, caller, fields.prompts("input"), "input")
-    api_request.classifies = True
-    return api_request
-
-
-def read_score(fields: Fields, caller: Caller) -> EmbeddingRequest:
-    """Read a request for scores: of one text and each of several, or of two lists pair by pair.
-
-    Raises InvalidRequest naming the field at fault.
-    """
-    names = ("queries", "documents") if fields.given("queries") else ("text_1", "text_2")
-    left, right = (_texts(fields, name) for name in names)
+def _score(body: ScoreBody, caller: Caller, ignored: IgnoredFields) -> EmbeddingRequest:
+    names = ("text_1", "text_2") if body.queries is None else ("queries", "documents")
+    for name in ("queries", "documents") if body.queries is None else ("text_1", "text_2"):
+        ignored.unread("", name, getattr(body, name))
+    left, right = (_texts(getattr(body, name), name) for name in names)
     if len(left) not in (1, len(right)):
-        raise fields.refuse(names[0], f"must be one text or as many as {names[1]}, {len(right)}, not {len(left)}")
-    api_request = _new_request(fields, caller, [*left, *right], names[1])
+        raise InvalidRequest(names[0], f"must be one text or as many as {names[1]}, {len(right)}, not {len(left)}")
+    api_request = _new_request(body, caller, [*left, *right], names[1])
     api_request.pairs = [(index if len(left) > 1 else 0, len(left) + index) for index in range(len(right))]
     return api_request
 
 
-def read_rerank(fields: Fields, caller: Caller) -> EmbeddingRequest:
-    """Read a request to rank documents by a query.
-
-    Raises InvalidRequest naming the field at fault.
-    """
-    query, documents = fields.text("query", required=True), _texts(fields, "documents")
-    num_wanted = fields.integer("top_n", 0, INT32 - 1) or len(documents)
-    api_request = _new_request(fields, caller, [query, *documents], "documents")
-    api_request.documents, api_request.num_wanted = documents, num_wanted
+def _rerank(body: RerankBody, caller: Caller, ignored: IgnoredFields) -> EmbeddingRequest:
+    documents = _texts(body.documents, "documents")
+    api_request = _new_request(body, caller, [body.query, *documents], "documents")
+    api_request.documents, api_request.num_wanted = documents, body.top_n or len(documents)
     api_request.pairs = [(0, 1 + index) for index in range(len(documents))]
     return api_request
+
+
+read_embeddings = BodyReader(EmbeddingsBody, _of_input)
+read_classify = BodyReader(ClassifyBody, _of_input)
+read_score = BodyReader(ScoreBody, _score)
+read_rerank = BodyReader(RerankBody, _rerank)
 
 
 def fit(api_request: EmbeddingRequest, labels: list[str]) -> None:
@@ -118,42 +146,22 @@ def fit(api_request: EmbeddingRequest, labels: list[str]) -> None:
         api_request.requests.append(one)
 
 
-def _new_request(fields: Fields, caller: Caller, inputs: list[Input], many: str) -> EmbeddingRequest:
+def _new_request(body: EngineBody, caller: Caller, inputs: list[Input], many: str) -> EmbeddingRequest:
     """Read the common fields; `many` names the field with the most inputs."""
     if len(inputs) > MAX_INPUTS:
-        raise fields.refuse(many, f"must have at most {MAX_INPUTS} inputs, not {len(inputs)}")
-    request = pb.GenerateRequest(
-        model=fields.text("model"),
-        priority=-(fields.integer("priority", 1 - INT32, INT32 - 1) or 0),  # vLLM's lower priorities go first
-        tenant=caller.tenant,
-        request_id=check_name(fields.text("request_id"), "request_id") or caller.request_id,
-        cache_salt=fields.text("cache_salt"),
-        embedding=pb.EmbeddingOptions(dimensions=fields.integer("dimensions", 1, INT32 - 1)),
-    )
-    names = {
-        **NAMES,
-        "text": many,
-        "token_ids": many,
-        "embedding.text_pair": many,
-        "embedding.dimensions": "dimensions",
-    }
-    api_request = EmbeddingRequest(request.request_id, [], names, deadline_s=read_deadline_s(fields), max_open=MAX_OPEN)
-    fields.finish()
-    api_request.requests += requests_of(request, inputs)
-    return api_request
+        raise InvalidRequest(many, f"must have at most {MAX_INPUTS} inputs, not {len(inputs)}")
+    request = body.request(caller, embedding=pb.EmbeddingOptions(dimensions=body.dimensions))
+    names = {**NAMES, "embedding.dimensions": "dimensions"}
+    names |= dict.fromkeys(("text", "token_ids", "embedding.text_pair"), many)
+    requests = requests_of(request, inputs)
+    return EmbeddingRequest(request.request_id, requests, names, deadline_s=body.deadline_s(), max_open=MAX_OPEN)
 
 
-def _texts(fields: Fields, name: str) -> list[str]:
-    """Take a text, or a list of texts or of objects with `text`."""
-    value = fields.take(name)
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and value:
-        entries = [each.get("text") if isinstance(each, dict) else each for each in value]
-        texts = [text for text in entries if isinstance(text, str)]
-        if len(texts) == len(entries):
-            return texts
-    raise fields.refuse(name, 'must be a text, or a list of texts or of objects {"text"}, and not empty')
+def _texts(entries: Entries | None, name: str) -> list[str]:
+    if entries is None or entries == []:
+        raise InvalidRequest(name, "is missing or empty")
+    given = [entries] if isinstance(entries, str) else entries
+    return [each.text if isinstance(each, Entry) else each for each in given]
 
 
 class VectorAnswer(Answer):

@@ -2,15 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.frontend.http.body.fields import INT32, Fields, one_of
-from router.frontend.http.caller import Caller, check_name
+from router.frontend.http.body.fields import Model, given
+from router.frontend.http.caller import Caller
 from router.frontend.http.generation import Generation
-from router.frontend.openai.sampling import GenerationOptions
+from router.frontend.openai.sampling import SamplingBody
 
+SAME = ("session_id", "prompt_cache_key", "max_ttft_ms", "task", "min_quality")
+"""Fields that have the same name here."""
 MAX_CHOICES = 1024
 """Largest number of choices of all prompts of a request together."""
 
@@ -42,47 +44,66 @@ class ApiRequest(Generation):
         return sampling.n if sampling.HasField("n") else 1
 
 
-def common(fields: Fields, caller: Caller, options: GenerationOptions) -> tuple[pb.GenerateRequest, ApiRequest]:
+class StreamOptions(Model):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+    """Padding against eavesdroppers, which changes no answer."""
+
+
+Retention = Literal["in_memory", "in-memory", "24h"]
+"""OpenAI's names of how long a prompt's blocks are kept."""
+
+
+class GenerationBody(SamplingBody):
+    """Fields of completions and chats."""
+
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
+    max_ttft_ms: float | None = None
+    task: str | None = None
+    min_quality: float | None = None
+    cache_retention_s: float | None = None
+    prompt_cache_retention: Retention | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    receipt: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+def common(
+    body: GenerationBody, caller: Caller, sampling: pb.Sampling, names: Mapping[str, str]
+) -> tuple[pb.GenerateRequest, ApiRequest]:
     """Read the common fields; the prompt remains to be set.
 
     Raises InvalidRequest.
     """
-    request = pb.GenerateRequest(
-        model=fields.text("model"),
-        sampling=options.sampling,
-        # vLLM's lower priorities go first, ours the higher ones
-        priority=-(fields.integer("priority", 1 - INT32, INT32 - 1) or 0),
-        tenant=caller.tenant,
-        session_id=fields.text("session_id"),
-        prompt_cache_key=fields.text("prompt_cache_key"),
-        request_id=check_name(fields.text("request_id"), "request_id") or caller.request_id,
-        cache_salt=fields.text("cache_salt"),
-        max_ttft_ms=fields.number("max_ttft_ms"),
-        task=fields.text("task"),
-        min_quality=fields.number("min_quality") or 0.0,
-        cache_retention_s=retention_s(fields),
-    )
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options", "needs stream")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs", "cannot be combined with stream")
+    streaming = body.stream_options or StreamOptions()
+    kept_s = retention_s(body.cache_retention_s, body.prompt_cache_retention)
+    request = body.request(caller, sampling=sampling, cache_retention_s=kept_s, **given(body, SAME))
     api_request = ApiRequest(
         request.request_id,
         [],
-        {**NAMES, **options.names},
-        stream=fields.boolean("stream"),
-        receipt=fields.boolean("receipt"),
-        token_ids=fields.boolean("return_token_ids"),
-        tokens_as_ids=fields.boolean("return_tokens_as_token_ids"),
-        deadline_s=read_deadline_s(fields),
+        {**NAMES, **names},
+        stream=bool(body.stream),
+        receipt=bool(body.receipt),
+        token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        deadline_s=body.deadline_s(),
+        include_usage=bool(streaming.include_usage),
+        continuous_usage=bool(streaming.continuous_usage_stats),
     )
-    _read_stream_options(fields, api_request)
-    if api_request.stream and options.sampling.HasField("prompt_logprobs"):
-        raise fields.refuse("prompt_logprobs", "cannot be combined with stream")
     return request, api_request
 
 
-def retention_s(fields: Fields) -> float | None:
-    """Read how long the prompt's blocks are kept, in Tandem's field or in OpenAI's."""
-    seconds = fields.number("cache_retention_s")
-    wanted = one_of(fields, "prompt_cache_retention", tuple(RETENTIONS))
-    return RETENTIONS[wanted] if seconds is None and wanted is not None else seconds
+def retention_s(seconds: float | None, named: Retention | None) -> float | None:
+    """Return how long the prompt's blocks are kept, by Tandem's field or by OpenAI's."""
+    return RETENTIONS[named] if seconds is None and named is not None else seconds
 
 
 RETENTIONS: Mapping[str, float | None] = {"in_memory": None, "in-memory": None, "24h": 86_400.0}
@@ -103,31 +124,6 @@ def check_choices(api_request: ApiRequest, field_at_fault: str) -> None:
     num_choices = len(api_request.requests) * max(1, api_request.choices_per_prompt)
     if num_choices > MAX_CHOICES:
         raise InvalidRequest(field_at_fault, f"at most {MAX_CHOICES} choices over all prompts, not {num_choices}")
-
-
-def read_deadline_s(fields: Fields) -> float | None:
-    """Read the time limit, in seconds.
-
-    Raises InvalidRequest.
-    """
-    timeout_ms = fields.number("timeout_ms")
-    if timeout_ms is None:
-        return None
-    if not 0 < timeout_ms <= INT32:
-        raise fields.refuse("timeout_ms", f"must be above 0 and at most {INT32}, not {timeout_ms:g}")
-    return timeout_ms / 1e3
-
-
-def _read_stream_options(fields: Fields, api_request: ApiRequest) -> None:
-    options: Any = fields.nested("stream_options")
-    if options is None:
-        return
-    if not api_request.stream:
-        raise fields.refuse("stream_options", "needs stream")
-    api_request.include_usage = options.boolean("include_usage")
-    api_request.continuous_usage = options.boolean("continuous_usage_stats")
-    options.boolean("include_obfuscation")  # padding against eavesdroppers, which changes no answer
-    options.finish()
 
 
 def requests_of(request: pb.GenerateRequest, prompts: Sequence[str | list[int]]) -> list[pb.GenerateRequest]:

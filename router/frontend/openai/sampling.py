@@ -6,11 +6,14 @@ Limits are checked for every request in `router/validation.py`; here only types 
 """
 
 import json
-from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.frontend.http.body.fields import INT32, Fields, must_be_one_of
+from router.frontend.http.body.fields import INT32, INT64, Count, Model, Texts, TokenId, given, needed, shown, texts_of
+from router.frontend.http.caller import Caller, check_name
 
 KINDS = {
     "json": "json_schema",
@@ -20,132 +23,165 @@ KINDS = {
     "json_object": "json_object",
 }
 """Kinds of structured output: vLLM's names, and ours."""
+GUIDED = {f"guided_{kind}": kind for kind in KINDS}
+"""Kinds by their older fields."""
+SAME = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "n"),
+    *("min_tokens", "prompt_logprobs", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
+)
+"""Fields that have the same name here."""
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 """llguidance's option, within a schema, for JSON without whitespace."""
 
 
-@dataclass(slots=True)
-class GenerationOptions:
-    """Requested options besides the prompt."""
+class CommonBody(Model):
+    """Fields of all requests that end in an engine."""
 
-    sampling: pb.Sampling
-    names: dict[str, str] = field(default_factory=dict)
-    """Client's names of fields that we call otherwise."""
+    model: str | None = None
+    priority: Annotated[int, msgspec.Meta(ge=1 - INT32, le=INT32 - 1)] | None = None
+    """Lower ones go first, as in vLLM; ours the other way round."""
+    request_id: str | None = None
+    cache_salt: str | None = None
+    timeout_ms: Annotated[float, msgspec.Meta(gt=0, le=INT32)] | None = None
+
+    def request(self, caller: Caller, **more: Any) -> pb.GenerateRequest:
+        """Return a request with these fields and `more` of its own.
+
+        Raises InvalidRequest.
+        """
+        return pb.GenerateRequest(
+            priority=-(self.priority or 0),
+            tenant=caller.tenant,
+            request_id=check_name(self.request_id or "", "request_id") or caller.request_id,
+            **given(self, ("model", "cache_salt")),
+            **more,
+        )
+
+    def deadline_s(self) -> float | None:
+        return None if self.timeout_ms is None else self.timeout_ms / 1e3
 
 
-def read_sampling(fields: Fields, most_tokens: tuple[str, ...], default_max_tokens: int | None) -> GenerationOptions:
-    """Read the options.
+class JsonSchema(Model):
+    schema: str | dict[str, Any] | None = None
+    name: Any = None
+    description: Any = None
+    strict: Any = None
+    """Not read: the schema is enforced in any case."""
+
+
+class ResponseFormat(Model):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Model):
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+
+
+class SamplingBody(CommonBody):
+    """Fields of completions and chats that set how tokens are chosen."""
+
+    max_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    n: Count | None = None
+    min_tokens: Count | None = None
+    prompt_logprobs: Count | None = None
+    top_k: Count | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-INT64, le=INT64 - 1)] | None = None
+    stop: Texts | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+
+
+def read_sampling(
+    body: SamplingBody, max_tokens: int | None, logprobs: int | None, names: dict[str, str]
+) -> pb.Sampling:
+    """Read the options, and add the client's names of fields that we call otherwise.
 
     Raises InvalidRequest.
-
-    `most_tokens` are the accepted names of max_tokens, the preferred one first.
     """
-    options = GenerationOptions(pb.Sampling())
-    _read_max_tokens(fields, options, most_tokens, default_max_tokens)
-    sampling = options.sampling
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-        if (number := fields.number(name)) is not None:
-            setattr(sampling, name, number)
-    for name in ("n", "min_tokens", "prompt_logprobs"):
-        if (count := fields.integer(name, -INT32, INT32 - 1)) is not None:
-            setattr(sampling, name, count)
-    if (top_k := fields.integer("top_k", -INT32, INT32 - 1)) is not None:
-        sampling.top_k = 0 if top_k == -1 else top_k  # vLLM's value for off
-    if (seed := fields.integer("seed")) is not None:
-        sampling.seed = seed % (1 << 64)
-    sampling.stop.extend(fields.strings("stop"))
-    sampling.stop_token_ids.extend(fields.token_ids("stop_token_ids"))
-    sampling.ignore_eos = fields.boolean("ignore_eos")
-    for token_id, bias in fields.biases("logit_bias").items():
-        sampling.logit_bias[token_id] = bias
-    sampling.keep_special_tokens = not fields.boolean("skip_special_tokens", default=True)
-    sampling.include_stop_str_in_output = fields.boolean("include_stop_str_in_output")
-    _read_structured(fields, options)
-    return options
+    sampling = pb.Sampling(
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        stop=texts_of(body.stop),
+        logit_bias=_biases(body.logit_bias) if body.logit_bias else None,
+        keep_special_tokens=body.skip_special_tokens is False,
+        **given(body, SAME),
+    )
+    if body.top_k is not None:
+        sampling.top_k = 0 if body.top_k == -1 else body.top_k  # vLLM's value for off
+    if body.seed is not None:
+        sampling.seed = body.seed % (1 << 64)
+    if (named := _structured(body)) is not None:
+        names["structured"] = named[0]
+        sampling.structured.CopyFrom(named[1])
+    return sampling
 
 
-def _read_max_tokens(
-    fields: Fields, options: GenerationOptions, most_tokens: tuple[str, ...], default_max_tokens: int | None
-) -> None:
-    limits = {name: fields.integer(name, -INT32, INT32 - 1) for name in most_tokens}
-    values = {value for value in limits.values() if value is not None}
-    if len(values) > 1:
-        raise fields.refuse(most_tokens[0], f"differs from {most_tokens[1]}: set one of them")
-    value = values.pop() if values else default_max_tokens
-    if value is not None:
-        options.sampling.max_tokens = value
-    options.names["max_tokens"] = next((name for name in most_tokens if limits[name] is not None), most_tokens[0])
+def _biases(biases: dict[str, float]) -> dict[int, float]:
+    """Return a map from token ids, which JSON has as strings, to numbers."""
+    for token_id in biases:
+        if not (token_id.isascii() and token_id.isdigit() and len(token_id) <= 10 and int(token_id) < 1 << 32):
+            raise InvalidRequest("logit_bias", f"{shown(token_id)} is not a token id")
+    return {int(token_id): bias for token_id, bias in biases.items()}
 
 
-def _read_structured(fields: Fields, options: GenerationOptions) -> None:
+def _structured(body: SamplingBody) -> tuple[str, pb.StructuredOutput] | None:
     """Read `response_format`, vLLM's `structured_outputs`, or its older guided_*: one of them at most."""
-    named_forms: list[tuple[str, pb.StructuredOutput | None]] = []
-    if (wanted := fields.nested("response_format")) is not None:
-        named_forms.append(("response_format", _response_format(wanted)))
-    if (wanted := fields.nested("structured_outputs")) is not None:
-        named_forms += [("structured_outputs", form) for form in _structured_outputs(wanted)]
-    for theirs, ours in KINDS.items():
-        if fields.given(name := f"guided_{theirs}"):
-            named_forms.append((name, _form(fields, name, ours)))
-    forms = [(name, form) for name, form in named_forms if form is not None]
+    forms: list[tuple[str, pb.StructuredOutput]] = []
+    if (wanted := body.response_format) is not None and wanted.type == "json_object":
+        forms.append(("response_format", pb.StructuredOutput(json_object=True)))
+    elif wanted is not None and wanted.type == "json_schema":
+        schema = needed(wanted.json_schema, "response_format.json_schema").schema
+        forms.append(("response_format", _form("json", needed(schema, "response_format.json_schema.schema"))))
+    if (outputs := body.structured_outputs) is not None:
+        made = [_form(kind, value) for kind, value in given(outputs, tuple(KINDS)).items() if value is not False]
+        if outputs.disable_any_whitespace:
+            made = list(map(_without_whitespace, made))
+        forms += [("structured_outputs", form) for form in made]
+    guided = given(body, tuple(GUIDED)).items()
+    forms += [(name, _form(GUIDED[name], value)) for name, value in guided if value is not False]
     if len(forms) > 1:
         raise InvalidRequest(forms[1][0], f"cannot be combined with {forms[0][0]}: each sets the form of the output")
-    if forms:
-        name, form = forms[0]
-        options.sampling.structured.CopyFrom(form)
-        options.names["structured"] = name
+    return forms[0] if forms else None
 
 
-def _response_format(fields: Fields) -> pb.StructuredOutput | None:
-    kind = must_be_one_of(fields, "type", ("text", "json_object", "json_schema"))
-    form: pb.StructuredOutput | None = None
-    if kind == "json_object":
-        form = pb.StructuredOutput(json_object=True)
-    elif kind == "json_schema":
-        schema = fields.required("json_schema")
-        for informative in ("name", "description", "strict"):  # the schema is enforced in any case
-            schema.take(informative)
-        form = _form(schema, "schema", "json_schema")
-        if form is None:
-            raise schema.refuse("schema", "is missing")
-        schema.finish()
-    fields.finish()
-    return form
+def _form(kind: str, value: Any) -> pb.StructuredOutput:
+    """Return the form of vLLM's name `kind`; a schema is an object or JSON text."""
+    if kind == "choice":
+        value = texts_of(value)
+    elif isinstance(value, dict):
+        value = json.dumps(value)
+    return pb.StructuredOutput(**{KINDS[kind]: value})
 
 
-def _structured_outputs(fields: Fields) -> list[pb.StructuredOutput | None]:
-    forms = [_form(fields, theirs, ours) for theirs, ours in KINDS.items()]
-    if fields.boolean("disable_any_whitespace"):
-        forms = [form and _without_whitespace(form, fields) for form in forms]
-    fields.finish()
-    return forms
-
-
-def _without_whitespace(form: pb.StructuredOutput, fields: Fields) -> pb.StructuredOutput:
+def _without_whitespace(form: pb.StructuredOutput) -> pb.StructuredOutput:
     if form.json_object:
         return pb.StructuredOutput(json_schema=json.dumps({"type": "object"} | COMPACT))
     if not form.HasField("json_schema"):
-        raise fields.refuse("disable_any_whitespace", "needs json or json_object")
+        raise InvalidRequest("structured_outputs.disable_any_whitespace", "needs json or json_object")
     try:
         schema = json.loads(form.json_schema)
     except ValueError:
         return form  # its compiler reports errors
     return pb.StructuredOutput(json_schema=json.dumps(schema | COMPACT)) if isinstance(schema, dict) else form
-
-
-def _form(fields: Fields, name: str, kind: str) -> pb.StructuredOutput | None:
-    """Return the field `name` as our `kind`; None where it is absent."""
-    if not fields.given(name):
-        return None
-    if kind == "json_object":
-        return pb.StructuredOutput(json_object=True) if fields.boolean(name) else None
-    if kind == "choice":
-        return pb.StructuredOutput(choice=fields.strings(name))
-    if kind == "json_schema":
-        return pb.StructuredOutput(json_schema=_schema(fields, name))
-    return pb.StructuredOutput(**{kind: fields.text(name)})  # type: ignore[arg-type]  # regex and grammar are strings
-
-
-def _schema(fields: Fields, name: str) -> str:
-    """Return a schema given as an object or as JSON text."""
-    return fields.text(name) if isinstance(fields.peek(name), str) else json.dumps(fields.schema(name))

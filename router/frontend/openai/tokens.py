@@ -3,13 +3,21 @@
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.frontend.http.body.fields import Fields
+from router.frontend.http.body.fields import BodyReader, IgnoredFields, Model, TokenId
 from router.frontend.http.body.media import Given, named_media
 from router.frontend.http.caller import Caller
 from router.frontend.http.endpoint import EndpointContext
 from router.frontend.http.json_endpoint import JsonEndpoint
-from router.frontend.openai.chat import read_messages, read_prompt_end, read_tools
+from router.frontend.openai.chat import (
+    Message,
+    ToolsBody,
+    read_messages,
+    read_prompt_end,
+    read_tools,
+    template_variables,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +44,42 @@ def tokenizer_endpoint(context: EndpointContext) -> JsonEndpoint[TokensRequest]:
         ids = list(reply.token_ids)
         return {"count": len(ids), "max_model_len": reply.max_context_tokens, "tokens": ids, "token_strs": texts}
 
-    return JsonEndpoint(context, _read_text, tokenize, names={"text": "prompt"})
+    return JsonEndpoint(context, read_text, tokenize, names={"text": "prompt"})
 
 
-def _read_text(fields: Fields, caller: Caller) -> TokensRequest:
-    request = pb.TokenizeRequest(model=fields.text("model"))
+class TokenizeBody(ToolsBody):
+    """Body of POST /tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+def _text_request(body: TokenizeBody, caller: Caller, ignored: IgnoredFields) -> TokensRequest:
+    request = pb.TokenizeRequest(model=body.model or "", add_special_tokens=body.add_special_tokens)
     media: Given = []
-    if fields.given("messages"):
-        chat = pb.GenerateRequest()
-        chat.messages.extend(read_messages(fields, media))
-        read_tools(fields, chat)
-        read_prompt_end(fields, chat)
-        if (variables := fields.nested("chat_template_kwargs")) is not None:
-            request.chat_template_kwargs = variables.rest()
+    if body.messages is not None:
+        ignored.unread("", "prompt", body.prompt)
+        chat = pb.GenerateRequest(messages=read_messages(body.messages, media))
+        read_tools(body, chat, ignored)
+        read_prompt_end(body, chat)
+        request.chat_template_kwargs = template_variables(body)
         request.messages.extend(chat.messages)
         request.tools.extend(chat.tools)
         request.continue_final_message = chat.continue_final_message
         request.no_generation_prompt = chat.no_generation_prompt
+    elif body.prompt is not None:
+        request.text = body.prompt
+        for name in ToolsBody.__struct_fields__:  # those of a chat
+            ignored.unread("", name, getattr(body, name))
     else:
-        request.text = fields.text("prompt", required=True)
-    if fields.given("add_special_tokens"):
-        request.add_special_tokens = fields.boolean("add_special_tokens")
-    returns_texts = fields.boolean("return_token_strs")
-    fields.finish()
-    return TokensRequest(request, returns_texts, media)
+        raise InvalidRequest("prompt", "is missing")
+    return TokensRequest(request, bool(body.return_token_strs), media)
+
+
+read_text = BodyReader(TokenizeBody, _text_request)
 
 
 def detokenizer_endpoint(context: EndpointContext) -> JsonEndpoint[tuple[str, list[int]]]:
@@ -69,10 +89,14 @@ def detokenizer_endpoint(context: EndpointContext) -> JsonEndpoint[tuple[str, li
         name, token_ids = api_request
         return {"prompt": await context.queries.detokenize(name, caller.principal, token_ids)}
 
-    return JsonEndpoint(context, _read_tokens, detokenize, names={"token_ids": "tokens"})
+    return JsonEndpoint(context, read_tokens, detokenize, names={"token_ids": "tokens"})
 
 
-def _read_tokens(fields: Fields, caller: Caller) -> tuple[str, list[int]]:
-    api_request = fields.text("model"), fields.token_ids("tokens")
-    fields.finish()
-    return api_request
+class DetokenizeBody(Model):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId] | None = None
+
+
+read_tokens = BodyReader(DetokenizeBody, lambda body, _caller, _ignored: (body.model or "", body.tokens or []))

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from cluster.errors import InvalidRequest
 from router.batches.state import window_s
-from router.frontend.http.body.fields import Fields, IgnoredFields, shown
+from router.frontend.http.body.fields import IgnoredFields, Model, shown, typed
 
 PURPOSE = "batch"
 """Purpose of files that a batch reads."""
@@ -15,6 +17,25 @@ PURPOSES = (PURPOSE, "vision", "user_data")
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 MIN_LASTS_S, MAX_LASTS_S = 3600, 30 * 86_400
 """Bounds of `expires_after.seconds`, as OpenAI's."""
+STRICT = IgnoredFields(strict=True)
+"""No field is ignored here, so that this collection stays empty."""
+
+
+class Expiry(Model):
+    """Time after which a file is deleted."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, msgspec.Meta(ge=MIN_LASTS_S, le=MAX_LASTS_S)]
+
+
+class BatchBody(Model):
+    """Body of POST /v1/batches."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+    output_expires_after: Expiry | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +83,9 @@ def read_upload_form(form: Mapping[str, str]) -> UploadForm:
     if "expires_after[anchor]" not in form and "expires_after[seconds]" not in form:
         return UploadForm(None, purpose)
     seconds = form.get("expires_after[seconds]", "")
-    values = {"anchor": form.get("expires_after[anchor]"), "seconds": int(seconds) if _is_number(seconds) else seconds}
-    return UploadForm(_lasts_s(Fields(values, "expires_after")), purpose)
+    given = {"anchor": form.get("expires_after[anchor]"), "seconds": int(seconds) if _is_number(seconds) else seconds}
+    expiry = typed({name: value for name, value in given.items() if value}, Expiry, "expires_after", STRICT)
+    return UploadForm(expiry.seconds, purpose)
 
 
 def read_batch_form(values: Any, endpoints: Sequence[str]) -> BatchForm:
@@ -71,18 +93,13 @@ def read_batch_form(values: Any, endpoints: Sequence[str]) -> BatchForm:
 
     Raises InvalidRequest.
     """
-    fields = Fields(values, ignored=IgnoredFields(strict=True))
-    input_file_id = fields.text("input_file_id", required=True)
-    endpoint = fields.text("endpoint", required=True)
-    if endpoint not in endpoints:
-        raise fields.refuse("endpoint", f"must be one of {', '.join(endpoints)}, not {shown(endpoint)}")
-    completion_window = fields.text("completion_window", required=True)
-    seconds = window_s(completion_window)
-    metadata = _metadata(fields)
-    expiry = fields.nested("output_expires_after")
-    output_lasts_s = None if expiry is None else _lasts_s(expiry)
-    fields.finish()
-    return BatchForm(input_file_id, endpoint, completion_window, seconds, metadata, output_lasts_s)
+    body = typed(values, BatchBody, "", STRICT)
+    if body.endpoint not in endpoints:
+        raise InvalidRequest("endpoint", f"must be one of {', '.join(endpoints)}, not {shown(body.endpoint)}")
+    seconds = window_s(body.completion_window)
+    _check_metadata(body.metadata or {})
+    lasts_s = None if body.output_expires_after is None else body.output_expires_after.seconds
+    return BatchForm(body.input_file_id, body.endpoint, body.completion_window, seconds, body.metadata, lasts_s)
 
 
 def read_page(query: Mapping[str, str], default: int, most: int) -> PageQuery:
@@ -113,30 +130,13 @@ def page_of(ids: Sequence[str], query: PageQuery) -> tuple[list[str], bool]:
     return ordered[begin : begin + query.limit], len(ordered) > begin + query.limit
 
 
-def _metadata(fields: Fields) -> dict[str, str] | None:
-    values = fields.take("metadata")
-    if values is None:
-        return None
-    if not isinstance(values, dict) or not all(isinstance(value, str) for value in values.values()):
-        raise fields.refuse("metadata", "must be an object of strings")
-    if len(values) > MAX_METADATA:
-        raise fields.refuse("metadata", f"may have {MAX_METADATA} keys at most, not {len(values)}")
-    for key, value in values.items():
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    if len(metadata) > MAX_METADATA:
+        raise InvalidRequest("metadata", f"may have {MAX_METADATA} keys at most, not {len(metadata)}")
+    for key, value in metadata.items():
         if len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS:
             limits = f"{MAX_KEY_CHARS} characters of a key and {MAX_VALUE_CHARS} of a value"
-            raise fields.refuse("metadata", f"{shown(key)} is above the limits: {limits}")
-    return values
-
-
-def _lasts_s(fields: Fields) -> int:
-    """Return the seconds of an `expires_after`."""
-    anchor = fields.text("anchor", required=True)
-    if anchor != "created_at":
-        raise fields.refuse("anchor", f"must be 'created_at', not {shown(anchor)}")
-    seconds = fields.integer("seconds", MIN_LASTS_S, MAX_LASTS_S)
-    if seconds is None:
-        raise fields.refuse("seconds", "is missing")
-    return seconds
+            raise InvalidRequest("metadata", f"{shown(key)} is above the limits: {limits}")
 
 
 def _is_number(text: str) -> bool:

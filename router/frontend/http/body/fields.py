@@ -1,16 +1,20 @@
-"""Reading of a JSON body field by field.
+"""Reading of JSON bodies into the structs of their APIs.
 
-Every mistake is an InvalidRequest that names the field. A field that nobody reads is ignored, and named once in the
-answer, unless its loss would change the answer's meaning (REFUSED).
+Every mistake is an InvalidRequest that names the field and what it must be. A field that no struct has is ignored, and
+named once in the answer, unless its loss would change the answer's meaning (REFUSED).
 """
 
 import json
-import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, Generic, TypeVar, cast
+
+import msgspec
+import msgspec.inspect as inspect
 
 from cluster.errors import InvalidRequest
+from router.frontend.http.caller import Caller
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -62,40 +66,36 @@ MAX_IGNORED = 16
 INT32, INT64 = 1 << 31, 1 << 63
 MAX_SHOWN_CHARS = 80
 
+
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NUMBER = re.compile(r"\[\d+\]")
-_T = TypeVar("_T")
+_TOO_LARGE = ("Number out of range", "Integer value out of range")
+_MISSING = re.compile(r"Object missing required field `(.*?)`")
+_AT = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$", re.DOTALL)
+_STEP = re.compile(r"\[(\d+|\.\.\.)\]|([^.\[]+)")
+_KINDS: Mapping[type[inspect.Type], str] = {
+    inspect.StrType: "a string",
+    inspect.BoolType: "true or false",
+    inspect.ListType: "a list",
+    inspect.StructType: "an object",
+    inspect.DictType: "an object",
+}
+_BodyT = TypeVar("_BodyT")
+_RequestT = TypeVar("_RequestT")
+_ModelT = TypeVar("_ModelT")
 
 
-def parse_object(body: bytes, max_values: int) -> dict[str, Any]:
-    """Parse a JSON object of at most so many values.
-
-    Raises InvalidRequest for anything else, and for invalid text inside.
-    """
-    # Each value but the first follows one of these bytes. Inside texts they count, too: only then is the limit checked
-    # without texts, which takes longer.
-    if _num_separators(body) > max_values and _num_separators(_TEXT.sub(b"", body)) > max_values:
-        raise InvalidRequest("", f"the body holds more than {max_values} JSON values")
-    try:
-        values = json.loads(body, parse_constant=_no_number)
-        if _ESCAPED_SURROGATE.search(body):
-            json.dumps(values, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise InvalidRequest("", "the body has an unpaired surrogate, which is not a character") from None
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest("", f"the body is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise InvalidRequest("", "the body must be a JSON object")
-    return values
+class Model(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """Object of a body; `null` counts as absent where a field may be absent."""
 
 
-def _num_separators(body: bytes) -> int:
-    return body.count(b",") + body.count(b"[") + body.count(b"{")
-
-
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
+Count = Annotated[int, msgspec.Meta(ge=-INT32, le=INT32 - 1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=INT32 - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+Texts = str | list[str]
+"""A text, or a list of texts."""
+Inputs = str | list[str | TokenId | list[TokenId]]
+"""A text, token ids, or a list of either."""
 
 
 class IgnoredFields:
@@ -112,180 +112,143 @@ class IgnoredFields:
         if len(self.names) < MAX_IGNORED and name.isascii() and name.isprintable():
             self.names[name] = None
 
-
-class Fields:
-    """Fields of one object, each taken once.
-
-    A `null` field counts as absent.
-    """
-
-    def __init__(self, values: Any, where: str = "", ignored: IgnoredFields | None = None) -> None:
-        """Wrap an object at path `where`, empty at the top.
-
-        Raises InvalidRequest unless `values` is an object.
-        """
-        self.ignored = IgnoredFields() if ignored is None else ignored
-        if not isinstance(values, dict):
-            raise InvalidRequest(where, f"must be an object, not {shown(values)}")
-        self._values = {name: value for name, value in values.items() if value is not None}
-        self._where = where
-
-    def path(self, name: str) -> str:
-        return f"{self._where}.{name}" if self._where else name
-
-    def given(self, name: str) -> bool:
-        """Return whether the field is there and not taken yet."""
-        return name in self._values
-
-    def peek(self, name: str) -> Any:
-        """Return a field without taking it; None where it is absent."""
-        return self._values.get(name)
-
-    def take(self, name: str) -> Any:
-        """Take a field; None where it is absent."""
-        return self._values.pop(name, None)
-
-    def refuse(self, name: str, message: str) -> InvalidRequest:
-        return InvalidRequest(self.path(name), message)
-
-    def rest(self) -> str:
-        """Take all remaining fields together, as JSON."""
-        rest, self._values = self._values, {}
-        return json.dumps(rest, ensure_ascii=False)
-
-    def text(self, name: str, required: bool = False) -> str:
-        """Take a text; empty where it is absent."""
-        return self._typed(name, str, "a string", required) or ""
-
-    def boolean(self, name: str, default: bool = False) -> bool:
-        """Take a boolean."""
-        value = self._typed(name, bool, "true or false", False)
-        return default if value is None else value
-
-    def objects(self, name: str) -> list[Any]:
-        """Take a list of any values; empty where it is absent."""
-        return self._typed(name, list, "a list", False) or []
-
-    def nested(self, name: str) -> "Fields | None":
-        """Take an object within this one."""
-        values = self.take(name)
-        return None if values is None else self.at(name, values)
-
-    def required(self, name: str) -> "Fields":
-        """Take an object within this one that must be there."""
-        if (nested := self.nested(name)) is None:
-            raise self.refuse(name, "is missing")
-        return nested
-
-    def at(self, name: str, values: Any) -> "Fields":
-        """Wrap an object that was taken from this one."""
-        return Fields(values, self.path(name), self.ignored)
-
-    def integer(self, name: str, low: int = -INT64, high: int = INT64 - 1) -> int | None:
-        """Take an integer within [low, high]."""
-        value = self.take(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.refuse(name, f"must be an integer, not {shown(value)}")
-        if not low <= value <= high:
-            raise self.refuse(name, f"must be {low} to {high}, not {shown(value)}")
-        return value
-
-    def number(self, name: str) -> float | None:
-        value = self.take(name)
-        return None if value is None else self._number(name, value)
-
-    def strings(self, name: str) -> list[str]:
-        """Take a list of strings, or one string; empty where it is absent."""
-        value = self.take(name)
-        if isinstance(value, str):
-            return [value]
-        if value is None:
-            return []
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise self.refuse(name, "must be a string or a list of strings")
-        return value
-
-    def token_ids(self, name: str) -> list[int]:
-        """Take a list of uint32; empty where it is absent."""
-        value = self.take(name)
-        if value is None:
-            return []
-        if not are_token_ids(value):
-            raise self.refuse(name, "must be a list of token ids, integers from 0")
-        token_ids: list[int] = value
-        return token_ids
-
-    def prompts(self, name: str) -> list[str | list[int]]:
-        """Take prompts: a text, a list of texts, token ids, or a list of token id lists."""
-        value = self.take(name)
-        if isinstance(value, str):
-            return [value]
-        if isinstance(value, list) and value:
-            if are_token_ids(value):
-                return [value]
-            if all(isinstance(each, str) for each in value) or all(each and are_token_ids(each) for each in value):
-                return value
-        raise self.refuse(name, "must be a text, a list of token ids, or a list of either, and not empty")
-
-    def schema(self, name: str) -> dict[str, Any]:
-        """Take a JSON schema that must be there."""
-        schema = self.take(name)
-        if not isinstance(schema, dict):
-            raise self.refuse(name, f"must be a JSON schema, not {shown(schema)}")
-        return schema
-
-    def biases(self, name: str) -> dict[int, float]:
-        """Take a map from token ids, which JSON has as strings, to numbers."""
-        biases = self.take(name)
-        if biases is None:
-            return {}
-        if not isinstance(biases, dict):
-            raise self.refuse(name, f"must be an object from token ids to numbers, not {shown(biases)}")
-        for token_id in biases:
-            if not (token_id.isascii() and token_id.isdigit() and len(token_id) <= 10 and int(token_id) < 1 << 32):
-                raise self.refuse(name, f"{shown(token_id)} is not a token id")
-        return {int(token_id): self._number(name, bias) for token_id, bias in biases.items()}
-
-    def finish(self) -> None:
-        """Note all remaining fields as ignored.
+    def unread(self, where: str, name: str, value: Any) -> None:
+        """Note a field of the object at `where` that nobody reads.
 
         Raises InvalidRequest for one that asks for something which would be lost, and where fields are strict.
         """
-        for name, value in self._values.items():
-            neutral = REFUSED.get(name)
-            if neutral is not None and any(type(value) is type(one) and value == one for one in neutral):
-                continue
-            if neutral is not None or self.ignored.strict:
-                raise self.refuse(name, "is not supported")
-            self.ignored.add(self.path(name))
+        neutral, path = REFUSED.get(name), at(where, name)
+        if value is None or (neutral and any(type(value) is type(one) and value == one for one in neutral)):
+            return
+        if neutral is not None or self.strict:
+            raise InvalidRequest(path, "is not supported")
+        self.add(path)
 
-    def _number(self, name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.refuse(name, f"must be a number, not {shown(value)}")
+
+class BodyReader(Generic[_BodyT, _RequestT]):
+    """Reader of one API's bodies."""
+
+    def __init__(self, body: type[_BodyT], make: Callable[[_BodyT, Caller, IgnoredFields], _RequestT]) -> None:
+        """Create the reader; `make` makes a request of a `body`, and may raise InvalidRequest."""
+        self.body: Any = body
+        self._make = make
+        self._decoder = msgspec.json.Decoder(body)
+
+    def of_bytes(self, raw: bytes, caller: Caller, ignored: IgnoredFields, max_values: int) -> _RequestT:
+        """Read a body of at most so many JSON values.
+
+        Raises InvalidRequest naming the field at fault.
+        """
+        _check_values(raw, max_values)
         try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
-            raise self.refuse(name, "is too large")
-        return number
+            body = self._decoder.decode(raw)
+        except (ValueError, RecursionError) as error:  # it has a fault, or fields that nobody reads: these are named
+            if str(error).startswith(_TOO_LARGE):
+                raise _refusal(str(error), None, _info(self.body), "") from None
+            return self(parse_object(raw, max_values), caller, ignored)
+        return self._made(body, caller, ignored)
 
-    def _typed(self, name: str, kind: type[_T], called: str, required: bool) -> _T | None:
-        value = self.take(name)
-        if value is None and not required:
-            return None
-        if not isinstance(value, kind):
-            raise self.refuse(name, f"must be {called}, not {shown(value)}")
-        return value
+    def __call__(self, values: Any, caller: Caller, ignored: IgnoredFields | None = None) -> _RequestT:
+        """Read a body that was parsed.
+
+        Raises InvalidRequest naming the field at fault.
+        """
+        ignored = ignored or IgnoredFields()
+        try:
+            body = _typed_without_unread(values, self.body, "", ignored)
+        except RecursionError:
+            raise _too_deep() from None
+        return self._made(body, caller, ignored)
+
+    def _made(self, body: _BodyT, caller: Caller, ignored: IgnoredFields) -> _RequestT:
+        try:
+            return self._make(body, caller, ignored)
+        except RecursionError:
+            raise _too_deep() from None
 
 
-def are_token_ids(value: Any) -> bool:
-    """Return whether a value is a list of uint32, fast enough for a million."""
-    if not isinstance(value, list) or not set(map(type, value)) <= {int}:  # a bool has another type
-        return False
-    return not value or (min(value) >= 0 and max(value) < 1 << 32)
+def typed(values: Any, kind: type[_ModelT], path: str, ignored: IgnoredFields) -> _ModelT:
+    """Return the parsed JSON at `path` as a struct; fields that it does not have are noted.
+
+    Raises InvalidRequest naming the field at fault.
+    """
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError:
+        return _typed_without_unread(values, kind, path, ignored)
+
+
+def _typed_without_unread(values: Any, kind: type[_ModelT], path: str, ignored: IgnoredFields) -> _ModelT:
+    info, unread = _info(cast(Any, kind)), list[tuple[str, str, Any]]()
+    for is_deep in (False, True):  # most of these fields are at the top, and the rest takes longer
+        known = _known(values, info, path, unread, is_deep)
+        try:
+            model = msgspec.convert(known, kind)
+            break
+        except msgspec.ValidationError as error:
+            if is_deep:
+                raise _refusal(str(error), known, info, path) from None
+            unread.clear()
+    for where, name, value in unread:
+        ignored.unread(where, name, value)
+    return model
+
+
+def parse_object(body: bytes, max_values: int) -> dict[str, Any]:
+    """Parse a JSON object of at most so many values.
+
+    Raises InvalidRequest for anything else, and for invalid text inside.
+    """
+    _check_values(body, max_values)
+    try:
+        values = msgspec.json.decode(body)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
+        raise InvalidRequest("", f"the body is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InvalidRequest("", "the body must be a JSON object")
+    return values
+
+
+def inputs_of(inputs: Inputs, path: str) -> list[str | list[int]]:
+    """Return each text or list of token ids.
+
+    Raises InvalidRequest.
+    """
+    if isinstance(inputs, str):
+        return [inputs]
+    kinds = set(map(type, inputs))
+    if kinds == {int}:
+        return [inputs]  # type: ignore[list-item]  # all of them are integers
+    if kinds == {str} or (kinds == {list} and all(inputs)):
+        return inputs  # type: ignore[return-value]  # none of them is an integer
+    raise InvalidRequest(path, "must be a text, a list of token ids, or a list of either, and not empty")
+
+
+def texts_of(texts: Texts | None) -> list[str]:
+    """Return each text; none where the field is absent."""
+    return [texts] if isinstance(texts, str) else texts or []
+
+
+def given(body: object, names: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of a body that are there, of those with these names."""
+    return {name: value for name in names if (value := getattr(body, name)) is not None}
+
+
+def needed(value: _ModelT | None, path: str) -> _ModelT:
+    """Return the field at `path`, which may not be absent.
+
+    Raises InvalidRequest.
+    """
+    if value is None:
+        raise InvalidRequest(path, "is missing")
+    return value
+
+
+def at(path: str, name: str) -> str:
+    """Return the path of a field of the object at `path`, empty at the top."""
+    return f"{path}.{name}" if path and name else path or name
 
 
 def shown(value: Any) -> str:
@@ -294,18 +257,122 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]} ..."
 
 
-def one_of(fields: Fields, name: str, known: Sequence[str]) -> str | None:
-    """Take a string that must be one of `known`; None where it is absent."""
-    if not fields.given(name):
-        return None
-    value = fields.text(name)
-    if value not in known:
-        raise fields.refuse(name, f"must be one of {', '.join(known)}, not {shown(value)}")
-    return value
+def _check_values(body: bytes, max_values: int) -> None:
+    # Each value but the first follows one of these bytes. Inside texts they count, too: only then is the limit checked
+    # without texts, which takes longer.
+    if _num_separators(body) > max_values and _num_separators(_TEXT.sub(b"", body)) > max_values:
+        raise InvalidRequest("", f"the body holds more than {max_values} JSON values")
 
 
-def must_be_one_of(fields: Fields, name: str, known: Sequence[str]) -> str:
-    """Take a string that must be there and be one of `known`."""
-    if (value := one_of(fields, name, known)) is None:
-        raise fields.refuse(name, "is missing")
-    return value
+def _num_separators(body: bytes) -> int:
+    return body.count(b",") + body.count(b"[") + body.count(b"{")
+
+
+def _too_deep() -> InvalidRequest:
+    return InvalidRequest("", "the body is nested too deeply")
+
+
+# --------------------------------------------------------------------------------- faults, and fields that nobody reads
+
+
+@cache
+def _info(kind: type) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+@cache
+def _fields(struct: type) -> Mapping[str, inspect.Type]:
+    info = _info(struct)
+    assert isinstance(info, inspect.StructType), "it is the type of one"
+    return {field.encode_name: field.type for field in info.fields}
+
+
+@cache
+def _nested(struct: type) -> Mapping[str, inspect.Type]:
+    return {name: info for name, info in _fields(struct).items() if _has_structs(info)}
+
+
+def _has_structs(info: inspect.Type) -> bool:
+    return any(
+        isinstance(each, inspect.StructType) or (isinstance(each, inspect.ListType) and _has_structs(each.item_type))
+        for each in _alternatives(info)
+    )
+
+
+def _alternatives(info: inspect.Type) -> tuple[inspect.Type, ...]:
+    return info.types if isinstance(info, inspect.UnionType) else (info,)
+
+
+def _struct_of(values: Mapping[str, Any], info: inspect.Type) -> inspect.StructType | None:
+    """Return the struct that an object is, as its tag says; None: there is none."""
+    for each in _alternatives(info):
+        if isinstance(each, inspect.StructType) and (each.tag is None or values.get(each.tag_field or "") == each.tag):
+            return each
+    return None
+
+
+def _known(value: Any, info: inspect.Type, path: str, unread: list[tuple[str, str, Any]], is_deep: bool) -> Any:
+    """Return parsed JSON without the fields that its structs do not have; these are added to `unread`."""
+    if isinstance(value, list):
+        items = next((each.item_type for each in _alternatives(info) if isinstance(each, inspect.ListType)), None)
+        if items is not None:
+            return [_known(each, items, f"{path}[{place}]", unread, is_deep) for place, each in enumerate(value)]
+    if not isinstance(value, dict) or (struct := _struct_of(value, info)) is None:
+        return value
+    fields, known = _fields(struct.cls), value
+    if struct.forbid_unknown_fields and not value.keys() <= fields.keys():
+        known = {name: each for name, each in value.items() if name in fields or name == struct.tag_field}
+    if is_deep and (nested := [name for name in known if name in _nested(struct.cls)]):
+        within = {name: _known(known[name], fields[name], at(path, name), unread, is_deep) for name in nested}
+        known = {name: within.get(name, each) for name, each in known.items()}
+    unread += ((path, name, each) for name, each in value.items() if name not in known)
+    return known
+
+
+def _refusal(fault: str, value: Any, info: inspect.Type, path: str) -> InvalidRequest:
+    """Return the error of a fault that msgspec names."""
+    found = _AT.search(fault)
+    place = found[1] if found else ""
+    if missing := _MISSING.match(fault):
+        return InvalidRequest(at(at(path, place), missing[1]), "is missing")
+    if fault.startswith(_TOO_LARGE):
+        return InvalidRequest(at(path, place.partition("[...]")[0]), "is too large")
+    what = ""
+    for number, name in _STEP.findall(place):
+        options = _alternatives(info)
+        if number == "...":
+            place = place.partition("[...]")[0]  # one of the values of a map, whose key is unknown
+            info, what = next(each.value_type for each in options if isinstance(each, inspect.DictType)), "each value "
+            break
+        if number:
+            value = value[int(number)]
+            info = next(each.item_type for each in options if isinstance(each, inspect.ListType))
+            continue
+        struct = _struct_of(value, info)
+        value = value[name]
+        if struct is None or name == struct.tag_field:
+            tags = tuple(each.tag for each in options if isinstance(each, inspect.StructType))
+            info = inspect.LiteralType(tags)
+        else:
+            info = _fields(struct.cls)[name]
+    full = f"{path}{place}" if place.startswith("[") else at(path, place)
+    called = " or ".join(dict.fromkeys(filter(None, map(_called, _alternatives(info)))))
+    return InvalidRequest(full, f"{what}must be {called}, not {shown(value)}")
+
+
+def _called(info: inspect.Type) -> str:
+    """Return what a value of a type is, with its limits; empty for null."""
+    if isinstance(info, inspect.NoneType):
+        return ""
+    if isinstance(info, inspect.LiteralType):
+        return f"one of {', '.join(map(str, info.values))}"
+    if isinstance(info, inspect.ListType) and not _has_structs(info):
+        return f"a list of {' or '.join(_called(each).removeprefix('a ') for each in _alternatives(info.item_type))}"
+    if isinstance(info, inspect.IntType | inspect.FloatType):
+        limits = [f"at least {info.ge}"] if info.ge is not None else []
+        limits += [f"above {info.gt:g}"] if info.gt is not None else []
+        limits += [f"at most {info.le}"] if info.le is not None else []
+        return " ".join(
+            ["an integer" if isinstance(info, inspect.IntType) else "a number", " and ".join(limits)]
+        ).strip()
+    return _KINDS.get(type(info), "valid")

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.admission.arrivals import Arrival
-from router.frontend.http.body.fields import Fields, shown
+from router.frontend.http.body.fields import Model, needed, shown
 from router.frontend.http.caller import Caller
 from router.models.media import sources_in
 from router.validation import MEDIA_KINDS, check_url
@@ -36,6 +36,41 @@ class GivenMedium:
 Given = list[GivenMedium]
 
 
+class Document(Model):
+    file_id: str | None = None
+    file_url: str | None = None
+    file_data: str | None = None
+    filename: Any = None
+
+
+class Url(Model):
+    url: str
+
+
+class Sound(Model):
+    data: str
+    format: Any = None
+    """Not read: it is seen in the file itself."""
+
+
+class Part(Document):
+    """Part of a content in OpenAI's APIs, of any type; those of input_file are a document's."""
+
+    type: str = ""
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | Url | None = None
+    audio_url: str | Url | None = None
+    video_url: str | Url | None = None
+    input_audio: Sound | None = None
+    file: Document | None = None
+    annotations: Any = None
+    logprobs: Any = None
+
+
+Content = str | list[Part]
+
+
 class MediaFiles(Protocol):
     """Files that bodies may name instead of sending them."""
 
@@ -48,59 +83,92 @@ class MediaFiles(Protocol):
         """
 
 
-def read_url(fields: Fields, name: str, kind: str, url: Any, media: Given) -> pb.Media:
+def read_url(path: str, kind: str, url: str | None, media: Given) -> pb.Media:
     """Read a medium that is given as a URL; the content of a data: URL is decoded.
 
     Raises InvalidRequest.
     """
-    if not isinstance(url, str) or not url:
-        raise fields.refuse(name, f"must be a url, not {shown(url)}")
-    media.append(GivenMedium(fields.path(name)))
+    if not url:
+        raise InvalidRequest(path, f"must be a url, not {shown(url)}")
+    media.append(GivenMedium(path))
     if url[:5].lower() != "data:":
-        check_url(url, fields.path(name))
+        check_url(url, path)
         return pb.Media(kind=kind, url=url)
     head, comma, content = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise fields.refuse(name, f"must begin with data:TYPE;base64, not with {shown(head[:40])}")
-    return pb.Media(kind=kind, data=_decoded(fields, name, content))
+        raise InvalidRequest(path, f"must begin with data:TYPE;base64, not with {shown(head[:40])}")
+    return pb.Media(kind=kind, data=_decoded(path, content))
 
 
-def read_data(fields: Fields, name: str, kind: str, media: Given) -> pb.Media:
+def read_data(path: str, kind: str, content: str, media: Given) -> pb.Media:
     """Read a medium that is given as a base64 text.
 
     Raises InvalidRequest.
     """
-    content = fields.text(name, required=True)
-    media.append(GivenMedium(fields.path(name)))
-    return pb.Media(kind=kind, data=_decoded(fields, name, content))
+    media.append(GivenMedium(path))
+    return pb.Media(kind=kind, data=_decoded(path, content))
 
 
-def read_file(fields: Fields, name: str, kind: str, media: Given) -> pb.Media:
+def read_file(path: str, kind: str, file_id: str, media: Given) -> pb.Media:
     """Read a medium that is given as the id of a file; `kind` empty: the file's name tells it.
 
     Raises InvalidRequest.
     """
-    file_id = fields.text(name, required=True)
     if not file_id:
-        raise fields.refuse(name, "is empty")
-    media.append(GivenMedium(fields.path(name), file_id))
+        raise InvalidRequest(path, "is empty")
+    media.append(GivenMedium(path, file_id))
     return pb.Media(kind=kind)
 
 
-def read_document(fields: Fields, media: Given) -> pb.Media:
-    """Read a part that has a file as `file_id`, `file_url` or a data: URL in `file_data`.
+def read_document(document: Document, path: str, media: Given) -> pb.Media:
+    """Read a file that is given by its id, its URL or as a data: URL.
 
     Raises InvalidRequest, also for a type that is no picture, sound or video.
     """
-    fields.take("filename")
-    if fields.given("file_id"):
-        return read_file(fields, "file_id", "", media)
-    name = "file_url" if fields.given("file_url") else "file_data"
-    url = fields.text(name, required=True)
-    kind = url[:64].lower().removeprefix("data:").partition("/")[0] if name == "file_data" else "image"
+    if document.file_id is not None:
+        return read_file(f"{path}.file_id", "", document.file_id, media)
+    if document.file_url is not None:
+        return read_url(f"{path}.file_url", "image", document.file_url, media)
+    url, path = document.file_data or "", f"{path}.file_data"
+    kind = url[:64].lower().removeprefix("data:").partition("/")[0]
     if kind not in MEDIA_KINDS:
-        raise fields.refuse(name, "must be data:image/...;base64, or of audio or video: no other files can be read")
-    return read_url(fields, name, kind, url, media)
+        raise InvalidRequest(path, "must be data:image/...;base64, or of audio or video: no other files can be read")
+    return read_url(path, kind, url, media)
+
+
+def read_parts(content: Content | None, path: str, known: Sequence[str], media: Given) -> list[str | pb.Media]:
+    """Return the texts and media of a content, whose parts have one of the `known` types.
+
+    Raises InvalidRequest.
+    """
+    if not isinstance(content, list):
+        return [content] if content else []
+    return [_part(part, f"{path}[{place}]", known, media) for place, part in enumerate(content)]
+
+
+def _part(part: Part, path: str, known: Sequence[str], media: Given) -> str | pb.Media:
+    kind = part.type
+    if kind not in known:
+        raise InvalidRequest(f"{path}.type", f"must be one of {', '.join(known)}, not {shown(kind)}")
+    if kind == "refusal":
+        return part.refusal or ""
+    if kind == "text":
+        return needed(part.text, f"{path}.text")
+    if kind.endswith("_text"):
+        return part.text or ""
+    if kind == "input_audio":
+        sound = needed(part.input_audio, f"{path}.input_audio")
+        return read_data(f"{path}.input_audio.data", "audio", sound.data, media)
+    if kind == "file":
+        return read_document(needed(part.file, f"{path}.file"), f"{path}.file", media)
+    if kind == "input_file":
+        return read_document(part, path, media)
+    if kind == "input_image" and part.file_id is not None:
+        return read_file(f"{path}.file_id", "image", part.file_id, media)
+    name = "image_url" if kind == "input_image" else kind
+    url: str | Url | None = getattr(part, name)
+    where = f"{path}.{name}.url" if isinstance(url, Url) else f"{path}.{name}"
+    return read_url(where, name.removesuffix("_url"), url.url if isinstance(url, Url) else url, media)
 
 
 def set_content(message: pb.ChatMessage, parts: Sequence[str | pb.Media]) -> None:
@@ -141,15 +209,15 @@ def named_media(messages: Sequence[pb.ChatMessage], media: Sequence[GivenMedium]
         raise InvalidRequest(path, error.message) from None
 
 
-def _decoded(fields: Fields, name: str, content: str) -> bytes:
+def _decoded(path: str, content: str) -> bytes:
     """Decode base64 piece by piece: a whole file would keep all other threads waiting."""
     if not content:
-        raise fields.refuse(name, "is empty")
+        raise InvalidRequest(path, "is empty")
     padding = content.find("=")
     if len(content) % 4 or 0 <= padding < len(content) - 2:
-        raise fields.refuse(name, "is not base64, or incomplete")
+        raise InvalidRequest(path, "is not base64, or incomplete")
     try:
         starts = range(0, len(content), PIECE_CHARS)
         return b"".join(base64.b64decode(content[start : start + PIECE_CHARS], validate=True) for start in starts)
     except ValueError:
-        raise fields.refuse(name, "is not base64") from None
+        raise InvalidRequest(path, "is not base64") from None

@@ -6,21 +6,32 @@ Pure.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.frontend.http.body.fields import INT32, Fields, must_be_one_of, one_of, shown
-from router.frontend.http.body.media import Given, read_document, read_file, read_url, set_content
+from router.frontend.http.body.fields import (
+    BodyReader,
+    IgnoredFields,
+    Model,
+    Positive,
+    Texts,
+    given,
+    needed,
+    shown,
+    texts_of,
+    typed,
+)
+from router.frontend.http.body.media import Content, Given, read_parts, set_content
 from router.frontend.http.caller import Caller
 from router.frontend.http.generation import Generation
-from router.frontend.openai.chat import read_input_audio
-from router.frontend.openai.request import retention_s
-from router.frontend.openai.tool_choice import read_tool_choice
+from router.frontend.openai.request import Retention, retention_s
+from router.frontend.openai.tool_choice import Choice, Word, is_skipped, read_tool_choice
 from router.models.output.output_plan import forces_call
 from router.validation import MAX_LOGPROBS, MAX_MESSAGES
 
-ROLES = ("developer", "system", "user", "assistant")
 CUSTOM_PARAMETERS = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -40,6 +51,111 @@ ECHOED = {
     "text": {"format": {"type": "text"}},
 }
 """Fields of the body that an answer repeats, with their defaults."""
+
+
+NAMES = {
+    "max_tokens": "max_output_tokens",
+    "request_id": "x-request-id",
+    "tenant": "x-tenant",
+    "structured": "text.format",
+}
+
+
+# ---------------------------------------------------------------------------------------------------- bodies
+
+
+TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+PARTS = (*TEXTS, "input_image", "input_file", "input_audio")
+
+
+class Item(Model):
+    """Item of an input, of any type; answers' fields that are not read come back unchanged."""
+
+    type: str | None = None
+    role: Literal["developer", "system", "user", "assistant"] | None = None
+    content: Content | None = None
+    name: str | None = None
+    call_id: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: Content | None = None
+    summary: Content | None = None
+    id: Any = None
+    status: Any = None
+    phase: Any = None
+    encrypted_content: Any = None
+    internal_chat_message_metadata_passthrough: Any = None
+
+
+class Reference(Model):
+    """Item that only names an earlier one."""
+
+    id: str
+    type: Literal["item_reference"] | None = None
+
+
+class Tool(Model):
+    """Tool that is a function, or has a text as its input."""
+
+    type: Literal["function", "custom"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    format: Any = None
+    strict: Any = None
+    defer_loading: Any = None
+
+
+class TextForm(Model):
+    type: Literal["text", "json_object", "json_schema"] | None = None
+    schema: dict[str, Any] | None = None
+    name: Any = None
+    description: Any = None
+    strict: Any = None
+    """Not read: the schema is enforced in any case."""
+
+
+class TextOptions(Model):
+    format: TextForm | None = None
+
+
+class Reasoning(Model):
+    effort: str | None = None
+    summary: Any = None
+    generate_summary: Any = None
+
+
+class ResponseBody(Model):
+    """Body of POST /v1/responses; what the answer repeats is not typed yet."""
+
+    input: str | list[dict[str, Any]] | None = None
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Retention | None = None
+    cache_retention_s: float | None = None
+    max_output_tokens: Positive | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: Texts | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Word | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    metadata: Any = None
+    truncation: Any = None
+    user: Any = None
+    background: Any = None
+    conversation: Any = None
+    prompt: Any = None
+
+
+# -------------------------------------------------------------------------------------------------- requests
 
 
 @dataclass(slots=True)
@@ -64,47 +180,39 @@ class ResponsesRequest(Generation):
     """Fields of the body that the answer repeats."""
 
 
-def read_response(fields: Fields, caller: Caller) -> ResponsesRequest:
-    """Read a request.
-
-    Raises InvalidRequest naming the field at fault.
-    """
+def _request(body: ResponseBody, caller: Caller, ignored: IgnoredFields) -> ResponsesRequest:
     for name in REFUSED:
-        if fields.take(name) not in (None, False, ""):
-            raise fields.refuse(name, "is not supported")
+        if getattr(body, name) not in (None, False, ""):
+            raise InvalidRequest(name, "is not supported")
     request = pb.GenerateRequest(
-        model=fields.text("model"),
         tenant=caller.tenant,
         request_id=caller.request_id,
         parse_output=True,
-        prompt_cache_key=fields.text("prompt_cache_key"),
-        cache_retention_s=retention_s(fields),
+        cache_retention_s=retention_s(body.cache_retention_s, body.prompt_cache_retention),
+        **given(body, ("model", "prompt_cache_key")),
+        sampling=pb.Sampling(max_tokens=body.max_output_tokens, temperature=body.temperature, top_p=body.top_p),
     )
     api_request = ResponsesRequest(request.request_id, [request], dict(NAMES))
-    api_request.echoed = _echoed(fields)
-    _read_options(fields, request)
-    instructions = fields.take("instructions")
-    if instructions is not None and not isinstance(instructions, str):
-        raise fields.refuse("instructions", f"must be a text, not {shown(instructions)}")
-    api_request.instructions = instructions
-    _read_tools(fields, request, api_request)
-    _read_input(fields, api_request)
-    api_request.previous_id = fields.text("previous_response_id")
-    api_request.is_stored = fields.boolean("store", default=True)
-    api_request.stream = fields.boolean("stream")
-    fields.take("parallel_tool_calls")  # read with the options
+    api_request.echoed = _echoed(body)
+    if body.reasoning is not None:
+        request.reasoning_effort = typed(body.reasoning, Reasoning, "reasoning", ignored).effort or ""
+    if body.text is not None and (form := typed(body.text, TextOptions, "text", ignored).format) is not None:
+        _set_form(form, request.sampling)
+    _read_logprobs(body, request.sampling, ignored)
+    api_request.instructions = body.instructions
+    _read_tools(body, request, api_request, ignored)
+    _read_input(body.input, api_request, ignored)
+    api_request.previous_id = body.previous_response_id or ""
+    api_request.is_stored = body.store is not False
+    api_request.stream = bool(body.stream)
     if not api_request.references:
         complete(api_request, [])
-    fields.finish()
+    for name in ("truncation", "user"):  # the answer repeats these, and nothing else does
+        ignored.unread("", name, getattr(body, name))
     return api_request
 
 
-NAMES = {
-    "max_tokens": "max_output_tokens",
-    "request_id": "x-request-id",
-    "tenant": "x-tenant",
-    "structured": "text.format",
-}
+read_response = BodyReader(ResponseBody, _request)
 
 
 def complete(api_request: ResponsesRequest, earlier: list[pb.ChatMessage]) -> None:
@@ -118,100 +226,70 @@ def complete(api_request: ResponsesRequest, earlier: list[pb.ChatMessage]) -> No
         raise InvalidRequest("input", "is missing")
 
 
-def _echoed(fields: Fields) -> dict[str, Any]:
-    values = {name: fields.peek(name) for name in ("tools", "tool_choice", "parallel_tool_calls", "reasoning", "user")}
-    echoed = {name: value if (value := fields.peek(name)) is not None else default for name, default in ECHOED.items()}
+def _echoed(body: ResponseBody) -> dict[str, Any]:
+    echoed = {
+        name: value if (value := getattr(body, name)) is not None else default for name, default in ECHOED.items()
+    }
     return echoed | {
-        "tools": values["tools"] or [],
-        "tool_choice": values["tool_choice"] or "auto",
-        "parallel_tool_calls": values["parallel_tool_calls"] is not False,
-        "reasoning": values["reasoning"] or {"effort": None, "summary": None},
-        "user": values["user"],
-        "max_output_tokens": fields.peek("max_output_tokens"),
-        "top_logprobs": fields.peek("top_logprobs") or 0,
+        "tools": body.tools or [],
+        "tool_choice": body.tool_choice or "auto",
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": body.reasoning or {"effort": None, "summary": None},
+        "user": body.user,
+        "max_output_tokens": body.max_output_tokens,
+        "top_logprobs": body.top_logprobs or 0,
     }
 
 
-def _read_options(fields: Fields, request: pb.GenerateRequest) -> None:
-    sampling = request.sampling
-    if (most := fields.integer("max_output_tokens", 1, INT32 - 1)) is not None:
-        sampling.max_tokens = most
-    for name in ("temperature", "top_p"):
-        if (number := fields.number(name)) is not None:
-            setattr(sampling, name, number)
-    if (several := fields.peek("parallel_tool_calls")) is not None and not isinstance(several, bool):
-        raise fields.refuse("parallel_tool_calls", f"must be true or false, not {shown(several)}")
-    request.single_tool_call = several is False
-    if (reasoning := fields.nested("reasoning")) is not None:
-        request.reasoning_effort = reasoning.text("effort")
-        for name in ("summary", "generate_summary"):
-            reasoning.take(name)
-        reasoning.finish()
-    if (text := fields.nested("text")) is not None:
-        if (form := text.nested("format")) is not None:
-            _read_form(form, sampling)
-        text.finish()
-    fields.take("metadata")
-    _read_logprobs(fields, sampling)
-
-
-def _read_logprobs(fields: Fields, sampling: pb.Sampling) -> None:
+def _read_logprobs(body: ResponseBody, sampling: pb.Sampling, ignored: IgnoredFields) -> None:
     """Read `top_logprobs`, which needs LOGPROBS among `include`; its other values have no effect."""
-    top, included = fields.integer("top_logprobs", 0, MAX_LOGPROBS), fields.strings("include")
+    included = texts_of(body.include)
     if LOGPROBS in included:
-        sampling.logprobs = top or 0
-    elif top:
-        raise fields.refuse("top_logprobs", f"needs {LOGPROBS} in include")
+        sampling.logprobs = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise InvalidRequest("top_logprobs", f"needs {LOGPROBS} in include")
     if any(name != LOGPROBS for name in included):
-        if fields.ignored.strict:
-            raise fields.refuse("include", f"may have {LOGPROBS} only")
-        fields.ignored.add("include")
+        if ignored.strict:
+            raise InvalidRequest("include", f"may have {LOGPROBS} only")
+        ignored.add("include")
 
 
-def _read_form(form: Fields, sampling: pb.Sampling) -> None:
-    kind = one_of(form, "type", ("text", "json_object", "json_schema"))
-    if kind == "json_object":
+def _set_form(form: TextForm, sampling: pb.Sampling) -> None:
+    if form.type == "json_object":
         sampling.structured.json_object = True
-    elif kind == "json_schema":
-        sampling.structured.json_schema = json.dumps(form.schema("schema"))
-    for name in ("name", "description", "strict"):  # the schema is enforced in any case
-        form.take(name)
-    form.finish()
+    elif form.type == "json_schema":
+        if form.schema is None:
+            raise InvalidRequest("text.format.schema", "is missing")
+        sampling.structured.json_schema = json.dumps(form.schema)
 
 
 # ----------------------------------------------------------------------------------------------------- input
 
 
-def _read_input(fields: Fields, api_request: ResponsesRequest) -> None:
-    value = fields.take("input")
-    if value is None:
-        return
-    if isinstance(value, str):
-        api_request.own_messages = [pb.ChatMessage(role="user", content=value)]
+def _read_input(
+    wanted: str | list[dict[str, Any]] | None, api_request: ResponsesRequest, ignored: IgnoredFields
+) -> None:
+    if isinstance(wanted, str):
+        api_request.own_messages = [pb.ChatMessage(role="user", content=wanted)]
         api_request.input_items = [
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": value}]}
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": wanted}]}
         ]
-        return
-    if not isinstance(value, list):
-        raise fields.refuse("input", f"must be a text or a list of items, not {shown(value)}")
-    if len(value) > MAX_MESSAGES:
-        raise fields.refuse("input", f"at most {MAX_MESSAGES} items, not {len(value)}")
-    api_request.input_items = value
-    for place, item in enumerate(value):
-        of_item = fields.at(f"input[{place}]", item)
-        if _is_reference(of_item):
-            api_request.references[place] = of_item.text("id", required=True)
-            of_item.finish()
-        else:
-            _add_item(of_item, api_request.own_messages, api_request.media)
+    elif wanted is not None:
+        if len(wanted) > MAX_MESSAGES:
+            raise InvalidRequest("input", f"at most {MAX_MESSAGES} items, not {len(wanted)}")
+        api_request.input_items = wanted
+        for place, item in enumerate(wanted):
+            if _is_reference(item):
+                api_request.references[place] = typed(item, Reference, f"input[{place}]", ignored).id
+            else:
+                _add_item(item, f"input[{place}]", api_request.own_messages, api_request.media, ignored)
 
 
-def _is_reference(item: Fields) -> bool:
-    """Return whether an item only names an earlier one; its type, which may be absent, is taken then."""
-    if item.peek("type") == "item_reference":
-        item.take("type")
+def _is_reference(item: Mapping[str, Any]) -> bool:
+    """Return whether an item only names an earlier one; its type may be absent."""
+    if item.get("type") == "item_reference":
         return True
-    return item.given("id") and not any(map(item.given, ("type", "role", "content")))
+    return item.get("id") is not None and all(item.get(name) is None for name in ("type", "role", "content"))
 
 
 def refer(api_request: ResponsesRequest, items: Mapping[int, Any]) -> None:
@@ -222,41 +300,44 @@ def refer(api_request: ResponsesRequest, items: Mapping[int, Any]) -> None:
     found = [items.get(place, item) for place, item in enumerate(api_request.input_items)]
     api_request.input_items, api_request.own_messages, api_request.media = found, [], []
     for place, item in enumerate(found):
-        _add_item(Fields(item, f"input[{place}]"), api_request.own_messages, api_request.media)
+        _add_item(item, f"input[{place}]", api_request.own_messages, api_request.media, IgnoredFields())
 
 
-def _add_item(item: Fields, messages: list[pb.ChatMessage], media: Given) -> None:
-    kind = item.text("type") or "message"
-    for name in ("id", "status", "phase", "internal_chat_message_metadata_passthrough"):
-        item.take(name)
+def _add_item(
+    values: dict[str, Any], path: str, messages: list[pb.ChatMessage], media: Given, ignored: IgnoredFields
+) -> None:
+    item = typed(values, Item, path, ignored)
+    kind = item.type or "message"
+
+    def text_of(name: str) -> str:
+        content: Content | None = getattr(item, name)
+        parts = read_parts(content, f"{path}.{name}", TEXTS, media)
+        return "".join(part for part in parts if isinstance(part, str))
+
     if kind == "message":
-        role = must_be_one_of(item, "role", ROLES)
-        content = item.take("content")
+        role = needed(item.role, f"{path}.role")
         if role != "assistant":
             messages.append(pb.ChatMessage(role=role))
-            set_content(messages[-1], _parts(item, "content", content, media))
+            needed(item.content, f"{path}.content")
+            set_content(messages[-1], read_parts(item.content, f"{path}.content", PARTS, media))
+        elif not (last := _assistant(messages)).content and not last.tool_calls:
+            last.content = text_of("content")
         else:
-            text = _content(item, "content", content, may_lack=True)
-            if not _assistant(messages).content and not _assistant(messages).tool_calls:
-                _assistant(messages).content = text
-            else:
-                messages.append(pb.ChatMessage(role=role, content=text))
+            messages.append(pb.ChatMessage(role=role, content=text_of("content")))
     elif kind in ("function_call", "custom_tool_call"):
-        name, call_id = item.text("name", required=True), item.text("call_id", required=True)
+        name, call_id = needed(item.name, f"{path}.name"), needed(item.call_id, f"{path}.call_id")
         is_function = kind == "function_call"
-        arguments = item.text("arguments", required=True) if is_function else json.dumps({"input": item.text("input")})
+        arguments = (
+            needed(item.arguments, f"{path}.arguments") if is_function else json.dumps({"input": item.input or ""})
+        )
         _assistant(messages).tool_calls.add(id=call_id, name=name, arguments=arguments)
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        call_id = item.text("call_id", required=True)
-        messages.append(pb.ChatMessage(role="tool", tool_call_id=call_id))
-        set_content(messages[-1], _parts(item, "output", item.take("output"), media, may_lack=True))
+        messages.append(pb.ChatMessage(role="tool", tool_call_id=needed(item.call_id, f"{path}.call_id")))
+        set_content(messages[-1], read_parts(item.output, f"{path}.output", PARTS, media))
     elif kind == "reasoning":
-        thoughts = [_content(item, name, item.take(name) or []) for name in ("content", "summary")]
-        item.take("encrypted_content")
-        messages.append(pb.ChatMessage(role="assistant", reasoning=thoughts[0] or thoughts[1]))
+        messages.append(pb.ChatMessage(role="assistant", reasoning=text_of("content") or text_of("summary")))
     else:
-        raise item.refuse("type", f"{shown(kind)} is not supported")
-    item.finish()
+        raise InvalidRequest(f"{path}.type", f"{shown(kind)} is not supported")
 
 
 def _assistant(messages: list[pb.ChatMessage]) -> pb.ChatMessage:
@@ -266,75 +347,34 @@ def _assistant(messages: list[pb.ChatMessage]) -> pb.ChatMessage:
     return messages[-1]
 
 
-def _content(item: Fields, name: str, content: Any, may_lack: bool = False) -> str:
-    """Return a text, or the joined texts of parts."""
-    return "".join(part for part in _parts(item, name, content, None, may_lack) if isinstance(part, str))
-
-
-def _parts(item: Fields, name: str, content: Any, media: Given | None, may_lack: bool = False) -> list[str | pb.Media]:
-    """Return the texts and media of a content; without `media` only texts are allowed."""
-    if isinstance(content, str):
-        return [content]
-    if content is None and may_lack:
-        return []
-    if not isinstance(content, list):
-        raise item.refuse(name, f"must be a text or a list of parts, not {shown(content)}")
-    parts: list[str | pb.Media] = []
-    for place, each in enumerate(content):
-        part = item.at(f"{name}[{place}]", each)
-        kind = part.text("type", required=True)
-        if kind in ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"):
-            parts.append(part.text("refusal" if kind == "refusal" else "text"))
-        elif kind in ("input_image", "input_file", "input_audio") and media is not None:
-            parts.append(_medium(part, kind, media))
-        else:
-            raise part.refuse("type", f"{shown(kind)} is not supported here")
-        for own in ("annotations", "logprobs"):
-            part.take(own)
-        part.finish()
-    return parts
-
-
-def _medium(part: Fields, kind: str, media: Given) -> pb.Media:
-    if kind == "input_audio":
-        return read_input_audio(part, media)
-    if kind == "input_file":
-        return read_document(part, media)
-    if part.given("file_id"):
-        return read_file(part, "file_id", "image", media)
-    return read_url(part, "image_url", "image", part.take("image_url"), media)
-
-
 # ----------------------------------------------------------------------------------------------------- tools
 
 
-def _read_tools(fields: Fields, request: pb.GenerateRequest, api_request: ResponsesRequest) -> None:
+def _read_tools(
+    body: ResponseBody, request: pb.GenerateRequest, api_request: ResponsesRequest, ignored: IgnoredFields
+) -> None:
     custom = set()
-    for place, tool in enumerate(fields.objects("tools")):
-        known = fields.at(f"tools[{place}]", tool)
-        kind = known.text("type", required=True)
-        if kind not in ("function", "custom"):
-            fields.ignored.add(f"tools[{place}].type={kind}"[:64])  # the model never hears of it
+    for place, each in enumerate(body.tools or ()):
+        path = f"tools[{place}]"
+        if is_skipped(each, ("function", "custom"), path, ignored):
             continue
-        name = known.text("name", required=True)
-        function: dict[str, Any] = {"name": name}
-        if description := known.text("description"):
-            function["description"] = description
-        if kind == "custom":
-            custom.add(name)
-            known.take("parameters")
+        tool = typed(each, Tool, path, ignored)
+        function: dict[str, Any] = {"name": tool.name}
+        if tool.description:
+            function["description"] = tool.description
+        if tool.type == "custom":
+            custom.add(tool.name)
             function["parameters"] = CUSTOM_PARAMETERS
-            if known.peek("format") == {"type": "text"}:  # any other form is not enforced, and named as ignored
-                known.take("format")
+            if tool.format != {"type": "text"}:  # any other form is not enforced
+                ignored.unread(path, "format", tool.format)
         else:
-            parameters = known.schema("parameters") if known.given("parameters") else {}
-            function["parameters"] = parameters or {"type": "object"}
-        for own in ("strict", "defer_loading"):
-            known.take(own)
-        known.finish()
-        request.tools.append(json.dumps({"type": "function", "function": function}, ensure_ascii=False))
+            ignored.unread(path, "format", tool.format)
+            function["parameters"] = tool.parameters or {"type": "object"}
+        request.tools.append(msgspec.json.encode({"type": "function", "function": function}).decode())
     api_request.custom_tools = frozenset(custom)
-    request.single_tool_call = request.single_tool_call and bool(request.tools)
-    read_tool_choice(fields, request, ("function", "custom"), lambda choice: choice.text("name", required=True))
+    request.single_tool_call = body.parallel_tool_calls is False and bool(request.tools)
+    given_choice = body.tool_choice
+    choice = typed(given_choice, Choice, "tool_choice", ignored) if isinstance(given_choice, dict) else given_choice
+    read_tool_choice(choice, request, ("function", "custom"), ignored)
     if forces_call(request.tool_choice):
         api_request.names["structured"] = "tools"
