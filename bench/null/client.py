@@ -41,7 +41,8 @@ class _Stream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if not self._tail and not data.startswith(b"HTTP/1.1 200"):
             self.failure = data[:300].decode(errors="replace")
-        if b"data: {" in data and (self.times or b'"content":""' not in data):
+        num_events = data.count(b"data: {")
+        if num_events > (not self.times and b'"content":""' in data):  # a chat begins with an event without text
             self.times.append(time.monotonic())
         self._tail = (self._tail + data)[-4096:]
 
