@@ -5,12 +5,13 @@
 
 import asyncio
 import json
+import re
 import socket
 import sys
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import uvloop
 
@@ -22,6 +23,8 @@ ANSWER_S = 120.0
 TAIL_BYTES = 64
 """Bytes in which the end of an answer is looked for."""
 END = b"data: [DONE]\n\n"
+WORD = re.compile(rb"w\d")
+"""Beginning of a token's text. Tokens are counted, not events, since a router may join those of a late client."""
 
 
 def _chunk(data: bytes) -> bytes:
@@ -32,6 +35,21 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding
 _BODY = {"id": "c", "object": "text_completion", "model": MODEL_NAME, "choices": [{"index": 0, "text": "w7 "}]}
 TOKEN = _chunk(b"data: " + json.dumps(_BODY).encode() + b"\n\n")
 LAST = _chunk(END) + b"0\r\n\r\n"
+_CHOICE = {"index": 0, "text": "w7 ", "token_ids": [7]}
+TOKEN_ID = _chunk(b"data: " + json.dumps(_BODY | {"choices": [_CHOICE]}).encode() + b"\n\n")
+_CHOICES = [_CHOICE | {"finish_reason": "length"}]
+LAST_TOKEN_ID = _chunk(b"data: " + json.dumps(_BODY | {"choices": _CHOICES}).encode() + b"\n\n") + LAST
+METRICS = b"""vllm:cache_config_info{block_size="16",num_gpu_blocks="100000",enable_prefix_caching="True"} 1.0
+vllm:num_requests_running{model_name="m"} 0.0
+vllm:num_requests_waiting{model_name="m"} 0.0
+vllm:kv_cache_usage_perc{model_name="m"} 0.0
+vllm:generation_tokens_total{model_name="m"} %d
+"""
+"""Page of the figures that a router reads of vLLM's."""
+
+
+Tokens = tuple[bytes, bytes]
+"""Bytes of a token, and of the last one."""
 
 
 class Steps:
@@ -39,13 +57,15 @@ class Steps:
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
-        self._arrived: dict[asyncio.WriteTransport, int] = {}
-        self._running: dict[asyncio.WriteTransport, int] = {}
+        self._arrived: dict[asyncio.WriteTransport, tuple[int, Tokens]] = {}
+        self._running: dict[asyncio.WriteTransport, tuple[int, Tokens]] = {}
+        self.count = 0
+        """Steps so far."""
         self._is_running = False
 
-    def add(self, transport: asyncio.WriteTransport, num_tokens: int) -> None:
+    def add(self, transport: asyncio.WriteTransport, num_tokens: int, tokens: Tokens) -> None:
         """Start an answer of so many tokens."""
-        self._arrived[transport] = num_tokens
+        self._arrived[transport] = num_tokens, tokens
         if not self._is_running:
             self._is_running = True
             self._begin()
@@ -56,12 +76,13 @@ class Steps:
         asyncio.get_running_loop().call_later(self._step_s, self._end)
 
     def _end(self) -> None:
-        for transport, left in tuple(self._running.items()):
+        self.count += 1
+        for transport, (left, tokens) in tuple(self._running.items()):
             if transport.is_closing():
                 del self._running[transport]
                 continue
-            transport.write(TOKEN if left > 1 else TOKEN + LAST)
-            self._running[transport] = left - 1
+            transport.write(tokens[left <= 1])
+            self._running[transport] = left - 1, tokens
             if left == 1:
                 del self._running[transport]
         self._is_running = bool(self._running or self._arrived)
@@ -87,15 +108,37 @@ class MockEngine(asyncio.Protocol):
             if len(self._received) < end + 4 + size:
                 return
             body, self._received = self._received[end + 4 : end + 4 + size], self._received[end + 4 + size :]
-            if head.startswith(b"post"):
-                self._transport.write(HEAD)
-                self._steps.add(self._transport, int(json.loads(body)["max_tokens"]))
+            method, path = head.split(b" ", 2)[:2]
+            if method == b"post":
+                self._post(path, json.loads(body))
             else:
-                data_list = [{"id": MODEL_NAME, "object": "model", "owned_by": "bench"}]
-                about = {"object": "list", "data": data_list, "model_path": MODEL_NAME, "served_model_name": MODEL_NAME}
-                answer = json.dumps(about).encode()
-                fields = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-                self._transport.write(fields % len(answer) + answer)
+                self._get(path)
+
+    def _post(self, path: bytes, body: dict[str, Any]) -> None:
+        wanted = body.get("return_token_ids"), body.get("stream")
+        if path != b"/v1/completions":
+            self._answer(b"{}", b"404 Not Found")
+        elif wanted[0] and not wanted[1]:
+            choice = {"index": 0, "text": "w7 ", "token_ids": [7], "prompt_token_ids": body["prompt"]}
+            self._answer(json.dumps(_BODY | {"choices": [choice | {"finish_reason": "length"}]}).encode())
+        else:
+            self._transport.write(HEAD)
+            tokens = (TOKEN_ID, LAST_TOKEN_ID) if wanted[0] else (TOKEN, TOKEN + LAST)
+            self._steps.add(self._transport, int(body["max_tokens"]), tokens)
+
+    def _get(self, path: bytes) -> None:
+        if path == b"/metrics":
+            self._answer(METRICS % self._steps.count)
+        elif path == b"/version":
+            self._answer(b'{"version": "0.32.0"}')
+        else:
+            about = {"id": MODEL_NAME, "object": "model", "owned_by": "bench"}
+            answer = {"object": "list", "data": [about], "model_path": MODEL_NAME, "served_model_name": MODEL_NAME}
+            self._answer(json.dumps(answer).encode())
+
+    def _answer(self, body: bytes, status: bytes = b"200 OK") -> None:
+        fields = b"HTTP/1.1 %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        self._transport.write(fields % (status, len(body)) + body)
 
 
 @dataclass(slots=True)
@@ -135,7 +178,7 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
             self._finish()
             return
-        answer.num_tokens += data.count(b'"text"')
+        answer.num_tokens += len(WORD.findall(self._tail[-1:] + data))
         if answer.num_tokens and not answer.ttft_s:
             answer.ttft_s = now - self._started_at
         self._tail = (self._tail + data)[-TAIL_BYTES:]

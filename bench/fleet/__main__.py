@@ -1,6 +1,6 @@
 """`make bench-fleet`: the router over stock servers, beside other routers, and while servers fail.
 
-`python -m bench.fleet PART...` runs some of its parts: compare, faults.
+`python -m bench.fleet PART...` runs some of its parts: compare, cost, faults.
 """
 
 import sys
@@ -13,11 +13,13 @@ import uvloop
 from rich.console import Console
 
 from bench.fleet.compare import compare, compare_bars
+from bench.fleet.cost import cost_bars, measure_cost
 from bench.fleet.faults import fault_bars, measure_faults
 from bench.support.report import Bar, conclude
 
 PARTS: dict[str, tuple[Callable[[Path, Console], Any], Callable[[Any], list[Bar]]]] = {
     "compare": (compare, compare_bars),
+    "cost": (measure_cost, cost_bars),
     "faults": (measure_faults, fault_bars),
 }
 

@@ -46,10 +46,11 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def site(tree: Path) -> AsyncIterator[Site]:
-    """Start the router of `tree`."""
+async def site(tree: Path, *counts: int) -> AsyncIterator[Site]:
+    """Start the router of `tree`; `counts` are the arguments of `cost_site.py`."""
     # Roles start as `python -m`, which looks into the working directory before PYTHONPATH.
     command = ["env", f"--chdir={tree}", f"PYTHONPATH={tree}", sys.executable, str(ROOT / "bench/router/cost_site.py")]
+    command += map(str, counts)
     async with process(*command) as started:
         ready = json.loads(await first_line(started))
         host, _, port = ready["http"].rpartition(":")
@@ -61,8 +62,8 @@ async def site(tree: Path) -> AsyncIterator[Site]:
                 wanted = pb.Sampling(max_tokens=NUM_TOKENS, ignore_eos=True)
                 request = pb.GenerateRequest(text=prompt, sampling=wanted).SerializeToString()
                 count = 0
-                async for _ in call(request):
-                    count += 1
+                async for message in call(request):
+                    count += len(pb.GenerateResponse.FromString(message).token_ids)
                 return count
 
             async def by_http(prompt: str) -> int:
