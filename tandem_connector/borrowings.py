@@ -84,6 +84,8 @@ class Tracked:
     borrowing: Borrowing | None = None
     was_decided: bool = False
     """Whether it is settled what the request borrows."""
+    num_found: int = 0
+    """Tokens that vLLM found in its cache when it gave it blocks."""
     num_named: int = 0
     """Leading keys whose blocks were named since vLLM gave it blocks."""
 

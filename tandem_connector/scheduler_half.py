@@ -72,6 +72,8 @@ class SchedulerHalf:
         """Running requests whose prompt is not computed."""
         self._refused: dict[str, None] = {}
         """Requests that may run and had no room in the step that is being scheduled."""
+        self._admitted: list[Tracked] = []
+        """Requests to which the step that is being scheduled has given blocks."""
         self._arrivals = 0
         self._has_stopped = False
         self.counters = Counters()
@@ -133,6 +135,7 @@ class SchedulerHalf:
         if tracked.names is not None and self._lends:
             tracked.num_named = 0
             self._prefilling[request_id] = tracked
+            self._admitted.append(tracked)
         self.borrowings.allocated(tracked)
 
     def scheduled(self, num_tokens: int) -> None:
@@ -141,6 +144,9 @@ class SchedulerHalf:
         Where nothing could be, for lack of blocks, some are given back: those of loans taken first, then of one given.
         One loan at a time, since vLLM tries again at once.
         """
+        for tracked in self._admitted:
+            tracked.num_found = tracked.request.num_computed_tokens
+        self._admitted.clear()
         starves = self._refused and not num_tokens and not self._is_running()
         if starves and not self.borrowings.give_way() and self.loans.lender.lose(STARVING):
             self.loans.flush()
@@ -199,7 +205,14 @@ class SchedulerHalf:
     # ------------------------------------------------------------------ lending
 
     def _name(self, tracked: Tracked, num_tokens: int) -> None:
+        """Name the blocks that a request has filled or found, with its first `num_tokens` tokens.
+
+        vLLM finds a block from the step on that will fill it, so what a request found is filled once its own first
+        step has ended.
+        """
         assert tracked.names is not None
+        if num_tokens <= tracked.num_found:
+            return
         tracked.num_named, new = self.kv.name_filled(tracked.names, num_tokens, tracked.num_named)
         if tracked.is_for_borrower:
             self.loans.lender.fingerprint_early(new)
