@@ -43,9 +43,9 @@ class Context:
 class Serving:
     """Two messages, and then nothing for good."""
 
-    async def generate(self, *_: Any, **__: Any) -> AsyncIterator[bytes]:
-        yield b"first"
-        yield b"second"
+    async def generate(self, *_: Any, **__: Any) -> AsyncIterator[list[bytes]]:
+        yield [b"first"]
+        yield [b"second"]
         await asyncio.Event().wait()
 
 
