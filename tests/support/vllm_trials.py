@@ -376,13 +376,14 @@ class VllmNode(TrialNode):
 
     def _check_unnamed(self) -> None:
         """Blocks that wait for their fingerprints are filled, also those that a request found."""
-        for full in (full for filled in self.core._unnamed for full in filled.full):
-            tokens = full.submitted.request.all_token_ids
-            for place in full.places:
-                group, end = place.of.group, place.of.end * self.core._kv_cache.groups.unit
-                wanted = content(tokens[:end], group, self._specs[group])
-                held = next(iter(self._memory.read_blocks([place.block]))).tobytes()[: len(wanted)]
-                assert held == wanted, f"a block of {end} tokens is taken before it is filled"
+        for filled in self.core._unnamed:
+            for full in filled.full:
+                tokens = full.submitted.request.all_token_ids
+                for place in set(full.places).intersection(filled.places):  # others have their names, and no hold
+                    group, end = place.of.group, place.of.end * self.core._kv_cache.groups.unit
+                    wanted = content(tokens[:end], group, self._specs[group])
+                    held = next(iter(self._memory.read_blocks([place.block]))).tobytes()[: len(wanted)]
+                    assert held == wanted, f"a block of {end} tokens is taken before it is filled"
 
     def part_fingerprints(self, blocks: Sequence[int]) -> Any:
         return self._memory.part_fingerprints(blocks)
