@@ -31,6 +31,7 @@ from loans.reads.block_reads import LocalRank
 from support.hand_network import HandNetwork
 from support.slow_transport import SlowTransport
 from support.vllm_trials import (
+    BLOCK,
     MODELS,
     PAGE,
     VOCAB,
@@ -53,6 +54,8 @@ from tandem_connector.servers import Prompt
 init_none_hash(sha256)
 FINGERPRINT = bytes(range(32))
 PATIENCE_S = 30.0
+MOST_ADDED = 12
+"""Most tokens that a request adds to its stem, and most that it asks for."""
 
 
 @dataclass(eq=False)
@@ -121,6 +124,9 @@ class Server:
         num_drafts = rng.choice((0, 0, 1, 3)) if is_stateless else 0
         drafting = Drafting(num_drafts, rng.choice((0, num_drafts)), self.overlaps)
         num_blocks = rng.randint(*((16, 40) if len(specs) == 1 else (40, 90)))
+        ahead = 2 * num_drafts + drafting.num_lookahead  # two steps in flight, and what draft layers write
+        longest = -(-(trial.longest + ahead) // BLOCK)
+        num_blocks = max(num_blocks, 1 + longest * len(specs))  # vLLM starts with no smaller pool
         config = make_config(self.overlaps, num_drafts, TandemConnector)
         self.scheduler, self._unit = make_scheduler(config, specs, num_blocks)
         self.scheduler.num_lookahead_tokens = drafting.num_lookahead
@@ -316,6 +322,8 @@ class Trial:
         self.open: list[Client] = []
         self.over: list[Client] = []
         self._stems = [self._random_tokens(self.rng.randint(4, 40)) for _ in range(3)]
+        self.longest = max(map(len, self._stems)) + 2 * MOST_ADDED
+        """Tokens of the longest request."""
         for url in self.urls:
             self.start(url)
 
@@ -361,8 +369,8 @@ class Trial:
     def _new_request(self) -> None:
         rng = self.rng
         server = rng.choice(self.servers)
-        prompt = rng.choice(self._stems) + self._random_tokens(rng.randint(1, 12))
-        max_tokens, salt = rng.randint(1, 12), rng.choice(("", "", "", "a"))
+        prompt = rng.choice(self._stems) + self._random_tokens(rng.randint(1, MOST_ADDED))
+        max_tokens, salt = rng.randint(1, MOST_ADDED), rng.choice(("", "", "", "a"))
         way = rng.choice(("configured", "named", "two phases", "unknown"))
         params: dict[str, Any] | None = None
         if way == "named":

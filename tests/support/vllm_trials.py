@@ -351,11 +351,15 @@ class VllmNode(TrialNode):
                     self.flying.append([output, None])
             case "compute":
                 batch = next(batch for batch in self.flying if batch[1] is None)
+                named = list(self.named)
+                before = self._memory.part_fingerprints(named)
                 batch[1] = self.computer.compute(batch[0])
+                assert np.array_equal(before, self._memory.part_fingerprints(named)), "a step writes a named block"
             case "end":
                 output, computed = self.flying.popleft()
                 self.core.end_step(output, computed)
                 self._check_filled(output)
+                self._check_unnamed()
             case "hash":
                 tag, compute = self.unhashed.popleft()
                 self.core.name(tag, compute())
@@ -369,6 +373,17 @@ class VllmNode(TrialNode):
                 end = min(submitted.num_computed, submitted.request.num_tokens) // unit
                 counts = zip(widths, submitted.num_filled, strict=True)
                 assert all(end // width <= known for width, known in counts), f"{end} keys, {submitted.num_filled}"
+
+    def _check_unnamed(self) -> None:
+        """Blocks that wait for their fingerprints are filled, also those that a request found."""
+        for filled in self.core._unnamed:
+            for full in filled.full:
+                tokens = full.submitted.request.all_token_ids
+                for place in set(full.places).intersection(filled.places):  # others have their names, and no hold
+                    group, end = place.of.group, place.of.end * self.core._kv_cache.groups.unit
+                    wanted = content(tokens[:end], group, self._specs[group])
+                    held = next(iter(self._memory.read_blocks([place.block]))).tobytes()[: len(wanted)]
+                    assert held == wanted, f"a block of {end} tokens is taken before it is filled"
 
     def part_fingerprints(self, blocks: Sequence[int]) -> Any:
         return self._memory.part_fingerprints(blocks)

@@ -16,17 +16,17 @@ pytestmark = need_vllm
 TRIALS = int(os.environ.get("TANDEM_TRIALS", "80"))
 REACHED = ("answers", "borrowed", "mismatched", "failed loans", "cut", "kill", "cancel", "reset", "damage", "silence")
 """What must happen at all for the trials to mean anything."""
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 @pytest.mark.timeout(0 if "TANDEM_TRIALS" in os.environ else 900)
 def test_any_schedule_of_faults() -> None:
     num_cores = len(os.sched_getaffinity(0))
     share = -(-TRIALS // num_cores)
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "VLLM_LOGGING_LEVEL": "ERROR"}
     running = [
         subprocess.Popen(
             [str(PYTHON), "-m", "support.connector_trials", str(first), str(min(share, TRIALS - first))],
-            env=environment,
+            env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -39,3 +39,12 @@ def test_any_schedule_of_faults() -> None:
         assert process.returncode == 0, errors[-3000:]
         seen.update(json.loads(output.splitlines()[-1]))
     assert not [what for what in REACHED if not seen[what]]
+
+
+def test_found_blocks_have_no_names_before_the_step_that_fills_them_has_ended() -> None:
+    done = subprocess.run(
+        [str(PYTHON), "-m", "support.connector_steps"], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    named = {"in flight": 0, "ended": 3}
+    assert json.loads(done.stdout.splitlines()[-1]) == {"both run": named, "the second is cancelled": named}

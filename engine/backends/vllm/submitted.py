@@ -280,13 +280,17 @@ class Submissions:
         return places if groups.is_chain else sorted(places, key=lambda place: place.of)
 
     def _begin(self, submitted: Submitted, block_ids: Iterable[Iterable[int]]) -> None:
-        """Record vLLM's first blocks of a sequence that starts or resumes; those computed by now have their names."""
+        """Record vLLM's first blocks of a sequence that starts or resumes; those computed by now have their names.
+
+        vLLM finds blocks that a step in flight is to fill, or this one. So what the sequence found is looked at once
+        this step has ended, the last of those in flight.
+        """
         groups, sequence = self._kv_cache.groups, submitted.sequence
         # what a preempted request computes again lies in other blocks
         known = 0 if submitted.blocks and sequence.sampling is not None else sequence.num_computed // groups.unit
         submitted.blocks = [list(blocks) for blocks in block_ids]
         submitted.num_filled = [known // width for width in groups.widths]
-        self._look_after(submitted, 1)
+        self._look_after(submitted, 1 + self._kv_cache.num_steps)
 
     def _started(self, submitted: Submitted, num_hits: int) -> None:
         self._kv_cache.release_held(submitted.sequence)
