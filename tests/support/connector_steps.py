@@ -1,6 +1,6 @@
 """Steps of a stock server in one exact order: `python -m support.connector_steps`, in vLLM's environment.
 
-*Found blocks.* One request's step is in flight. The next step has two requests of one prompt, so the second finds blocks
+*Found blocks.* While a step is in flight, the next one gets two requests of one prompt. The second finds blocks
 that this very step is to fill for the first. The output is how many blocks have names at each moment.
 
 *Fingerprints.* The fingerprints of a loan's blocks are taken. Before they are recorded, a request fills all blocks that

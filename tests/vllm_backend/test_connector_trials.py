@@ -42,7 +42,7 @@ def test_any_schedule_of_faults() -> None:
 
 
 def test_exact_orders_of_steps() -> None:
-    """Found blocks have no names before the step that fills them; fingerprints that a loan's end overtakes are dropped."""
+    """Found blocks get names after the step that fills them; fingerprints that a loan's end overtakes are dropped."""
     done = subprocess.run(
         [str(PYTHON), "-m", "support.connector_steps"], env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
