@@ -10,7 +10,7 @@ Blocks of a prompt that is computed for a borrower get their fingerprints as soo
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
@@ -166,8 +166,15 @@ class WatchingLender:
         seen, self._seen = self._seen, []
         return seen
 
-    def announce(self, seen: Iterable[Seen]) -> None:
-        """Announce blocks whose fingerprints are known; those of loans that have ended were let go."""
+    def announce(self, seen: Sequence[Seen], hashed: Sequence[int], fingerprints: Any) -> None:
+        """Announce blocks that were seen, with the `fingerprints` of those that are `hashed`.
+
+        A loan that ended meanwhile has let its blocks go. Other requests may have written into them, before their
+        fingerprints were taken or after.
+        """
+        held = {block for loan, blocks in seen if loan is None or not loan.machine.done for block in blocks}
+        kept = [at for at, block in enumerate(hashed) if block in held]
+        self._kv.hashed([hashed[at] for at in kept], fingerprints[kept])
         for loan, blocks in seen:
             if loan is None:
                 self._early.remove(blocks)
@@ -218,7 +225,8 @@ def fingerprint(
 ) -> tuple[list[int], Any]:
     """Return the blocks among those seen whose fingerprints are not known, and these fingerprints.
 
-    It may be called beside the thread that owns the loans, since all blocks are held.
+    It may be called beside the thread that owns the loans: all blocks are held, but for those of loans that end
+    meanwhile, whose fingerprints `announce` drops.
     """
     blocks = list(dict.fromkeys(kv.unhashed([block for each in seen for block in each.blocks])))
     return blocks, compute(blocks) if blocks else kv.empty_fingerprints()

@@ -108,6 +108,5 @@ class LoanThread:
             return
         blocks, fingerprints = fingerprint(half.kv, seen, half.kv.cached.compute_fingerprints)
         with self._lock:
-            half.kv.hashed(blocks, fingerprints)
-            half.loans.lender.announce(seen)
+            half.loans.lender.announce(seen, blocks, fingerprints)
             half.loans.flush()

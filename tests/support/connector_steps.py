@@ -1,14 +1,23 @@
-"""A stock server with two steps in flight: `python -m support.connector_steps`, in vLLM's environment.
+"""Steps of a stock server in one exact order: `python -m support.connector_steps`, in vLLM's environment.
 
-One request's step is in flight. The next step has two requests of one prompt, so the second finds blocks that this very
-step is to fill for the first. The output is JSON: how many blocks have names at each moment.
+*Found blocks.* While a step is in flight, the next one gets two requests of one prompt. The second finds blocks
+that this very step is to fill for the first. The output is how many blocks have names at each moment.
+
+*Fingerprints.* The fingerprints of a loan's blocks are taken. Before they are recorded, a request fills all blocks that
+nobody holds. The output is how many are recorded.
+
+The output is JSON.
 """
 
 import itertools
 import json
+from typing import Any
 
-from support.connector_trials import Client, Server, Trial
+from loans.messages import Want
+from support.connector_trials import FINGERPRINT, Client, Server, Trial
+from support.hand_network import Stream
 from support.vllm_trials import BLOCK, MODELS
+from tandem_connector.names import Naming
 
 NUM_BLOCKS = 3
 """Whole blocks of the prompt."""
@@ -50,9 +59,41 @@ def found_of(client: Client) -> int:
     return int(client.request.num_computed_tokens - client.request.num_in_flight_tokens)
 
 
+def recorded_at(server: Server, is_over: bool) -> int:
+    """Return how many fingerprints are recorded of a loan that goes on, or `is_over` before they are."""
+    lender, prompt = server.half.loans.lender, list(range(NUM_BLOCKS * BLOCK + 1))
+    names = Naming(FINGERPRINT, BLOCK).of(compute(server, prompt))
+    assert names is not None
+    want = Want("", names.upto(NUM_BLOCKS), 0, False, prompt, names.root)
+    nobody: Any = None
+    stream = Stream(server.network, server.network, want, nobody)
+    lender.open(stream, want)
+    server._fingerprint()
+    if is_over:
+        lender.close(stream)
+    num_free = server.kv.pool.num_available
+    compute(server, [500 + number for number in range(num_free * BLOCK - 1)])
+    server._announce()
+    server.check_contents()
+    return len(server.kv._hashed)
+
+
+def compute(server: Server, prompt: list[int]) -> Any:
+    """Run a request for one token to its end, and return it."""
+    client = server._trial.ask(server, prompt, 1, None)
+    while not client.is_over:
+        server._begin()
+        server._compute()
+        server._end()
+    return client.request
+
+
 def main() -> None:
     kinds = {"both run": False, "the second is cancelled": True}
-    print(json.dumps({kind: named_at(overlapping_server(), is_cancelled) for kind, is_cancelled in kinds.items()}))
+    found = {kind: named_at(overlapping_server(), is_cancelled) for kind, is_cancelled in kinds.items()}
+    kinds = {"the loan goes on": False, "the loan is over": True}
+    recorded = {kind: recorded_at(overlapping_server(), is_over) for kind, is_over in kinds.items()}
+    print(json.dumps({"found blocks": found, "fingerprints": recorded}))
 
 
 if __name__ == "__main__":

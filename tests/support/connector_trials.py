@@ -255,9 +255,7 @@ class Server:
         self.announcing.append((seen, *fingerprint(self.kv, seen, self.memory.part_fingerprints)))
 
     def _announce(self) -> None:
-        seen, blocks, fingerprints = self.announcing.pop(0)
-        self.kv.hashed(blocks, fingerprints)
-        self.half.loans.lender.announce(seen)
+        self.half.loans.lender.announce(*self.announcing.pop(0))
 
     # ------------------------------------------------------------------ checks
 

@@ -41,10 +41,14 @@ def test_any_schedule_of_faults() -> None:
     assert not [what for what in REACHED if not seen[what]]
 
 
-def test_found_blocks_have_no_names_before_the_step_that_fills_them_has_ended() -> None:
+def test_exact_orders_of_steps() -> None:
+    """Found blocks get names after the step that fills them; fingerprints that a loan's end overtakes are dropped."""
     done = subprocess.run(
         [str(PYTHON), "-m", "support.connector_steps"], env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     named = {"in flight": 0, "ended": 3}
-    assert json.loads(done.stdout.splitlines()[-1]) == {"both run": named, "the second is cancelled": named}
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "found blocks": {"both run": named, "the second is cancelled": named},
+        "fingerprints": {"the loan goes on": 3, "the loan is over": 0},
+    }
