@@ -31,7 +31,6 @@ KINDS: dict[str, tuple[str, Path, dict[str, Any]]] = {
     "gpt_oss, V2": ("gpt_oss", V2, {}),
     "qwen3_next, V1": ("qwen3_next", PYTHON, {"dtype": "bfloat16"}),
     "qwen3_next, V2": ("qwen3_next", V2, {"dtype": "bfloat16"}),
-    "deepseek, V2": ("deepseek", V2, {}),
 }
 
 
