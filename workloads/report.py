@@ -1,4 +1,4 @@
-"""What reports of all commands share: JSON values and pictures."""
+"""JSON values and pictures of the reports of all commands."""
 
 import math
 from typing import Any

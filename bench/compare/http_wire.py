@@ -115,15 +115,15 @@ class MockEngine(asyncio.Protocol):
                 self._get(path)
 
     def _post(self, path: bytes, body: dict[str, Any]) -> None:
-        wanted = body.get("return_token_ids"), body.get("stream")
+        has_ids = bool(body.get("return_token_ids"))
         if path != b"/v1/completions":
             self._answer(b"{}", b"404 Not Found")
-        elif wanted[0] and not wanted[1]:
+        elif has_ids and not body.get("stream"):
             choice = {"index": 0, "text": "w7 ", "token_ids": [7], "prompt_token_ids": body["prompt"]}
             self._answer(json.dumps(_BODY | {"choices": [choice | {"finish_reason": "length"}]}).encode())
         else:
             self._transport.write(HEAD)
-            tokens = (TOKEN_ID, LAST_TOKEN_ID) if wanted[0] else (TOKEN, TOKEN + LAST)
+            tokens = (TOKEN_ID, LAST_TOKEN_ID) if has_ids else (TOKEN, TOKEN + LAST)
             self._steps.add(self._transport, int(body["max_tokens"]), tokens)
 
     def _get(self, path: bytes) -> None:

@@ -106,7 +106,7 @@ class Function(Model):
     description: Any = None
     parameters: dict[str, Any] | None = None
     strict: Any = None
-    """Not read: a forced call follows its schema in any case."""
+    """Whether a call follows its schema. It is not read, since a forced call always does."""
 
 
 class Tool(Model):

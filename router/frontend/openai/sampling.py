@@ -66,7 +66,7 @@ class JsonSchema(Model):
     name: Any = None
     description: Any = None
     strict: Any = None
-    """Not read: the schema is enforced in any case."""
+    """Whether the schema is enforced. It is not read, since it always is."""
 
 
 class ResponseFormat(Model):

@@ -50,7 +50,7 @@ class Url(Model):
 class Sound(Model):
     data: str
     format: Any = None
-    """Not read: it is seen in the file itself."""
+    """Format of the sound. It is not read, since the file itself shows it."""
 
 
 class Part(Document):

@@ -112,7 +112,7 @@ class TextForm(Model):
     name: Any = None
     description: Any = None
     strict: Any = None
-    """Not read: the schema is enforced in any case."""
+    """Whether the schema is enforced. It is not read, since it always is."""
 
 
 class TextOptions(Model):
