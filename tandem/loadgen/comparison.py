@@ -1,7 +1,6 @@
 """The command `tandem compare`: the same load at several URLs, in turns."""
 
 import asyncio
-import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -33,7 +32,7 @@ FIGURES: Mapping[str, tuple[float, str, str]] = {
 async def run_comparison(
     console: Console, frontends: Mapping[str, Frontend], load: OfferedLoad, rounds: int
 ) -> Mapping[str, Sequence[Results]]:
-    """Load each frontend in turns, and print their figures side by side; return them by frontend and round.
+    """Load each frontend in turns, in an open loop; print and return their figures by frontend and round.
 
     Raises ServiceError, StartError, BadSetup and BadTrace.
     """
@@ -71,10 +70,7 @@ async def _one_turn(frontend: Frontend, requests: Iterator[TraceRequest], load: 
             counter.add(sent.outcome)
 
     drive = LoadDriver(frontend, ended, load.warmup_s)
-    if load.concurrency is None:
-        await drive.open_loop(requests, begins_at)
-    else:
-        await drive.closed_loop(requests, load.concurrency, begins_at + (load.duration_s or math.inf))
+    await drive.open_loop(requests, begins_at)
     return counter.results(drive.sent.gaps, 0.0, 0.0, 0.0)
 
 

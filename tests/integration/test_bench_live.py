@@ -150,7 +150,7 @@ async def test_two_ways_to_the_same_workers_are_compared_without_sharing_prompts
     async with cluster_of(STORYTELLER, prefill=0, decode=1, router={"http_port": 0}, **TIMING) as cluster:
         port = cluster.router.http_address.rpartition(":")[2]
         urls = [f"http://{host}:{port}" for host in ("127.0.0.1", "localhost")]
-        load = OfferedLoad(profile_named("short-chat"), concurrency=2, most=8, scale=0.15, seed=1)
+        load = OfferedLoad(profile_named("short-chat"), rate=20.0, most=8, scale=0.15, seed=1)
         console = quiet()
         found = await run_comparison(console, {url: HttpFrontend(url, "", 600) for url in urls}, load, rounds=2)
     for results in (each for rounds in found.values() for each in rounds):

@@ -76,9 +76,11 @@ def compare(
     from tandem.loadgen.command import OfferedLoad
     from tandem.loadgen.comparison import run_comparison
     from tandem.loadgen.frontends import HttpFrontend
+    from workloads.errors import check_above_0
     from workloads.profiles import profile_named
     from workloads.traces.reading import Trace, Window
 
+    check_above_0("timeout", timeout)
     if len(urls) < 2 or len(set(urls)) < len(urls):
         raise StartError("urls", "name at least two addresses, each once")
     load = OfferedLoad(
